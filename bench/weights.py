@@ -5,7 +5,7 @@ weights, and `--slack` for everything else, page cache included. The file's page
 From there on the clock runs to the first token of a prompt: making the model, loading or attaching
 its weights, and a prefill; "whole" loads all of them first, with memory for everything. Ways
 alternate, in rounds. Answers are alike to the bit where weights lie as aligned as torch has them,
-which those of a mapped file do not. What a forward costs at least is the time of one with everything
+which those of a mapped file do not. What a forward costs at least: the time of one with everything
 in memory, or the bytes that it must read at the rate of the file.
 """
 

@@ -305,6 +305,7 @@ class KV:
         self._detach: list[Callable[[], None]] = []
         self._proofs: list[Callable[[], None]] = []
         self._closings: list[Callable[[], None]] = []
+        self._forgets: list[Callable[[str], int]] = []
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
         self._recordings: list[Recording] = []
@@ -877,7 +878,8 @@ class KV:
     ) -> int:
         """Erases a prompt and all that continues it from every tier, or a whole tenant.
 
-        Requests that wait for what nobody knows then (`enqueue`) are called off. Every tier
+        Requests that wait for what nobody knows then (`enqueue`) are called off. With a tenant goes
+        what encoders remember for it (`attach(memo=...)`). Every tier
         overwrites or removes the bytes, also those that other processes wrote, and is
         then asked whether anything is left. Beginnings that other prompts share stay. Open
         sequences keep their pages, and publish nothing more.
@@ -888,7 +890,7 @@ class KV:
             salts: What the prompt's K and V depend on beside the tokens.
 
         Returns:
-            Blocks erased.
+            Blocks erased, and rows of encoders.
 
         Raises:
             StoreError: A tier, which the message names, could not prove that nothing is left. All
@@ -898,7 +900,12 @@ class KV:
             store = Planner.of(seq).store
             store.flush(self.config.load_deadline_s)
             if tokens is None:
-                return self._forget_realm(erasure.Realm(seq.tenant, None))
+                try:
+                    found = self._forget_realm(erasure.Realm(seq.tenant, None))
+                finally:
+                    name = self.config.tenant if tenant is None else tenant
+                    others = sum(forget(name) for forget in self._forgets)
+                return found + others
             try:
                 return erasure.forget_prompt(store, seq)
             finally:
@@ -1482,18 +1489,21 @@ def follow(
     prove: Callable[[], None] | None = None,
     detach: Callable[[], None] | None = None,
     close: Callable[[], None] | None = None,
+    forget: Callable[[str], int] | None = None,
 ) -> None:
-    """Registers who takes part in the end of a cache.
+    """Registers who takes part in the end of a cache, and of what it knows.
 
     Args:
         kv: The cache.
         prove: Proves pages that were computed so far, so that they can be kept.
         detach: What `KV.detach` does.
         close: What `KV.close` does before anything is released.
+        forget: Erases what is kept beside pages for a tenant, and counts it.
     """
     kv._proofs += [prove] if prove else []
     kv._detach += [detach] if detach else []
     kv._closings += [close] if close else []
+    kv._forgets += [forget] if forget else []
 
 
 def warn(kv: KV, code: str, message: str) -> None:

@@ -1337,12 +1337,12 @@ def _module_stays(
         own: Those that are in the name.
         free: Names that forwards write.
     """
-    items, training, size = tuple(own.items()), held["training"], len(held.keys() - free)
+    items, training, size = tuple(own.items()), held.get("training"), len(held.keys() - free)
     empty = [kind for kind in _WATCHED if not held[kind]]
     spaces = [(k, tuple(held[k]), tuple(held[k].values())) for k in _WATCHED if held[k]]
 
     def same() -> bool:
-        if held["training"] is not training:
+        if held.get("training") is not training:
             return False
         if len(held) != size and len(held) - size != sum(name in held for name in free):
             return False

@@ -45,11 +45,10 @@ from flowkv.hooks.nested import (
 )
 from flowkv.hooks.write_behind import PART_BYTES, WriteBehind, answers_of, stripes_of
 from flowkv.observe.events import Closing, Remembered
-from flowkv.residency.keeper import Caller, Keeper, open_keeper
+from flowkv.residency.keeper import LONG_S, Caller, Keeper, open_keeper
 from flowkv.tiers import FrameInfo, Load, Outcome
 
 _TAG = b"flowkv.memo/1\0\0\0"
-_LONG_S = 1.0  # of a load, where nobody knows what computing takes
 _LEAST_S = 0.002
 _REST_S = 1.0  # after tiers were late
 _POLL_S = 0.001
@@ -378,7 +377,7 @@ class Memo(Closing):
         """32 bytes that no other computation has; none if this one cannot be named now."""
         if self._key is not None:
             said = self._key if isinstance(self._key, str) else self._key()
-            return hashlib.sha256(_TAG + b"key" + said.encode()).digest()
+            return hashlib.sha256(_TAG + b"key" + said.encode("utf-8", "surrogatepass")).digest()
         identity = self._identity
         assert identity is not None
         with self._lock:
@@ -556,7 +555,7 @@ class Memo(Closing):
                     self._callers.append(caller)
         old = [key for key, row in rows.items() if self._too_old(row)]
         if old:
-            self._rows.flush(_LONG_S)
+            self._rows.flush(LONG_S)
             self.keeper.caller().delete(old)
             with self._lock:
                 self._counts["expired"] += len(old)
@@ -574,7 +573,7 @@ class Memo(Closing):
         self, caller: Caller, question: _Question, keys: Sequence[bytes]
     ) -> dict[bytes, StoredRow]:
         each_s = self.keeper.gate.seconds_per_token
-        patience_s = max(_LEAST_S, each_s * len(keys)) if each_s else _LONG_S
+        patience_s = max(_LEAST_S, each_s * len(keys)) if each_s else LONG_S
         until_s = time.monotonic() + patience_s
         request = object()
         known = caller.lookup(keys, request)

@@ -40,12 +40,15 @@ def take(value: Any, leaves: list[Any], *, texts: bool = False) -> list[Any]:
         leaves.append(value)
         return ["leaf"]
     if kind in _PLAIN:
+        _check(value)
         return ["plain", value]
     if kind in (tuple, list):
         return [kind.__name__, [take(item, leaves, texts=texts) for item in value]]
     if kind is dict and all(type(key) is str for key in value):
         fields: Mapping[str, Any] = value
         name = "dict"
+        for key in value:
+            _check(key)
     elif _has_fields(kind):
         fields = _fields(value)
         name = f"{kind.__module__}:{kind.__qualname__}"
@@ -54,6 +57,14 @@ def take(value: Any, leaves: list[Any], *, texts: bool = False) -> list[Any]:
     else:
         raise UnnamedError(f"a value of type {kind.__module__}.{kind.__qualname__}")
     return [name, [*fields], [take(item, leaves, texts=texts) for item in fields.values()]]
+
+
+def _check(value: Any) -> None:
+    """Refuses what msgpack cannot hold: wide numbers, and texts that are no Unicode."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise UnnamedError(f"a value of type {type(value).__name__}: {error}") from error
 
 
 def put(form: Any, leaves: Iterator[Any]) -> Any:

@@ -48,7 +48,7 @@ _MOST_LISTED = 1 << 16  # frames of a remote tier
 _MOST_KNOWN = 1 << 20  # frames of a tier in which nothing has to go
 _MOST_ASKED = 1 << 10  # keys at a time
 _RESCAN_S = 10.0
-_LONG_S = 1.0  # of a load, where nobody knows what computing takes
+LONG_S = 1.0  # of a load, where nobody knows what computing takes
 _REFILL_BYTES = 1 << 26  # on their way back into faster tiers at a time
 _UNFIT = ("layout", "fidelity", "stripes")  # for this reader: the frame is there
 _BENIGN = ("", "absent", *_UNFIT)
@@ -280,7 +280,7 @@ class Keeper(Closing):
         for key in keys:
             near = next((one for one in self._levels if one.has(key)), self._levels[-1])
             where[near.tier.name] += n_bytes
-        if not self.gate.seconds_per_token and self.gate.load_s(where) > _LONG_S:
+        if not self.gate.seconds_per_token and self.gate.load_s(where) > LONG_S:
             return False
         return self.gate.worth(where, tokens)
 

@@ -691,3 +691,26 @@ def test_where_and_as_what_results_are_made_is_in_the_name() -> None:
         finally:
             torch.set_default_dtype(torch.float32)
         assert held(["a"]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("odd", [2**70, -(2**63) - 1, "\ud800", {"\ud800": 1}, [(2**64,)]])
+def test_what_no_name_can_hold_is_refused_in_words(odd: Any) -> None:
+    expected = pytest.raises(UnsupportedModelError, match="input of")
+    with remember(lambda x, odd: x * 2) as remembered, expected:
+        remembered(rows(1, 2), odd)
+
+
+def test_a_compiled_module_is_remembered_apart_from_the_plain_one() -> None:
+    encoder, x = Encoder().eval(), rows(1, 2)
+    compiled = torch.compile(encoder, backend="eager")
+    with flowkv.connect.open_keeper("host:4MiB") as keeper, torch.no_grad():
+        with flowkv.memo(encoder, places=keeper) as plain:
+            plain(x)
+            assert plain.flush()
+        with flowkv.memo(compiled, places=keeper) as remembered:
+            for _ in range(4):
+                assert torch.equal(remembered(x), encoder(x))
+                assert remembered.flush()
+            told = remembered.stats()
+    # Compiling, in its first calls, gives it other names; none of them is the plain one's.
+    assert told["computed"] >= 2 <= told["found"]

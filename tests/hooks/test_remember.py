@@ -118,6 +118,24 @@ def test_it_is_in_no_name(
         assert kv.namespace == plain
 
 
+def test_what_a_tenant_forgets_goes_from_encoders_too(tmp_path: Path) -> None:
+    model = models.t5()
+    counts = rows_counted(model.get_encoder())
+    options = {"gpu": "16MiB", "host": "0", "page_size": 16, "tenant": "ann"}
+    places = [f"disk:{tmp_path}/memo:64MiB"]
+    with flowkv.attach(model, memo=places, **options) as kv:
+        generate(model, text(1))
+    with flowkv.attach(model, memo=places, **options) as kv:
+        counts.clear()
+        kv.forget(tenant="bob")
+        generate(model, text(1))
+        assert counts == []
+        assert kv.forget() >= 1
+        generate(model, text(1))
+        assert sum(counts) == 1
+    kv.close()
+
+
 def test_a_changed_encoder_encodes_anew() -> None:
     model = models.t5()
     counts = rows_counted(model.get_encoder())

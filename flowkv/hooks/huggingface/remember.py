@@ -51,6 +51,11 @@ class RememberedForward:
                 warn(self._kv, f"memo: {name}", f"FlowKV remembers nothing of {name}: {error}")
         return self.around(*args, **kwargs)
 
+    def forget(self, tenant: str) -> int:
+        """Erases what it remembers, if it is for that tenant; how many rows."""
+        own = tenant == self._kv.config.tenant and self._memo.keeper.open
+        return self._memo.forget() if own else 0
+
     def close(self) -> None:
         """Leaves the module as it was."""
         if vars(self._module).get("forward") == self.forward:
@@ -93,4 +98,5 @@ def remember(model: Any, kv: KV, places: str | Sequence[str]) -> None:
 
     for each in forwards:
         each.hang()
+        follow(kv, forget=each.forget)
     follow(kv, detach=end)
