@@ -19,6 +19,7 @@ from flowkv import KV
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<ticks>```+) *python\b(?P<info>[^\n`]*)\n"
     r"(?P<code>.*?)^(?P=indent)(?P=ticks) *$",
@@ -64,7 +65,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             exec(code, namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"`[^`\n]+`", "", page.read_text())  # `kernel[grid](...)` is no link
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", prose):
