@@ -19,7 +19,8 @@ from flowkv import KV
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
+OTHERS = (ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "examples/README.md"))
+LINKING = [*PAGES, *OTHERS]
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<ticks>```+) *python\b(?P<info>[^\n`]*)\n"
     r"(?P<code>.*?)^(?P=indent)(?P=ticks) *$",
@@ -123,6 +124,15 @@ def test_the_tour_and_the_how_tos_name_what_is_there() -> None:
         known = set().union(*defined.values())
         for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
             assert name in known, (page.name, name)
+
+
+def test_promises_of_security_are_proven() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    proof = text.split("## Proof")[1]
+    assert len(named) == len(re.findall(r"`tests/[^`]+`", proof)) >= 20
+    for path, name in named:
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
 
 
 def test_collector_sees_blocks() -> None:
