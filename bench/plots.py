@@ -25,7 +25,39 @@ def plots(results: dict[str, Any]) -> dict[str, str]:
     drawn = {"explain/restore-bound.svg": picture(split())}
     if rows:
         drawn["explain/restore-lengths.svg"] = picture(lengths(rows))
+    if "real_cpu" in results:
+        drawn["first-token.svg"] = bars(results["real_cpu"])
     return drawn
+
+
+def bars(report: dict[str, Any]) -> str:
+    """Seconds to the first token of a real model: alone, asked again, in the next process."""
+    rows = {
+        (row["what"], row.get("tokens")): row for part in report["parts"].values() for row in part
+    }
+    lines, y = [], 76
+    for tokens in (2048, 4000):
+        again, later = rows["ttft, asked again", tokens], rows["ttft, restarted", tokens]
+        scale = 360 / rows["ttft, asked again", 4000]["plain_ms"][2]
+        lines.append(f'<text x="20" y="{y}" style="font-weight:600">{tokens:,} tokens</text>')
+        for name, (least, ms, most), colour in (
+            ("the model alone", again["plain_ms"], "soft"),
+            ("asked again", again["attached_ms"], "c0"),
+            ("in the next process, from disk", later["attached_ms"], "c1"),
+        ):
+            y += _LINE
+            said = f"{ms / 1e3:.2f} s ({least / 1e3:.2f} to {most / 1e3:.2f})"
+            lines.append(
+                f'<text x="20" y="{y}">{name}</text>'
+                f'<rect x="236" y="{y - 12}" width="{max(scale * ms, 1):.1f}" height="14" rx="2"'
+                f' style="fill:var(--{colour})"/>'
+                f'<text x="{236 + scale * ms + 8:.1f}" y="{y}">{said}</text>'
+            )
+        y += _LINE + 12
+    caption = (
+        "Seconds to the first token (SmolLM2-135M, float32, two CPU cores; medians, least to most)"
+    )
+    return _card(y - 18, caption, "".join(lines))
 
 
 def split() -> Curves:
@@ -80,10 +112,14 @@ def picture(chart: Curves) -> str:
     *_, width, high = ET.fromstring(drawn.svg).attrib["viewBox"].split()
     height = top + round(float(high)) + 8
     drawing = drawn.svg.replace("<svg", f'<svg y="{top}" width="{width}" height="{high}"', 1)
+    legend_line = f'<text style="fill:var(--soft)">{"".join(legend)}</text>'
+    return _card(height, drawn.caption, legend_line + drawing)
+
+
+def _card(height: int, caption: str, inside: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">'
         f"<style>{palette_css()}\ntext{{font:13px var(--font);fill:var(--ink)}}</style>"
         f'<rect width="{WIDTH}" height="{height}" rx="10" style="fill:var(--card)"/>'
-        f'<text x="20" y="32" style="font-weight:600">{escape(drawn.caption)}</text>'
-        f'<text style="fill:var(--soft)">{"".join(legend)}</text>{drawing}</svg>\n'
+        f'<text x="20" y="32" style="font-weight:600">{escape(caption)}</text>{inside}</svg>\n'
     )

@@ -33,7 +33,13 @@ from bench.serve.report import COLUMNS, cells
 from bench.serve.row import Row as Served
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "docs" / "benchmarks.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [
+    DOCS / "benchmarks.md",
+    *sorted((DOCS / "benchmarks").glob("*.md")),
+    DOCS / "index.md",
+    ROOT / "README.md",
+]
 RESULTS = ROOT / "bench" / "results"
 NOT_YET = "not measured yet"
 
@@ -251,6 +257,52 @@ def real(results: Results) -> str:
         else NOT_YET.capitalize() + "."
     )
     return f"{table(['what', 'against', 'figure'], lines)}\n\n{about}"
+
+
+def _times(results: Results) -> list[str]:
+    """How much sooner a real model answers: asked again, in the next process; at 2,048 tokens."""
+    rows = [row for part in results["real_cpu"]["parts"].values() for row in part]
+    whats = ("ttft, asked again", "ttft, restarted")
+    found = {row["what"]: row["ratio"] for row in rows if row.get("tokens") == 2048}
+    return [f"{found[what][1]:.0f} times" for what in whats]
+
+
+@block
+def front(results: Results) -> str:
+    """The sentence of the front page."""
+    again, later = _times(results)
+    return (
+        "With SmolLM2-135M on two CPU cores a prompt of 2,048 tokens that is asked again answers"
+        f" {again} sooner than\nthe model alone, and in the next process, from disk, {later} sooner"
+        " ([all figures](docs/benchmarks.md))."
+    )
+
+
+@block
+def landing(results: Results) -> str:
+    """What is worth a line on the first page of the documentation."""
+    parts = results["real_cpu"]["parts"]
+    rows = {(row["what"], row.get("tokens")): row for part in parts.values() for row in part}
+    again, later = _times(results)
+    step = rows["tpot, DynamicCache / attached", 4000]["ratio"][1]
+    many = rows["engine / generate, 4 clients", 256]["cpu_ratio"][1]
+    unseen = rows["ttft, unseen", 2048]["ratio"][1]
+    kv8 = next(row for row in parts["quality"] if row["what"] == "quality, kv8")
+    lines = [
+        ["a prompt of 2,048 tokens, asked again", f"first token {again} sooner"],
+        ["... in the next process, from disk", f"first token {later} sooner"],
+        ["... never seen before", f"{figure(unseen)} times as fast as without FlowKV"],
+        ["a decode step at 4,000 tokens", f"{figure(step)} times as fast as `DynamicCache`"],
+        [
+            "four clients through `flowkv.Engine`",
+            f"{figure(many)} times the tokens of `generate` for the same processor time",
+        ],
+        [
+            f"`kv8`: {kv8['bits']:.1f} of 32 bits an element",
+            f"perplexity {figure(kv8['more_percent'][1])} % higher",
+        ],
+    ]
+    return table(["measured", "figure"], lines)
 
 
 @block
