@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,6 +126,17 @@ def test_the_tour_and_the_how_tos_name_what_is_there() -> None:
         known = set().union(*defined.values())
         for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
             assert name in known, (page.name, name)
+
+
+def test_the_workflow_runs_what_is_told_here() -> None:
+    flow = (ROOT / ".github" / "workflows" / "checks.yml").read_text()
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        needs = tomllib.load(file)["dependency-groups"]["docs"]
+    (installs,) = re.findall(r"pip install (.*mkdocs.*)", flow)
+    assert shlex.split(installs) == needs
+    told = re.findall(r"- run: (\S.*)", flow)
+    assert {".ci/run", "mkdocs build --strict"} <= set(told)
+    assert "bandit -q -c pyproject.toml -r flowkv" in told
 
 
 def test_promises_of_security_are_proven() -> None:
