@@ -128,6 +128,17 @@ def test_the_tour_and_the_how_tos_name_what_is_there() -> None:
             assert name in known, (page.name, name)
 
 
+def test_the_changelog_keeps_its_form() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    first, *versions = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert first.startswith("# Changelog\n") and versions[0].startswith("[Unreleased]\n")
+    for version in versions:
+        told = re.findall(r"^### (.+)$", version, re.MULTILINE)
+        assert set(told) <= kinds and len(told) == len(set(told)), (version.splitlines()[0], told)
+    assert "- Fixed:" not in text, "it belongs under Fixed"
+
+
 def test_the_workflow_runs_what_is_told_here() -> None:
     flow = (ROOT / ".github" / "workflows" / "checks.yml").read_text()
     with (ROOT / "pyproject.toml").open("rb") as file:
