@@ -156,6 +156,7 @@ def test_serve(tmp_path: Path) -> None:
     PathFinder.find_spec("vllm") is None,  # whoever tests with fakes may have put one in its place
     reason="NOT TESTED: examples/inside_vllm.py, for vLLM is not installed here",
 )
+@pytest.mark.timeout(600)  # two servers, one after the other
 def test_inside_vllm(tmp_path: Path) -> None:
     program = str(EXAMPLES / "inside_vllm.py")
     runs = [said(["-c", ON_A_CPU, program], tmp_path, VLLM_ON_A_CPU) for _ in range(2)]
