@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowkv.cache import erasure, export, mover, pinned, stack, step, store, swap
+    from flowkv.cache import erasure, export, mover, overflow, pinned, stack, step, store, swap
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import relocate

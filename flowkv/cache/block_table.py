@@ -14,6 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from flowkv import kernels
+from flowkv.cache.overflow import Overflow, Scan
 from flowkv.cache.seal import Publisher, Refusal, Sealer
 from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
@@ -280,6 +281,7 @@ class Planner:
         encodes = any(forms.ladder.rungs for forms in store.forms)
         self.sealer = Sealer(store, tables, on_refusal) if encodes else None
         self.compactor = Compactor(store, tables, store.defragment_bytes)
+        self.overflow = Overflow(store, tables, guard) if store.overflows else None
         self.measured, self._prefetches = measured, prefetches
         self.publisher = Publisher(store, tables, tails.allowed, on_non_finite)
         self.tails = tails
@@ -352,6 +354,19 @@ class Planner:
                     raise
                 return self._allocate(counts)
 
+    def whole(self, seq: Sequence) -> None:
+        """Makes sure that all pages of a sequence lie on the device.
+
+        Raises:
+            StateError: Some lie below it.
+        """
+        if seq.away:
+            raise StateError(
+                f"{seq.away} pages of the sequence lie below its device (overflow=True)",
+                "Only steps, forks and cuts behind them go on past the pool; give the device pool "
+                "more bytes",
+            )
+
     def _allocate(self, counts: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:
         taken: dict[tuple[int, int], list[int]] = {}
         try:
@@ -399,7 +414,9 @@ class Planner:
         table[seq.row, page_no] = -1
         self.tables.touch()
         seq.blocks[group][page_no] = None
-        if block is not None:
+        if block is not None and page < 0 and self.overflow is not None:
+            self.overflow.let_go(seq, block)
+        elif block is not None:
             self.store.drop(block)
         elif page >= 0:
             self.store.pool(group).release(page)
@@ -517,6 +534,8 @@ class Planner:
                     f"cutting {now - length} tokens reaches behind the sliding window",
                     f"Cut at most {WINDOW_SLACK_TOKENS} tokens, or open the prompt anew",
                 )
+        if seq.away and length % size and self.tables.pages[0][seq.row, length // size] < 0:
+            self.whole(seq)
         self._cut(seq, -(-length // size))
         if self.sealer:
             self.sealer.rewind(seq.row, length // size)
@@ -546,7 +565,9 @@ class Planner:
                 child.blocks[g] = list(blocks)
                 line = tables.pages[g][seq.row, : len(blocks)]
                 for block, page in zip(blocks, line.tolist(), strict=True):
-                    if block is not None:
+                    if block is not None and page < 0 and self.overflow is not None:
+                        self.overflow.share(child, block)
+                    elif block is not None:
                         self.store.hold(block)
                     elif page >= 0:
                         self.store.pool(g).share(page)
@@ -622,6 +643,15 @@ class Planner:
             prompts = int(np.count_nonzero(np.diff(step.starts) > 1))
         line, length, start = parts
         return Ragged(table, line, length, start, step.most_new, step.most_length, prompts)
+
+    def scan(self, group: int, seqs: Items[Sequence], batch: Ragged) -> Scan | None:
+        """How rows are attended of which pages lie below the device; None where none do."""
+        with self.guard:
+            lines = (self.tables.pages[group][s.row, : len(s.blocks[group])] for s in seqs)
+            over = self.overflow
+            if over is None or not over.sees_all(group) or not any((x < 0).any() for x in lines):
+                return None
+            return Scan(over, group, seqs, batch)
 
     def reserve(
         self, seqs: Items[Sequence], counts: NDArray[np.int64], last: Advance | None = None
@@ -745,8 +775,24 @@ class Planner:
         raise StateError("a sequence is in the step twice", "Fork it to have two rows")
 
     def _grow(self, seqs: list[Sequence], have: list[int], wanted: list[int]) -> None:
-        pages = self.allocate_raw([sum(wanted)] * len(self.geometry.groups))
+        counts = [sum(wanted)] * len(self.geometry.groups)
+        if self.overflow is not None:
+            self.overflow.make_room(seqs, {(g, 0): n for g, n in enumerate(counts)})
+        pages = self._most_raw(counts)
         for g, fresh in enumerate(pages):
             for seq, first, count in zip(seqs, have, wanted, strict=True):
                 for page_no in range(first, first + count):
                     self._place(seq, g, page_no, fresh.pop())
+
+    def _most_raw(self, counts: list[int]) -> list[list[int]]:
+        """Raw pages, for which others leave the device where it is full of other sizes.
+
+        Raises:
+            CapacityError: They do not fit.
+        """
+        while True:
+            try:
+                return self.allocate_raw(counts)
+            except CapacityError:
+                if self.overflow is None or not self.overflow.shed():
+                    raise

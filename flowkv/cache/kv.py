@@ -1096,6 +1096,8 @@ class KV:
             raise ConfigError(f"chunk={chunk}", "Compute at least one token per row and step")
         if not all(isinstance(seq, Sequence) for seq in seqs):
             raise StateError("some of these are no sequences", "Pass what kv.open(...) returned")
+        if seqs and (overflow := Planner.of(seqs[0]).overflow) is not None:
+            chunk = min(chunk, overflow.chunk(len(seqs)))
         for out in fronts(self, seqs, chunk):
             if isinstance(out, Step):
                 yield out
@@ -1361,12 +1363,15 @@ class KV:
                 "prefetch": {},
                 "ghosts": 0,
                 "audit": {},
+                "overflow": {},
                 "events": self.metrics.snapshot(),
             }
             if planner is None:
                 return report
             if self.prefetches is not None:
                 report["prefetch"] = self.prefetches.report()
+            if planner.overflow is not None:
+                report["overflow"] = planner.overflow.report()
             ours, quotas = not self.inherited, self.config.quotas
             return report | store_report(planner.store, planner.tables, quotas, tiers=ours)
 

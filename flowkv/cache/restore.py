@@ -196,7 +196,10 @@ class PrefixMatcher:
             Tokens attached.
         """
         self.store.expire()
-        _, loaded = self.attach(seq, max(0, limit) // self.page_size, pays=pays)
+        pages = max(0, limit) // self.page_size
+        _, loaded = self.attach(seq, pages, pays=pays)
+        if self.planner.overflow is not None and seq.length < pages * self.page_size:
+            self.planner.overflow.adopt(seq, self.match(seq, pages))
         behind = self.behind(seq, seq.length // self.page_size, limit)
         try:
             if behind:

@@ -247,6 +247,7 @@ class Sequence:
         self.publishable = True
         # Tokens that sparsification took out, and what steps saw of the others, by group.
         self.dropped = 0
+        self.away = 0  # pages that lie below the device, and are attended there
         self.importance: dict[int, Importance] = {}
 
     @property

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from flowkv import kernels
 from flowkv.cache.block_table import FILLS, Advance, Planner
+from flowkv.cache.overflow import Scan
 from flowkv.cache.sequence import Sequence, extend_each
 from flowkv.core import compiling
 from flowkv.core.errors import GeometryError, NonFiniteError, StateError, TokenError
@@ -178,6 +179,7 @@ def sparsify(lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]) ->
         StateError: The sequence is closed, suspended or in a step.
     """
     lines.idle(seq)
+    lines.whole(seq)
     length = seq.length
     kept = _checked(lines, length, keep)
     count = int(kept[0].shape[2])
@@ -280,13 +282,14 @@ class Step:
         audits: It only recomputes what is known, to compare; nobody needs its logits.
         apart: Each new token attends as if it were the only one: the same bits, whatever else is in
             the step and however a prompt is cut.
+        overflows: Pages of a row lie below the device: layers are attended by `read` alone.
     """
 
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open _planner _started_s _token _batches _singles
-        _shared _decodes _most _tables _noted _touched _watch _advance _waited_s _coming
-        __weakref__""".split()
+        _shared _decodes _most _tables _noted _touched _watch _advance _waited_s _coming overflows
+        _scans __weakref__""".split()
     )
 
     def __init__(
@@ -318,11 +321,14 @@ class Step:
         self._open = True
         self._tables = planner.tables.pages
         self._waited_s = 0.0
+        over = planner.overflow
+        self.overflows = over is not None and over.away > 0 and any(s.away for s in self.seqs)
+        self._scans: dict[int, Scan | None] = {}
         self._coming = [seq for seq in self.seqs if seq.restoration is not None]
         if self._coming:  # nobody attends to pages that are not there
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
             self.awaits = partial(_all, waits)
-        elif last is not None:
+        elif last is not None and not self.overflows:
             self._follow(last)
 
     def _follow(self, last: Step) -> None:
@@ -448,6 +454,7 @@ class Step:
             return self._decodes[group]
         prepared = None
         plain = not self._coming and self.awaits is None and self._watch is None
+        plain = plain and self._scan(group) is None
         if self._single and plain and not self.apart and self.groups[group].kind != "chunked":
             batch = self.batch(group)
             if self._shares(group, batch) is None:
@@ -535,6 +542,10 @@ class Step:
         self._fits("q", q)
         group, place = self._planner.locate(layer)
         plain = window is None and alibi is None
+        scan = self._scan(group)
+        if scan is not None:
+            self._plain(layer, plain=plain)
+            return scan.attend(place, q, scale, softcap, sinks)
         decode = self.decode(group) if plain else None
         if decode is not None:
             found = decode.attend(place, q, scale, softcap, sinks)
@@ -563,6 +574,24 @@ class Step:
         mass = self._watched(layer, group, batch)
         out = kernels.paged_attention(q, pages, batch, window=window, mass=mass, **how)
         return out
+
+    def _scan(self, group: int) -> Scan | None:
+        """How a group is attended of which pages lie below the device; None where none do."""
+        if not self.overflows:
+            return None
+        if group not in self._scans:
+            self._scans[group] = self._planner.scan(group, self.seqs, self.batch(group))
+        return self._scans[group]
+
+    def _plain(self, layer: int, *, plain: bool) -> None:
+        """Sees that a layer asks for nothing that pages below the device do not serve."""
+        if not plain or self.apart or self._watch is not None:
+            asked = "a bias or window of its own" if not plain else "results apart"
+            asked = asked if self._watch is None else "to be watched"
+            raise StateError(
+                f"layer {layer} asks for {asked} over pages that lie below the device",
+                "Give the device pool more bytes, or leave overflow out",
+            )
 
     def _serves(self, layer: int, window: int | None, alibi: torch.Tensor | None) -> None:
         group = self.group(layer)
@@ -593,7 +622,7 @@ class Step:
 
     def _shares(self, group: int, batch: Ragged) -> Cascade | None:
         """What rows share and attention reads once, in a step that nobody watches."""
-        if self._watch is not None or self._coming:
+        if self._watch is not None or self._coming or self.overflows:
             return None  # of what is coming, pages are put in place while layers run
         if group not in self._shared:
             self._shared[group] = shared(self._planner, self._advance, group, batch)
@@ -615,6 +644,7 @@ class Step:
         self._singles.clear()
         self._shared.clear()
         self._decodes.clear()
+        self._scans.clear()
 
     def watch(self) -> None:
         """From now on, this step remembers how much its tokens look at which pages.

@@ -415,6 +415,7 @@ class PageStore:
         self.forms = make_forms(geometry, config)
         self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
         self.clock, self.bus, self.write_back = clock, bus, config.write_back
+        self.overflows = config.overflow
         self.tiers: list[Tier] = []
         self.index, self.mover = PrefixIndex(self._drop), Mover(config.load_deadline_s, gate.rates)
         self._policies, self.tier_places = policies, list[PolicyPlace]()
@@ -1188,12 +1189,17 @@ class PageStore:
 
         What transfers hold counts, too: nobody knows yet what of it comes free.
         """
+        return not self.lacking(counts)
+
+    def lacking(self, counts: Mapping[tuple[int, int], int]) -> dict[str, int]:
+        """Granules that devices lack for so many pages, as `within_reach` counts."""
         wanted = dict.fromkeys(self.pools, 0)
         for (g, codec), count in counts.items():
             wanted[self.device(g)] += count * self.forms[g].layouts[codec].granules
         for device, page in self._lent:
             wanted[device] -= self.pools[device].size_bytes(page) // GRANULE_BYTES
-        return all(granules <= self.room(device) for device, granules in wanted.items())
+        short = {device: granules - self.room(device) for device, granules in wanted.items()}
+        return {device: granules for device, granules in short.items() if granules > 0}
 
     def lend(self, group: int, page: int) -> None:
         """Gives a page to a transfer: it neither moves nor becomes free until `give_back`."""
@@ -1360,6 +1366,51 @@ class PageStore:
             self.miss_out(self.lasting())
         self.pool(block.group).release(page)
         self.settle(block)
+
+    def put_below(self, blocks: Sequence[Block], serves: Callable[[int], bool]) -> list[Block]:
+        """Writes pages to the nearest tiers that take them, and waits; returns which did.
+
+        Args:
+            blocks: Pages on their device.
+            serves: Whether a tier will do.
+        """
+        for block in blocks:
+            for number in filter(serves, range(len(self.tiers))):
+                if self._keeps(block, number) or self._puts(block, number):
+                    break
+        while any(block.moving for block in blocks) and self.drain(self.mover.deadline_s):
+            pass
+        usable = [number for number in range(len(self.tiers)) if serves(number)]
+        return [b for b in blocks if not b.moving and any(b.tiers >> n & 1 for n in usable)]
+
+    def _keeps(self, block: Block, number: int) -> bool:
+        """Whether a tier says that it has a page which it is believed to have."""
+        if not block.tiers >> number & 1:
+            return False
+        there = self.tiers[number].contains([block.key])[0]
+        if not there:
+            self.unlist(block, number)
+        return there
+
+    def _puts(self, block: Block, number: int) -> bool:
+        barred = number in self._states_only or self.rests(number)
+        if barred or (block in self.provisional and self.outlives(number)):
+            return False
+        n_bytes = self.forms[block.group].of(block.page).page_bytes
+        while not self.takes(number, n_bytes) and self.mover.drain(self.mover.deadline_s):
+            pass
+        return self._save_page(block, number)
+
+    def set_down(self, block: Block) -> None:
+        """Takes a block, which lies on a tier and is held by nobody, off its device."""
+        n_bytes = self.body_bytes(block, -1)
+        self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason="overflow"))
+        self.remove(block)
+        self.prefetched_unused.end(block, used=False)
+        self._unwritten.pop(block, None)
+        page = block.page
+        self.change(block, -1)
+        self.pool(block.group).release(page)
 
     def _demoted(self, source: str, number: int, n_bytes: int) -> None:
         tier = self.tiers[number].name

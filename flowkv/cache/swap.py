@@ -192,6 +192,7 @@ def suspend(lines: Planner, seq: Sequence) -> int:
         StateError: The sequence is closed, suspended or in a step.
     """
     lines.idle(seq)
+    lines.whole(seq)
     n_bytes, pages = weigh(lines, seq), lines.tables.pages
     placed = [pages[g][seq.row, : len(blocks)].tolist() for g, blocks in enumerate(seq.blocks)]
     # Copies of all groups first: one may fail, and nothing is to be undone then.

@@ -482,6 +482,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         write_back: Write filled pages down the tiers in the background, before they are evicted.
         defragment_bytes: Most bytes moved within the device pool at the end of a step, where free
             memory lies scattered between pages of several sizes; 0 for never.
+        overflow: Sequences may be longer than the device pool: pages that do not fit stay in host
+            memory or on disk, and are attended from there.
         max_rows: Most sequences in one step.
         load_deadline_s: Longest wait for a page before it is computed instead.
         audit: Share of restored pages, 0 to 1, that are recomputed and compared with what was
@@ -513,6 +515,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     durability: Literal["none", "sync"] = "none"
     write_back: bool = True
     defragment_bytes: int = 16 << 20
+    overflow: bool = False
     max_rows: int = 256
     load_deadline_s: float = 10.0
     audit: float = 0.0

@@ -921,6 +921,12 @@ class Engine:
         **settings: Any,
     ) -> None:
         self.settings = made = make_settings(**settings)
+        if kv.config.overflow:
+            raise ConfigError(
+                "an engine over a cache with overflow=True",
+                "Leave overflow out: an engine suspends what does not fit; call the model itself "
+                "for contexts that are longer than the pool",
+            )
         self.kv = kv
         served = serve(model, kv, runner, sampler, fixed=made.invariant)
         if made.max_rows > kv.config.max_rows:

@@ -127,8 +127,8 @@ class Stored(Event, frozen=True, kw_only=True):
 class Evicted(Event, frozen=True, kw_only=True):
     """A tier gave up pages.
 
-    `reason` is "space", "unused" (of a namespace that no cache uses), "lease", "quota", "prefetch"
-    or "close".
+    `reason` is "space", "unused" (of a namespace that no cache uses), "lease", "quota", "prefetch",
+    "overflow" (of a sequence that is longer than its device) or "close".
     """
 
     tier: str

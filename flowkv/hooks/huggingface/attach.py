@@ -139,12 +139,32 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
         raise
     if reads == "dense" and in_pages:
         door.read_dense("reads='dense' was asked for")
+    if kv.config.overflow:
+        _check_overflow(door)
     _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
     identity.settle(model)  # with the hooks of the door, which are in no name
     bind(kv, found.plan.geometry, identity.namespace)
     door.tried()
     follow(kv, prove=door.proof.finish, detach=door.remove)
     return door
+
+
+def _check_overflow(door: ForwardHook) -> None:
+    """Sees that a model reads pages wherever they lie.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    dense = [index for index, placed in door.plan.placed.items() if not placed.in_pages]
+    problem = door.switch.reason or (f"layers {_ranges(dense)} are read dense" if dense else "")
+    if door.plan.stateful:
+        problem = "some of its layers are recurrent"
+    if problem:
+        door.remove()
+        raise ConfigError(
+            f"overflow=True and a model that cannot go on past its pool: {problem}",
+            "Leave overflow out, or give the device pool enough bytes for the longest context",
+        )
 
 
 def make_cache(

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from flowkv import kernels
+from flowkv.cache.block_table import Planner
 from flowkv.core.errors import GeometryError, StateError, UnsupportedModelError
 from flowkv.core.geometry import Geometry, LayerGroup
 from flowkv.hooks.huggingface.attention import PagedView
@@ -451,6 +452,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             return None
         if q.dtype is not dtype or q.device != device:
             return None
+        if step.overflows:
+            packed = rows.pack(q)
+            found = step.read(self.index, packed, scale=scale, softcap=softcap, sinks=sinks)
+            return rows.unpack(found)
         out = kernels.paged_attention(
             rows.pack(q),
             step.pages(self.index),
@@ -556,6 +561,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _gather(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows, step = self.rows, self.rows.step
         rows.alive()
+        for seq in rows.seqs:
+            Planner.of(seq).whole(seq)
         if step is None:
             with rows.reading(self.index, self.placed.group) as (pages, batch):
                 return kernels.gather_dense(pages, batch, columns)

@@ -29,6 +29,7 @@ from flowkv.hooks.huggingface.restore import (
     admit,
     audit_rows,
     extend,
+    go_ahead,
 )
 from flowkv.hooks.huggingface.rows import Rows, check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
@@ -386,11 +387,14 @@ class ForwardHook:
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             if restoring:
                 found = restoring.restore(found, Nested(self, call, call.types, fill))
+            if self._overflows and most:
+                found = go_ahead(Nested(self, call, call.types, fill), found, pads, most)
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
         except TypeError as error:
             return self._pass(cache, given, str(error))
         paged = self._paged(found, call, pads, restoring, cache)
+        paged.rows.uneven |= self._overflows
         paged.watched = True
         if unsteady != self.identity.unsteady:
             paged.rows.disable_publishing()
@@ -442,10 +446,18 @@ class ForwardHook:
         prompts, fill = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
         if switch is not None and call.columns >= switch:
             most = 0
-        if not self._holds(max(len(prompt.tokens) for prompt in prompts)):
-            most = 0  # nothing is fetched for what will be refused
+        if not self._holds(sum(len(prompt.tokens) for prompt in prompts)):
+            if self._overflows:
+                limits = limits._replace(wait=True)  # what does not fit is not brought at all
+            elif not self._holds(max(len(prompt.tokens) for prompt in prompts)):
+                most = 0  # nothing is fetched for what will be refused
         limits = limits._replace(most=most, stateful=self.plan.stateful, fill=fill)
         return admit(self.kv, prompts, limits), fill
+
+    @property
+    def _overflows(self) -> bool:
+        """Whether prompts may be longer than the pools."""
+        return self.kv.config.overflow
 
     def _alike_rows(self, call: ForwardCall) -> Alike:
         """How rows of a batch are treated, as far as a trial shows it.
@@ -482,8 +494,9 @@ class ForwardHook:
         wanted, pages = dict.fromkeys(planner.store.pools, 0), -(-tokens // self.kv.page_size)
         for g, group in enumerate(planner.geometry.groups):
             forms = planner.store.forms[g]
-            if planner.window(g) is None and not forms.ladder.rungs:  # others take less
-                wanted[group.device] += pages * forms.raw.granules
+            if planner.window(g) is None:
+                least = min(layout.granules for layout in forms.layouts.values())
+                wanted[group.device] += pages * least
         pools = planner.store.pools
         return all(pools[device].capacity_granules >= n for device, n in wanted.items())
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from flowkv.cache.audit import due
+from flowkv.cache.block_table import Planner
 from flowkv.cache.kv import KV
 from flowkv.cache.restore import Late, RestoreJob
 from flowkv.cache.sequence import Sequence
@@ -554,6 +555,45 @@ class Restoring:
         """The forward is over, and was committed or not: what came is kept."""
         for one in self._coming:
             one.finish(self._kv, ok=ok)
+
+
+# Prompts longer than the pool: one forward writes keys and values of all of its tokens, for which
+# there must be room.
+
+
+def go_ahead(nested: Nested, found: AdmittedRows, pads: Items[int], columns: int) -> AdmittedRows:
+    """Computes a long prompt chunk by chunk, until the rest of it fits.
+
+    Args:
+        nested: Computes.
+        found: The rows.
+        pads: Padding columns of each row.
+        columns: Of the prompt that may be computed before the forward.
+
+    Returns:
+        The rows, and the columns that need no computing any more.
+
+    Raises:
+        CapacityError: The pages of a chunk do not fit.
+    """
+    overflow = Planner.of(found.seqs[0]).overflow
+    chunk, base = 0 if overflow is None else overflow.chunk(len(pads)), found.base
+    try:
+        while chunk and columns - base > chunk:
+            parts = []
+            for row, (seq, pad) in enumerate(zip(found.seqs, pads, strict=True)):
+                if (count := base + chunk - pad - seq.length) > 0:
+                    part = nested.whole(Part(row, seq, pad, count))
+                    parts += [part] if pad + seq.length + part.count <= columns else []
+            nested.compute(parts)
+            ends = [pad + seq.length for pad, seq in zip(pads, found.seqs, strict=True)]
+            if (reached := nested.fill.cut(min(ends), list(pads))) <= base:
+                break
+            base = reached
+    except BaseException:
+        close_all(found.seqs)
+        raise
+    return found._replace(base=base)
 
 
 # Audits of an attached model: sampled pages of its prompts are computed once more and compared.

@@ -1,0 +1,596 @@
+"""Sequences that are longer than their device: pages below it are attended through two stages.
+
+Attention over pages that lie on the device, and over those that pass through a stage, are partials
+that merge exactly (`kernels.merge`). All pages but the open ones are needed once a step and layer,
+in the same order: a cyclic scan, of which any fixed set on the device saves its share, and the most
+recently used set nothing. So pages that left stay below, and those that stayed stay.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from flowkv import kernels
+from flowkv.cache.index import UNKNOWN, Block
+from flowkv.cache.mover import files, rest
+from flowkv.cache.sequence import READY, Guard, Sequence, Tables
+from flowkv.cache.store import PageStore
+from flowkv.core import compiling
+from flowkv.core.errors import ConfigError, StoreError
+from flowkv.core.geometry import (
+    CODEC_SHIFT,
+    GRANULE_BYTES,
+    PageLayout,
+    granule_of,
+    page_layout,
+)
+from flowkv.kernels.operands import Pages, Ragged
+from flowkv.tiers.base import Load, Outcome, TierAnswer
+
+LEAST_BYTES, MOST_BYTES, _SHARE = 1 << 20, 1 << 23, 8
+"""Bytes of a stage: at least, at most, and in between that part of the pool."""
+_KINDS = frozenset(("full", "latent"))
+"""Layers that see all of a sequence; what lies behind the window of others goes by itself."""
+_SPARE_PAGES = 64
+"""Pages that may be encoded at the end of a step find room for so many of their encoded copies."""
+_PAUSE_S = 0.01
+
+
+class Tile(NamedTuple):
+    """Stripes that pass through a stage together, of one layer after the other.
+
+    Attributes:
+        blocks: Their pages, none twice.
+        pages: Where each lies in a stage, as a page id.
+        batch: The rows of the step over the stage.
+        name: The same pages in the same places.
+    """
+
+    blocks: tuple[Block, ...]
+    pages: tuple[int, ...]
+    batch: Ragged
+    name: tuple[tuple[bytes, int], ...]
+
+
+class Stage:
+    """Memory that stripes of one tile and layer come to. Callers hold the KV lock to ask.
+
+    Args:
+        n_bytes: Its size.
+        device: Where attention reads it.
+    """
+
+    def __init__(self, n_bytes: int, device: torch.device) -> None:
+        self.n_bytes, self.device = n_bytes, device
+        self._copied: torch.cuda.Event | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes other memory: a tier may still write to what it had."""
+        if self.device.type == "cpu":  # whole memory pages, as disks write them without a copy
+            self.memory = torch.frombuffer(mmap.mmap(-1, self.n_bytes), dtype=torch.uint8)
+            self.arena = self.memory
+        else:
+            self.memory = torch.empty(self.n_bytes, dtype=torch.uint8, pin_memory=True)
+            self.arena = torch.empty(self.n_bytes, dtype=torch.uint8, device=self.device)
+        self.view = self.memory.numpy().data
+        self.name: tuple[object, ...] = ()
+        self.asked: dict[int, tuple[int, Load, object]] = {}
+        self.answers: dict[int, TierAnswer] = {}
+        self.arrived = False
+
+    def answered(self, answers: dict[int, TierAnswer], item: int, answer: TierAnswer) -> None:
+        """A tier has answered; not to what was asked of former memory."""
+        if answers is self.answers:
+            answers[item] = answer
+
+    @property
+    def pending(self) -> bool:
+        """Whether a tier may still write to it."""
+        return len(self.answers) < len(self.asked)
+
+    def upload(self) -> None:
+        """All has come: it goes to the device, behind what was computed over it before."""
+        if self.arena is not self.memory:
+            self.arena.copy_(self.memory, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(self.device))
+        self.arrived = True
+
+    def reuse(self) -> None:
+        """Other stripes are about to come."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.asked, self.answers, self.arrived = {}, {}, False
+
+
+class Scan:
+    """One layer group in one step of which some pages lie below the device.
+
+    Args:
+        overflow: Brings them.
+        group: The layer group.
+        seqs: The rows.
+        batch: What kernels are told of the rows.
+    """
+
+    def __init__(
+        self,
+        overflow: Overflow,
+        group: int,
+        seqs: Items[Sequence],
+        batch: Ragged,
+    ) -> None:
+        self._overflow, self._group = overflow, group
+        size = overflow.store.geometry.page_size
+        lines, below = [], list[tuple[int, int, Block]]()
+        after = batch.lengths.tolist()
+        for row, (seq, length) in enumerate(zip(seqs, after, strict=True)):
+            line = overflow.tables.pages[group][seq.row, : -(-length // size)]
+            lines.append(line[line >= 0])
+            for page_no in np.flatnonzero(line < 0).tolist():
+                block = seq.blocks[group][page_no]
+                assert block is not None
+                below.append((page_no, row, block))
+        away = np.bincount([row for _, row, _ in below], minlength=len(lines)) * size
+        self._here = _rows_over(batch, lines, np.asarray(after, np.int64) - away)
+        # Rows that share pages find them in the same tile.
+        self._tiles = list(self._cut(sorted(below, key=lambda one: one[:2]), batch))
+
+    def _cut(self, below: Items[tuple[int, int, Block]], batch: Ragged) -> Iterator[Tile]:
+        overflow, group, count = self._overflow, self._group, len(batch.rows)
+        most = overflow.stage_bytes(group) // GRANULE_BYTES
+        places, used = dict[Block, int](), 0
+        lines: list[list[int]] = [[] for _ in range(count)]
+
+        def tile() -> Tile:
+            size = overflow.store.geometry.page_size
+            arrays = [np.array(line, np.int32) for line in lines]
+            rows = _rows_over(batch, arrays, np.array([len(line) * size for line in lines]))
+            names = tuple((block.key, page) for block, page in places.items())
+            return Tile(tuple(places), tuple(places.values()), rows, names)
+
+        for _, row, block in below:
+            if block not in places:
+                codec = overflow.codec(block)
+                granules = overflow.stripe_bytes(group, codec) // GRANULE_BYTES
+                if used + granules > most:
+                    yield tile()
+                    places, used = {}, 0
+                    lines = [[] for _ in range(count)]
+                places[block] = codec << CODEC_SHIFT | used
+                used += granules
+            lines[row].append(places[block])
+        if places:
+            yield tile()
+
+    def attend(
+        self,
+        place: int,
+        q: torch.Tensor,
+        scale: float | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of a layer over all pages of the rows, wherever they lie.
+
+        Args:
+            place: The layer's number within the group.
+            q: Packed queries `[N, Hq, D]`.
+            scale: Of the logits.
+            softcap: As for `kernels.paged_attention`.
+            sinks: Likewise.
+
+        Raises:
+            StoreError: A page cannot be had any more.
+        """
+        overflow, group = self._overflow, self._group
+        wide = torch.promote_types(q.dtype, torch.float32)
+        exact = q if q.device.type == "cpu" else q.to(wide)  # there, it would cost 16-bit products
+        how = dict(scale=scale, softcap=softcap, return_lse=True)
+        forms, pool = overflow.store.forms[group], overflow.store.pool(group)
+        with overflow.turn:
+            overflow.ask(group, self._tiles[0], place)
+            pages = Pages(pool.arena, forms.raw, place, forms.sealed)
+            o, lse = kernels.paged_attention(exact, pages, self._here, sinks=sinks, **how)
+            whole = o.to(wide), lse
+            for number, tile in enumerate(self._tiles):
+                stage = overflow.ready(group, tile, place)
+                overflow.ask(group, *self._next(number, place), beside=stage)
+                pages = overflow.staged(group, stage)
+                o, lse = kernels.paged_attention(exact, pages, tile.batch, causal=False, **how)
+                whole = kernels.merge((whole, (o.to(wide), lse)))
+        out: torch.Tensor = whole[0].to(q.dtype)
+        return out
+
+    def _next(self, number: int, place: int) -> tuple[Tile, int]:
+        """What will be needed next: of this layer, of the next one, or of the next step."""
+        if number + 1 < len(self._tiles):
+            return self._tiles[number + 1], place
+        layers = len(self._overflow.store.geometry.groups[self._group].layers)
+        return self._tiles[0], (place + 1) % layers
+
+
+def _rows_over(batch: Ragged, lines: Items[np.ndarray], lengths: np.ndarray) -> Ragged:
+    """The rows of a step, with the same new tokens, over other pages."""
+    table = np.full((len(lines), max(1, *map(len, lines), 1)), -1, np.int32)
+    for row, line in zip(table, lines, strict=True):
+        row[: len(line)] = line
+    device = batch.table.device
+    put = [torch.from_numpy(x).to(device) for x in (table, lengths.astype(np.int32))]
+    rows = torch.arange(len(lines), dtype=torch.int32, device=device)
+    return batch._replace(
+        table=put[0], rows=rows, lengths=put[1], most_length=int(lengths.max(initial=0))
+    )
+
+
+class Overflow:
+    """Which pages of open sequences lie below the device, and how they are attended there.
+
+    Args:
+        store: Blocks, pools and tiers.
+        tables: Lines of all sequences.
+        guard: The KV lock.
+
+    Attributes:
+        away: Pages of open sequences that lie below their device.
+        turn: Held while a layer is attended: there is one pair of stages for each device.
+        read_bytes: Bytes that came through stages.
+        retired: Stages that were left to a tier that is overdue.
+
+    Raises:
+        ConfigError: Not every layer group, or no tier below the device, can serve.
+    """
+
+    def __init__(self, store: PageStore, tables: Tables, guard: Guard) -> None:
+        self.store, self.tables, self._guard = store, tables, guard
+        self.away = self.read_bytes = self.retired = 0
+        self.turn = threading.Lock()
+        self._known: weakref.WeakSet[Sequence] = weakref.WeakSet()
+        self._stages: dict[str, tuple[Stage, Stage]] = {}
+        self._layouts: dict[tuple[int, int], PageLayout] = {}
+        odd = {group.kind for group in store.geometry.groups} - _KINDS - {"sliding"}
+        if odd:
+            raise ConfigError(
+                f"overflow=True and {min(odd)!r} layers",
+                "Leave overflow out: full, sliding and latent layers alone go on past their pool",
+            )
+        if not any(map(self._serves, range(len(store.tiers)))):
+            raise ConfigError(
+                "overflow=True without a place that pages can go to",
+                'Give a host tier, as host="8GiB", or a disk that this process may write to',
+            )
+
+    def _serves(self, number: int) -> bool:
+        tier = self.store.tiers[number]
+        return tier.writable and tier.kind in ("host", "disk")
+
+    # ---- pages leave the device
+
+    def chunk(self, rows: int) -> int:
+        """Tokens of each of so many rows that a step may add: more would find no room."""
+        store, wanted = self.store, dict.fromkeys(self.store.pools, 0)
+        for group, forms in zip(store.geometry.groups, store.forms, strict=True):
+            wanted[group.device] += forms.raw.granules
+        pages = min(pool.capacity_granules // wanted[d] for d, pool in store.pools.items())
+        return max(1, pages // (4 * rows)) * store.geometry.page_size
+
+    def make_room(self, seqs: Iterable[Sequence], counts: Mapping[tuple[int, int], int]) -> None:
+        """Has pages leave the device until so many others fit, as far as any can. KV lock held.
+
+        Args:
+            seqs: Who needs them.
+            counts: Pages of each (group, codec index).
+        """
+        self._known.update(seqs)
+        wanted = dict(counts)
+        for (g, _), count in counts.items():
+            rungs = self.store.forms[g].ladder.rungs
+            if rungs:
+                wanted[g, rungs[-1].codec] = min(count, _SPARE_PAGES)
+        while (short := self.store.lacking(wanted)) and self._leave(short):
+            pass
+
+    def shed(self) -> bool:
+        """Has a slab's worth of pages leave every device; whether any did. KV lock held."""
+        return self._leave({d: pool.slab_granules for d, pool in self.store.pools.items()})
+
+    def _leave(self, short: Mapping[str, int]) -> bool:
+        """Has pages of so many granules leave each device, the latest first."""
+        left, chosen = dict(short), dict[Block, list[tuple[Sequence, int]]]()
+        for final in (True, False):  # what will be encoded yet goes last
+            for seq in sorted(self._known, key=lambda one: -one.length):
+                for g, page_no, block in self._candidates(seq, final=final):
+                    device = self.store.device(g)
+                    if left.get(device, 0) > 0 and block not in chosen:
+                        users = self._users(block, g, page_no)
+                        if users:
+                            chosen[block] = [(user, page_no) for user in users]
+                            left[device] -= self.store.forms[g].of(block.page).granules
+            if chosen:
+                break
+        below = self.store.put_below(list(chosen), self._serves)
+        for block in below:
+            for seq, page_no in chosen[block]:
+                self.store.keep(block)
+                self.store.drop(block)
+                self.tables.pages[block.group][seq.row, page_no] = -1
+                seq.away += 1
+                self.away += 1
+            self.store.set_down(block)
+        self.tables.touch()
+        return bool(below)
+
+    def _candidates(self, seq: Sequence, *, final: bool) -> Iterator[tuple[int, int, Block]]:
+        if seq.closed or self.tables.state[seq.row] != READY or seq.restoration is not None:
+            return
+        full = seq.length // self.store.geometry.page_size
+        for g in filter(self.sees_all, range(len(seq.blocks))):
+            line, codecs = self.tables.pages[g][seq.row, :full], self.store.forms[g].ladder.rungs
+            for page_no in np.flatnonzero(line >= 0)[::-1].tolist():
+                block = seq.blocks[g][page_no]
+                if block is None or block.gone or self.store.is_lent(g, block.page):
+                    continue
+                stays = block.page >> CODEC_SHIFT > 0 or not codecs or not block.sealable
+                if stays is final:
+                    yield g, page_no, block
+
+    def _users(self, block: Block, group: int, page_no: int) -> list[Sequence]:
+        """All open sequences that hold a page; none if one of them is in a step, or elsewhere."""
+        found = [
+            seq
+            for seq in self._known
+            if len(seq.blocks[group]) > page_no
+            and seq.blocks[group][page_no] is block
+            and self.tables.pages[group][seq.row, page_no] >= 0
+            and self.tables.state[seq.row] == READY
+        ]
+        return found if len(found) == block.holds else []
+
+    def sees_all(self, group: int) -> bool:
+        """Whether pages of a group may lie below the device."""
+        return self.store.geometry.groups[group].kind in _KINDS
+
+    def let_go(self, seq: Sequence, block: Block) -> None:
+        """A sequence needs a page below the device no more. KV lock held."""
+        seq.away -= 1
+        self.away -= 1
+        self.store.unkeep(block)
+        self.store.settle(block)
+
+    def share(self, seq: Sequence, block: Block) -> None:
+        """One more sequence needs a page below the device. KV lock held."""
+        self._known.add(seq)
+        seq.away += 1
+        self.away += 1
+        self.store.keep(block)
+
+    def adopt(self, seq: Sequence, pages: int) -> None:
+        """Attaches known pages behind those of a sequence where they lie, if there is no room.
+
+        KV lock held.
+
+        Args:
+            seq: A sequence of whole pages.
+            pages: So many of its prompt are known.
+        """
+        store, groups = self.store, range(len(seq.blocks))
+        size = store.geometry.page_size
+        first, length = divmod(seq.length, size)
+        slides = not all(map(self.sees_all, groups))
+        if slides or length or not store.lacking({(g, 0): pages - first for g in groups}):
+            return
+        self._known.add(seq)
+        self.tables.reserve(pages)
+        for page_no in range(first, pages):
+            blocks = [store.find(seq.key(g, page_no)) for g in groups]
+            known = [b for b in blocks if b is not None and (b.page >= 0 or self._is_there(b))]
+            if len(known) < len(blocks):
+                break
+            for g, block in enumerate(known):
+                self.tables.pages[g][seq.row, page_no] = block.page
+                store.hold(block) if block.page >= 0 else self.share(seq, block)
+                seq.blocks[g].append(block)
+                seq.published[g] = page_no + 1
+                seq.fidelity = max(seq.fidelity, block.fidelity)
+            self.tables.lengths[seq.row] += size
+        self.tables.touch()
+
+    def _is_there(self, block: Block) -> bool:
+        number = self.source(block)
+        return number >= 0 and self.store.tiers[number].contains([block.key])[0]
+
+    # ---- and are attended below it
+
+    def stage_bytes(self, group: int) -> int:
+        """Bytes of each of the two stages of a group's device."""
+        return self._pair(group)[0].n_bytes
+
+    def _pair(self, group: int) -> tuple[Stage, Stage]:
+        store, device = self.store, self.store.device(group)
+        if device not in self._stages:
+            here = [g for g in range(len(store.forms)) if store.device(g) == device]
+            least = max(LEAST_BYTES, *(store.forms[g].raw.stripe_stride_bytes for g in here))
+            share = store.pools[device].capacity_bytes() // _SHARE
+            most = max(least, min(MOST_BYTES, share) // GRANULE_BYTES * GRANULE_BYTES)
+            where = torch.device(device)
+            self._stages[device] = Stage(most, where), Stage(most, where)
+        return self._stages[device]
+
+    def staging_bytes(self) -> int:
+        """Bytes of all stages, on their devices."""
+        return sum(stage.n_bytes for pair in self._stages.values() for stage in pair)
+
+    def report(self) -> dict[str, int]:
+        """Plain numbers, for `KV.stats`."""
+        return {
+            "pages_below": self.away,
+            "read_bytes": self.read_bytes,
+            "staging_bytes": self.staging_bytes(),
+            "retired": self.retired,
+        }
+
+    def _layout(self, group: int, codec: int) -> PageLayout:
+        """How a page of one layer lies, which a stripe is."""
+        if (group, codec) not in self._layouts:
+            spec, forms = self.store.geometry.groups[group], self.store.forms[group]
+            one = msgspec.structs.replace(spec, layers=spec.layers[:1])
+            layout = page_layout(one, forms.raw.page_size, forms.layouts[codec].codec)
+            self._layouts[group, codec] = layout
+        return self._layouts[group, codec]
+
+    def stripe_bytes(self, group: int, codec: int) -> int:
+        """Bytes of one layer of a page."""
+        return self._layout(group, codec).stripe_stride_bytes
+
+    def staged(self, group: int, stage: Stage) -> Pages:
+        """What a stage holds, as pages of one layer."""
+        raw, *sealed = (self._layout(group, codec) for codec in self.store.forms[group].layouts)
+        return Pages(stage.arena, raw, 0, tuple(sealed))
+
+    def source(self, block: Block, codec: int = UNKNOWN, tried: Container[int] = ()) -> int:
+        """Number of the nearest tier that a page can be read from; -1 if there is none.
+
+        Args:
+            block: The page.
+            codec: Index of the codec that it should have there; any by default.
+            tried: Tiers that did not give it.
+        """
+        for number in range(len(self.store.tiers)):
+            there = block.tiers >> number & 1 and self._serves(number) and number not in tried
+            fits = codec == UNKNOWN or block.codec_on(number) in (codec, UNKNOWN)
+            if there and fits and self.store.answers(number):
+                return number
+        return -1
+
+    def codec(self, block: Block) -> int:
+        """Index of the codec of the copy below the device."""
+        number = self.source(block)
+        codec = block.codec_on(number) if number >= 0 else 0
+        return codec if codec != UNKNOWN else self.store.forms[block.group].ladder.idle
+
+    def ask(self, group: int, tile: Tile, place: int, beside: Stage | None = None) -> None:
+        """Has a layer of a tile come to a stage, unless it comes already.
+
+        Args:
+            group: The layer group.
+            tile: Which pages.
+            place: The layer's number within the group.
+            beside: The stage that is being read.
+        """
+        name, pair = (group, place, tile.name), self._pair(group)
+        if any(stage.name == name for stage in pair):
+            return
+        stage = pair[1] if pair[0] is beside else pair[0]
+        self._settle(stage)
+        stage.reuse()
+        stage.name = name
+        with self._guard:
+            for item, (block, page) in enumerate(zip(tile.blocks, tile.pages, strict=True)):
+                self._load(stage, item, block, (page, place))
+            self.store.mover.wait(self._tiers(stage), 0.0)
+
+    def _load(
+        self,
+        stage: Stage,
+        item: int,
+        block: Block,
+        where: tuple[int, int],
+        tried: Container[int] = (),
+    ) -> None:
+        page, place = where
+        codec = page >> CODEC_SHIFT
+        number, first = self.source(block, codec, tried), granule_of(page) * GRANULE_BYTES
+        target = stage.view[first : first + self.stripe_bytes(block.group, codec)]
+        layout = self.store.forms[block.group].fingerprints[codec]
+        load = Load(block.key, target, layout, self.store.fidelity, place, 1)
+        stage.asked[item] = number, load, None
+        if number < 0:
+            stage.answers[item] = TierAnswer(0, item, block.key, Outcome.MISS, "absent")
+            return
+        done = partial(stage.answered, stage.answers, item)
+        stage.asked[item] = number, load, self.store.mover.ask(number, load, done, stage)
+
+    def _tiers(self, stage: Stage) -> list[int]:
+        return sorted({n for i, (n, *_) in stage.asked.items() if i not in stage.answers})
+
+    def _settle(self, stage: Stage) -> None:
+        """Returns once no tier writes to a stage any more; one that is overdue keeps its memory."""
+        if not stage.pending:
+            return
+        mover, started_s = self.store.mover, compiling.now_s()
+        n_bytes = sum(load.target.nbytes for _, load, _ in stage.asked.values())
+        limit_s = max(mover.lanes[n].patience_s(n_bytes) for n in self._tiers(stage))
+        while stage.pending:
+            with self._guard:
+                tiers = self._tiers(stage)
+                came = mover.wait(tiers, 0.0)
+                if not came and compiling.now_s() - started_s > limit_s:
+                    self._give_up(stage)
+                    return
+                waiting = files([mover.lanes[n].tier for n in tiers])
+            if not came:
+                rest(waiting, _PAUSE_S)
+
+    def _give_up(self, stage: Stage) -> None:
+        lent, late = False, {i: one for i, one in stage.asked.items() if i not in stage.answers}
+        for item, (number, load, request) in late.items():
+            if request is not None:
+                lent |= self.store.mover.give_up(number, request)  # type: ignore[arg-type]
+            answer = TierAnswer(0, item, load.key, Outcome.FAILED, "deadline passed")
+            stage.answers[item] = answer
+        if lent:
+            asked, answers = stage.asked, dict(stage.answers)  # late ones go to the former
+            stage.renew()
+            stage.asked, stage.answers = asked, answers
+            self.retired += 1
+
+    def ready(self, group: int, tile: Tile, place: int) -> Stage:
+        """The stage that holds a layer of a tile, verified.
+
+        Raises:
+            StoreError: A page cannot be had any more.
+        """
+        name = group, place, tile.name
+        self.ask(group, tile, place)
+        stage = next(stage for stage in self._pair(group) if stage.name == name)
+        if stage.arrived:
+            return stage
+        self._settle(stage)
+        with self._guard:
+            for item, (block, page) in enumerate(zip(tile.blocks, tile.pages, strict=True)):
+                tried = list[int]()
+                while (answer := stage.answers[item]).outcome is not Outcome.HIT:
+                    tried.append(stage.asked[item][0])
+                    self._again(stage, item, block, (page, place), tried)
+                self.store.count_loaded(stage.asked[item][0], answer.n_bytes)
+                self.read_bytes += answer.n_bytes
+        stage.upload()
+        return stage
+
+    def _again(
+        self, stage: Stage, item: int, block: Block, where: tuple[int, int], tried: list[int]
+    ) -> None:
+        """A page did not come: it is asked for elsewhere, or nobody can have it."""
+        answer = stage.answers.pop(item)
+        if tried[-1] >= 0:
+            self.store.not_served(block, tried[-1], answer)
+            self._load(stage, item, block, where, tried)
+            self._settle(stage)
+        if tried[-1] < 0 or stage.asked[item][0] < 0:
+            stage.name = ()
+            raise StoreError(
+                "a page of a sequence that is longer than its device cannot be read any more "
+                f"({answer.reason or 'absent'})",
+                "Generate again: what is missing will be computed anew",
+            )

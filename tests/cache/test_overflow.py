@@ -1,0 +1,405 @@
+"""Sequences longer than their device: attended as if all pages lay on it, in bounded memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowkv import KV, Geometry, LayerGroup, Sequence
+from flowkv.testing import MemoryTier
+from tests.cache.fakes import Silent
+from tests.inside import (
+    CapacityError,
+    ConfigError,
+    StateError,
+    StoreError,
+    overflow,
+    page_layout,
+)
+
+LAYERS, HEADS, DIM, TOLERANCE = 3, 2, 64, 2e-5
+
+
+def geometry(kind: str = "full", page_size: int = 16) -> Geometry:
+    """Full layers, beside a sliding one if asked for; or latent ones."""
+    if kind == "latent":
+        latent = LayerGroup(layers=(0, 1), kv_heads=1, head_dim=DIM, value_dim=32, kind="latent")
+        return Geometry(groups=(latent,), page_size=page_size)
+    full = Geometry.uniform(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_size=page_size)
+    if kind == "full":
+        return full
+    sliding = LayerGroup(
+        layers=(LAYERS,), kv_heads=1, head_dim=DIM, value_dim=DIM, kind="sliding", window=20
+    )
+    return Geometry(groups=(*full.groups, sliding), page_size=page_size)
+
+
+def make(shape: Geometry, pages: int, **options: Any) -> KV:
+    granules = sum(page_layout(group, shape.page_size).granules for group in shape.groups)
+    given = {"gpu": pages * granules * 4096, "host": "64MiB", "namespace": "m"} | options
+    return KV(shape, **given)
+
+
+class Noise:
+    """A row of a model whose keys, values and queries are noise, and all of them so far.
+
+    Rows of one seed get the same noise for the same positions: those of one prompt.
+    """
+
+    def __init__(self, shape: Geometry, seed: int = 0) -> None:
+        self.shape, self.seed = shape, seed
+        self.kept: dict[int, list[torch.Tensor]] = {}
+
+    def copy(self) -> Noise:
+        twin = Noise(self.shape, self.seed)
+        twin.kept = {layer: list(parts) for layer, parts in self.kept.items()}
+        return twin
+
+    def make(self, layer: int, first: int, count: int) -> tuple[torch.Tensor, ...]:
+        """K, V and queries of new tokens, which are remembered."""
+        group = self.shape.groups[self.shape.locate(layer)[0]]
+        heads, parts = group.kv_heads, []
+        for position in range(first, first + count):
+            torch.manual_seed(hash((self.seed, layer, position)) & 0xFFFF_FFFF)
+            parts.append(torch.randn(4 * heads, DIM))
+        k, v, q = torch.stack(parts).split([heads, heads, 2 * heads], 1)
+        v = k[..., : group.value_dim] if group.kind == "latent" else v
+        known = self.kept.setdefault(layer, [])
+        if first < sum(len(part) for part in known):  # attached, and now computed once more
+            known[:] = [torch.cat(known)[:first]]
+        known.append(torch.cat([k, v], 2))
+        return k, v, q
+
+    def attention(self, layer: int, q: torch.Tensor, **how: Any) -> torch.Tensor:
+        """`[T, Hq, Dv]`, over everything, in double precision."""
+        group = self.shape.groups[self.shape.locate(layer)[0]]
+        both = torch.cat(self.kept[layer]).double().repeat_interleave(2, 1)
+        keys, values = both[..., :DIM], both[..., DIM:]
+        new, length = len(q), len(keys)
+        scores = torch.einsum("thd,shd->hts", q.double(), keys) * DIM**-0.5
+        if "softcap" in how:
+            scores = how["softcap"] * torch.tanh(scores / how["softcap"])
+        at, seen = torch.arange(length - new, length)[:, None], torch.arange(length)
+        hidden = (seen > at) | (at - seen >= (group.window or length + 1))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if "sinks" in how:
+            sinks = how["sinks"][: q.shape[1]].double()[:, None, None].expand(-1, new, 1)
+            scores = torch.cat([scores, sinks], 2)
+            values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+        return torch.einsum("hts,shd->thd", scores.softmax(-1), values).float()
+
+
+def run(
+    kv: KV, seqs: list[Sequence], rows: list[list[int]], models: list[Noise], **how: Any
+) -> Any:
+    """One step over rows of new tokens.
+
+    Returns:
+        The outputs of all layers, and their greatest distance from what they should be.
+    """
+    worst, outputs = 0.0, []
+    with kv.step(seqs, rows) as step:
+        for group in models[0].shape.groups:
+            for layer in group.layers:
+                each = zip(models, seqs, rows, strict=True)
+                parts = [one.make(layer, seq.length, len(row)) for one, seq, row in each]
+                k, v, q = (torch.cat([part[i] for part in parts]) for i in range(3))
+                given = how | ({"sinks": how["sinks"][: q.shape[1]]} if "sinks" in how else {})
+                value = None if group.kind == "latent" else v
+                outputs.append(step.attend(layer, q, k, value, **given))
+                wanted = [
+                    one.attention(layer, part[2], **how)
+                    for one, part in zip(models, parts, strict=True)
+                ]
+                worst = max(worst, float((outputs[-1] - torch.cat(wanted)).abs().max()))
+    return outputs, worst
+
+
+@pytest.fixture(autouse=True)
+def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few stripes, so that a scan takes many."""
+    monkeypatch.setattr(overflow, "LEAST_BYTES", 1 << 15)
+    monkeypatch.setattr(overflow, "MOST_BYTES", 1 << 15)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=count)
+
+
+@contextmanager
+def opened(kv: KV, count: int = 1) -> Iterator[list[Sequence]]:
+    seqs = [kv.open([], reuse=False) for _ in range(count)]
+    try:
+        yield seqs
+    finally:
+        for seq in seqs:
+            seq.close()
+
+
+def grow(kv: KV, seqs: list[Sequence], models: list[Noise], count: int, chunk: int = 32) -> float:
+    """So many tokens more for each row; the greatest distance from what attention should be."""
+    worst = 0.0
+    for first in range(0, count, chunk):
+        rows = [
+            tokens(min(chunk, count - first), 1000 + seq.row * 999 + seq.length) for seq in seqs
+        ]
+        worst = max(worst, run(kv, seqs, rows, models)[1])
+    return worst
+
+
+class TestAttention:
+    @pytest.mark.parametrize("kind", ["full", "sliding", "latent"])
+    @pytest.mark.parametrize(
+        "how", [{}, {"softcap": 5.0}, {"sinks": torch.tensor([1.0, -2, 3, 0])}]
+    )
+    def test_is_that_over_everything(self, kind: str, how: dict[str, Any]) -> None:
+        shape = geometry(kind)
+        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            for turn in range(10):
+                assert run(kv, [seq], [tokens(32, turn)], [model], **how)[1] < TOLERANCE
+            for turn in range(18):
+                assert run(kv, [seq], [tokens(1, turn)], [model], **how)[1] < TOLERANCE
+            assert seq.length == 338 and seq.away > 12
+
+    def test_of_rows_of_different_lengths(self) -> None:
+        shape = geometry()
+        with make(shape, 16, overflow=True) as kv, opened(kv, 3) as seqs:
+            models = [Noise(shape, row) for row in range(3)]
+            assert grow(kv, seqs[1:2], models[1:2], 375) < TOLERANCE
+            assert grow(kv, seqs, models, 175) < TOLERANCE
+            assert grow(kv, seqs, models, 18, chunk=1) < TOLERANCE
+            assert grow(kv, seqs[:1], models[:1], 75) < TOLERANCE
+            assert all(seq.away for seq in seqs)
+
+    def test_of_forks(self) -> None:
+        shape = geometry()
+        with make(shape, 16, overflow=True) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            assert grow(kv, [seq], [model], 400) < TOLERANCE
+            twin, other = kv.fork(seq), model.copy()
+            assert twin.away == seq.away > 0
+            assert grow(kv, [seq, twin], [model, other], 100) < TOLERANCE
+            twin.close()
+            assert grow(kv, [seq], [model], 40) < TOLERANCE
+
+    @pytest.mark.parametrize("codec", ["kv8", "kv4c", "auto"])
+    def test_of_encoded_pages_is_that_of_the_same_pages_on_the_device(self, codec: str) -> None:
+        shape, found, distances = geometry(page_size=64), [], []
+        options = dict(codec=codec, recent_tokens=64, defragment_bytes=0, overflow=True)
+        for pages in (4, 64):
+            with make(shape, pages, **options) as kv, opened(kv) as (seq,):
+                model = Noise(shape)
+                made = [run(kv, [seq], [tokens(64, turn)], [model]) for turn in range(30)]
+                made += [run(kv, [seq], [tokens(1, turn)], [model]) for turn in range(5)]
+                assert (seq.away > 0) == (pages == 4)
+                found.append([layer for outputs, _ in made for layer in outputs])
+                distances.append(max(worst for _, worst in made))
+        if codec == "auto":  # what left is encoded no further
+            assert distances[0] <= 1.01 * distances[1]
+        else:
+            assert all(torch.allclose(a, b, atol=TOLERANCE) for a, b in zip(*found, strict=True))
+
+
+class TestWhatFits:
+    def test_is_served_as_without_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not one call of what is only there for longer contexts, nor a stage."""
+        called = list[Any]()
+        monkeypatch.setattr(overflow.Scan, "__init__", lambda *given: called.append(given))
+        monkeypatch.setattr(overflow.Overflow, "_leave", lambda *given: called.append(given))
+        shape = geometry()
+        with make(shape, 64, overflow=True) as kv, opened(kv) as (seq,):
+            assert grow(kv, [seq], [Noise(shape)], 600) < TOLERANCE
+            over = kv.planner.overflow
+            assert over.staging_bytes() == over.read_bytes == over.away == 0
+            assert kv.planner.store.loaded_bytes.total() == 0
+            with kv.step([seq], [[1]]) as step:
+                assert not step.overflows and step.decode(0) is not None
+                run_rest(step, shape)
+        assert not called
+
+
+def run_rest(step: Any, shape: Geometry) -> None:
+    for layer in range(LAYERS):
+        k, v, q = (torch.randn(1, heads, DIM) for heads in (HEADS, HEADS, 2 * HEADS))
+        step.attend(layer, q, k, v)
+
+
+class TestBounds:
+    def test_memory_is_the_pool_and_two_stages(self) -> None:
+        shape = geometry()
+        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
+            grow(kv, [seq], [Noise(shape)], 400)
+            over, pool = kv.planner.overflow, kv.planner.store.pools["cpu"]
+            assert over.staging_bytes() == 2 << 15
+            assert sum(stage.memory.nbytes for stage in over._stages["cpu"]) == 2 << 15
+            assert pool.arena.nbytes == pool.capacity_bytes() and over.retired == 0
+
+    def test_pages_that_stayed_stay(self) -> None:
+        """A cyclic scan: what is on the device is not read, and does not change."""
+        shape = geometry()
+        with make(shape, 16, overflow=True) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            grow(kv, [seq], [model], 400)
+            line, over = kv.planner.tables.pages[0][seq.row], kv.planner.overflow
+            there = [page for page in range(25) if line[page] >= 0]
+            assert there[:8] == list(range(8))
+            for _ in range(8):
+                before = over.read_bytes
+                grow(kv, [seq], [model], 1)
+                stripe = over.stripe_bytes(0, 0)
+                assert over.read_bytes - before <= (seq.away + 2) * stripe * LAYERS
+            assert [page for page in range(8) if line[page] >= 0] == list(range(8))
+
+    def test_nothing_is_left_of_a_closed_sequence(self) -> None:
+        shape = geometry()
+        with make(shape, 8, overflow=True) as kv:
+            with opened(kv) as (seq,):
+                grow(kv, [seq], [Noise(shape)], 300)
+                twin = kv.fork(seq)
+                twin.close()
+            over, store = kv.planner.overflow, kv.planner.store
+            assert over.away == 0 and not any(block.kept or block.holds for block in store.index)
+
+    def test_a_disk_takes_what_the_host_does_not(self, tmp_path: Path) -> None:
+        shape = geometry()
+        options = dict(host="512KiB", disk=f"{tmp_path}:64MiB", overflow=True)
+        with make(shape, 8, **options) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            assert grow(kv, [seq], [model], 500) < TOLERANCE
+            read, tiers = kv.planner.store.loaded_bytes, kv.planner.store.tiers
+            assert all(read[tier.name] > 0 for tier in tiers), read
+
+    def test_without_any_room_the_sequence_is_as_before(self) -> None:
+        shape = geometry()
+        with make(shape, 8, host="400KiB", overflow=True) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            with pytest.raises(CapacityError):
+                grow(kv, [seq], [model], 5000)
+            length = seq.length
+            assert length > 8 * 16 and kv.planner.tables.state[seq.row] == 1
+            model.kept = {layer: [torch.cat(x)[:length]] for layer, x in model.kept.items()}
+            left = -length % 16
+            assert left == 0 or run(kv, [seq], [tokens(left)], [model])[1] < TOLERANCE
+
+
+class TestPrefixes:
+    def test_longer_than_the_pool_are_attached_where_they_lie(self) -> None:
+        shape, prompt = geometry(), tokens(400)
+        with make(shape, 8, overflow=True) as kv:
+            with kv.open([], reuse=False) as seq:
+                model = Noise(shape)
+                for first in range(0, 400, 32):
+                    run(kv, [seq], [prompt[first : first + 32]], [model])
+            before = kv.planner.overflow.read_bytes
+            with kv.open(prompt) as seq:
+                assert seq.length == seq.reused == 384 and seq.away >= 16
+                assert kv.planner.overflow.read_bytes == before
+                twin = Noise(shape)
+                twin.kept = {layer: [torch.cat(x)[:384]] for layer, x in model.kept.items()}
+                assert run(kv, [seq], [prompt[384:]], [twin])[1] < TOLERANCE
+                assert grow(kv, [seq], [twin], 40) < TOLERANCE
+
+    def test_prefill_cuts_chunks_that_fit(self) -> None:
+        shape, prompt = geometry(), tokens(300)
+        with make(shape, 8, overflow=True) as kv, kv.open(prompt, reuse=False) as seq:
+            for step in kv.prefill([seq], chunk=512):
+                for layer in range(LAYERS):
+                    count = step.tokens.numel()
+                    parts = [torch.randn(count, h, DIM) for h in (2 * HEADS, HEADS, HEADS)]
+                    step.attend(layer, *parts)
+            assert seq.length == 300 and seq.away
+
+
+class TestWhatDoesNotCome:
+    @pytest.mark.parametrize("how", ["lost", "damaged"])
+    def test_is_an_error_of_that_sequence_alone(self, how: str) -> None:
+        shape, prompt = geometry(), tokens(320)
+        with make(shape, 16, overflow=True) as kv, opened(kv) as (other,):
+            with kv.open([], reuse=False) as seq:
+                model, calm = Noise(shape), Noise(shape, 5)
+                for first in range(0, 320, 32):
+                    run(kv, [seq], [prompt[first : first + 32]], [model])
+                grow(kv, [other], [calm], 60)
+                (host,) = kv.planner.store.tiers
+                line = kv.planner.tables.pages[0][seq.row, :20]
+                number = int((line < 0).nonzero()[0][0])
+                key = seq.key(0, number)
+                if how == "lost":
+                    host.delete([key])
+                else:
+                    host._frames[key][1][100] ^= 1
+                length = seq.length
+                with pytest.raises(StoreError, match="cannot be read any more"):
+                    for _ in range(2):
+                        run(kv, [seq], [[1]], [model])
+                assert seq.length <= length + 1
+                assert grow(kv, [other], [calm], 40) < TOLERANCE
+            with kv.open(prompt) as again:
+                assert again.length <= number * 16
+                fresh = Noise(shape)
+                fresh.kept = {i: [torch.cat(x)[: again.length]] for i, x in model.kept.items()}
+                while again.length < 320:
+                    step = prompt[again.length : again.length + 32]
+                    assert run(kv, [again], [step], [fresh])[1] < TOLERANCE
+
+    def test_in_time_ends_the_step_and_leaves_the_stage_to_the_tier(self) -> None:
+        shape = geometry()
+        tier = Silent(MemoryTier(name="slow"), kind="host")
+        tier.silent = False
+        size = 8 * page_layout(shape.groups[0], 16).granules * 4096
+        given = dict(tiers=[f"gpu:{size}B", tier], namespace="m", load_deadline_s=0.2)
+        with KV(shape, overflow=True, **given) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            grow(kv, [seq], [model], 200)
+            length, tier.silent = seq.length, True
+            with pytest.raises(StoreError, match="deadline"):
+                for _ in range(3):
+                    run(kv, [seq], [[1]], [model])
+            assert kv.planner.overflow.retired >= 1 and seq.length <= length + 2
+            tier.scribble()
+            tier.speak()
+
+
+class TestWhatIsNotServed:
+    def test_is_refused(self) -> None:
+        shape = geometry()
+        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            grow(kv, [seq], [model], 300)
+            with pytest.raises(StateError, match="below its device"):
+                kv.suspend(seq)
+            with pytest.raises(StateError, match="below its device"):
+                kv.truncate(seq, 200)
+            with pytest.raises(StateError, match="below the device"), kv.step([seq], [[1]]) as step:
+                step.watch()
+                run_rest(step, shape)
+            with pytest.raises(StateError, match="below the device"), kv.step([seq], [[1]]) as step:
+                parts = [torch.randn(1, heads, DIM) for heads in (2 * HEADS, HEADS, HEADS)]
+                step.attend(0, *parts, alibi=torch.ones(2 * HEADS))
+            assert grow(kv, [seq], [model], 20) < TOLERANCE
+
+    def test_a_cut_of_pages_on_the_device_is(self) -> None:
+        shape = geometry()
+        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            grow(kv, [seq], [model], 300)
+            for cut in (296, 192):
+                kv.truncate(seq, cut)
+                model.kept = {layer: [torch.cat(x)[:cut]] for layer, x in model.kept.items()}
+                assert run(kv, [seq], [tokens(3)], [model])[1] < TOLERANCE
+
+    def test_by_name(self) -> None:
+        chunked = LayerGroup(
+            layers=(0,), kv_heads=1, head_dim=8, value_dim=8, kind="chunked", window=8
+        )
+        with pytest.raises(ConfigError, match="'chunked' layers"):
+            make(Geometry(groups=(chunked,), page_size=8), 8, overflow=True)
+        with pytest.raises(ConfigError, match="without a place"):
+            make(geometry(), 8, host=0, overflow=True)
