@@ -8,6 +8,7 @@ import bench.embedding
 import bench.engines.command
 import bench.hierarchy
 import bench.memo
+import bench.overflow
 import bench.policy.command
 import bench.policy.restarts
 import bench.real
@@ -30,6 +31,7 @@ def parser() -> Parser:
     bench.hierarchy.add_verbs(verb)
     bench.embedding.add_verbs(verb)
     bench.weights.add_verbs(verb)
+    bench.overflow.add_verbs(verb)
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):

@@ -22,7 +22,7 @@ import torch
 
 from flowkv import kernels
 from flowkv.cache.index import UNKNOWN, Block
-from flowkv.cache.mover import files, rest
+from flowkv.cache.mover import TransferRequest, files, rest
 from flowkv.cache.sequence import READY, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core import compiling
@@ -67,25 +67,23 @@ class Stage:
 
     Args:
         n_bytes: Its size.
-        device: Where attention reads it.
     """
 
-    def __init__(self, n_bytes: int, device: torch.device) -> None:
-        self.n_bytes, self.device = n_bytes, device
-        self._copied: torch.cuda.Event | None = None
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
         self.renew()
 
     def renew(self) -> None:
         """Takes other memory: a tier may still write to what it had."""
-        if self.device.type == "cpu":  # whole memory pages, as disks write them without a copy
-            self.memory = torch.frombuffer(mmap.mmap(-1, self.n_bytes), dtype=torch.uint8)
-            self.arena = self.memory
-        else:
-            self.memory = torch.empty(self.n_bytes, dtype=torch.uint8, pin_memory=True)
-            self.arena = torch.empty(self.n_bytes, dtype=torch.uint8, device=self.device)
-        self.view = self.memory.numpy().data
+        # Whole memory pages, as disks write them without a copy.
+        self.arena = torch.frombuffer(mmap.mmap(-1, self.n_bytes), dtype=torch.uint8)
+        self.view = self.arena.numpy().data
         self.name: tuple[object, ...] = ()
-        self.asked: dict[int, tuple[int, Load, object]] = {}
+        self.reuse()
+
+    def reuse(self) -> None:
+        """Other stripes are about to come."""
+        self.asked: dict[int, tuple[int, Load, TransferRequest | None]] = {}
         self.answers: dict[int, TierAnswer] = {}
         self.arrived = False
 
@@ -98,20 +96,6 @@ class Stage:
     def pending(self) -> bool:
         """Whether a tier may still write to it."""
         return len(self.answers) < len(self.asked)
-
-    def upload(self) -> None:
-        """All has come: it goes to the device, behind what was computed over it before."""
-        if self.arena is not self.memory:
-            self.arena.copy_(self.memory, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(self.device))
-        self.arrived = True
-
-    def reuse(self) -> None:
-        """Other stripes are about to come."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        self.asked, self.answers, self.arrived = {}, {}, False
 
 
 class Scan:
@@ -196,19 +180,18 @@ class Scan:
         """
         overflow, group = self._overflow, self._group
         wide = torch.promote_types(q.dtype, torch.float32)
-        exact = q if q.device.type == "cpu" else q.to(wide)  # there, it would cost 16-bit products
         how = dict(scale=scale, softcap=softcap, return_lse=True)
         forms, pool = overflow.store.forms[group], overflow.store.pool(group)
         with overflow.turn:
             overflow.ask(group, self._tiles[0], place)
             pages = Pages(pool.arena, forms.raw, place, forms.sealed)
-            o, lse = kernels.paged_attention(exact, pages, self._here, sinks=sinks, **how)
+            o, lse = kernels.paged_attention(q, pages, self._here, sinks=sinks, **how)
             whole = o.to(wide), lse
             for number, tile in enumerate(self._tiles):
                 stage = overflow.ready(group, tile, place)
                 overflow.ask(group, *self._next(number, place), beside=stage)
                 pages = overflow.staged(group, stage)
-                o, lse = kernels.paged_attention(exact, pages, tile.batch, causal=False, **how)
+                o, lse = kernels.paged_attention(q, pages, tile.batch, causal=False, **how)
                 whole = kernels.merge((whole, (o.to(wide), lse)))
         out: torch.Tensor = whole[0].to(q.dtype)
         return out
@@ -265,6 +248,11 @@ class Overflow:
                 f"overflow=True and {min(odd)!r} layers",
                 "Leave overflow out: full, sliding and latent layers alone go on past their pool",
             )
+        if any(torch.device(group.device).type != "cpu" for group in store.geometry.groups):
+            raise ConfigError(
+                "overflow=True and layers on a GPU",
+                "Leave overflow out: it was never tried there, and serves layers on the CPU alone",
+            )
         if not any(map(self._serves, range(len(store.tiers)))):
             raise ConfigError(
                 "overflow=True without a place that pages can go to",
@@ -306,30 +294,41 @@ class Overflow:
         return self._leave({d: pool.slab_granules for d, pool in self.store.pools.items()})
 
     def _leave(self, short: Mapping[str, int]) -> bool:
-        """Has pages of so many granules leave each device, the latest first."""
+        """Has pages of so many granules leave each device, the latest first; whether any did."""
+        refused = set[Block]()  # by all tiers, as they are full or the model is not proven
+        while chosen := self._choose(short, refused):
+            below = self.store.put_below(list(chosen), self._serves)
+            for block in below:
+                for seq, page_no in chosen[block]:
+                    self.store.keep(block)
+                    self.store.drop(block)
+                    self.tables.pages[block.group][seq.row, page_no] = -1
+                    seq.away += 1
+                    self.away += 1
+                self.store.set_down(block)
+            self.tables.touch()
+            if below:
+                return True
+            refused |= chosen.keys()
+        return False
+
+    def _choose(
+        self, short: Mapping[str, int], without: Container[Block]
+    ) -> dict[Block, list[tuple[Sequence, int]]]:
+        """Pages of so many granules, if there are as many, and who holds them as which page."""
         left, chosen = dict(short), dict[Block, list[tuple[Sequence, int]]]()
         for final in (True, False):  # what will be encoded yet goes last
             for seq in sorted(self._known, key=lambda one: -one.length):
                 for g, page_no, block in self._candidates(seq, final=final):
                     device = self.store.device(g)
-                    if left.get(device, 0) > 0 and block not in chosen:
-                        users = self._users(block, g, page_no)
-                        if users:
-                            chosen[block] = [(user, page_no) for user in users]
-                            left[device] -= self.store.forms[g].of(block.page).granules
+                    if left.get(device, 0) <= 0 or block in chosen or block in without:
+                        continue
+                    if users := self._users(block, g, page_no):
+                        chosen[block] = [(user, page_no) for user in users]
+                        left[device] -= self.store.forms[g].of(block.page).granules
             if chosen:
                 break
-        below = self.store.put_below(list(chosen), self._serves)
-        for block in below:
-            for seq, page_no in chosen[block]:
-                self.store.keep(block)
-                self.store.drop(block)
-                self.tables.pages[block.group][seq.row, page_no] = -1
-                seq.away += 1
-                self.away += 1
-            self.store.set_down(block)
-        self.tables.touch()
-        return bool(below)
+        return chosen
 
     def _candidates(self, seq: Sequence, *, final: bool) -> Iterator[tuple[int, int, Block]]:
         if seq.closed or self.tables.state[seq.row] != READY or seq.restoration is not None:
@@ -423,8 +422,7 @@ class Overflow:
             least = max(LEAST_BYTES, *(store.forms[g].raw.stripe_stride_bytes for g in here))
             share = store.pools[device].capacity_bytes() // _SHARE
             most = max(least, min(MOST_BYTES, share) // GRANULE_BYTES * GRANULE_BYTES)
-            where = torch.device(device)
-            self._stages[device] = Stage(most, where), Stage(most, where)
+            self._stages[device] = Stage(most), Stage(most)
         return self._stages[device]
 
     def staging_bytes(self) -> int:
@@ -458,18 +456,16 @@ class Overflow:
         raw, *sealed = (self._layout(group, codec) for codec in self.store.forms[group].layouts)
         return Pages(stage.arena, raw, 0, tuple(sealed))
 
-    def source(self, block: Block, codec: int = UNKNOWN, tried: Container[int] = ()) -> int:
-        """Number of the nearest tier that a page can be read from; -1 if there is none.
+    def _open(self) -> list[int]:
+        """Numbers of the tiers that can be read from now, nearest first."""
+        numbers = range(len(self.store.tiers))
+        return [n for n in numbers if self._serves(n) and self.store.answers(n)]
 
-        Args:
-            block: The page.
-            codec: Index of the codec that it should have there; any by default.
-            tried: Tiers that did not give it.
-        """
-        for number in range(len(self.store.tiers)):
-            there = block.tiers >> number & 1 and self._serves(number) and number not in tried
-            fits = codec == UNKNOWN or block.codec_on(number) in (codec, UNKNOWN)
-            if there and fits and self.store.answers(number):
+    def source(self, block: Block, among: Iterable[int] | None = None) -> int:
+        """Number of the nearest of some tiers (default: all) that holds a page; -1 if none does."""
+        held = block.tiers
+        for number in self._open() if among is None else among:
+            if held >> number & 1:
                 return number
         return -1
 
@@ -496,8 +492,9 @@ class Overflow:
         stage.reuse()
         stage.name = name
         with self._guard:
+            among = self._open()
             for item, (block, page) in enumerate(zip(tile.blocks, tile.pages, strict=True)):
-                self._load(stage, item, block, (page, place))
+                self._load(stage, item, block, (page, place), among)
             self.store.mover.wait(self._tiers(stage), 0.0)
 
     def _load(
@@ -506,11 +503,13 @@ class Overflow:
         item: int,
         block: Block,
         where: tuple[int, int],
-        tried: Container[int] = (),
+        among: Iterable[int],
     ) -> None:
         page, place = where
-        codec = page >> CODEC_SHIFT
-        number, first = self.source(block, codec, tried), granule_of(page) * GRANULE_BYTES
+        codec, first = page >> CODEC_SHIFT, granule_of(page) * GRANULE_BYTES
+        number = self.source(block, among)
+        if number >= 0 and block.codec_on(number) not in (codec, UNKNOWN):
+            number = self.source(block, [n for n in among if block.codec_on(n) == codec])
         target = stage.view[first : first + self.stripe_bytes(block.group, codec)]
         layout = self.store.forms[block.group].fingerprints[codec]
         load = Load(block.key, target, layout, self.store.fidelity, place, 1)
@@ -546,7 +545,7 @@ class Overflow:
         lent, late = False, {i: one for i, one in stage.asked.items() if i not in stage.answers}
         for item, (number, load, request) in late.items():
             if request is not None:
-                lent |= self.store.mover.give_up(number, request)  # type: ignore[arg-type]
+                lent |= self.store.mover.give_up(number, request)
             answer = TierAnswer(0, item, load.key, Outcome.FAILED, "deadline passed")
             stage.answers[item] = answer
         if lent:
@@ -575,7 +574,7 @@ class Overflow:
                     self._again(stage, item, block, (page, place), tried)
                 self.store.count_loaded(stage.asked[item][0], answer.n_bytes)
                 self.read_bytes += answer.n_bytes
-        stage.upload()
+        stage.arrived = True
         return stage
 
     def _again(
@@ -585,7 +584,8 @@ class Overflow:
         answer = stage.answers.pop(item)
         if tried[-1] >= 0:
             self.store.not_served(block, tried[-1], answer)
-            self._load(stage, item, block, where, tried)
+            among = [number for number in self._open() if number not in tried]
+            self._load(stage, item, block, where, among)
             self._settle(stage)
         if tried[-1] < 0 or stage.asked[item][0] < 0:
             stage.name = ()

@@ -238,7 +238,7 @@ class TestBounds:
             grow(kv, [seq], [Noise(shape)], 400)
             over, pool = kv.planner.overflow, kv.planner.store.pools["cpu"]
             assert over.staging_bytes() == 2 << 15
-            assert sum(stage.memory.nbytes for stage in over._stages["cpu"]) == 2 << 15
+            assert sum(stage.arena.nbytes for stage in over._stages["cpu"]) == 2 << 15
             assert pool.arena.nbytes == pool.capacity_bytes() and over.retired == 0
 
     def test_pages_that_stayed_stay(self) -> None:

@@ -101,6 +101,16 @@ class TestAnswers:
                 assert (reused(kv) > 800) == bool(turn)
                 assert kv.planner.overflow.read_bytes > 0
 
+    def test_on_a_disk_alone_whose_model_has_to_be_proven(
+        self, text: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("flowkv.hooks.identity.SMALL_BYTES", 0)
+        model, prompt = load_tiny(), text[:, :900]
+        theirs = generate(model, 40, input_ids=prompt)
+        with attached(model, gpu="1MiB", disk=str(tmp_path), overflow=True) as kv:
+            assert_same(generate(model, 40, input_ids=prompt), theirs)
+            assert kv.planner.overflow.read_bytes > 0
+
     @pytest.mark.parametrize("codec", ["kv8", "auto"])
     def test_of_encoded_pages_are_near(self, text: torch.Tensor, codec: str) -> None:
         model, prompt = load_tiny(), text[:, :1500]

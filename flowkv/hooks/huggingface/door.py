@@ -598,7 +598,13 @@ class ForwardHook:
         """False if the cache is native and empty now; `whole`: the forward can begin there."""
         cache.rows.wants_weights = call.wants_weights
         try:
-            cache.rows.begin(columns)
+            try:
+                cache.rows.begin(columns)
+            except CapacityError:
+                if not self._overflows:
+                    raise
+                self.proof.finish()  # what is not proven yet may not go to a disk
+                cache.rows.begin(columns)
         except CapacityError as error:
             kept = cache.rows.land()
             if not whole:

@@ -267,6 +267,10 @@ class Nested:
         self._device = like.device
         self._state: PagedCache | None = None
 
+    def prove(self) -> None:
+        """Reads the model's weights, so that what was computed may go where it outlives them."""
+        self._door.proof.finish()
+
     def whole(self, part: Part) -> Part:
         """A part that is at least as long, and ends where the prompt can be cut."""
         stop = part.seq.length + part.count
@@ -585,7 +589,11 @@ def go_ahead(nested: Nested, found: AdmittedRows, pads: Items[int], columns: int
                 if (count := base + chunk - pad - seq.length) > 0:
                     part = nested.whole(Part(row, seq, pad, count))
                     parts += [part] if pad + seq.length + part.count <= columns else []
-            nested.compute(parts)
+            try:
+                nested.compute(parts)
+            except CapacityError:  # what is not proven yet may not go to a disk
+                nested.prove()
+                nested.compute(parts)
             ends = [pad + seq.length for pad, seq in zip(pads, found.seqs, strict=True)]
             if (reached := nested.fill.cut(min(ends), list(pads))) <= base:
                 break

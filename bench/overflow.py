@@ -1,0 +1,214 @@
+"""`python -m bench overflow`: decoding over contexts that are several times their device pool.
+
+A model decodes one answer three times: over a pool that holds the context, over a part of that with
+the rest in host memory behind an emulated link, and with the rest on a real disk; a few steps each,
+in turns. A step takes no less than over the pool that holds all, nor than its bytes take on the
+way: the greater of both is the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+import flowkv
+from bench.real import Texts, load
+from flowkv.cli.arguments import AddVerb, count
+from flowkv.core.config import format_size, parse_size
+from flowkv.report.screen import Screen
+from flowkv.tiers import Load
+from flowkv.tiers.base import TierAnswer
+from flowkv.tiers.host import HostTier
+
+WAYS = ("all on the device", "host, emulated link", "disk")
+_PIECE_BYTES, _AT_ONCE, _PAUSE_S = 1 << 20, 4, 0.0005
+
+
+class Link:
+    """A tier behind a link of some rate, on which loads follow each other as they were asked for.
+
+    Args:
+        tier: Does the work; closed with this one.
+        bytes_per_s: Of the link that is emulated.
+    """
+
+    def __init__(self, tier: HostTier, bytes_per_s: float) -> None:
+        self._tier, self._bytes_per_s, self._free_s = tier, bytes_per_s, 0.0
+        self._due_s: dict[tuple[int, int], float] = {}
+        self._late: list[tuple[float, int, TierAnswer]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "fileno":  # it would say when the fast tier is done
+            raise AttributeError(name)
+        return getattr(self._tier, name)
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Asks the tier, and says when each item will have crossed the link."""
+        self._free_s = max(self._free_s, time.monotonic())
+        job = self._tier.submit_load(items, deadline_s=deadline_s)
+        for index, item in enumerate(items):
+            self._free_s += item.target.nbytes / self._bytes_per_s
+            self._due_s[job, index] = self._free_s
+        return job
+
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
+        """Answers whose bytes have come; waits up to `timeout_s` for the first one."""
+        end_s, ready = time.monotonic() + timeout_s, list[TierAnswer]()
+        while not ready:
+            for answer in self._tier.poll(0.0):
+                due_s = self._due_s.pop((answer.job, answer.item), 0.0)
+                heapq.heappush(self._late, (due_s, id(answer), answer))
+            while self._late and self._late[0][0] <= time.monotonic():
+                ready.append(heapq.heappop(self._late)[2])
+            if not ready and time.monotonic() >= end_s:
+                break
+            if not ready:
+                time.sleep(min(_PAUSE_S, timeout_s))
+        return ready
+
+
+class Answer:
+    """One way to decode.
+
+    Args:
+        given: The command's arguments.
+        prompt: Token ids.
+        config: Of the cache.
+    """
+
+    def __init__(self, given: argparse.Namespace, prompt: list[int], **config: Any) -> None:
+        self.model = load(given).model
+        self.kv = flowkv.attach(self.model, codec=given.codec, host=config.pop("host", 0), **config)
+        self.cache, self.tokens = DynamicCache(), list[int]()
+        self._forward(torch.tensor([prompt]))
+        self.steps(given.steps)  # what is compiled and allocated counts for nobody
+
+    def _forward(self, ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            given = dict(past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            logits = self.model(input_ids=ids, **given).logits
+        self.tokens.append(int(logits[0, -1].argmax()))
+
+    def steps(self, number: int) -> dict[str, float]:
+        """Decodes; the median of seconds and CPU seconds, and bytes read, of a step."""
+        before = self.kv.stats()["overflow"].get("read_bytes", 0)
+        wall, cpu = [], []
+        for _ in range(number):
+            began_s, used_s = time.perf_counter(), time.process_time()
+            self._forward(torch.tensor([self.tokens[-1:]]))
+            wall.append(time.perf_counter() - began_s)
+            cpu.append(time.process_time() - used_s)
+        read = self.kv.stats()["overflow"].get("read_bytes", 0) - before
+        return {"wall_s": median(wall), "cpu_s": median(cpu), "n_bytes": read / number}
+
+
+def disk_rate(folder: Path) -> float:
+    """Bytes a second of a directory's files, read past the page cache in pieces, four at a time."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    path = max(files, key=lambda one: one.stat().st_size)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    pieces = range(0, path.stat().st_size // _PIECE_BYTES * _PIECE_BYTES, _PIECE_BYTES)
+
+    def read(first: int) -> int:
+        with mmap.mmap(-1, _PIECE_BYTES) as buffer:
+            return os.preadv(descriptor, [buffer], first)
+
+    began_s = time.perf_counter()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        n_bytes = sum(pool.map(read, pieces))
+    os.close(descriptor)
+    return n_bytes / (time.perf_counter() - began_s)
+
+
+def add_verbs(verb: AddVerb) -> None:
+    """Adds the verb."""
+    parser = verb("overflow", _overflow, "decode over contexts longer than the device pool")
+    parser.add_argument("--model", default="smollm2", help="folder or Hugging Face id")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--codec", default="raw")
+    parser.add_argument("--page-size", type=count, default=64)
+    parser.add_argument("--tokens", type=count, default=4096)
+    parser.add_argument("--times", type=float, default=4.0, help="the context over its pool")
+    parser.add_argument("--rate", default="1GB", help="bytes a second of the emulated link")
+    parser.add_argument("--steps", type=count, default=6, help="of each way in a turn")
+    parser.add_argument("--turns", type=count, default=5)
+    parser.add_argument("--threads", type=count, default=1)
+    parser.add_argument("--dir", type=Path, help="on the disk to be measured; default a new one")
+
+
+def _overflow(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    torch.set_num_threads(given.threads)
+    loaded = load(given)
+    prompt = Texts(loaded.encode).next(given.tokens)
+    with flowkv.attach(loaded.model, gpu="64MiB", codec=given.codec) as probe:
+        assert probe.planner is not None
+        forms = probe.planner.store.forms
+        least = (min(one.page_bytes for one in form.layouts.values()) for form in forms)
+        page = sum(least) * given.page_size // probe.page_size
+    pool = round(page * given.tokens / given.page_size / given.times)
+    with contextlib.ExitStack() as stack:
+        folder = given.dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        rate, common = float(parse_size(given.rate)), dict(page_size=given.page_size)
+        small = common | dict(overflow=True)
+        link = Link(HostTier(8 << 30), rate)
+        ways = dict(
+            zip(
+                WAYS,
+                (
+                    Answer(given, prompt, gpu=round(4 * given.times * pool), **common),
+                    Answer(given, prompt, tiers=[f"gpu:{pool}B", link], host=None, **small),
+                    Answer(given, prompt, gpu=pool, disk=str(folder), **small),
+                ),
+                strict=True,
+            )
+        )
+        turns = [{w: one.steps(given.steps) for w, one in ways.items()} for _ in range(given.turns)]
+        rates = {WAYS[1]: rate, WAYS[2]: disk_rate(folder)}
+        result = _told(turns, rates, ways, given, screen)
+        screen.say(f"pool {format_size(pool)}, {given.tokens:,} tokens of {given.model}")
+        for one in ways.values():
+            one.kv.close()
+    return 0, result
+
+
+def _told(
+    turns: list[dict[str, dict[str, float]]],
+    rates: dict[str, float],
+    ways: dict[str, Answer],
+    given: argparse.Namespace,
+    screen: Screen,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"turns": turns, "rates": rates, "over_bound": {}}
+    result["identical"] = len({tuple(one.tokens) for one in ways.values()}) == 1
+    rows = []
+    for way in WAYS:
+        seconds = [turn[way]["wall_s"] for turn in turns]
+        line = [way, f"{1e3 * median(seconds):.1f} ms"]
+        line += [f"{1e3 * median(turn[way]['cpu_s'] for turn in turns):.1f} ms"]
+        if way in rates:
+            n_bytes = median(turn[way]["n_bytes"] for turn in turns)
+            bounds = [max(t[WAYS[0]]["wall_s"], t[way]["n_bytes"] / rates[way]) for t in turns]
+            over = sorted(s / bound for s, bound in zip(seconds, bounds, strict=True))
+            result["over_bound"][way] = over
+            line += [f"{n_bytes / 1e6:.1f} MB", f"{rates[way] / 1e9:.2f} GB/s"]
+            line += [f"{1e3 * median(bounds):.1f} ms"]
+            line += [f"{median(over):.2f} ({over[0]:.2f} to {over[-1]:.2f})"]
+        rows.append(line + [""] * (7 - len(line)))
+    head = ["way", "a step", "CPU time", "read", "rate", "bound", "step over bound"]
+    title = f"{given.times:g} times the pool, {given.codec}, load {os.getloadavg()[0]:.1f}"
+    screen.table(head, rows, title=title)
+    screen.say(f"the same tokens in all ways: {result['identical']}")
+    return result
