@@ -264,6 +264,11 @@ class KV:
         CapacityError: The device pool is too small.
     """
 
+    bus: Bus
+    """Tells everything worth knowing."""
+    metrics: Metrics
+    """Counts what the bus tells."""
+
     # Tokens of all prompts opened, and those of them that needed no computing; what both had
     # reached before they were last corrected downwards.
     tokens_seen = tokens_reused = 0

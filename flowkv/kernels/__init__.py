@@ -6,7 +6,28 @@ Importing this package imports neither Triton nor numba; a backend is loaded by 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowkv.kernels.cascade import cascade_attention, plan_cascade
+    from flowkv.kernels.dispatch import (
+        append,
+        checking,
+        checksum,
+        copy_pages,
+        drop_tokens,
+        gather_dense,
+        gather_pages,
+        merge,
+        paged_attention,
+        prepare_decode,
+        reposition,
+        rotations,
+        scatter_pages,
+        stripe_part,
+        transcode,
+    )
+    from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 
 __all__ = [
     "Pages",
