@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from flowkv import kernels
@@ -21,6 +20,7 @@ from flowkv.cache.store import PageStore
 from flowkv.cache.tail import Tails
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
+from flowkv.core.machine_code import kept
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.observe.events import Defragmented, StepPlanned
 from flowkv.policy.base import NEVER_NS
@@ -198,7 +198,7 @@ def finish(tables: Tables, step: Advance) -> None:
     _finish(step.rows, step.after, tables.lengths, tables.state)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
     lengths, shared, states = state
     before, after, starts = out
@@ -226,7 +226,7 @@ def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
     return flags, most_new, most_length
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
     for b in range(len(rows)):
         lengths[rows[b]] = after[b]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
 from flowkv.core.geometry import GRANULE_BYTES
+from flowkv.core.machine_code import kept
 from flowkv.tiers import frame
 from flowkv.tiers.frame import DIGEST_BYTES, DIGESTED_FROM, FIXED_BYTES, MAGIC, VERSION
 
@@ -419,10 +420,10 @@ def check_frame(row, expected, streams):
     return _OK
 
 
-def _entries(stamp: int, *, cache: bool) -> tuple[Any, Any]:
+def _entries(stamp: int) -> tuple[Any, Any]:
     # numba keeps machine code until the function's own file changes, whatever becomes of those it
     # calls: a constant that it closes over makes the format's source part of the key.
-    @njit(cache=cache, nogil=True, **_JIT)
+    @kept(nogil=True, **_JIT)
     def check_all(checks, expected, reasons):
         n_bytes = np.uint64(0)
         for i in range(len(checks) if stamp else 0):
@@ -433,7 +434,7 @@ def _entries(stamp: int, *, cache: bool) -> tuple[Any, Any]:
         if streams:
             fence()
 
-    @njit(cache=cache, nogil=True, **_JIT)
+    @kept(nogil=True, **_JIT)
     def seal_all(rows):
         n_bytes = np.uint64(0)
         for i in range(len(rows) if stamp else 0):
@@ -456,10 +457,7 @@ def _entries(stamp: int, *, cache: bool) -> tuple[Any, Any]:
 
 
 _STAMP = 1 + zlib.crc32(Path(str(frame.__file__)).read_bytes())
-try:
-    _check_all, _seal_all = _entries(_STAMP, cache=True)
-except RuntimeError:  # no directory to write to: some seconds of compilation in every process
-    _check_all, _seal_all = _entries(_STAMP, cache=False)
+_check_all, _seal_all = _entries(_STAMP)
 
 
 def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import numpy as np
 import zstandard
-from numba import njit
 from numpy.typing import NDArray
 
 from flowkv.core import compiling
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.geometry import CODECS
+from flowkv.core.machine_code import kept
 from flowkv.tiers.base import FrameInfo
 from flowkv.tiers.frame import BadFrame, Buffer, aligned
 
@@ -267,14 +267,14 @@ def _scratch(planes: int, n_bytes: int) -> NDArray[np.uint8]:
     return _thread.planes[: planes * n_bytes].reshape(planes, n_bytes)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _split(stripe, high, low):  # type: ignore[no-untyped-def]
     for i in range(len(high)):
         low[i] = stripe[2 * i]
         high[i] = stripe[2 * i + 1]
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _join(high, low, stripe):  # type: ignore[no-untyped-def]
     for i in range(len(high)):
         stripe[2 * i] = low[i]

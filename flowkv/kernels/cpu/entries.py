@@ -12,17 +12,18 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import types
 
 from flowkv.core import compiling
+from flowkv.core.machine_code import kept, kept_callback
 from flowkv.kernels.cpu import attend as cpu_attend
 from flowkv.kernels.cpu import bits, transcode
 from flowkv.kernels.cpu.attend import DONE, LAYER, NEXT, OUT, PARTS, Q_HEAD, Q_TOKEN, TEAM, WORK, Q
 from flowkv.kernels.cpu.bits import ahead, call, call_team, draw, pointer
 
 
-def _entries(stamp, cache):
-    jit = njit(cache=cache, nogil=True, error_model="numpy")
+def _entries(stamp):
+    jit = kept(nogil=True, error_model="numpy")
 
     @jit
     def attend(a, threads, layer, q, q_token, q_head, out):
@@ -96,7 +97,7 @@ def _entries(stamp, cache):
     )  # fmt: skip
 
 
-def _worker(stamp, cache, like_q, like, sealed):
+def _worker(stamp, like_q, like, sealed):
     """The C function that draws slices of an attention call until none is left."""
 
     def work(address):
@@ -111,7 +112,7 @@ def _worker(stamp, cache, like_q, like, sealed):
                 cpu_attend.combine(a, like_q)
             part = draw(ahead(a, NEXT))
 
-    return cfunc(types.void(types.int64), cache=cache, error_model="numpy")(work)
+    return kept_callback(types.void(types.int64), error_model="numpy")(work)
 
 
 @lru_cache(maxsize=None, typed=True)  # zeros of different types are equal
@@ -124,16 +125,12 @@ def worker(like_q, like, sealed: bool):
         sealed: Whether pages of other codecs than raw are served.
     """
     with compiling.around():
-        return _worker(_STAMP, _CACHES, like_q, like, sealed)
+        return _worker(_STAMP, like_q, like, sealed)
 
 
 _SOURCES = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))
 _STAMP = 1 + zlib.crc32(_SOURCES)
-try:
-    _ENTRIES, _CACHES = _entries(_STAMP, cache=True), True
-except RuntimeError:  # no directory to write to: some seconds of compilation in every process
-    _ENTRIES, _CACHES = _entries(_STAMP, cache=False), False
 (
     attend, help_with, append_step, merge, append, append_rotary, reposition, drop_tokens,
     gather_dense, recode, checksum, move_pages,
-) = _ENTRIES  # fmt: skip
+) = _entries(_STAMP)  # fmt: skip

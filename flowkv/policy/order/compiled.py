@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
 
+from flowkv.core.machine_code import kept
 from flowkv.core.parts import PART
 
 Array = NDArray[Any]
@@ -38,11 +39,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     By itself numba looks at the file of a function only, not at those that it calls into, and
     would go on with code that no longer fits the arrays it is given.
     """
-    dispatcher = njit(cache=True, error_model="numpy", **LEAN)(function)
-    file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-    if file is not None:
-        file._source_stamp = (file._source_stamp, SOURCES)
-    return dispatcher
+    return kept(SOURCES, error_model="numpy", **LEAN)(function)
 
 
 # Parts of kernels are never called from Python: they are neither wrapped for it nor cached alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 from flowkv.tiers.io.engine import (
     Arena,
@@ -25,12 +26,14 @@ def open_best(arena: Arena, directory: str) -> IOEngine:
     if code := _probe_ring():
         why = reason_of_ring(OSError(code, os.strerror(code)))
         return ThreadsEngine(why=f"no io_uring here ({why})")
-    try:
-        from flowkv.tiers.io.uring import open_engine  # and with it numba
+    from flowkv.core.machine_code import is_kept  # and with it numba
 
-        return open_engine(arena=arena, directory=directory)
-    except RuntimeError as error:  # numba has no directory for what it compiles
-        return ThreadsEngine(why=f"no io_uring here ({error})")
+    if not is_kept(Path(__file__).parent):  # seconds of compilation in every process
+        why = "nowhere to keep what is compiled: set XDG_CACHE_HOME to a directory of this user"
+        return ThreadsEngine(why=f"no io_uring here ({why})")
+    from flowkv.tiers.io.uring import open_engine
+
+    return open_engine(arena=arena, directory=directory)
 
 
 def _probe_ring() -> int:

@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
+from flowkv.core.machine_code import kept
 from flowkv.tiers.digest import fence
 from flowkv.tiers.io.engine import (
     COMPLETION,
@@ -249,9 +250,9 @@ _write = types.ExternalFunction("write", types.int64(types.int32, types.int64, t
 _errno_at = types.ExternalFunction("__errno_location", types.int64())
 _yield = types.ExternalFunction("sched_yield", types.int32())
 
-loop = njit(nogil=True, cache=True, error_model="numpy")
+loop = kept(nogil=True, error_model="numpy")
 """Runs without the interpreter's lock."""
-call = njit(cache=True, error_model="numpy")
+call = kept(error_model="numpy")
 """Runs with it: too short to be worth giving it away, and then waiting for it."""
 
 

@@ -23,7 +23,9 @@ the caller says at most. What cannot be, under the lock, is `LOST`.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
+
+from flowkv.core.machine_code import kept
 
 GRANULE = 4096
 USED, FREE, SEQUENCE, GROWN, REPAIRS = range(5)
@@ -51,7 +53,7 @@ _memmove = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uint
 # ---- checks
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def check_of(row):  # type: ignore[no-untyped-def]
     """What the last of eight words must be: a half-written row has another."""
     state = _SEED
@@ -61,7 +63,7 @@ def check_of(row):  # type: ignore[no-untyped-def]
     return np.int64(state)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def seal(granule, follower, owner):  # type: ignore[no-untyped-def]
     """The link of a granule."""
     state = (np.uint64(granule) ^ _SEED) * _MIX
@@ -70,7 +72,7 @@ def seal(granule, follower, owner):  # type: ignore[no-untyped-def]
     return (state & ~_LOW) | np.uint64(follower)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def follow(links, granule, owner):  # type: ignore[no-untyped-def]
     """The granule that follows one of an owner; -1 if it is not that owner's, or not there."""
     if not 0 <= granule < len(links):
@@ -80,7 +82,7 @@ def follow(links, granule, owner):  # type: ignore[no-untyped-def]
     return follower if link == seal(granule, follower, owner) else np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def grown_of(arrays):  # type: ignore[no-untyped-def]
     """Granules with memory behind them; -1 if nobody knows."""
     word = np.uint64(arrays[0][GROWN])
@@ -88,13 +90,13 @@ def grown_of(arrays):  # type: ignore[no-untyped-def]
     return grown if word == seal(0, grown, -1) and grown <= len(arrays[2]) else np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def set_grown(counters, grown):  # type: ignore[no-untyped-def]
     """Says how many granules have memory behind them, in one word."""
     counters[GROWN] = np.int64(seal(0, grown, -1))
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def begin(counters):  # type: ignore[no-untyped-def]
     """Counters of an empty table."""
     set_grown(counters, 0)
@@ -104,14 +106,14 @@ def begin(counters):  # type: ignore[no-untyped-def]
 # ---- the index; callers hold the lock, or bear what they see
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def home_of(key, slots):  # type: ignore[no-untyped-def]
     """The slot where probing for a key begins."""
     mixed = np.uint64(key[0]) ^ (np.uint64(key[1]) * _SEED)
     return np.int64(mixed % np.uint64(slots))
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def find(index, key, strict):  # type: ignore[no-untyped-def]
     """The slot of a key; ABSENT, or LOST if `strict` and a row on the way there is damaged."""
     slots = len(index)
@@ -128,7 +130,7 @@ def find(index, key, strict):  # type: ignore[no-untyped-def]
     return ABSENT
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def insert(index, row):  # type: ignore[no-untyped-def]
     """Puts a row without its check; False if there is no free slot."""
     slots = len(index)
@@ -144,7 +146,7 @@ def insert(index, row):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def remove(index, slot):  # type: ignore[no-untyped-def]
     """Empties a slot and moves up what probing would not find any more."""
     slots, hole = len(index), slot
@@ -163,13 +165,13 @@ def remove(index, slot):  # type: ignore[no-untyped-def]
 # ---- granules; callers hold the lock
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def granules_of(n_bytes):  # type: ignore[no-untyped-def]
     """Granules of so many bytes."""
     return (n_bytes + GRANULE - 1) // GRANULE
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def take(arrays, count, owner):  # type: ignore[no-untyped-def]
     """The first granule of a chain out of the free list; LOST if that is damaged."""
     counters, _, links = arrays
@@ -185,7 +187,7 @@ def take(arrays, count, owner):  # type: ignore[no-untyped-def]
     return first
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def free(arrays, row):  # type: ignore[no-untyped-def]
     """Puts the chain of a row in front of the free list; whether it was one."""
     counters, _, links = arrays
@@ -207,7 +209,7 @@ def free(arrays, row):  # type: ignore[no-untyped-def]
 # ---- the whole table; callers hold the lock
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def agrees(arrays):  # type: ignore[no-untyped-def]
     """Whether all rows are sound and have as many granules as are taken."""
     counters, index, _ = arrays
@@ -221,7 +223,7 @@ def agrees(arrays):  # type: ignore[no-untyped-def]
     return counters[USED] == used
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def mark(links, row, number, kept, taken):  # type: ignore[no-untyped-def]
     """Marks the chain of a row with its number.
 
@@ -243,7 +245,7 @@ def mark(links, row, number, kept, taken):  # type: ignore[no-untyped-def]
     return count if granule >= 0 else LOST
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def repair(arrays):  # type: ignore[no-untyped-def]
     """Rebuilds everything from the rows whose check is right; False if they contradict another."""
     counters, index, links = arrays
@@ -280,7 +282,7 @@ def repair(arrays):  # type: ignore[no-untyped-def]
 # ---- what needs no lock
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def look(arrays, key, row):  # type: ignore[no-untyped-def]
     """Finds a frame without the lock; `row` gets what the index says of it.
 
@@ -306,7 +308,7 @@ def look(arrays, key, row):  # type: ignore[no-untyped-def]
     return found if found >= 0 else ABSENT
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def gather(arena, links, row, skip, target):  # type: ignore[no-untyped-def]
     """Copies bytes of a row's chain, from byte `skip` on; False if it is not whole."""
     owner, granule, at, wanted = row[4], row[5], 0, len(target)
@@ -330,7 +332,7 @@ def gather(arena, links, row, skip, target):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def scatter(arena, links, row, skip, source):  # type: ignore[no-untyped-def]
     """Copies bytes into the chain of a row that the caller has claimed; False if it is not whole.
 
@@ -367,7 +369,7 @@ _flock = types.ExternalFunction("flock", types.int32(types.int32, types.int32))
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _enter(fd, arrays):  # type: ignore[no-untyped-def]
     """Takes the lock and marks the arrays as changing; 0, or BUSY after 1 ms, or LOST."""
     counters = arrays[0]
@@ -391,7 +393,7 @@ def _enter(fd, arrays):  # type: ignore[no-untyped-def]
     return 0 if sound else _leave(fd, arrays, LOST)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _leave(fd, arrays, answer):  # type: ignore[no-untyped-def]
     counters = arrays[0]
     if answer == LOST:
@@ -403,14 +405,14 @@ def _leave(fd, arrays, answer):  # type: ignore[no-untyped-def]
     return answer
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _write(index, row, seat):  # type: ignore[no-untyped-def]
     """Enters a row under the name of a frame that is being written from a seat."""
     row[0], row[1], row[2], row[3] = row[4], seat, WRITING, WRITING
     return insert(index, row)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def claim(fd, arrays, key, seat, n_bytes, out):  # type: ignore[no-untyped-def]
     """Takes granules for a frame that is about to be written; `out` gets their row.
 
@@ -440,7 +442,7 @@ def claim(fd, arrays, key, seat, n_bytes, out):  # type: ignore[no-untyped-def]
     return _leave(fd, arrays, answer)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def grow(fd, arrays, count):  # type: ignore[no-untyped-def]
     """Says that the first `count` granules are backed by memory now; 0, BUSY or LOST."""
     counters, _, links = arrays
@@ -459,7 +461,7 @@ def grow(fd, arrays, count):  # type: ignore[no-untyped-def]
     return _leave(fd, arrays, 0)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def commit(fd, arrays, row, key):  # type: ignore[no-untyped-def]
     """Makes a claimed and written frame known; 0, THERE (its granules are free), BUSY or LOST."""
     index = arrays[1]
@@ -479,7 +481,7 @@ def commit(fd, arrays, row, key):  # type: ignore[no-untyped-def]
     return _leave(fd, arrays, answer)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def withdraw(fd, arrays, key, sequence, seat, out):  # type: ignore[no-untyped-def]
     """Takes a frame out of the index, or one that was to be written and shall not become known.
 
@@ -512,7 +514,7 @@ def withdraw(fd, arrays, key, sequence, seat, out):  # type: ignore[no-untyped-d
     return _leave(fd, arrays, answer)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def settle(fd, arrays, slot):  # type: ignore[no-untyped-def]
     """Waits for changes that are under way, and sees all that came before.
 
@@ -533,7 +535,7 @@ def settle(fd, arrays, slot):  # type: ignore[no-untyped-def]
     return _leave(fd, arrays, answer)
 
 
-@njit(cache=True, nogil=True)
+@kept(nogil=True)
 def audit(fd, arrays):  # type: ignore[no-untyped-def]
     """Looks at every row, as who opens the table does; 0, BUSY or LOST."""
     answer = _enter(fd, arrays)

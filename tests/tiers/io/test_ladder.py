@@ -237,9 +237,8 @@ def test_a_tier_without_io_uring_loads_no_compiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize("denied", [False, True])
 def test_a_tier_opens_where_compiled_code_cannot_be_kept(tmp_path: Path, denied: bool) -> None:
     answer = run(
-        "from numba.core import caching\n"
-        "caching.CacheImpl._locator_classes = []\n"  # as without any directory to write to
-        "caching.CompileResultCacheImpl._locator_classes = []\n"
+        "import os\n"
+        "os.environ |= {'XDG_CACHE_HOME': '/dev/null', 'NUMBA_CACHE_DIR': ''}\n"
         "from flowkv.tiers.disk import DiskTier\n"
         "from flowkv.tiers import io\n"
         f"io._probe_ring = lambda: {errno.EPERM if denied else 0}\n"

@@ -1,0 +1,156 @@
+"""Where machine code is kept for later processes: in a directory that only its user can write to.
+
+By itself numba keeps it beside the sources, which may belong to others or lie on a file system that
+cannot be written, and then refuses to compile at all; what it finds there it unpickles. Here the
+directory may be absent, read-only, full or damaged: what cannot be read is compiled, and what
+cannot be written is compiled again by the next process. `NUMBA_CACHE_DIR` names another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numba
+from numba.core import ccallback, sigutils
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
+
+_NOWHERE = "/dev/null/flowkv"
+_LONGEST = 200
+"""Letters of a name; the path of the sources is one, unless it is longer."""
+_STALE_S = 30 * 86400.0
+
+
+def cache_home() -> Path | None:
+    """`$XDG_CACHE_HOME/flowkv`, by default `~/.cache/flowkv`; None for a user without a home."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(named) if named else Path.home() / ".cache") / "flowkv"
+    except RuntimeError:  # neither HOME nor an entry among the users
+        return None
+
+
+def _own(path: Path) -> bool:
+    """Makes a directory, unless it is there. Whether this user owns it, and alone can write."""
+    with suppress(OSError):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    )
+
+
+def directory(sources: Path) -> Path | None:
+    """Where machine code of the functions in one directory of sources is kept; None for nowhere.
+
+    Making a new one removes those of sources that are gone, a month after they last changed.
+    """
+    home = cache_home()
+    if home is None or not _own(home) or not _own(home / "compiled"):
+        return None
+    name = quote(str(sources), safe="")
+    if len(name) > _LONGEST:
+        name = hashlib.sha256(name.encode()).hexdigest()
+    found = home / "compiled" / name
+    if found.is_dir():
+        return found
+    with suppress(OSError):
+        for other in (home / "compiled").glob("%2F*"):
+            gone = not Path(unquote(other.name)).exists()
+            if gone and other.stat().st_mtime < time.time() - _STALE_S:
+                shutil.rmtree(other, ignore_errors=True)
+    return found if _own(found) else None
+
+
+def is_kept(sources: Path) -> bool:
+    """Whether later processes need not compile the functions in one directory of sources."""
+    return bool(numba.config.CACHE_DIR) or directory(sources) is not None
+
+
+class _Place(UserWideCacheLocator):
+    """The place for numba."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = str(directory(Path(file).resolve().parent) or _NOWHERE)
+
+    def ensure_cache_path(self) -> None:
+        """Nothing: whoever writes finds out."""
+
+
+class _Form(CompileResultCacheImpl):
+    _locator_classes = (UserProvidedCacheLocator, _Place)
+
+
+class _Cache(FunctionCache):
+    """Machine code of one function. What goes wrong with files is no concern of its callers."""
+
+    _impl_class = _Form
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """What was kept for a signature, or None."""
+        try:
+            return super().load_overload(signature, context)
+        except Exception:  # unpickling what was damaged raises anything
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, signature: Any, made: Any) -> None:
+        """Keeps what was compiled, if that is possible."""
+        with suppress(OSError):
+            super().save_overload(signature, made)
+
+
+def kept(stamp: object = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit` whose machine code is kept.
+
+    Args:
+        stamp: What is kept under another one is not used: what the function's own file cannot tell.
+        **options: Of `numba.njit`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        if not hasattr(dispatcher, "_cache"):  # numba is switched off: it is the function itself
+            return dispatcher
+        cache = dispatcher._cache = _Cache(function)
+        if stamp is not None:
+            cache._cache_file._source_stamp = (cache._cache_file._source_stamp, stamp)
+        return dispatcher
+
+    return decorate
+
+
+def kept_callback(signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.cfunc` whose machine code is kept.
+
+    Args:
+        signature: Of the C function.
+        **options: Of `numba.cfunc`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        parts = sigutils.normalize_signature(signature)
+        callback: Any = ccallback.CFunc(function, parts, locals={}, options=options)
+        callback._cache = _Cache(function)
+        callback.compile()
+        return callback
+
+    return decorate

@@ -1,0 +1,148 @@
+"""Machine code is kept where nobody else can write, and nothing fails where it cannot be kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+from urllib.parse import quote
+
+import numba
+import pytest
+from numba import types
+
+from tests.inside import cache_home, directory, kept, kept_callback
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    return tmp_path / "cache" / "flowkv"
+
+
+def double(n: int) -> int:
+    return 2 * n
+
+
+def again() -> Any:
+    """The function as another process would have it, not compiled yet."""
+    return kept()(FunctionType(double.__code__, globals(), "double"))
+
+
+def hits(dispatcher: Any) -> int:
+    assert dispatcher(21) == 42
+    return sum(dispatcher.stats.cache_hits.values())
+
+
+def test_what_was_compiled_is_found_in_a_directory_of_the_users_own(home: Path) -> None:
+    assert hits(again()) == 0
+    assert hits(again()) == 1
+    found = directory(Path(__file__).parent)
+    assert found is not None and found.parent == home / "compiled"
+    assert {path.suffix for path in found.iterdir()} == {".nbi", ".nbc"}
+    for path in (home, home / "compiled", found):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_another_stamp_is_compiled_anew(home: Path) -> None:
+    for stamp in ("one", "other"):
+        assert hits(kept(stamp)(FunctionType(double.__code__, globals(), "double"))) == 0
+
+
+def test_callbacks_are_kept(home: Path) -> None:
+    made = [kept_callback(types.int64(types.int64))(double) for _ in range(2)]
+    assert [callback.ctypes(21) for callback in made] == [42, 42]
+    assert [callback.cache_hits for callback in made] == [0, 1]
+
+
+@pytest.mark.parametrize("place", ["", "compiled"])
+def test_what_others_can_write_is_not_read(home: Path, place: str) -> None:
+    assert hits(again()) == 0
+    (home / place).chmod(0o770)
+    assert directory(Path(__file__).parent) is None
+    assert hits(again()) == hits(again()) == 0
+
+
+def test_what_cannot_be_written_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hits(again()) == 0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(numba.core.caching.IndexDataCacheFile, "_open_for_write", refuse)
+    assert hits(again()) == 1
+    other = again()
+    assert other(2.5) == 5.0  # of a type that was not kept, and now cannot be
+    assert hits(other) == 1
+
+
+@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
+@pytest.mark.parametrize("n_bytes", [0, 40])
+def test_what_is_damaged_is_compiled_anew(home: Path, ending: str, n_bytes: int) -> None:
+    assert hits(again()) == 0
+    (damaged,) = home.rglob(f"*{ending}")
+    os.truncate(damaged, n_bytes)
+    assert hits(again()) == 0
+    assert hits(again()) == 1
+
+
+def test_machine_code_of_sources_that_are_gone_goes_too(home: Path) -> None:
+    compiled = home / "compiled"
+    gone, young, there = (
+        compiled / quote(str(path), safe="") for path in (home / "gone", home / "young", ROOT)
+    )
+    for path in (gone, young, there):
+        path.mkdir(parents=True, mode=0o700)
+    (home.parent / "flowkv").chmod(0o700), compiled.chmod(0o700)
+    for path in (gone, there):
+        os.utime(path, times=(0, time.time() - 31 * 86400))
+    assert directory(Path(__file__).parent) is not None
+    assert not gone.exists() and young.exists() and there.exists()
+
+
+def test_a_long_path_has_a_short_name(home: Path) -> None:
+    found = directory(Path("/" + 50 * "long/"))
+    assert found is not None and len(found.name) == 64
+
+
+ALL = """
+import flowkv.cache.block_table, flowkv.kernels.cpu.entries, flowkv.policy.order.leaf
+import flowkv.tiers.digest, flowkv.tiers.lossless, flowkv.tiers.shared, flowkv.tiers.io.uring
+import numpy as np
+from flowkv.tiers.lossless import _split
+from flowkv.core.machine_code import cache_home
+halves = np.zeros((2, 1), np.uint8)
+_split(np.arange(2, dtype=np.uint8), *halves)
+print(halves.ravel().tolist(), cache_home())
+"""
+
+
+@pytest.mark.parametrize("where", ["/dev/null", "/proc"])
+def test_nothing_needs_a_directory(where: str) -> None:
+    environment = {**os.environ, "HOME": where, "XDG_CACHE_HOME": "", "PYTHONPATH": str(ROOT)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", ALL], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"[1, 0] {where}/.cache/flowkv\n", done.stderr
+    assert not done.stderr
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", missing)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_home() is None
+    assert directory(ROOT) is None
