@@ -33,7 +33,7 @@ policy/restore/test_baselines.py policy/restore/test_mutants.py policy/schedulin
 policy/test_mutants.py
 cache/test_machine.py cache/test_restart.py
 sim/test_rivals.py
-test_benchmarks.py test_demo.py
+test_artifacts.py test_benchmarks.py test_demo.py
 tiers/remote/test_redis_faults.py tiers/test_disk_kill.py tiers/test_disk_power.py
 tiers/test_faults.py tiers/test_interleavings.py tiers/test_simulation.py
 """.split()

@@ -551,7 +551,8 @@ class Step:
             found = decode.attend(place, q, scale, softcap, sinks)
             if found is not None:
                 return found  # type: ignore[no-any-return]
-        pages, how = self._planner.pages(layer), dict(scale=scale, softcap=softcap, sinks=sinks)
+        pages = self._planner.pages(layer)
+        how: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
         kept = self._planner.window(group)
         if not plain or self.groups[group].kind == "chunked":
             self._serves(layer, window, alibi)
@@ -561,19 +562,20 @@ class Step:
         if self.apart:
             if group not in self._singles:
                 self._singles[group] = singles(self.batch(group), self._advance)
-            parts = [
+            parts: list[Any] = [
                 kernels.paged_attention(q[part], pages, one, window=window, invariant=True, **how)
                 for part, one in self._singles[group]
             ]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return out
         batch = self.batch(group)
         shared = self._shares(group, batch) if plain else None
         if shared is not None:
-            out = kernels.cascade_attention(q, pages, batch, shared, **how)
-            return out
+            found = kernels.cascade_attention(q, pages, batch, shared, **how)
+            return found  # type: ignore[return-value] # without return_lse it is one tensor
         mass = self._watched(layer, group, batch)
-        out = kernels.paged_attention(q, pages, batch, window=window, mass=mass, **how)
-        return out
+        found = kernels.paged_attention(q, pages, batch, window=window, mass=mass, **how)
+        return found  # type: ignore[return-value]
 
     def _scan(self, group: int) -> Scan | None:
         """How a group is attended of which pages lie below the device; None where none do."""

@@ -20,14 +20,13 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import numba
-from numba.core import ccallback, sigutils
-from numba.core.caching import (
-    CompileResultCacheImpl,
-    FunctionCache,
-    UserProvidedCacheLocator,
-    UserWideCacheLocator,
-)
+from numba.core import caching, ccallback, sigutils
 
+_NAMES = ("UserProvidedCacheLocator", "UserWideCacheLocator")
+_Provided, _UserWide = (
+    getattr(caching, name, None) or getattr(caching, f"_{name}")  # older ones are private
+    for name in _NAMES
+)
 _NOWHERE = "/dev/null/flowkv"
 _LONGEST = 200
 """Letters of a name; the path of the sources is one, unless it is longer."""
@@ -83,7 +82,7 @@ def is_kept(sources: Path) -> bool:
     return bool(numba.config.CACHE_DIR) or directory(sources) is not None
 
 
-class _Place(UserWideCacheLocator):
+class _Place(_UserWide):  # type: ignore[misc, valid-type]
     """The place for numba."""
 
     def __init__(self, function: Any, file: str) -> None:
@@ -94,11 +93,11 @@ class _Place(UserWideCacheLocator):
         """Nothing: whoever writes finds out."""
 
 
-class _Form(CompileResultCacheImpl):
-    _locator_classes = (UserProvidedCacheLocator, _Place)
+class _Form(caching.CompileResultCacheImpl):
+    _locator_classes = (_Provided, _Place)
 
 
-class _Cache(FunctionCache):
+class _Cache(caching.FunctionCache):
     """Machine code of one function. What goes wrong with files is no concern of its callers."""
 
     _impl_class = _Form
