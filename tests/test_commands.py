@@ -34,7 +34,7 @@ STARTS = re.compile(
     re.MULTILINE,
 )
 PLACEHOLDERS = {"DIR": ".", "FILE": "file.json", "COMMAND": "hold", "TRACE": "trace.jsonl"}
-INSTALLS = {"venv", "pip", "ruff", "mypy"}
+INSTALLS = {"venv", "pip", "build", "ruff", "mypy"}
 """Modules of others, which are not ours to check."""
 
 

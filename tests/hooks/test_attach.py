@@ -56,6 +56,16 @@ class TestTheModel:
         assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
         assert "flowkv" not in str(model.config.to_dict())
 
+    def test_of_a_later_transformers_is_left_to_its_own_cache(self, model: Any) -> None:
+        class Later(type(model)):  # type: ignore[misc]
+            def forward(self, input_ids: Any = None, cache: Any = None, **more: Any) -> Any:
+                return super().forward(input_ids, past_key_values=cache, **more)
+
+        model.__class__ = Later
+        with pytest.warns(UserWarning, match="pip install 'transformers>=5.17,<5.24'"):
+            kv = flowkv.attach(model)
+        kv.close()
+
     @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
     @pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
     def test_says_what_it_said(self, model: Any, implementation: str) -> None:

@@ -74,6 +74,11 @@ def probe(model: Any, page_size: int, *, in_pages: bool, long: bool = False) -> 
     """
     specs = read_layers(model.config)
     names, parts = Names.of(model), _parts(model, long=long)
+    if "cache" in names.parameters and "past_key_values" not in names.parameters:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes `cache`, not past_key_values: transformers 5.24",
+            "Run: pip install 'transformers>=5.17,<5.24'",
+        )
     try:
         with quiet(model):
             cache = native_cache(model)

@@ -139,7 +139,7 @@ class _Chunks:
             self.against_prior = _median(self._ratios)
         self._last.append((sample, seconds))
         self._fit(sample, seconds)
-        level = _median(took / _times(self._found, one) for one, took in self._last)
+        level = _median(took / _times(self._found, one) for one, took in tuple(self._last))
         once, each, pair = self._found
         self.form = (once * level, each * level, pair * level)
 
@@ -148,7 +148,7 @@ class _Chunks:
         believed = seconds
         if self.samples > _LAST:
             believed = _times(self._found, sample)
-            level = _median(took / _times(self._found, one) for one, took in self._last)
+            level = _median(took / _times(self._found, one) for one, took in tuple(self._last))
             seconds = min(max(seconds / level, believed / _FAR), believed * _FAR)
         # Relative errors count: each sample is divided by what it should take.
         for i, x in enumerate(sample):
@@ -211,7 +211,7 @@ class _Link:
             self.against_prior = _median(self._ratios)
         latency_s = self._rates.latency_s
         byte_s = 1.0 / self._rates.bytes_per_s
-        level = _median(took / (latency_s + size * byte_s) for size, took in self._last)
+        level = _median(took / (latency_s + size * byte_s) for size, took in tuple(self._last))
         self.latency_s, self.byte_s = latency_s * level, byte_s * level
         self.sure = self._rates.samples >= _ENOUGH
 

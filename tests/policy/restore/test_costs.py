@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
 
 import pytest
 
@@ -160,3 +162,28 @@ def test_noise_does_not_make_it_wild() -> None:
     for span in (Span(0, 512), Span(0, 8192), Span(50000, 54096)):
         truth = TRUTH.compute_s(REQUEST, 1, span)
         assert truth / 1.6 < learnt.compute_s(REQUEST, 1, span) < truth * 1.6
+
+
+def test_threads_learn_at_once() -> None:
+    """Models generate in several threads, and each tells what it took."""
+    measured, failures = Measured(TRUTH), []
+
+    def work(seed: int) -> None:
+        try:
+            for span in spans(2000, seed):
+                learn(measured, TRUTH, [span])
+                measured.loaded(REQUEST, 0, 1000, 0.25)
+        except BaseException as error:
+            failures.append(error)
+
+    pause_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(pause_s)
+    assert not failures
