@@ -64,16 +64,8 @@ def least() -> Iterator[str]:
             yield f"{bound[1]}=={bound[2]}"
 
 
-def tested() -> Iterator[str]:
-    """The set that everything is tested with."""
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if re.match(r"[\w-]+==", line):
-            yield line
-
-
 SETS = {
     "oldest": Versions("3.11", tuple(least())),
-    "tested": Versions("3.11", tuple(tested())),
     "newest-3.12": Versions("3.12"),
     "newest-3.13": Versions("3.13"),
     "newest-3.14": Versions("3.14"),
