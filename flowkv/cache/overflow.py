@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -180,7 +180,7 @@ class Scan:
         """
         overflow, group = self._overflow, self._group
         wide = torch.promote_types(q.dtype, torch.float32)
-        how = dict(scale=scale, softcap=softcap, return_lse=True)
+        how: dict[str, Any] = dict(scale=scale, softcap=softcap, return_lse=True)
         forms, pool = overflow.store.forms[group], overflow.store.pool(group)
         with overflow.turn:
             overflow.ask(group, self._tiles[0], place)
