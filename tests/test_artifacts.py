@@ -232,7 +232,7 @@ def test_the_sdist_has_what_its_own_tests_need(artifacts: dict[str, Path]) -> No
 # ---- used
 
 
-@pytest.fixture(scope="session", params=["wheel", "sdist"])
+@pytest.fixture(scope="session", params=["wheel", pytest.param("sdist", marks=pytest.mark.slow)])
 def installed(
     request: pytest.FixtureRequest, artifacts: dict[str, Path], stranger: Stranger, shared: Path
 ) -> Stranger:
