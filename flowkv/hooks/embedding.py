@@ -265,8 +265,7 @@ class EmbeddingTable(Closing):
         if len(different) and not 0 <= different[0] <= different[-1] < self.rows:
             raise IndexError("index out of range in self")
         with self._lock:
-            if not self._open:
-                raise StateError("the table is closed", "Attach the embedding again")
+            self._check()
             began_s, hits, blocks = time.perf_counter(), 0, 0
             for first in range(0, len(different), self._chunk):
                 part = slice(first, first + self._chunk)
@@ -288,11 +287,14 @@ class EmbeddingTable(Closing):
         """The whole table, [rows, width], verified.
 
         Raises:
+            StateError: The table is closed.
             StoreError: A block cannot be read, or is not what was written.
         """
         found = torch.empty(self.rows, self.width, dtype=self.dtype)
-        target, step = found.view(torch.uint8).reshape(self.rows, -1).numpy(), self._at_once
+        target = found.view(torch.uint8).reshape(self.rows, -1).numpy()
         with self._lock:
+            self._check()
+            step = self._at_once
             for first in range(0, self._said.blocks, step):
                 blocks = np.arange(first, min(first + step, self._said.blocks))
                 some = self._rows_in(self._read(blocks))
@@ -338,6 +340,10 @@ class EmbeddingTable(Closing):
             os.close(fd)
 
     # ---- one look-up
+
+    def _check(self) -> None:
+        if not self._open:
+            raise StateError("the table is closed", "Load the model anew, and attach its embedding")
 
     def _rows_of(self, ids: NDArray[np.int64], found: NDArray[np.uint8]) -> tuple[int, int]:
         """Fills in different rows; how many were in memory, and how many blocks were read."""
@@ -499,6 +505,11 @@ class _Absent(torch.Tensor):
             "Call the module, or detach the embedding first",
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "an attached embedding cannot be saved: its rows lie on disk", "Detach it first"
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"a table on disk, {list(self.shape)} of {self.dtype}"
 
@@ -517,7 +528,8 @@ class AttachedEmbedding(Closing):
         self.bus = table.bus
         weight = module.weight
         self._trains, self._device = weight.requires_grad, weight.device
-        module.weight = torch.nn.Parameter(table.absent(weight), requires_grad=False)
+        absent: Any = torch.nn.Parameter(table.absent(weight), requires_grad=False)
+        module.weight, self._content = absent, absent.content
         module.forward = self.__call__  # type: ignore[method-assign]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -526,7 +538,7 @@ class AttachedEmbedding(Closing):
         Raises:
             IndexError: A number is none of a row.
             TypeError: Numbers are of another type.
-            StateError: The embedding is trained, was detached, or is to be of another dtype.
+            StateError: The embedding is trained, was detached, or was given another weight.
             StoreError: A block cannot be read, or is not what was written.
         """
         if self._trains and self._module.training and torch.is_grad_enabled():
@@ -537,14 +549,19 @@ class AttachedEmbedding(Closing):
         table = self.table
         if input.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"numbers of rows are int32 or int64, not {input.dtype}")
-        if self._module.weight.dtype != table.dtype:
+        if not self._stands():
             raise StateError(
-                f"the table holds {table.dtype}, the module was made {self._module.weight.dtype}",
-                "Detach the embedding, change its dtype, and attach it to another directory",
+                "the embedding was given another weight than the table on disk",
+                "Detach it, set the weight, and attach it to another directory",
             )
         raw = table.look_up(input.detach().reshape(-1).cpu().numpy())
         rows = torch.from_numpy(raw.reshape(-1)).view(table.dtype)
         return rows.reshape(*input.shape, table.width).to(input.device)
+
+    def _stands(self) -> bool:
+        """Whether the module has no other weight than what stands for the table."""
+        weight = self._module.weight
+        return getattr(weight, "content", None) == self._content and not weight.data_ptr()
 
     def stats(self) -> dict[str, Any]:
         """As `EmbeddingTable.stats`."""
@@ -553,13 +570,17 @@ class AttachedEmbedding(Closing):
     def detach(self) -> None:
         """Puts the whole table back into the module, and closes. Safe to call again.
 
+        A parameter that the module was given meanwhile stays instead.
+
         Raises:
+            StateError: The table is closed.
             StoreError: A block cannot be read, or is not what was written.
         """
         if self._module.__dict__.get("forward") == self.__call__:
-            device = "cpu" if self._device.type == "meta" else self._device
-            weight = self.table.all_rows().to(device)
-            self._module.weight = torch.nn.Parameter(weight, requires_grad=self._trains)
+            if isinstance(self._module.weight, _Absent):
+                device = "cpu" if self._device.type == "meta" else self._device
+                weight = self.table.all_rows().to(device)
+                self._module.weight = torch.nn.Parameter(weight, requires_grad=self._trains)
             del self._module.forward
         self.close()
 

@@ -31,15 +31,19 @@ class Streamed(Protocol):
 
     Attributes:
         like: A tensor without memory, of the parameter's shape and dtype.
+        parameter: The parameter; copies of it have the attribute, and content of their own.
     """
 
     like: torch.Tensor
+    parameter: torch.nn.Parameter
 
     def stays(self) -> bool:
         """Whether nobody wrote to the parameter in the open, or gave it memory of its own."""
 
-    def sums(self) -> bytes:
-        """What `sums_of` gives of its content.
+    def sums(self) -> bytes | None:
+        """What `sums_of` gives of its content; None if it was written to without a count.
+
+        Then it does not stay any more: what is in memory is its content.
 
         Raises:
             UnnamedError: It can no longer be read.
@@ -99,9 +103,9 @@ class Weights:
             known = self._reads.get(id(tensor))
             if known is not None and known.tensor is tensor and known.counted():
                 reads[id(tensor)] = known
-            elif (streamed := _streamed(tensor)) is not None:
-                parts = list(_ordered(streamed.like))
-                reads[id(tensor)] = _Read(tensor, None, 0, 0, parts, streamed.sums(), streamed)
+            elif (at := _streamed(tensor)) is not None and (sums := at.sums()) is not None:
+                parts = list(_ordered(at.like))
+                reads[id(tensor)] = _Read(tensor, None, 0, 0, parts, sums, at)
             else:
                 fresh.setdefault(id(tensor), (tensor, list(parts_of(tensor))))
         # Counted before they are read: a write meanwhile is seen as one afterwards.
@@ -215,7 +219,9 @@ def _differing(reads: Mapping[int, _Read]) -> set[int]:
 def _streamed(tensor: torch.Tensor) -> Streamed | None:
     """Where a tensor's content lies, unless it lies in the tensor."""
     where: Streamed | None = getattr(tensor, "streamed_weight", None)
-    return where if where is not None and where.stays() else None
+    if where is None or where.parameter is not tensor or not where.stays():
+        return None
+    return where
 
 
 def readable(tensor: torch.Tensor) -> bool:

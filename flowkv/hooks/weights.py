@@ -31,7 +31,7 @@ from torch import nn
 from flowkv.core.config import format_size, parse_place, parse_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
 from flowkv.hooks.checkpoint import Checkpoint, StoredTensor, write
-from flowkv.hooks.fingerprint import UnnamedError
+from flowkv.hooks.fingerprint import UnnamedError, bytes_of, sums_of
 from flowkv.observe.events import Bus, WeightsRead
 
 MOST_UNIT_BYTES = 4 << 20
@@ -98,6 +98,7 @@ class _Entry:
     ) -> None:
         self.names, self.parameter, self.stored, self._sums = names, parameter, stored, sums
         self.version = self.address = self._turns = 0
+        self._layout: Any = None
         # Of a shape that nothing takes for something else: `cat` would pass over one of [0].
         self.empty = torch.empty((0,) * 9, dtype=stored.dtype)
         self.like = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -106,13 +107,14 @@ class _Entry:
         self._turns += 1
         self.parameter.data = data
         self.version, self.address = self.parameter._version, self.parameter.data_ptr()
+        self._layout = data.dtype, data.shape, data.stride()
         self._turns += 1
 
     @property
     def changed(self) -> bool:
         p = self.parameter
         written = p._version != self.version or p.data_ptr() != self.address
-        return written or p.dtype != self.stored.dtype
+        return written or (p.dtype, p.shape, p.stride()) != self._layout
 
     def stays(self) -> bool:
         """Whether its content is what is stored. From threads that hold no lock."""
@@ -123,8 +125,13 @@ class _Entry:
             if turns == self._turns and turns % 2 == 0:  # nobody was setting it meanwhile
                 return False
 
-    def sums(self) -> bytes:
-        return self._sums(self.stored)
+    def sums(self) -> bytes | None:
+        known = self._sums(self.stored)
+        data = self.data()
+        if data is None or sums_of(bytes_of(data)) == known:
+            return known
+        self.version = -1  # from here on it counts as written to, so that nothing empties it
+        return None
 
     def data(self) -> torch.Tensor | None:
         data = self.parameter.data

@@ -240,6 +240,41 @@ def test_a_model_knows_where_it_is_and_nothing_reads_what_is_not_there(tmp_path:
         assert "on disk" in repr(embedding.weight)
 
 
+@pytest.mark.parametrize("way", ["replaced", "assigned", "data"])
+def test_another_weight_is_not_passed_over(tmp_path: Path, way: str) -> None:
+    """Rows of the table are not served under the name of a weight that the module was given."""
+    module, other = made(100, 16), made(100, 16)
+    attached = flowkv.attach_embedding(module, disk=tmp_path / "t")
+    if way == "replaced":
+        module.weight = other.weight
+    elif way == "assigned":
+        module.load_state_dict(other.state_dict(), assign=True)
+    else:
+        module.weight.data = other.weight.data
+    with pytest.raises(StateError, match="another weight"):
+        module(torch.tensor([3]))
+    rows, ids = module.weight, torch.arange(100)
+    attached.detach()
+    assert (module.weight is rows) == (way != "data")
+    assert torch.equal(module(ids), other(ids)) == (way != "data")
+
+
+def test_a_table_is_not_saved_as_nothing(tmp_path: Path) -> None:
+    module = made(100, 16)
+    attached = flowkv.attach_embedding(module, disk=tmp_path / "t")
+    with attached, pytest.raises(StateError, match="cannot be saved"):
+        torch.save(module.state_dict(), tmp_path / "saved.pt")
+
+
+def test_a_closed_table_says_so(tmp_path: Path) -> None:
+    module = made(100, 16)
+    attached = flowkv.attach_embedding(module, disk=tmp_path / "t")
+    attached.close()
+    for use in (attached.detach, lambda: module(torch.tensor([3]))):
+        with pytest.raises(StateError, match="closed"):
+            use()
+
+
 def test_what_would_write_to_rows_is_refused(tmp_path: Path) -> None:
     for options in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
         with pytest.raises(ConfigError, match="writes to its rows"):

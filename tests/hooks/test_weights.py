@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import time
@@ -451,6 +452,54 @@ def test_a_write_without_a_count_to_a_weight_that_stays_is_found(tmp_path: Path)
             while found.passes == passes:
                 if not found.roll(1 << 16):
                     raise StopIteration
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: setattr(p, "data", p.data[:1]),
+        lambda p: setattr(p, "data", p.data[:1].expand(64, 64)),
+        lambda p: p.data.copy_(p.data.flip(0)),
+        lambda p: p.data.numpy().fill(3),
+    ],
+)
+def test_a_weight_that_stays_is_named_by_what_it_is(tmp_path: Path, change: Any) -> None:
+    torch.manual_seed(7)
+    model = nn.Sequential(*(Scaled(64) for _ in range(12)))
+    with flowkv.attach_weights(model, budget="80%", disk=str(tmp_path)):
+        model(torch.ones(1, 64))
+        named = dict(model.named_parameters())
+        before = Weights().read(named)
+        stays = next(p for p in model.parameters() if p.numel())
+        address = stays.data_ptr()
+        change(stays)
+        assert stays.data_ptr() == address
+        after = Weights().read(named)
+        assert after != before, "a cache that is attached now would be served what others computed"
+        found = model(torch.ones(1, 64))
+        assert Weights().read(named) == after
+    assert torch.equal(model(torch.ones(1, 64)), found)
+    assert Weights().read(named) == after, "it has the name of the same weights in memory"
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.expand(64, 64) / 64
+
+
+def test_a_copy_of_a_weight_is_named_by_its_own_content(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    with flowkv.attach_weights(model, budget="80%", disk=str(tmp_path)):
+        before = Weights().read(dict(model.named_parameters()))
+        weight = copy.copy(model[3].weight)  # with all attributes
+        weight.data = torch.rand(64, 64)
+        model[3].weight = weight
+        assert Weights().read(dict(model.named_parameters())) != before
 
 
 class Clock:
