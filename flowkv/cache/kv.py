@@ -883,8 +883,8 @@ class KV:
     ) -> int:
         """Erases a prompt and all that continues it from every tier, or a whole tenant.
 
-        Requests that wait for what nobody knows then (`enqueue`) are called off. With a tenant goes
-        what encoders remember for it (`attach(memo=...)`). Every tier
+        Requests that wait for what nobody knows then (`enqueue`) are called off. With the
+        cache's own tenant goes what encoders remember (`attach(memo=...)`). Every tier
         overwrites or removes the bytes, also those that other processes wrote, and is
         then asked whether anything is left. Beginnings that other prompts share stay. Open
         sequences keep their pages, and publish nothing more.
