@@ -79,10 +79,10 @@ def test_it_needs_pytest_and_hypothesis_of_all_that_development_needs(tmp_path: 
     assert (done.returncode, done.stdout) == (0, "checked\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    "check",
-    ["check_policy", "check_codec", "check_scheduler", "check_restore_policy", "check_tier"],
-)
+CHECKS = "policy codec scheduler restore_policy sparsifier tier".split()
+
+
+@pytest.mark.parametrize("check", [f"check_{what}" for what in CHECKS])
 def test_the_error_names_what_is_needed(tmp_path: Path, check: str) -> None:
     done = run(tmp_path, f"from flowkv.testing import {check}", {"hypothesis"})
     assert "flowkv.testing needs pytest and hypothesis" in done.stderr

@@ -371,6 +371,25 @@ class ImportanceConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw
     half_life_tokens: Count = 1024
 
 
+def highest(value: NDArray[np.float64], count: int, sinks: int, recent: int) -> NDArray[np.int32]:
+    """The `count` slots of the highest values, the first and the latest ones in any case.
+
+    Args:
+        value: `[..., length]`; not kept or written.
+        count: Slots to keep, `sinks + recent` at least and `length` at most.
+        sinks: First slots that stay.
+        recent: Latest slots that stay.
+
+    Returns:
+        int32 `[..., count]`, ascending; among equals the latest stay.
+    """
+    length, value = value.shape[-1], value.copy()
+    value[..., :sinks] = value[..., length - recent :] = np.inf
+    # A stable sort of the slots from last to first.
+    order = length - 1 - np.argsort(-value[..., ::-1], axis=-1, kind="stable")
+    return np.sort(order[..., :count], axis=-1).astype(np.int32)
+
+
 class Importance:
     """Running page mass of one sequence, and what it says should stay. Deterministic.
 
@@ -444,13 +463,8 @@ class Importance:
                 f"a budget of {budget} of {length} tokens, {sinks} of which always stay",
                 "Raise the budget, or lower sink_tokens",
             )
-        value = self._token_values(length, scores)
-        value[:, :, :sinks] = np.inf
         recent = min(count - sinks, int(self.config.recent_share * count))
-        value[:, :, length - recent :] = np.inf
-        # A stable sort of the slots from last to first: among equals the latest stay.
-        order = length - 1 - np.argsort(-value[:, :, ::-1], axis=2, kind="stable")
-        return np.sort(order[:, :, :count], axis=2).astype(np.int32)
+        return highest(self._token_values(length, scores), count, sinks, recent)
 
     def kept(self, keep: NDArray[np.int32]) -> None:
         """Follows a drop: slot i of a layer and head now holds what was in slot `keep[..., i]`."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flowkv.testing.planners import check_restore_policy as check_restore_policy
     from flowkv.testing.planners import check_scheduler as check_scheduler
     from flowkv.testing.policies import check_policy as check_policy
+    from flowkv.testing.sparsifiers import check_sparsifier as check_sparsifier
     from flowkv.testing.storage import check_codec as check_codec
     from flowkv.testing.storage import check_tier as check_tier
 
@@ -31,6 +32,7 @@ _PLACES = {
     "check_policy": "policies",
     "check_restore_policy": "planners",
     "check_scheduler": "planners",
+    "check_sparsifier": "sparsifiers",
     "check_tier": "storage",
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "check_policy",
     "check_restore_policy",
     "check_scheduler",
+    "check_sparsifier",
     "check_tier",
 ]
 

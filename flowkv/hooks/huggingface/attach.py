@@ -35,10 +35,12 @@ from flowkv.hooks.huggingface.probe import (
 from flowkv.hooks.huggingface.remember import remember
 from flowkv.hooks.huggingface.restore import NOTHING, ReuseLimits, admit
 from flowkv.hooks.huggingface.rows import Rows
+from flowkv.hooks.huggingface.thin import check_thinnable
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
 from flowkv.hooks.identity import Identity
 from flowkv.hooks.weights import StreamedWeights
 from flowkv.observe.events import Bus, RowsRead, WeightsRead
+from flowkv.policy.sparsify import Sparsifier, make_sparsifier
 
 Reads = Literal["auto", "dense"]
 
@@ -52,6 +54,7 @@ def attach(
     *,
     reads: Reads = "auto",
     memo: str | Sequence[str] | None = None,
+    sparsify: str | Sparsifier | None = None,
     **config: Any,
 ) -> KV:
     """Gives a model a cache. `model.generate(...)` and everything else stay as they are.
@@ -66,13 +69,16 @@ def attach(
             gathers K and V for the model's own attention.
         memo: Places, as "host:256MiB", in which encoders of images, of sound, or of what a decoder
             attends to keep their results: rows seen before are not computed again (`flowkv.memo`).
+        sparsify: Experimental: which tokens of a prompt stay once it is computed, as "snapkv:0.5".
+            What is dropped is lost to the answer: see the guide on dropping tokens.
         **config: Fields of `flowkv.Config`, `tiers=` and `policy=` as `flowkv.KV` takes them.
 
     Returns:
         The cache. `kv.detach()` leaves the model as it was.
 
     Raises:
-        ConfigError: A field is unknown, or `model` is no transformers model.
+        ConfigError: A field is unknown, `model` is no transformers model, or tokens of it cannot
+            be dropped.
         StateError: The model has a cache already.
         StoreError: A directory cannot be used.
 
@@ -81,6 +87,7 @@ def attach(
         >>> model.generate(**inputs)
     """
     model = base_model(model)
+    sparsifier = None if sparsify is None else make_sparsifier(sparsify)
     with _LOCK:
         if model in _ATTACHED and _ATTACHED[model].kv.inherited:
             _ATTACHED[model].kv.detach()
@@ -91,6 +98,9 @@ def attach(
             if memo is not None:
                 remember(model, kv, memo)
             door = install(model, kv, reads=reads)
+            if sparsifier is not None:
+                check_thinnable(door, reads)
+                door.sparsifier = sparsifier
         except UnsupportedModelError as error:
             warn(kv, "unsupported", f"FlowKV leaves the model to its own cache: {error}")
             return kv

@@ -33,6 +33,9 @@ from flowkv.hooks.huggingface.versions import (
     overlay_window,
 )
 
+OBSERVER = "flowkv_observer"
+"""Attribute of keys that a layer hands back as they came: who is to see their queries."""
+
 # Tensors without storage: K and V that still lie in pages, and masks that nobody has built yet.
 #
 # `Cache.update()` must return tensors, and an attention function receives no cache, only what
@@ -418,8 +421,14 @@ def attend(
             own = _function(previous, module)  # as alone: nothing is gathered out of pages
             return own(module, query, key, value, None, **{**arguments, "is_causal": True})
         return packing.attend(query, key, value, attention_mask, arguments, obeyed), None
-    if type(key) is PagedView and type(value) is PagedView and key.gathered is None:
+    if type(key) is not PagedView:
+        observer = getattr(key, OBSERVER, None)
+        if observer is not None:
+            observer(query, arguments)
+    elif type(value) is PagedView and key.gathered is None:
         layer = key.layer
+        if layer.rows.thinning is not None:
+            layer.rows.thinning.observe(layer.index, query, arguments)
         if value.layer is layer and _plain(layer, attention_mask, arguments, _OBEYED[previous]):
             say = arguments.get
             out = layer.read(query, say("scaling"), say("softcap"), say("s_aux"))

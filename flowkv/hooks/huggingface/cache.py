@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
+from functools import partial
 from sys import getrefcount
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from flowkv import kernels
 from flowkv.cache.block_table import Planner
 from flowkv.core.errors import GeometryError, StateError, UnsupportedModelError
 from flowkv.core.geometry import Geometry, LayerGroup
-from flowkv.hooks.huggingface.attention import PagedView
+from flowkv.hooks.huggingface.attention import OBSERVER, PagedView
 from flowkv.hooks.huggingface.rows import Rows, close_all, refuse_lost
 from flowkv.hooks.huggingface.versions import (
     Cache,
@@ -418,6 +419,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """K and V as the model gets them for those that it has just made."""
         rows, group = self.rows, self.placed.group
         if rows.base == 0:
+            if rows.thinning is not None:
+                setattr(k, OBSERVER, partial(rows.thinning.observe, self.index))
             return k, v
         if rows.driven or not self.placed.in_pages:
             return self.dense()
@@ -553,16 +556,22 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return getattr(held.last(shown), name)  # type: ignore[no-any-return]
 
     def _hold(self, columns: int, *, asked: bool) -> Gathered:
-        keys, values = self._gather(columns)
+        keys, values = self.gather(columns)
         self.rows.taken = True
         self._gathered = Gathered(keys, values, (_version(keys), _version(values)), asked)
         return self._gathered
 
-    def _gather(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the last columns, copied out of pages.
+
+        Raises:
+            StateError: They cannot be read, or tokens were taken out of them.
+        """
         rows, step = self.rows, self.rows.step
         rows.alive()
         for seq in rows.seqs:
             Planner.of(seq).whole(seq)
+        rows.refuse_thinned("be read as one tensor")
         if step is None:
             with rows.reading(self.index, self.placed.group) as (pages, batch):
                 return kernels.gather_dense(pages, batch, columns)
@@ -580,7 +589,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             return held is not None and held.written
         # Writes through `.data` or numpy are not counted.
         held = held.last(self._shown(self.seen))
-        keys, values = self._gather(held.keys.shape[2])
+        keys, values = self.gather(held.keys.shape[2])
         return not (_same(keys, held.keys) and _same(values, held.values))
 
     # ---- leaving pages
@@ -594,7 +603,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             if view.layer is self and self.in_step:
                 view.gathered = self.dense()[view.which]
         if self.seen:
-            native.update(*self._gather(self.seen))
+            native.update(*self.gather(self.seen))
         if held is not None:
             shown = held.last(self._shown(self.seen))
             if native.keys.shape[2] == shown.keys.shape[2]:
@@ -1023,6 +1032,12 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         """
         for layer in self.paged:
             layer.follow(kept)
+
+    def thin(self) -> None:
+        """Takes tokens out of its rows, between two forwards; only once."""
+        thinning, self.rows.thinning = self.rows.thinning, None
+        if thinning.apply(self.rows, {layer.index: layer for layer in self.paged}):
+            self.follow()
 
     # ---- what generation does to a cache
 

@@ -32,8 +32,10 @@ from flowkv.hooks.huggingface.restore import (
     go_ahead,
 )
 from flowkv.hooks.huggingface.rows import Rows, check_paired, refuse_lost, wants_last, without_known
+from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.hooks.identity import Identity, Proof, drawn, modes
+from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
 _HOOKS = frozenset(
@@ -61,11 +63,12 @@ class ForwardHook:
 
     Attributes:
         proof: What reads the model's weights again, so that pages may be kept.
+        sparsifier: What says which tokens of a prompt stay; None where all do.
         passes: Native caches that were told of, or were in pages once: nothing more is to be said.
     """
 
     __slots__ = tuple(  # see `Rows`
-        """kv plan identity switch names proof passes _model _switched _lock _aside
+        """kv plan identity switch names proof passes sparsifier _model _switched _lock _aside
         _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem _handles
         __weakref__""".split()
     )
@@ -92,6 +95,7 @@ class ForwardHook:
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._inside: set[tuple[int, int]] = set()
         self._leaving, self._problem = False, ""
+        self.sparsifier: Sparsifier | None = None
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
 
@@ -382,7 +386,7 @@ class ForwardHook:
                 "the result is the same, nothing is reused. Leave output_hidden_states out.",
             )
         try:
-            most = call.columns - call.keep if call.skippable else 0
+            most = call.columns - max(call.keep, self._asked) if call.skippable else 0
             found, fill = self._admit(call, pads, ReuseLimits(most, wait=not self._divides(call)))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             if restoring:
@@ -434,7 +438,8 @@ class ForwardHook:
                 f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
         wait = bool(call.modal) or self.plan.stateful
-        limits = ReuseLimits(call.columns - 1, tenant, care=care, wait=wait)
+        most = call.columns - max(1, self._asked)
+        limits = ReuseLimits(most, tenant, care=care, wait=wait)
         return self._paged(self._admit(call, pads, limits)[0], call, pads)
 
     def _admit(
@@ -458,6 +463,11 @@ class ForwardHook:
     def _overflows(self) -> bool:
         """Whether prompts may be longer than the pools."""
         return self.kv.config.overflow
+
+    @property
+    def _asked(self) -> int:
+        """Last tokens of a prompt that are computed though they are known: their queries count."""
+        return 0 if self.sparsifier is None else self.sparsifier.queries
 
     def _alike_rows(self, call: ForwardCall) -> Alike:
         """How rows of a batch are treated, as far as a trial shows it.
@@ -505,6 +515,7 @@ class ForwardHook:
         layers = len(self.plan.placed)
         rows = Rows(self.kv, seqs, pads, base, layers=layers, trusted=self.trusted)
         rows.switch = self.identity.switch
+        rows.thinning = self.sparsifier and Thinning(self.sparsifier)
         return rows
 
     def _paged(
@@ -581,6 +592,8 @@ class ForwardHook:
             pads = rows.pads.tolist()
             fill = Fill([seq.tokens for seq in rows.seqs], call.modal, self.names.placeholders)
             call = ForwardCall(self.names, call.skip(0, fill.rest(rows.base, pads)))
+        if rows.thinning is not None and rows.forwards and call.columns == 1:
+            cache.thin()  # the prompt is computed, and the answer begins
         if rows.forwards and rows.prefilling and not rows.blind:
             rows.prefilling = call.columns >= self.kv.page_size
             if rows.prefilling:

@@ -647,7 +647,9 @@ def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
     if rows.switch is not None and end >= rows.switch:
         return call.given
     try:
-        limits = ReuseLimits(end - call.keep, cache.tenant, cache.plan.stateful, care=cache.care)
+        asked = 0 if rows.thinning is None else rows.thinning.policy.queries
+        most = end - max(call.keep, asked)
+        limits = ReuseLimits(most, cache.tenant, cache.plan.stateful, care=cache.care)
         ids = call.ids.cpu().numpy().astype(np.uint32)
         prompts = []  # each row's tokens so far with the chunk's
         for row, (seq, pad) in enumerate(rows.padded):

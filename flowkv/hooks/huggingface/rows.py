@@ -76,6 +76,7 @@ class Rows:
         views: By group, K and V as layers show them to the model in a step: the last two are shown
             by one layer after the other.
         taken: Somebody was given K and V of a layer, and may write to them.
+        thinning: A `thin.Thinning` until tokens were taken out of the rows, or None.
 
     Args:
         kv: Where the pages are.
@@ -91,7 +92,7 @@ class Rows:
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
         by_column prefilling uneven switch restoring promised lost pads most_pad views _last taken
-        _index _notes _one _left _known _next_full __weakref__""".split()
+        thinning _index _notes _one _left _known _next_full __weakref__""".split()
     )
 
     def __init__(
@@ -114,6 +115,7 @@ class Rows:
         self.prefilling, self.uneven = True, False
         self.switch: int | None = None
         self.restoring: Any = None
+        self.thinning: Any = None
         self.promised = self.lost = 0
         self.views: dict[int, Any] = {}
         self._last: Step | None = None
@@ -380,6 +382,7 @@ class Rows:
 
     def crop(self, columns: int) -> None:
         """Takes the last `columns` columns back, of those that were said to be there."""
+        self.refuse_thinned("be cut")
         left = max(self.told - columns, 0)
         self.abandon()
         self.land()
@@ -391,6 +394,30 @@ class Rows:
             if length < seq.length or length < len(seq.tokens):
                 self.kv.truncate(seq, length)
         self._look()
+
+    def thin(self, keep: Items[Items[NDArray[np.int32]]]) -> None:
+        """Takes tokens out of each row, see `KV.sparsify`; columns and positions stay as they are.
+
+        Raises:
+            CapacityError: What stays of a row does not fit beside it: that row is as before.
+        """
+        self.abandon()
+        self.disable_publishing()
+        self._last = None
+        for seq, part in zip(self.seqs, keep, strict=True):
+            self.kv.sparsify(seq, part)
+
+    def refuse_thinned(self, wish: str) -> None:
+        """Sees that every column of every row has its token.
+
+        Raises:
+            StateError: Tokens were taken out.
+        """
+        if any(seq.dropped for seq in self.seqs):
+            raise StateError(
+                f"past_key_values that lost tokens by sparsify= cannot {wish}",
+                "Attach the model without sparsify= for this",
+            )
 
     def select(self, indices: Items[int]) -> None:
         """Makes row `indices[i]` the new row i; rows share pages until one of them writes."""
@@ -406,6 +433,8 @@ class Rows:
             if index not in taken:
                 seq.close()
         self._pad([int(self.pads[index]) for index in indices])
+        if self.thinning is not None:
+            self.thinning.select(list(indices))
 
     def _forked(self, indices: Items[int], taken: set[int]) -> list[Sequence]:
         """The sequences of some rows; of those that are taken, forks."""
@@ -430,6 +459,7 @@ class Rows:
         twin = copy(self)  # nothing is noted, and nothing is on its way
         twin.seqs, twin._notes, twin._index, twin.wants_weights = seqs, Notes(), None, False
         twin.views = {}
+        twin.thinning = self.thinning and self.thinning.fork()
         return twin
 
     def alive(self) -> None:
@@ -444,7 +474,7 @@ class Rows:
                 "these past_key_values",
                 "Start a new generation without them",
             )
-        if self.kv.closed or any(seq.closed for seq in self.seqs):
+        if self.kv.closed or not self.seqs or any(seq.closed for seq in self.seqs):
             raise StateError(
                 "the FlowKV cache behind these past_key_values is closed",
                 "Start a new generation without them",

@@ -532,6 +532,11 @@ def make_runner_parts(model: Any, kv: KV) -> Parts:
             f"this {type(model).__name__} is not attached to this cache",
             "Attach it: kv = flowkv.attach(model, ...), and see what flowkv.verify(model) says",
         )
+    if door.sparsifier is not None:
+        raise ConfigError(
+            "an engine keeps all tokens, and the model was attached with sparsify=",
+            "Attach it without sparsify=, or call its generate",
+        )
     if door.names.encoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} answers to an encoder's input, not to token ids alone",

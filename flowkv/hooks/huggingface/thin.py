@@ -1,0 +1,135 @@
+"""`Thinning`: takes tokens out of a cache's rows once their prompt is computed, by policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.cache.kv import warn
+from flowkv.core.errors import CapacityError, ConfigError
+from flowkv.hooks.huggingface.rows import Rows
+from flowkv.policy.sparsify import Sparsifier
+
+
+class Thinning:
+    """What one cache's rows are thinned out by, until that is done.
+
+    Args:
+        policy: Says which tokens stay.
+    """
+
+    def __init__(self, policy: Sparsifier) -> None:
+        self.policy = policy
+        self._seen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def fork(self) -> Thinning:
+        """For a copy of the rows, which goes on by itself."""
+        twin = Thinning(self.policy)
+        twin._seen = dict(self._seen)
+        return twin
+
+    def select(self, indices: list[int]) -> None:
+        """Row `indices[i]` is row i now."""
+        self._seen = {layer: (q[indices], how) for layer, (q, how) in self._seen.items()}
+
+    def observe(self, layer: int, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        """Keeps the latest queries of a layer, `[B, Hq, T, D]`, and how their logits are made."""
+        most = self.policy.queries
+        if not most:
+            return
+        before = self._seen.get(layer, (query[:, :, :0], {}))[0]
+        latest = torch.cat([before, query.detach()[:, :, -most:]], 2)[:, :, -most:]
+        how = {name: arguments.get(name) for name in ("scaling", "softcap", "s_aux")}
+        self._seen[layer] = latest.clone(), how
+
+    def apply(self, rows: Rows, layers: dict[int, Any]) -> bool:
+        """Thins out all rows, between two forwards; False, after a warning, if that cannot be.
+
+        Args:
+            rows: The rows; nothing of them is published from now on.
+            layers: Their layers in pages, by the model's layer index.
+        """
+        for index, layer in layers.items():
+            if not layer.placed.in_pages or (self.policy.queries and index not in self._seen):
+                self._refuse(rows, f"the attention of layer {index} is not over pages")
+                return False
+        groups = [group.layers for group in rows.kv.geometry.groups]  # type: ignore[union-attr]
+        kept: list[list[NDArray[np.int32]]] = [[] for _ in rows.seqs]
+        for group in groups:
+            parts = [self._kept(rows, index, layers[index]) for index in group]
+            for row, of_layers in enumerate(zip(*parts, strict=True)):
+                kept[row].append(np.stack(of_layers))
+        try:
+            rows.thin(kept)
+        except CapacityError as error:
+            self._refuse(rows, f"{error.problem}, as what stays is copied; pass a larger gpu=")
+            return False
+        return True
+
+    @staticmethod
+    def _refuse(rows: Rows, problem: str) -> None:
+        warn(rows.kv, f"sparsify: {problem}", f"FlowKV keeps all tokens of a prompt: {problem}.")
+
+    def _kept(self, rows: Rows, index: int, layer: Any) -> list[NDArray[np.int32]]:
+        """The slots of a layer that stay, for each row."""
+        k, v = layer.gather(rows.base)
+        mass = self._mass(index, k, rows) if self.policy.queries else None
+        found = []
+        for row, seq in enumerate(rows.seqs):  # behind its padding
+            own = [
+                None if x is None else x[row, :, rows.base - seq.length :].float().cpu().numpy()
+                for x in (k, v, mass)
+            ]
+            found.append(self.policy.keep(index, own[0], own[1], own[2]))  # type: ignore[arg-type]
+        return found
+
+    def _mass(self, index: int, k: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """float32 `[B, Hk, S]`: weights that the latest queries gave, mean over them and heads."""
+        q, how = self._seen[index]
+        batch, _, new, dim = q.shape
+        scale, cap, sinks = how["scaling"], how["softcap"], how["s_aux"]
+        grouped = q.float().reshape(batch, k.shape[1], -1, new, dim)
+        logits = torch.einsum("bhgtd,bhsd->bhgts", grouped, k.float())
+        logits *= dim**-0.5 if scale is None else scale
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        columns = torch.arange(rows.base, device=k.device)
+        first = torch.as_tensor(rows.pads, device=k.device)[:, None, None]
+        last = torch.arange(rows.base - new, rows.base, device=k.device)[None, :, None]
+        seen = (columns >= first) & (columns <= last)  # [B, T, S]
+        logits.masked_fill_(~seen[:, None, None], float("-inf"))
+        if sinks is not None:  # they take their part of each query's weight
+            parked = sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(*logits.shape[:4], 1)
+            logits = torch.cat([logits, parked], -1)
+        weights = torch.nan_to_num(logits.softmax(-1))[..., : rows.base]  # padding asks nothing
+        return weights.mean((2, 3))
+
+
+def check_thinnable(door: Any, reads: str) -> None:
+    """Sees that tokens can be dropped from what an attached model computes.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    plan, problem = door.plan, ""
+    kinds = {group.kind for group in plan.geometry.groups} - {"full"}
+    if door.names.encoder:
+        problem = "an encoder-decoder is not covered"
+    elif plan.stateful or kinds:
+        odd = sorted(kinds) or ["recurrent"]
+        problem = f"layers that are {' or '.join(odd)} have no tokens to choose among"
+    elif door.kv.config.overflow:
+        problem = "overflow=True keeps all of a prompt, wherever it lies"
+    elif reads != "auto":
+        problem = f"reads={reads!r} gathers K and V in columns, which are not there any more"
+    elif not all(placed.in_pages for placed in plan.placed.values()):
+        problem = door.switch.reason or "the model computes with keys and values itself"
+    if problem:
+        raise ConfigError(
+            f"sparsify= does not fit this {type(door.model).__name__}: {problem}",
+            "Leave sparsify out; it is for models all of whose layers see the whole context and "
+            "attend by 'sdpa' or 'eager'",
+        )

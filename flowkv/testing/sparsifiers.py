@@ -1,0 +1,111 @@
+"""What any rule that drops tokens owes whoever calls it, on made-up keys, values and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowkv.core.errors import FlowKVError
+from flowkv.policy.sparsify import Sparsifier
+from flowkv.testing.stories import given, require, st, tell, told
+
+Array = np.ndarray[Any, Any]
+
+
+class MadeUpPrompt(NamedTuple):
+    """A made-up prompt in one layer.
+
+    Attributes:
+        layer: The layer's number.
+        heads: KV heads.
+        tokens: Its length.
+        kind: "random", "equal" for tokens that are all alike, "zero" or "huge".
+        seed: Of its numbers.
+    """
+
+    layer: int
+    heads: int
+    tokens: int
+    kind: str
+    seed: int
+
+    def arrays(self) -> list[Array]:
+        """Its keys, values and weights."""
+        dice, (heads, tokens) = np.random.default_rng(self.seed), self[1:3]
+        equal, size = self.kind == "equal", {"zero": 0.0, "huge": 1e18}.get(self.kind, 1.0)
+        shapes = [(heads, 1 if equal else tokens, dim) for dim in (8, 4)]
+        made = [np.repeat(dice.normal(size=s) * size, tokens // s[1], 1) for s in shapes]
+        even = np.full((heads, tokens), 1 / tokens)
+        made.append(dice.dirichlet(np.ones(tokens), heads) if self.kind == "random" else even)
+        return [part.astype(np.float32) for part in made]
+
+
+PROMPTS = st.builds(
+    MadeUpPrompt,
+    st.integers(0, 90),
+    st.integers(1, 3),
+    st.integers(1, 200),
+    st.sampled_from(["random", "equal", "zero", "huge"]),
+    st.integers(0, 999),
+)
+
+
+def check_sparsifier(
+    make: Callable[[float], Sparsifier], *, max_examples: int = 150, shrink: bool = True
+) -> None:
+    """Runs the conformance suite on a rule that drops tokens; returns if it found no fault.
+
+    Checked: it keeps as many slots as its share says, the same number for all heads, each once, in
+    ascending order; the first and the latest tokens are among them; a larger share keeps all that a
+    smaller one keeps, the protected ones aside; all is kept at a share of 1; equal prompts give
+    equal answers, also after others and from another object; arrays are neither kept nor written;
+    it does without the attention that it did not ask for; nothing is raised, also where all keys
+    are equal, zero or huge.
+
+    Args:
+        make: Makes a rule that keeps a share: its class, or any callable of one number.
+        max_examples: Prompts to show it.
+        shrink: Look for the simplest prompt that shows a fault, rather than tell the first.
+
+    Raises:
+        AssertionError: With a prompt that shows the fault.
+    """
+
+    @told(max_examples, shrink=shrink)
+    @given(PROMPTS, st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+    def story(prompt: MadeUpPrompt, share: float, other: float) -> None:
+        try:
+            _judge(make, prompt, sorted((share, other)))
+        except FlowKVError as error:
+            raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
+
+    tell(story)
+
+
+def _judge(make: Callable[[float], Sparsifier], prompt: MadeUpPrompt, shares: list[float]) -> None:
+    few, many, all_of_it = (make(share) for share in (*shares, 1.0))
+    heads, tokens, arrays, before = *prompt[1:3], prompt.arrays(), prompt.arrays()
+
+    def kept(rule: Sparsifier, layer: int = prompt.layer, by: list[Array] = arrays) -> Array:
+        return rule.keep(layer, by[0], by[1], by[2] if rule.queries else None)
+
+    first, count = kept(few), few.count(tokens)
+    require(first.shape == (heads, count), "it keeps another number than its share", first.shape)
+    require(bool((np.diff(first, axis=1) > 0).all()), "slots are not ascending", first)
+    require(bool((first >= 0).all() and (first < tokens).all()), "there is no such slot", first)
+    written = any(not np.array_equal(a, b) for a, b in zip(arrays, before, strict=True))
+    require(not written, "it writes to what it was given")
+    kept(few, prompt.layer + 1, [part * 0 + 1 for part in arrays])
+    for again in (kept(few), kept(make(shares[0]))):
+        require(np.array_equal(first, again), "the same prompt is answered otherwise", again)
+    sinks = min(count, few.sink_tokens)
+    recent = min(count - sinks, few.recent_tokens)
+    safe = {*range(sinks), *range(tokens - recent, tokens)}
+    for head in first:
+        require(safe <= set(head), "a protected token is lost", head)
+    require(kept(all_of_it).shape == (heads, tokens), "a share of 1 loses tokens")
+    if len(safe) == few.sink_tokens + few.recent_tokens:  # else the wider share protects more
+        lost = [set(a) - set(b) for a, b in zip(first, kept(many), strict=True)]
+        require(not any(lost), "a larger share loses what a smaller one keeps", lost)
