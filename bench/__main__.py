@@ -14,6 +14,7 @@ import bench.policy.restarts
 import bench.real
 import bench.restore.command
 import bench.serve.command
+import bench.sparsify
 import bench.weights
 from flowkv.cli.arguments import Parser, adder
 from flowkv.cli.command import run
@@ -34,6 +35,7 @@ def parser() -> Parser:
     bench.overflow.add_verbs(verb)
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
+    bench.sparsify.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)
     return made
