@@ -4,6 +4,9 @@ A model decodes one answer three times: over a pool that holds the context, over
 the rest in host memory behind an emulated link, and with the rest on a real disk; a few steps each,
 in turns. A step takes no less than over the pool that holds all, nor than its bytes take on the
 way: the greater of both is the bound.
+
+`--simulate` goes the way of `Scan.attend` on a clock, on an H100 whose pool is what weights leave
+of its memory: simulated from data sheets, not measured.
 """
 
 from __future__ import annotations
@@ -26,9 +29,12 @@ from transformers import DynamicCache
 
 import flowkv
 from bench.real import Texts, load
+from flowkv.cache.overflow import MOST_BYTES
 from flowkv.cli.arguments import AddVerb, count
 from flowkv.core.config import format_size, parse_size
+from flowkv.core.geometry import LayerGroup, page_layout
 from flowkv.report.screen import Screen
+from flowkv.sim.hardware import HARDWARE, MODELS, Hardware, Shape
 from flowkv.tiers import Load
 from flowkv.tiers.base import TierAnswer
 from flowkv.tiers.host import HostTier
@@ -146,10 +152,13 @@ def add_verbs(verb: AddVerb) -> None:
     parser.add_argument("--steps", type=count, default=6, help="of each way in a turn")
     parser.add_argument("--turns", type=count, default=5)
     parser.add_argument("--threads", type=count, default=1)
+    parser.add_argument("--simulate", action="store_true", help="an H100, on a simulator's clock")
     parser.add_argument("--dir", type=Path, help="on the disk to be measured; default a new one")
 
 
 def _overflow(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    if given.simulate:
+        return 0, _simulate(screen)
     torch.set_num_threads(given.threads)
     loaded = load(given)
     prompt = Texts(loaded.encode).next(given.tokens)
@@ -212,3 +221,95 @@ def _told(
     screen.table(head, rows, title=title)
     screen.say(f"the same tokens in all ways: {result['identical']}")
     return result
+
+
+PAGE, USABLE = 256, 0.92
+WEIGHT_BYTES = {"8b": 2.0, "70b": 1.0}  # a parameter; 70b would not fit with two
+LINKS = {"PCIe 4": 25e9, "PCIe 5": 55e9, "NVMe": 6.5e9}
+"""Bytes a second; what copies reach of 32 and 63 GB/s, and one drive's data sheet."""
+STRIPE_S = (0.0, 50e-6)
+"""Of the host for each stripe that it asks for: none, and as measured on a CPU."""
+
+
+def simulated_step(
+    shape: Shape,
+    on: Hardware,
+    weight_bytes: float,
+    tokens: int,
+    codec: str,
+    rate: float,
+    each_s: float,
+) -> tuple[float, float]:
+    """Seconds of a decoding step, and the bound: what it computes, or what crosses the link.
+
+    Args:
+        shape: The model.
+        on: The accelerator; its memory holds weights, and pages in what they leave.
+        weight_bytes: Of a parameter.
+        tokens: The context.
+        codec: Of its pages.
+        rate: Bytes a second of the link.
+        each_s: Seconds of the host for each stripe.
+    """
+    group = LayerGroup(
+        layers=(0,),
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.head_dim,
+        dtype="bfloat16",
+    )
+    stripe = page_layout(group, PAGE, codec).stripe_stride_bytes
+    memory, weights = on.place("hbm").bytes_per_s, shape.parameters * weight_bytes
+    pages = -(-tokens // PAGE)
+    held = min(pages, int((on.memory_bytes * USABLE - weights) // (stripe * shape.layers)))
+    a_tile = max(1, MOST_BYTES // stripe)
+    tiles = [min(a_tile, pages - first) for first in range(held, pages, a_tile)]
+    compute_s = (weights + pages * shape.layers * stripe) / memory
+    bound_s = max(compute_s, (pages - held) * shape.layers * stripe / rate)
+    latency_s, now_s, free_s, begun_s = on.place("dram").latency_s, 0.0, 0.0, 0.0
+
+    def ask(stripes: int) -> float:
+        nonlocal now_s, free_s
+        now_s += stripes * each_s
+        free_s = max(free_s, now_s + latency_s) + stripes * stripe / rate
+        return free_s
+
+    coming_s = ask(tiles[0]) if tiles else 0.0
+    for step in range(2):  # the first begins with nothing under way
+        begun_s = now_s if step else 0.0
+        for _ in range(shape.layers):
+            now_s += (weights / shape.layers + held * stripe) / memory
+            for number, stripes in enumerate(tiles):
+                now_s = max(now_s, coming_s)
+                coming_s = ask(tiles[(number + 1) % len(tiles)])
+                now_s += stripes * stripe / memory
+    return now_s - begun_s, bound_s
+
+
+def _simulate(screen: Screen) -> list[dict[str, Any]]:
+    rows, found = [], list[dict[str, Any]]()
+    for model, weight_bytes in WEIGHT_BYTES.items():
+        for tokens in (1 << 17, 1 << 19, 1 << 20):
+            for codec in ("raw", "kv8", "kv4c"):
+                line = [model, f"{tokens:,}", codec]
+                for link, rate in LINKS.items():
+                    told = [
+                        simulated_step(
+                            MODELS[model],
+                            HARDWARE["h100"],
+                            weight_bytes,
+                            tokens,
+                            codec,
+                            rate,
+                            each_s,
+                        )
+                        for each_s in STRIPE_S
+                    ]
+                    (step_s, bound_s), (slow_s, _) = told
+                    line.append(f"{1 / step_s:.3g} ({step_s / bound_s:.2f}; {1 / slow_s:.3g})")
+                    one = dict(model=model, tokens=tokens, codec=codec, link=link, bound_s=bound_s)
+                    found.append(one | dict(step_s=step_s, with_host_s=slow_s))
+                rows.append(line)
+    title = "simulated, H100: tokens a second (step over bound; with 50 us of the host a stripe)"
+    screen.table(["model", "tokens", "codec", *LINKS], rows, title=title)
+    return found
