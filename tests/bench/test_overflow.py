@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.overflow import LINKS, STRIPE_S, WEIGHT_BYTES, simulated_step
-from flowkv.sim.hardware import HARDWARE, MODELS
+from tests.inside import HARDWARE, MODELS
 
 H100 = HARDWARE["h100"]
 
