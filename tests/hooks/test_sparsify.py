@@ -224,9 +224,24 @@ def test_a_pool_without_room_keeps_all(model: Any) -> None:
     native = generate(model, NEW, input_ids=ids)
     with (
         attached(model, sparsify="latest:0.9", gpu="400KiB"),
-        pytest.warns(UserWarning, match="keeps all tokens"),
+        pytest.warns(UserWarning, match="keeps all tokens of 1 of 1 prompts"),
     ):
         assert_same(generate(model, NEW, input_ids=ids), native)
+
+
+def test_of_a_batch_those_that_have_no_room_are_kept_whole() -> None:
+    model, ids = models.causal("llama"), torch.cat([distinct(200), distinct(200).flip(1)])
+    mask = torch.ones_like(ids)
+    mask[0, :150] = 0  # the short one finds room
+    native = generate(model, NEW, input_ids=ids, attention_mask=mask)
+    with (
+        attached(model, sparsify="latest:0.9", gpu="440KiB"),
+        pytest.warns(UserWarning, match="keeps all tokens of 1 of 2 prompts"),
+    ):
+        found = generate(model, NEW, input_ids=ids, attention_mask=mask)
+    for one, other in zip(found.logits, native.logits, strict=True):
+        torch.testing.assert_close(one[1], other[1], rtol=0, atol=2e-4)
+    assert any((a[0] - b[0]).abs().max() > 1e-3 for a, b in zip(found.logits, native.logits))
 
 
 def test_what_cannot_lose_tokens_is_refused(model: Any) -> None:

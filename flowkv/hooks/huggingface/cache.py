@@ -1036,8 +1036,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     def thin(self) -> None:
         """Takes tokens out of its rows, between two forwards; only once."""
         thinning, self.rows.thinning = self.rows.thinning, None
-        if thinning.apply(self.rows, {layer.index: layer for layer in self.paged}):
-            self.follow()
+        thinning.apply(self.rows, {layer.index: layer for layer in self.paged})
+        self.follow()
 
     # ---- what generation does to a cache
 

@@ -45,8 +45,8 @@ class Thinning:
         how = {name: arguments.get(name) for name in ("scaling", "softcap", "s_aux")}
         self._seen[layer] = latest.clone(), how
 
-    def apply(self, rows: Rows, layers: dict[int, Any]) -> bool:
-        """Thins out all rows, between two forwards; False, after a warning, if that cannot be.
+    def apply(self, rows: Rows, layers: dict[int, Any]) -> None:
+        """Thins out all rows, between two forwards; those that cannot be stay, after a warning.
 
         Args:
             rows: The rows; nothing of them is published from now on.
@@ -55,7 +55,7 @@ class Thinning:
         for index, layer in layers.items():
             if not layer.placed.in_pages or (self.policy.queries and index not in self._seen):
                 self._refuse(rows, f"the attention of layer {index} is not over pages")
-                return False
+                return
         groups = [group.layers for group in rows.kv.geometry.groups]  # type: ignore[union-attr]
         kept: list[list[NDArray[np.int32]]] = [[] for _ in rows.seqs]
         for group in groups:
@@ -66,12 +66,12 @@ class Thinning:
             rows.thin(kept)
         except CapacityError as error:
             self._refuse(rows, f"{error.problem}, as what stays is copied; pass a larger gpu=")
-            return False
-        return True
 
     @staticmethod
     def _refuse(rows: Rows, problem: str) -> None:
-        warn(rows.kv, f"sparsify: {problem}", f"FlowKV keeps all tokens of a prompt: {problem}.")
+        whole = sum(not seq.dropped for seq in rows.seqs)
+        text = f"FlowKV keeps all tokens of {whole} of {len(rows.seqs)} prompts: {problem}."
+        warn(rows.kv, f"sparsify: {problem}", text)
 
     def _kept(self, rows: Rows, index: int, layer: Any) -> list[NDArray[np.int32]]:
         """The slots of a layer that stay, for each row."""
