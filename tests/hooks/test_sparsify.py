@@ -241,7 +241,8 @@ def test_of_a_batch_those_that_have_no_room_are_kept_whole() -> None:
         found = generate(model, NEW, input_ids=ids, attention_mask=mask)
     for one, other in zip(found.logits, native.logits, strict=True):
         torch.testing.assert_close(one[1], other[1], rtol=0, atol=2e-4)
-    assert any((a[0] - b[0]).abs().max() > 1e-3 for a, b in zip(found.logits, native.logits))
+    pairs = zip(found.logits, native.logits, strict=True)
+    assert any((one[0] - other[0]).abs().max() > 1e-3 for one, other in pairs)
 
 
 def test_what_cannot_lose_tokens_is_refused(model: Any) -> None:
