@@ -275,7 +275,7 @@ RANKED = (*LEASES, Lease(rank=10), Lease(rank=60))
 def test_policy_mutant_is_killed(mutant):
     leases = RANKED if issubclass(mutant, Fast) else LEASES
     with pytest.raises(AssertionError):
-        check_policy(mutant, leases=leases, max_examples=600, shrink=False)
+        check_policy(mutant, leases=leases, max_examples=2400, shrink=False)
 
 
 class Scored(ByScore):
