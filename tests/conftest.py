@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -81,6 +81,15 @@ def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return tensor
 
     return wrapper
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small products on many threads wait for each other where there is other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from flowkv.core.config import (
         ENVIRONMENT,
         TierConfig,
+        cache_home,
         format_size,
         load_config,
         parse_place,
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
     )
     from flowkv.core.geometry import CODECS as layout_CODECS
     from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
-    from flowkv.core.machine_code import cache_home, directory, kept, kept_callback
+    from flowkv.core.machine_code import directory, kept, kept_callback
     from flowkv.core.parts import PART
     from flowkv.demo import findings as demo_findings
     from flowkv.demo import process, run

@@ -171,6 +171,15 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ":".join((*head, *(part for part in (self.path, self.size) if part)))
 
 
+def cache_home() -> Path | None:
+    """`$XDG_CACHE_HOME/flowkv`, by default `~/.cache/flowkv`; None for a user without a home."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(named) if named else Path.home() / ".cache") / "flowkv"
+    except RuntimeError:  # neither HOME nor an entry among the users
+        return None
+
+
 def parse_place(text: str) -> TierConfig:
     """The place meant by `text`.
 

@@ -22,6 +22,8 @@ from urllib.parse import quote, unquote
 import numba
 from numba.core import caching, ccallback, sigutils
 
+from flowkv.core.config import cache_home
+
 _NAMES = ("UserProvidedCacheLocator", "UserWideCacheLocator")
 _Provided, _UserWide = (
     getattr(caching, name, None) or getattr(caching, f"_{name}")  # older ones are private
@@ -31,15 +33,6 @@ _NOWHERE = "/dev/null/flowkv"
 _LONGEST = 200
 """Letters of a name; the path of the sources is one, unless it is longer."""
 _STALE_S = 30 * 86400.0
-
-
-def cache_home() -> Path | None:
-    """`$XDG_CACHE_HOME/flowkv`, by default `~/.cache/flowkv`; None for a user without a home."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(named) if named else Path.home() / ".cache") / "flowkv"
-    except RuntimeError:  # neither HOME nor an entry among the users
-        return None
 
 
 def _own(path: Path) -> bool:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flowkv.core.config import format_size, parse_place, parse_size
+from flowkv.core.config import cache_home, format_size, parse_place, parse_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
 from flowkv.hooks.checkpoint import Checkpoint, StoredTensor, write
 from flowkv.hooks.fingerprint import UnnamedError, bytes_of, sums_of
@@ -685,8 +685,10 @@ def _check(model: nn.Module, owners: dict[nn.Module, list[nn.Parameter]]) -> Non
 
 def _directory(disk: str | None) -> tuple[Path, int | None]:
     if disk is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return root / "flowkv" / "weights", None
+        home = cache_home()
+        if home is None:
+            raise ConfigError("there is no directory for manifests", "Pass one as disk=")
+        return home / "weights", None
     place = parse_place(f"disk:{disk}")
     return Path(place.path), place.size_bytes()
 

@@ -22,18 +22,10 @@ from flowkv.policy.restore import Compute, Measured, RestoreLoad, Suffix
 from tests.inside import Decoder
 from tests.policy.restore.verifier import Caps, verify
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = Decoder("deep", 5, 48, 4, 2, 12, 64)
 CPU = torch.device("cpu")
 CAPS = Caps(loads={"link": 1, "disk": 1})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small products on many threads wait for each other where there is other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from flowkv.policy.restore import Compute, Measured, RestoreLoad, RestoreRequest
 from tests.inside import ConfigError, Decoder, StoreError
 from tests.policy.restore.verifier import Caps, verify
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 DEEP = Decoder("deep", 6, 48, 4, 2, 12, 64)
 EXPERTS = Decoder("experts", 3, 32, 4, 1, 16, 16, experts=2)
@@ -50,15 +51,6 @@ def check(engine: TorchEngine, policy: str, caps: Caps | None = None, **options:
         assert engine.error(request.number) < 1e-3
         assert engine.same_tokens(request.number)
     return run
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small products on many threads wait for each other where there is other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

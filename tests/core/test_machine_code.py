@@ -120,7 +120,7 @@ import flowkv.cache.block_table, flowkv.kernels.cpu.entries, flowkv.policy.order
 import flowkv.tiers.digest, flowkv.tiers.lossless, flowkv.tiers.shared, flowkv.tiers.io.uring
 import numpy as np
 from flowkv.tiers.lossless import _split
-from flowkv.core.machine_code import cache_home
+from flowkv.core.config import cache_home
 halves = np.zeros((2, 1), np.uint8)
 _split(np.arange(2, dtype=np.uint8), *halves)
 print(halves.ravel().tolist(), cache_home())

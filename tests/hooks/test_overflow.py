@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,8 @@ from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.inside import ConfigError, StateError, StoreError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 POOL = dict(gpu="1MiB", host="64MiB", overflow=True)  # 256 tokens of the fixture's, in 16 pages
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

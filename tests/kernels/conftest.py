@@ -1,17 +1,10 @@
-"""One torch thread for the room: on a busy machine small tensors spend their time waiting."""
+"""One torch thread for the room: kernels that spread their work are tested with their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_torch_thread() -> Iterator[None]:
-    """Kernels that spread their work are tested with threads and slices of their own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread(one_thread: None) -> None:
+    """For every test here."""

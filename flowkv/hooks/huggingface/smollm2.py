@@ -12,8 +12,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from flowkv.core.config import cache_home
 from flowkv.core.errors import ConfigError, MissingDependencyError
-from flowkv.core.machine_code import cache_home
 
 NAME = "smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
