@@ -190,7 +190,7 @@ def _overflow(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         screen.say(f"pool {format_size(pool)}, {given.tokens:,} tokens of {given.model}")
         for one in ways.values():
             one.kv.close()
-    return 0, result
+    return int(given.codec == "raw" and not result["identical"]), result
 
 
 def _told(

@@ -59,7 +59,7 @@ class Tile(NamedTuple):
     blocks: tuple[Block, ...]
     pages: tuple[int, ...]
     batch: Ragged
-    name: tuple[tuple[bytes, int], ...]
+    name: tuple[tuple[Block, int], ...]
 
 
 class Stage:
@@ -85,7 +85,7 @@ class Stage:
         """Other stripes are about to come."""
         self.asked: dict[int, tuple[int, Load, TransferRequest | None]] = {}
         self.answers: dict[int, TierAnswer] = {}
-        self.arrived = False
+        self.arrived, self.fidelity = False, 0
 
     def answered(self, answers: dict[int, TierAnswer], item: int, answer: TierAnswer) -> None:
         """A tier has answered; not to what was asked of former memory."""
@@ -115,7 +115,7 @@ class Scan:
         seqs: Items[Sequence],
         batch: Ragged,
     ) -> None:
-        self._overflow, self._group = overflow, group
+        self._overflow, self._group, self._seqs = overflow, group, seqs
         size = overflow.store.geometry.page_size
         lines, below = [], list[tuple[int, int, Block]]()
         after = batch.lengths.tolist()
@@ -141,8 +141,7 @@ class Scan:
             size = overflow.store.geometry.page_size
             arrays = [np.array(line, np.int32) for line in lines]
             rows = _rows_over(batch, arrays, np.array([len(line) * size for line in lines]))
-            names = tuple((block.key, page) for block, page in places.items())
-            return Tile(tuple(places), tuple(places.values()), rows, names)
+            return Tile(tuple(places), tuple(places.values()), rows, tuple(places.items()))
 
         for _, row, block in below:
             if block not in places:
@@ -189,6 +188,8 @@ class Scan:
             whole = o.to(wide), lse
             for number, tile in enumerate(self._tiles):
                 stage = overflow.ready(group, tile, place)
+                for seq in self._seqs:  # what is computed over it is no more exact than it is
+                    seq.fidelity = max(seq.fidelity, stage.fidelity)
                 overflow.ask(group, *self._next(number, place), beside=stage)
                 pages = overflow.staged(group, stage)
                 o, lse = kernels.paged_attention(q, pages, tile.batch, causal=False, **how)
@@ -256,12 +257,13 @@ class Overflow:
         if not any(map(self._serves, range(len(store.tiers)))):
             raise ConfigError(
                 "overflow=True without a place that pages can go to",
-                'Give a host tier, as host="8GiB", or a disk that this process may write to',
+                'Give host memory of its own, as host="8GiB", or a disk that it may write to',
             )
 
     def _serves(self, number: int) -> bool:
         tier = self.store.tiers[number]
-        return tier.writable and tier.kind in ("host", "disk")
+        # Of what others write too, nobody knows how it is encoded until it has come.
+        return tier.writable and not tier.shared and tier.kind in ("host", "disk")
 
     # ---- pages leave the device
 
@@ -366,6 +368,8 @@ class Overflow:
         self.away -= 1
         self.store.unkeep(block)
         self.store.settle(block)
+        if not self.away:  # what came through stages stays no longer than who needed it
+            self._stages.clear()
 
     def share(self, seq: Sequence, block: Block) -> None:
         """One more sequence needs a page below the device. KV lock held."""
@@ -485,7 +489,8 @@ class Overflow:
             beside: The stage that is being read.
         """
         name, pair = (group, place, tile.name), self._pair(group)
-        if any(stage.name == name for stage in pair):
+        forgotten = any(block.gone for block in tile.blocks)  # or found wrong: it comes no more
+        if not forgotten and any(stage.name == name for stage in pair):
             return
         stage = pair[1] if pair[0] is beside else pair[0]
         self._settle(stage)
@@ -574,6 +579,8 @@ class Overflow:
                     self._again(stage, item, block, (page, place), tried)
                 self.store.count_loaded(stage.asked[item][0], answer.n_bytes)
                 self.read_bytes += answer.n_bytes
+                if answer.info is not None:
+                    stage.fidelity = max(stage.fidelity, answer.info.fidelity)
         stage.arrived = True
         return stage
 

@@ -1376,12 +1376,20 @@ class PageStore:
         """
         for block in blocks:
             for number in filter(serves, range(len(self.tiers))):
+                if block.tiers >> number & 1 and not self._alike(block, number):
+                    continue  # that copy is another one
                 if self._keeps(block, number) or self._puts(block, number):
                     break
         while any(block.moving for block in blocks) and self.drain(self.mover.deadline_s):
             pass
         usable = [number for number in range(len(self.tiers)) if serves(number)]
-        return [b for b in blocks if not b.moving and any(b.tiers >> n & 1 for n in usable)]
+        return [b for b in blocks if not b.moving and any(self._alike(b, n) for n in usable)]
+
+    def _alike(self, block: Block, number: int) -> bool:
+        """Whether a tier has a page as it is encoded on its device."""
+        return bool(block.tiers >> number & 1) and (
+            block.codec_on(number) == block.page >> CODEC_SHIFT
+        )
 
     def _keeps(self, block: Block, number: int) -> bool:
         """Whether a tier says that it has a page which it is believed to have."""

@@ -42,6 +42,8 @@ from flowkv.tiers.io.engine import (
     replace_file,
 )
 
+VERSION = 2
+"""Of manifests, which others are not found by: 2 has sums of blocks behind the digests of parts."""
 PART_BYTES = 1 << 20
 _DIGEST_BYTES = 16
 _TENSOR_ALIGNMENT = 64  # of torch on the CPU
@@ -276,7 +278,8 @@ class _File:
         status = os.stat(path)
         self.size, self._state = status.st_size, _state(status)
         self._header, self._data_at, text = _header(path, self.size)
-        said = f"{path}|{self._state}|{hashlib.sha256(text).hexdigest()}|{PART_BYTES}"
+        header = hashlib.sha256(text).hexdigest()
+        said = f"{VERSION}|{path}|{self._state}|{header}|{PART_BYTES}|{BLOCK_BYTES}"
         self._manifest = manifests / f"{hashlib.sha256(said.encode()).hexdigest()[:40]}.digests"
         self._digests, self._sums, self._fresh = bytearray(), bytearray(), False
 

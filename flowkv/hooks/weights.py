@@ -468,7 +468,7 @@ class StreamedWeights:
         self._slots.remove(buffer)
         self._slots.append(_Buffer(buffer.n_bytes))
         for other in self._units:
-            fits = unit.n_bytes <= other.n_bytes <= buffer.n_bytes
+            fits = other is not self._small and unit.n_bytes <= other.n_bytes <= buffer.n_bytes
             if fits and other.resident and not (other.pins or other.changed):
                 if other.reading is not None and not other.reading.cancel():
                     other.reading.exception()

@@ -206,6 +206,17 @@ class TestAttention:
         else:
             assert all(torch.allclose(a, b, atol=TOLERANCE) for a, b in zip(*found, strict=True))
 
+    def test_over_lossy_pages_is_no_more_exact_than_they_are(self) -> None:
+        shape = geometry(page_size=64)
+        options = dict(codec="kv8", recent_tokens=64, defragment_bytes=0, overflow=True)
+        with make(shape, 4, **options) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            grow(kv, [seq], [model], 1920, chunk=64)
+            assert seq.away > 0
+            seq.fidelity = 0  # as of pages of which nobody here knows what they were built on
+            run(kv, [seq], [[1]], [model])
+            assert seq.fidelity > 0
+
 
 class TestWhatFits:
     def test_is_served_as_without_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +277,7 @@ class TestBounds:
                 twin.close()
             over, store = kv.planner.overflow, kv.planner.store
             assert over.away == 0 and not any(block.kept or block.holds for block in store.index)
+            assert over.staging_bytes() == 0, "what came through them goes, too"
 
     def test_a_disk_takes_what_the_host_does_not(self, tmp_path: Path) -> None:
         shape = geometry()
@@ -318,6 +330,17 @@ class TestPrefixes:
 
 
 class TestWhatDoesNotCome:
+    def test_is_not_served_from_a_stage_once_it_was_erased(self) -> None:
+        shape = geometry()
+        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            grow(kv, [seq], [model], 160)
+            assert seq.away > 0
+            run(kv, [seq], [[1]], [model])
+            kv.forget()
+            with pytest.raises(StoreError, match="longer than its device"):
+                run(kv, [seq], [[2]], [model])
+
     @pytest.mark.parametrize("how", ["lost", "damaged"])
     def test_is_an_error_of_that_sequence_alone(self, how: str) -> None:
         shape, prompt = geometry(), tokens(320)

@@ -12,7 +12,7 @@ import flowkv
 from tests.fixture_model import load_tiny
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import ConfigError, StateError, StoreError
+from tests.inside import CapacityError, ConfigError, StateError, StoreError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 POOL = dict(gpu="1MiB", host="64MiB", overflow=True)  # 256 tokens of the fixture's, in 16 pages
@@ -171,3 +171,11 @@ class TestWhatIsNotServed:
             model(input_ids=text[:, :600], **given)
             with pytest.raises(StateError, match="below its device"):
                 assert cache.layers[0].keys.shape
+
+
+def test_without_room_anywhere_the_error_names_the_room(text: torch.Tensor) -> None:
+    """No other cache could go on with pages that lie below the device."""
+    model, prompt = load_tiny(), text[:, :1500]
+    kv = attached(model, gpu="1MiB", host="5MiB", overflow=True)
+    with kv, pytest.raises(CapacityError):
+        generate(model, 600, input_ids=prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -12,7 +13,7 @@ from transformers import DynamicCache
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import ConfigError, StateError
+from tests.inside import CapacityError, ConfigError, StateError
 from tests.policy.test_sparsify import RandomTokens
 
 NEW = 6
@@ -243,6 +244,32 @@ def test_of_a_batch_those_that_have_no_room_are_kept_whole() -> None:
         torch.testing.assert_close(one[1], other[1], rtol=0, atol=2e-4)
     pairs = zip(found.logits, native.logits, strict=True)
     assert any((one[0] - other[0]).abs().max() > 1e-3 for one, other in pairs)
+
+
+def test_an_answer_that_outgrows_the_pool_says_so(model: Any) -> None:
+    kv = attached(model, sparsify="latest:0.5", gpu="400KiB")
+    with kv, pytest.raises(CapacityError):
+        generate(model, 600, input_ids=distinct(200), eos_token_id=None)
+
+
+class NoNumbers(RandomTokens):
+    """A rule of one's own that fails where keys are real."""
+
+    def score(self, *given: Any) -> Any:
+        return np.full_like(super().score(*given), np.nan)
+
+
+def test_a_rule_that_fails_leaves_the_prompt_whole(model: Any) -> None:
+    ids = distinct(200)
+    native = generate(model, 40, input_ids=ids)
+    with (
+        attached(model, sparsify=NoNumbers(0.5)) as kv,
+        pytest.warns(UserWarning, match="keeps all tokens of 1 of 1 prompts"),
+    ):
+        found = generate(model, 40, input_ids=ids)
+        assert_same(found, native)
+        kv.flush()
+        assert kv.explain(found.sequences[0].tolist()).known > 216, "the answer is published"
 
 
 def test_what_cannot_lose_tokens_is_refused(model: Any) -> None:

@@ -619,6 +619,8 @@ class ForwardHook:
                 self.proof.finish()  # what is not proven yet may not go to a disk
                 cache.rows.begin(columns)
         except CapacityError as error:
+            if any(seq.away or seq.dropped for seq in cache.rows.seqs):
+                raise  # nothing but pages can go on with that
             kept = cache.rows.land()
             if not whole:
                 refuse_lost(cache.rows)

@@ -225,6 +225,8 @@ class Rows:
         self.views.clear()
         if step is not None:
             step.rollback()
+            if self.thinning is not None:
+                self.thinning.forget()
             self.total = self.base
             self._notes.drop(self.base)
             self.land(wait=False)
@@ -387,6 +389,8 @@ class Rows:
         self.abandon()
         self.land()
         self.flush()
+        if self.thinning is not None:
+            self.thinning.forget()
         self.base = self.total = min(self.base, left)
         self.lost = left - self.base
         for seq, pad in self.padded:
@@ -402,10 +406,13 @@ class Rows:
             CapacityError: What stays of a row does not fit beside it: that row is as before.
         """
         self.abandon()
-        self.disable_publishing()
         self._last = None
-        for seq, part in zip(self.seqs, keep, strict=True):
-            self.kv.sparsify(seq, part)
+        try:
+            for seq, part in zip(self.seqs, keep, strict=True):
+                self.kv.sparsify(seq, part)
+        finally:
+            if any(seq.dropped for seq in self.seqs):
+                self.disable_publishing()
 
     def refuse_thinned(self, wish: str) -> None:
         """Sees that every column of every row has its token.

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.kv import warn
-from flowkv.core.errors import CapacityError, ConfigError
+from flowkv.core.errors import CapacityError, ConfigError, FlowKVError
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.policy.sparsify import Sparsifier
 
@@ -45,6 +45,10 @@ class Thinning:
         how = {name: arguments.get(name) for name in ("scaling", "softcap", "s_aux")}
         self._seen[layer] = latest.clone(), how
 
+    def forget(self) -> None:
+        """Queries that were seen are of tokens that are not there any more."""
+        self._seen.clear()
+
     def apply(self, rows: Rows, layers: dict[int, Any]) -> None:
         """Thins out all rows, between two forwards; those that cannot be stay, after a warning.
 
@@ -58,14 +62,16 @@ class Thinning:
                 return
         groups = [group.layers for group in rows.kv.geometry.groups]  # type: ignore[union-attr]
         kept: list[list[NDArray[np.int32]]] = [[] for _ in rows.seqs]
-        for group in groups:
-            parts = [self._kept(rows, index, layers[index]) for index in group]
-            for row, of_layers in enumerate(zip(*parts, strict=True)):
-                kept[row].append(np.stack(of_layers))
         try:
+            for group in groups:
+                parts = [self._kept(rows, index, layers[index]) for index in group]
+                for row, of_layers in enumerate(zip(*parts, strict=True)):
+                    kept[row].append(np.stack(of_layers))
             rows.thin(kept)
         except CapacityError as error:
             self._refuse(rows, f"{error.problem}, as what stays is copied; pass a larger gpu=")
+        except FlowKVError as error:  # a score that is no number, keys that are none
+            self._refuse(rows, error.problem)
 
     @staticmethod
     def _refuse(rows: Rows, problem: str) -> None:
