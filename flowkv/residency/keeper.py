@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from itertools import chain, compress, groupby, islice
+from itertools import compress, groupby, islice
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -928,12 +928,11 @@ class Caller:
         return self.keeper._erase(keys)
 
     def scan(self) -> Iterator[Entry]:
-        """All frames, each once, oldest store of the slowest tier first."""
-        seen = set[bytes]()
-        for entry in chain.from_iterable(tier.scan() for tier in reversed(self._tiers)):
-            if entry.key not in seen:
-                seen.add(entry.key)
-                yield entry
+        """All frames, each once as a load would find it; oldest store of the slowest tier first."""
+        found = dict[bytes, Entry]()
+        for tier in reversed(self._tiers):
+            found.update((entry.key, entry) for entry in tier.scan())
+        yield from found.values()
 
     def close(self) -> None:
         """Closes the keeper, for all its callers."""

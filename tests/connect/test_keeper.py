@@ -108,6 +108,19 @@ def test_a_stack_is_a_tier(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_listed_is_what_a_load_finds() -> None:
+    """Of a key that lies on two tiers, which others may have described otherwise."""
+    near, far = host(8), host(8, "far", FarTier)
+    stored(far, ["a", "b"], tokens=32)
+    stored(near, ["a"], tokens=64)
+    keeper = Keeper([near, far], lru)
+    caller = keeper.caller()
+    listed = {entry.key: entry.info for entry in caller.scan()}
+    assert listed == {answer.key: answer.info for answer in get(caller, ["a", "b"])}
+    assert list(listed) == [key_of("a"), key_of("b")]
+    keeper.close()
+
+
 def test_a_keeper_of_flaky_tiers_never_lies() -> None:
     faults = Faults(fail=0.2, lose=0.1, flip=0.2, latency_s=0.001)
     check_tier(
