@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flowkv.cache.sequence import Sequence as Sequence
     from flowkv.cache.step import Step as Step
     from flowkv.core.config import Config as Config
+    from flowkv.core.errors import ExperimentalWarning as ExperimentalWarning
     from flowkv.core.errors import FlowKVError as FlowKVError
     from flowkv.core.geometry import Geometry as Geometry
     from flowkv.core.geometry import LayerGroup as LayerGroup
@@ -53,6 +54,7 @@ __all__ = [
     "Completion",
     "Config",
     "Engine",
+    "ExperimentalWarning",
     "FlowKVError",
     "Geometry",
     "LayerGroup",
@@ -86,6 +88,7 @@ _HOMES = {
     "Completion": "flowkv.engine.request",
     "Config": "flowkv.core.config",
     "Engine": "flowkv.engine.engine",
+    "ExperimentalWarning": "flowkv.core.errors",
     "FlowKVError": "flowkv.core.errors",
     "Geometry": "flowkv.core.geometry",
     "LayerGroup": "flowkv.core.geometry",

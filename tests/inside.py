@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from flowkv.core.geometry import CODECS as layout_CODECS
     from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
     from flowkv.core.machine_code import directory, kept, kept_callback
+    from flowkv.core.memory import HUGE_BYTES, address_of, own_memory
     from flowkv.core.parts import PART
     from flowkv.demo import findings as demo_findings
     from flowkv.demo import process, run
@@ -438,7 +439,6 @@ if TYPE_CHECKING:
         Operations,
         Reports,
         ThreadsEngine,
-        address_of,
     )
     from flowkv.tiers.io.engine import PAGE_BYTES as staging_PAGE_BYTES
     from flowkv.tiers.io.engine import Completions as engine_Completions

@@ -8,7 +8,6 @@ recently used set nothing. So pages that left stay below, and those that stayed 
 
 from __future__ import annotations
 
-import mmap
 import threading
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -34,6 +33,7 @@ from flowkv.core.geometry import (
     granule_of,
     page_layout,
 )
+from flowkv.core.memory import own_memory
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.tiers.base import Load, Outcome, TierAnswer
 
@@ -75,9 +75,8 @@ class Stage:
 
     def renew(self) -> None:
         """Takes other memory: a tier may still write to what it had."""
-        # Whole memory pages, as disks write them without a copy.
-        self.arena = torch.frombuffer(mmap.mmap(-1, self.n_bytes), dtype=torch.uint8)
-        self.view = self.arena.numpy().data
+        self.view = own_memory(self.n_bytes)
+        self.arena = torch.frombuffer(self.view, dtype=torch.uint8)
         self.name: tuple[object, ...] = ()
         self.reuse()
 

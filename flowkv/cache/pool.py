@@ -8,7 +8,6 @@ pages of all sizes and codecs share an arena, and whoever holds a name knows how
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -31,6 +30,7 @@ from flowkv.core.geometry import (
     granule_of,
     page_layout,
 )
+from flowkv.core.memory import own_memory
 from flowkv.policy.pages import Ladder, Occupancy, make_ladder
 from flowkv.tiers.base import FrameInfo
 
@@ -434,18 +434,14 @@ class PagePool:
 def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    # Memory is taken when pages are first written. Private, or the kernel gives no huge pages,
-    # which make first writes, copies and registration cheaper.
     try:
-        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        arena = own_memory(n_bytes)
     except (OSError, MemoryError) as error:
         raise CapacityError(
             f"this process cannot have {format_size(n_bytes)} of memory for the device pool",
             "Make the pool smaller (gpu=...), or raise the limit (ulimit -v)",
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(arena, dtype=torch.uint8)
 
 
 # Memory is cleared by the system, and in a virtual machine first given by its host, when it is

@@ -27,7 +27,7 @@ import torch
 import xxhash
 
 from flowkv.connect.identity import fingerprint, identify
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, experimental
 from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.kernels import transcode
@@ -54,6 +54,8 @@ except ImportError as error:
         f"LMCache is not here, or not as FlowKV knows it ({error})",
         f"Install LMCache {TESTED}, or a FlowKV that knows yours",
     ) from error
+
+experimental(__name__, "LMCache changes the interfaces below it with its own releases")
 
 _Known = tuple[Any, int]
 _log = logging.getLogger("flowkv")

@@ -21,7 +21,7 @@ from typing import Any
 
 from flowkv.connect.events import EventPublisher, EventSubscription
 from flowkv.connect.routing import ReplicaRates, Router
-from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.errors import ConfigError, MissingDependencyError, experimental
 
 try:
     import ray
@@ -31,6 +31,8 @@ except ImportError as error:
     raise MissingDependencyError(
         "routing on Ray Serve", "ray", "Ray Serve 2.49 or later"
     ) from error
+
+experimental(__name__, "Ray Serve changes the interfaces below it with its own releases")
 
 __all__ = ["PrefixRouter", "ask", "event_address"]
 

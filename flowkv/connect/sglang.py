@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from flowkv.connect.identity import fingerprint, identify
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, experimental
 from flowkv.core.keys import ROOT
 from flowkv.residency.keeper import HOLD_S, Caller, open_keeper
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
@@ -41,6 +41,8 @@ except ImportError as error:
         f"SGLang is not here, or not as FlowKV knows it ({error})",
         f"Install SGLang {TESTED}, or a FlowKV that knows yours",
     ) from error
+
+experimental(__name__, "SGLang changes the interfaces below it with its own releases")
 
 _log = logging.getLogger("flowkv")
 _MOST_RUNS = 4  # in which a page may lie in memory; beyond that a copy costs less than the frames

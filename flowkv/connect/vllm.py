@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from flowkv.connect.identity import identify
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import ConfigError, StateError, experimental
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.residency.keeper import open_keeper
@@ -56,6 +56,8 @@ except ImportError as error:
         f"vLLM is not here, or not as FlowKV knows it ({error})",
         f"Install vLLM {TESTED}, or a FlowKV that knows yours",
     ) from error
+
+experimental(__name__, "vLLM changes the interfaces below it with its own releases")
 
 _log = logging.getLogger("flowkv")
 _GRANULE = 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -22,6 +23,17 @@ class FlowKVError(Exception):
 
     def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, ...]]:
         return type(self), (self.problem, self.remedy)
+
+
+class ExperimentalWarning(FutureWarning):
+    """What is used works and is tested, and may still change with a minor release."""
+
+
+def experimental(what: str, why: str) -> None:
+    """Says where a module is imported, or a function is called, that it may still change."""
+    silence = "warnings.simplefilter('ignore', flowkv.ExperimentalWarning)"
+    text = f"{what} is experimental: {why} (to silence: {silence})"
+    warnings.warn(text, ExperimentalWarning, stacklevel=3)
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:

@@ -567,7 +567,8 @@ class Loop:
         if coming:
             left = self.turns.limits.token_budget - sum(count for _, count in shares)
             shares += self.keeper.coming.parts(coming, left, alone=not shares, now_s=now_s)
-        return shares
+        most = self.keeper.chunk(len(shares))
+        return [(live, min(count, most)) for live, count in shares]
 
     def _relieve(self, short: CapacityError) -> bool:
         """Makes room for rows that cannot grow; False if there is nobody who could."""
@@ -921,12 +922,6 @@ class Engine:
         **settings: Any,
     ) -> None:
         self.settings = made = make_settings(**settings)
-        if kv.config.overflow:
-            raise ConfigError(
-                "an engine over a cache with overflow=True",
-                "Leave overflow out: an engine suspends what does not fit; call the model itself "
-                "for contexts that are longer than the pool",
-            )
         self.kv = kv
         served = serve(model, kv, runner, sampler, fixed=made.invariant)
         if made.max_rows > kv.config.max_rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -562,10 +563,17 @@ class KVManager:
 
     def longest(self, chunk: int) -> int:
         """Tokens of the longest request that fits, computed in chunks of so many. Thread-safe."""
+        if self._kv.config.overflow:  # what does not fit goes below
+            return sys.maxsize
         planner, known = self._kv.planner or self._planner, self._longest
         if known[0]() is not planner or known[1] != chunk:
             known = self._longest = ref(planner), chunk, Footprint(planner).longest(chunk)
         return known[2]
+
+    def chunk(self, rows: int) -> int:
+        """Most tokens that a step may add to each of so many rows."""
+        overflow = self._planner.overflow
+        return sys.maxsize if overflow is None or not rows else overflow.chunk(rows)
 
     def count(self, active: Iterable[RunningRequest], *, exact: bool = True) -> None:
         """Counts the pages that rows in progress would give back.
@@ -638,7 +646,8 @@ class KVManager:
         it was given.
         """
         row, n_bytes, pages = live.open_row, 0, live.pages
-        keep = keep and live.state == RUNNING and row.seq.restoration is None and self._fits(live)
+        whole = row.seq.restoration is None and not row.seq.away
+        keep = keep and live.state == RUNNING and whole and self._fits(live)
         live.preempted += 1
         self._forget(live, now_s)
         if keep:

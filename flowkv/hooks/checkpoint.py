@@ -16,7 +16,6 @@ import ctypes
 import hashlib
 import json
 import math
-import mmap
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -29,6 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StoreError
+from flowkv.core.memory import own_memory
 from flowkv.hooks.fingerprint import BLOCK_BYTES, sums_of
 from flowkv.tiers.io.engine import (
     ALIGNMENT,
@@ -240,7 +240,7 @@ class Checkpoint:
                     first_part=tensor.first_part + start // PART_BYTES,
                 )
                 layout = self.layout([piece])
-                memory = np.frombuffer(mmap.mmap(-1, layout.n_bytes), np.uint8)
+                memory = np.frombuffer(own_memory(layout.n_bytes), np.uint8)
                 self.fill(memory, layout, [piece])
                 place = layout.places[0]
                 known += sums_of(torch.from_numpy(memory[place : place + n_bytes]))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import os
 import threading
 import time
@@ -30,9 +29,11 @@ from torch import nn
 
 from flowkv.core.config import cache_home, format_size, parse_place, parse_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
+from flowkv.core.memory import own_memory
 from flowkv.hooks.checkpoint import Checkpoint, StoredTensor, write
 from flowkv.hooks.fingerprint import UnnamedError, bytes_of, sums_of
 from flowkv.observe.events import Bus, WeightsRead
+from flowkv.tiers.io.engine import ALIGNMENT
 
 MOST_UNIT_BYTES = 4 << 20
 """Modules are read together up to this size, and up to a 128th of all weights."""
@@ -141,17 +142,17 @@ class _Entry:
 class _Buffer:
     """Aligned memory; a view that somebody still holds is never written to again."""
 
-    def __init__(self, n_bytes: int) -> None:
-        self.n_bytes = n_bytes
+    def __init__(self, memory: memoryview) -> None:
+        self.n_bytes = len(memory)
         self.unit: _Unit | None = None
         self._lent: weakref.ref[Any] | None = None
-        self._map = mmap.mmap(-1, max(n_bytes, mmap.PAGESIZE))
+        self._memory = memory
 
     def lend(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A fresh view of the memory, which is replaced if one from before is still held."""
         if self._lent is not None and self._lent() is not None:
-            self._map = mmap.mmap(-1, len(self._map))
-        view = np.frombuffer(self._map, np.uint8)
+            self._memory = own_memory(self.n_bytes)
+        view = np.frombuffer(self._memory, np.uint8)
         self._lent = weakref.ref(view)
         return view
 
@@ -311,7 +312,11 @@ class StreamedWeights:
             unit.uses = max(1, sequence.count(unit))
         slots = 1 + _depth(self._model, units_of, self._small)
         size = _settle(passing, self._budget - self._small.n_bytes, slots)
-        self._slots = [_Buffer(size) for _ in range(slots if size else 0)]
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        passed = own_memory(slots * size)  # in one piece, which has more of huge pages
+        self._slots = [
+            _Buffer(passed[i * size : (i + 1) * size]) for i in range(slots if size else 0)
+        ]
         self._order, self._units, self._units_of = order, units, units_of
         self._sequence, self._at, self._last = sequence, -1, None
 
@@ -466,7 +471,7 @@ class StreamedWeights:
         if buffer is None:
             return
         self._slots.remove(buffer)
-        self._slots.append(_Buffer(buffer.n_bytes))
+        self._slots.append(_Buffer(own_memory(buffer.n_bytes)))
         for other in self._units:
             fits = other is not self._small and unit.n_bytes <= other.n_bytes <= buffer.n_bytes
             if fits and other.resident and not (other.pins or other.changed):
@@ -494,7 +499,7 @@ class StreamedWeights:
     def _room(self, unit: _Unit, needed: set[int], *, demanded: bool = False) -> _Buffer | None:
         """A buffer for a unit: its own where it stays, or one that nobody needs sooner."""
         if unit.resident:
-            return _Buffer(unit.n_bytes)
+            return _Buffer(own_memory(unit.n_bytes))
         free = [b for b in self._slots if b.unit is None]
         if free:
             return free[0]
@@ -590,7 +595,7 @@ class StreamedWeights:
                 for unit in self._units:
                     if not unit.bound:
                         if unit.reading is None:
-                            self._read(unit, _Buffer(unit.n_bytes))
+                            self._read(unit, _Buffer(own_memory(unit.n_bytes)))
                         self._await(unit)
                     for entry in unit.entries:
                         if not entry.changed:
@@ -758,7 +763,7 @@ def _fill_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
                     "Make only the parameters there, and buffers on the CPU",
                 )
             layout = checkpoint.layout([stored])
-            base = _fill(checkpoint, _Buffer(layout.n_bytes).lend(), layout, [stored])
+            base = _fill(checkpoint, _Buffer(own_memory(layout.n_bytes)).lend(), layout, [stored])
             module._buffers[name] = view_of(base, layout.places[0], stored).clone()
 
 

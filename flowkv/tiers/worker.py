@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import mmap
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from flowkv.core.clock import Clock
+from flowkv.core.memory import HUGE_BYTES, own_memory
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, TierAnswer
 
 # Where a tier puts its answers until they are polled.
@@ -379,10 +379,7 @@ class ThreadMemory:
     def __call__(self, n_bytes: int) -> memoryview:
         """Writable, page-aligned memory; what was there before is overwritten."""
         if len(self._view) < n_bytes:
-            block = mmap.mmap(-1, 1 << max(20, (n_bytes - 1).bit_length()))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                block.madvise(mmap.MADV_HUGEPAGE)
-            self._view = memoryview(block)
+            self._view = own_memory(max(HUGE_BYTES, 1 << (n_bytes - 1).bit_length()))
         return self._view[:n_bytes]
 
 

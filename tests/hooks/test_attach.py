@@ -14,11 +14,15 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.inside import ConfigError, PagedCache, StateError, door_of
+
+PAST = "cache" if hasattr(CausalLMOutputWithPast(), "cache") else "past_key_values"
+"""What transformers calls it: from 5.24 on, `cache`."""
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def answer(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 def forward(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
     with torch.no_grad():
-        given = dict(past_key_values=cache, use_cache=True, logits_to_keep=1) | options
+        given = dict(**{PAST: cache}, use_cache=True, logits_to_keep=1) | options
         return model(input_ids=ids, **given).logits[:, -1]
 
 
@@ -56,15 +60,30 @@ class TestTheModel:
         assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
         assert "flowkv" not in str(model.config.to_dict())
 
-    def test_of_a_later_transformers_is_left_to_its_own_cache(self, model: Any) -> None:
-        class Later(type(model)):  # type: ignore[misc]
-            def forward(self, input_ids: Any = None, cache: Any = None, **more: Any) -> Any:
-                return super().forward(input_ids, past_key_values=cache, **more)
+    @pytest.mark.parametrize("said", ["cache", "past_key_values"])
+    def test_of_a_later_transformers_calls_its_cache_otherwise(self, model: Any, said: str) -> None:
+        """As from 5.24 on, where both names are taken, and the newer one is in the signature."""
+        before, prompt = type(model), models.prompt(100)
 
+        class Later(before):  # type: ignore[misc,valid-type]
+            def forward(
+                self, input_ids: Any, cache: Any = None, logits_to_keep: int = 0, **more: Any
+            ) -> Any:
+                more = {PAST: cache} | more | {"logits_to_keep": logits_to_keep}
+                return super().forward(input_ids, **more)
+
+        expected = answer(model, prompt)
         model.__class__ = Later
-        with pytest.warns(UserWarning, match="pip install 'transformers>=5.17,<5.24'"):
-            kv = flowkv.attach(model)
-        kv.close()
+        try:
+            with attached(model) as kv, torch.no_grad():
+                for known in (False, True):
+                    more = {said: DynamicCache(config=model.config), "logits_to_keep": 1}
+                    out = model(prompt, use_cache=True, **more)
+                    assert isinstance(getattr(out, PAST), PagedCache)
+                    assert torch.equal(out.logits[:, -1].argmax(-1), expected[:, 100])
+                    assert (reused(kv) > 0) == known
+        finally:
+            model.__class__ = before
 
     @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
     @pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
@@ -214,7 +233,7 @@ class TestTheModel:
         theirs = answer(model, ids)
         kv = flowkv.attach(model, gpu="64MiB", page_size=16)
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        made = generate(model, 4, input_ids=ids).past_key_values
+        made = getattr(generate(model, 4, input_ids=ids), PAST)
         kept = pickle.loads(pickle.dumps(made))
         assert type(kept) is DynamicCache
         assert torch.equal(kept.layers[0].keys, made.layers[0].keys)
@@ -391,7 +410,7 @@ class TestAChangedModel:
             model.double()
             answer(model, ids)
             again = generate(model, 12, input_ids=ids)
-            assert again.past_key_values.layers[0].keys.dtype is torch.float64
+            assert getattr(again, PAST).layers[0].keys.dtype is torch.float64
             model.float()
             count = reused(kv)
             assert torch.equal(answer(model, ids), before)
@@ -513,7 +532,7 @@ class TestOwnCaches:
         with attached(model):
             past = DynamicCache(config=model.config)
             with pytest.warns(UserWarning, match="generate was given a DynamicCache"):
-                first = answer(model, ids, past_key_values=past)
+                first = answer(model, ids, **{PAST: past})
             assert torch.equal(first, theirs)
             assert type(past) is DynamicCache
             assert past.get_seq_length() == 51
@@ -531,7 +550,7 @@ class TestOwnCaches:
             with attached(model):
                 answer(model, ids)
                 cache = DynamicCache(config=model.config)
-                assert torch.equal(model(ids, past_key_values=cache).logits, theirs)
+                assert torch.equal(model(ids, **{PAST: cache}).logits, theirs)
 
     @pytest.mark.parametrize("name", ["llama", "mistral"])
     def test_operations_of_a_cache(self, name: str) -> None:
@@ -632,7 +651,7 @@ class TestOwnCaches:
             for turn in range(2):
                 cache = kv.cache(input_ids=ids)
                 assert cache.reused == 48 * turn
-                assert torch.equal(answer(model, ids, past_key_values=cache), theirs)
+                assert torch.equal(answer(model, ids, **{PAST: cache}), theirs)
             with pytest.raises(StateError, match="attach"):
                 kv.cache(inputs_embeds=torch.zeros(1, 3, 64))
         with flowkv.KV() as kv, pytest.raises(ConfigError, match="geometry"):
@@ -651,7 +670,7 @@ class TestInputs:
                     cache = DynamicCache(config=model.config)
                     with warnings.catch_warnings(record=True):
                         warnings.simplefilter("always")
-                        ours = model(ids, past_key_values=cache, logits_to_keep=1, **given).logits
+                        ours = model(ids, **{PAST: cache}, logits_to_keep=1, **given).logits
                     assert torch.allclose(ours, theirs, atol=1e-4)
 
     def test_a_mask_of_ones_own(self, model: Any) -> None:
@@ -705,7 +724,7 @@ class TestInputs:
         with attached(model):
             with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):
                 out = generate(model, 4, input_ids=ids)
-            assert type(out.past_key_values) is DynamicCache
+            assert type(getattr(out, PAST)) is DynamicCache
             assert torch.equal(answer(model, ids), theirs)
 
     @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -739,7 +758,7 @@ class TestInputs:
                     layer.compile(backend="eager")
             out = generate(model, 2, input_ids=ids)
             assert torch.equal(out.sequences, theirs)
-            assert type(out.past_key_values) is DynamicCache
+            assert type(getattr(out, PAST)) is DynamicCache
             assert reused(kv) == 0
         torch._dynamo.reset()
 
@@ -769,7 +788,7 @@ class TestWarnings:
         ("said", "how"),
         [
             ("a StaticCache", dict(cache_implementation="static")),
-            ("generate was given a DynamicCache", dict(past_key_values=DynamicCache)),
+            ("generate was given a DynamicCache", {PAST: DynamicCache}),
             ("hidden states are wanted", dict(output_hidden_states=True)),
         ],
     )
@@ -798,7 +817,7 @@ class TestWarnings:
 
         def run() -> torch.Tensor:
             cache: Any = DynamicCache(config=model.config)
-            given = dict(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            given = dict(input_ids=ids, **{PAST: cache}, use_cache=True, logits_to_keep=1)
             if case == "filled":
                 cache.update(*torch.randn(2, 1, 2, 3, 16).unbind(), 0)
                 for index in range(1, 4):
@@ -806,10 +825,10 @@ class TestWarnings:
                 cache.layers[0].keys.fill_(1)
                 cache.layers[0].values.fill_(1)
             elif case == "no past_key_values":
-                del given["past_key_values"]
+                del given[PAST]
             elif case == "offloaded":
                 cache.offloading, cache.only_non_sliding = True, True
-                cache.update = lambda k, v, i, *_: cache.layers[i].update(k, v)
+                cache.update = lambda k, v, i, *_, **__: cache.layers[i].update(k, v)
             elif case == "layers":
                 cache.layers.append(copy.deepcopy(cache.layers[0]))
             mixed = torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
@@ -833,12 +852,12 @@ class TestWarnings:
             model.eval()
             with torch.no_grad():
                 model(ids, use_cache=False)
-                model(ids, past_key_values=DynamicCache(config=model.config))
+                model(ids, **{PAST: DynamicCache(config=model.config)})
             answer(model, ids, use_cache=False)
             out = generate(model, 3, input_ids=ids)
-            out.past_key_values.layers[0].keys.mul_(2)
-            forward(model, ids[:, :1], out.past_key_values)
-            forward(model, ids[:, :1], out.past_key_values)
+            getattr(out, PAST).layers[0].keys.mul_(2)
+            forward(model, ids[:, :1], getattr(out, PAST))
+            forward(model, ids[:, :1], getattr(out, PAST))
 
 
 class TestCapacity:
@@ -859,7 +878,7 @@ class TestCapacity:
             for prompt in (long, models.prompt(400, seed=3)):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    given = dict(past_key_values=kv.cache(input_ids=prompt)) if explicit else {}
+                    given = dict(**{PAST: kv.cache(input_ids=prompt)}) if explicit else {}
                     found = answer(model, prompt, **given)
                 assert prompt is not long or torch.equal(found, beyond)
             known = reused(kv)
@@ -874,7 +893,7 @@ class TestCapacity:
         with attached(model, gpu="256KiB"), pytest.warns(UserWarning, match="fit"):
             ours = generate(model, 200, input_ids=ids)
         assert_same(ours, theirs)
-        assert type(ours.past_key_values) is DynamicCache
+        assert type(getattr(ours, PAST)) is DynamicCache
 
     def test_keys_of_another_dtype_are_kept_natively(self, model: Any) -> None:
         ids, tail = models.prompt(40), models.prompt(6, seed=2)

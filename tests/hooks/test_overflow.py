@@ -124,6 +124,38 @@ class TestWhatFits:
             assert over.away == over.read_bytes == over.staging_bytes() == 0
 
 
+class TestEngine:
+    @pytest.mark.parametrize("scheduler", ["fcfs", "shortest"])
+    def test_serves_what_is_longer_than_its_pool(self, text: torch.Tensor, scheduler: str) -> None:
+        """Beside requests that fit; tokens are those of a pool that holds everything."""
+        model = load_tiny()
+        starts = [(0, 1500), (1200, 60), (300, 900), (2000, 200), (700, 1100), (1250, 30)]
+        prompts = [text[0, at : at + count].tolist() for at, count in starts]
+        theirs = [generate(model, 24, input_ids=torch.tensor([p])).sequences[0] for p in prompts]
+        with (
+            attached(model, **POOL) as kv,
+            flowkv.Engine(model, kv, max_rows=4, scheduler=scheduler) as engine,
+        ):
+            for _ in range(2):
+                found = engine.run(prompts, max_new_tokens=24)
+                for prompt, one, expected in zip(prompts, found, theirs, strict=True):
+                    assert [*prompt, *one.tokens] == expected.tolist()
+            over = kv.planner.overflow
+            assert over.read_bytes > 0
+            assert kv.planner.store.pools["cpu"].capacity_bytes() == 1 << 20
+
+    def test_does_no_more_for_what_fits(self, text: torch.Tensor) -> None:
+        model = load_tiny()
+        prompts = [text[0, 100 * n : 100 * n + 100].tolist() for n in range(4)]
+        with (
+            attached(model, gpu="16MiB", host="16MiB", overflow=True) as kv,
+            flowkv.Engine(model, kv) as engine,
+        ):
+            engine.run(prompts, max_new_tokens=8)
+            over = kv.planner.overflow
+            assert over.away == over.read_bytes == over.staging_bytes() == 0
+
+
 class TestWhatDoesNotCome:
     def test_is_an_error_once_and_computed_the_next_time(self, text: torch.Tensor) -> None:
         model, prompt = load_tiny(), text[:, :900]
@@ -157,11 +189,6 @@ class TestWhatIsNotServed:
     def test_recurrent_models_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="recurrent"):
             flowkv.attach(models.causal("falcon_h1"), **POOL)
-
-    def test_engines_are_refused(self) -> None:
-        model = load_tiny()
-        with attached(model, **POOL) as kv, pytest.raises(ConfigError, match="an engine over"):
-            flowkv.Engine(model, kv)
 
     def test_keys_and_values_cannot_be_had(self, text: torch.Tensor) -> None:
         model = load_tiny()

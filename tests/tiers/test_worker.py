@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from flowkv.tiers import Completion, Load, Outcome, Store
-from tests.inside import Item, ManualClock, SystemClock, ThreadMemory, Workers
+from tests.inside import HUGE_BYTES, Item, ManualClock, SystemClock, ThreadMemory, Workers
 
 from .frames import LAYOUT, info_of, key_of
 
@@ -342,7 +342,7 @@ def test_a_stuck_thread_is_replaced_and_its_memory_retired() -> None:
         assert collect(pool, 1)[0].reason == "deadline"
         assert [item.key for item in told] == [key_of(n) for n in range(1, stuck + 1)]
         assert pool.overdue == min(stuck, 2)  # the third one has no replacement
-        assert pool.retired_bytes == min(stuck, 2) << 20
+        assert pool.retired_bytes == min(stuck, 2) * HUGE_BYTES
     pool.submit([wish("waits")], 100)
     assert pool.poll(0.02) == []
     gate.set()

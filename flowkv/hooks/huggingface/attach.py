@@ -16,7 +16,13 @@ import torch
 import transformers
 
 from flowkv.cache.kv import KV, bind, follow, warn
-from flowkv.core.errors import ConfigError, FlowKVError, StateError, UnsupportedModelError
+from flowkv.core.errors import (
+    ConfigError,
+    FlowKVError,
+    StateError,
+    UnsupportedModelError,
+    experimental,
+)
 from flowkv.hooks.embedding import AttachedEmbedding
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
@@ -88,6 +94,8 @@ def attach(
     """
     model = base_model(model)
     sparsifier = None if sparsify is None else make_sparsifier(sparsify)
+    if sparsifier is not None:
+        experimental("attach(sparsify=)", "it is new, and approximate by nature")
     with _LOCK:
         if model in _ATTACHED and _ATTACHED[model].kv.inherited:
             _ATTACHED[model].kv.detach()
@@ -474,7 +482,7 @@ def _answer(
     """Greedy tokens `[B, n]` and their logits; goes on with `forced` ones if they are given."""
     found, logits = [], []
     whole = pair(names, cache)
-    more = {"past_key_values": whole, "use_cache": True, "logits_to_keep": 1}
+    more = {names.cache: whole, "use_cache": True, "logits_to_keep": 1}
     for step in range(_NEW):
         out = model(**_inputs(model, names, ids, mask, cache.get_seq_length(), **more))
         last = out.logits[:, -1].float()

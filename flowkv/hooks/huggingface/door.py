@@ -227,7 +227,8 @@ class ForwardHook:
             return None
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
-        cache = _own(given.get("past_key_values"))
+        given = self.names.own(given)
+        cache = _own(given.get(self.names.cache))
         packed = RUNNING.get() is not None
         aside = packed or getattr(self._aside, "on", False)
         key = threading.get_ident(), id(cache)
@@ -266,7 +267,7 @@ class ForwardHook:
         """After a forward: what it wrote is kept, full pages are published; or it failed."""
         if torch.compiler.is_compiling():
             return
-        cache = _own(given.get("past_key_values"))
+        cache = _own(self.names.own(given).get(self.names.cache))
         key = threading.get_ident(), id(cache)
         try:
             self._after(module, cache, key, output)
@@ -327,7 +328,7 @@ class ForwardHook:
                 self.passes.add(cache)
             self._refuse(problem)
             return False
-        whole = given["past_key_values"]
+        whole = given[self.names.cache]
         return whole is cache or not whole.cross_attention_cache.get_seq_length()
 
     def _foreign(self, cache: Any) -> str | None:

@@ -349,10 +349,12 @@ MODEL_INPUTS = _MODAL | TYPE_INPUTS
 """Inputs beside token ids that some models take under `**kwargs`."""
 
 _NEUTRAL = frozenset(
-    """past_key_values use_cache return_dict logits_to_keep output_attentions output_hidden_states
-    output_router_logits output_logits""".split()
+    """past_key_values cache use_cache return_dict logits_to_keep output_attentions
+    output_hidden_states output_router_logits output_logits""".split()
 )
 """Arguments that do not change K and V."""
+
+_PAST = "past_key_values"
 
 
 class Names:
@@ -366,6 +368,7 @@ class Names:
         mask: The padding mask.
         positions: The positions.
         embeds: Embeddings given instead of token ids.
+        cache: The cache: `past_key_values` up to transformers 5.23.
     """
 
     def __init__(
@@ -375,6 +378,14 @@ class Names:
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
+        renamed = "cache" in parameters and _PAST not in parameters
+        self.cache = "cache" if renamed else _PAST
+
+    def own(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by the model's own names, where some came under a former one."""
+        if self.cache == _PAST or _PAST not in given:
+            return given
+        return {self.cache if name == _PAST else name: value for name, value in given.items()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Names:

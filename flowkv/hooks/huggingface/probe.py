@@ -74,11 +74,6 @@ def probe(model: Any, page_size: int, *, in_pages: bool, long: bool = False) -> 
     """
     specs = read_layers(model.config)
     names, parts = Names.of(model), _parts(model, long=long)
-    if "cache" in names.parameters and "past_key_values" not in names.parameters:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} takes `cache`, not past_key_values: transformers 5.24",
-            "Run: pip install 'transformers>=5.17,<5.24'",
-        )
     try:
         with quiet(model):
             cache = native_cache(model)
@@ -199,7 +194,7 @@ def _forward(model: Any, names: Names, ids: torch.Tensor, cache: Any = None) -> 
     """What the model answers, without a cache unless one is given."""
     given = {names.ids: ids, "use_cache": cache is not None}
     if cache is not None:
-        given["past_key_values"] = cache
+        given[names.cache] = cache
     out = model(**given, **encoder_inputs(model, names, len(ids)))
     logits = out.logits if getattr(out, "logits", None) is not None else out[0]
     return logits.detach().float()  # type: ignore[no-any-return]

@@ -255,10 +255,10 @@ class Nested:
             for name, value in types.items()
         }
         self._mask, self._positions = call.mask, call.positions
-        whole = call.given.get("past_key_values")
+        whole = call.given.get(call.names.cache)
         self._paired = call.names.encoder or isinstance(whole, EncoderDecoderCache)
         names = call.names
-        own = {names.ids, names.mask, names.positions, "past_key_values", *call.modal, *call.types}
+        own = {names.ids, names.mask, names.positions, names.cache, *call.modal, *call.types}
         self._given = {name: value for name, value in call.given.items() if name not in own}
         for name, value in (("use_cache", True), ("logits_to_keep", 1)):
             if name in names.parameters:
@@ -334,7 +334,7 @@ class Nested:
         spans = {part.row: (part.seq.length, part.seq.length + part.count) for part in parts}
         given.update(self.fill.of(spans))
         paired = EncoderDecoderCache(cache, DynamicCache()) if self._paired else cache
-        given["past_key_values"] = paired
+        given[names.cache] = paired
         return given  # type: ignore[no-any-return]
 
     def _more(

@@ -519,7 +519,7 @@ def check_paired(call: ForwardCall) -> None:
     Raises:
         StateError: It would keep the encoder's K and V among those of the tokens.
     """
-    cache = call.given.get("past_key_values")
+    cache = call.given.get(call.names.cache)
     if call.names.encoder and not isinstance(cache, EncoderDecoderCache):
         raise StateError(
             "an encoder-decoder needs a cache of its cross attention beside the one of its tokens",

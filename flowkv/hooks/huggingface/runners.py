@@ -213,7 +213,7 @@ class PaddedRunner:
         names, rows = self._door.names, cache.rows
         device = self._model.get_input_embeddings().weight.device
         left, end = torch.from_numpy(rows.pads).to(device)[:, None], rows.base + ids.shape[1]
-        given = {names.ids: ids.to(device), "use_cache": True, "past_key_values": cache}
+        given = {names.ids: ids.to(device), "use_cache": True, names.cache: cache}
         if names.mask in names.parameters:
             given[names.mask] = (torch.arange(end, device=device) >= left).long()
         if names.positions in names.parameters:
@@ -314,7 +314,7 @@ class PackedForward:
         given = {
             names.ids: step.tokens.to(device),
             names.positions: step.positions.to(device),
-            "past_key_values": self._fresh(step),
+            names.cache: self._fresh(step),
             "use_cache": True,
         }
         if self._by_index and not every:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import threading
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
+from flowkv.core.memory import own_memory
 from flowkv.tiers.disk.home import (
     JOURNAL,
     FrameShape,
@@ -657,7 +657,7 @@ def frames_in_slots(
         envelope: How headers are checked.
         locked: Gets the slots of frames that are checked in another way.
     """
-    page = aligned_memory(GRANULE_BYTES)
+    page = own_memory(GRANULE_BYTES)
     for slot in (Slot(g, number) for g in slabs.sizes() for number in slabs.written(g)):
         try:
             header = _read_header(slabs, slot, envelope, page)
@@ -677,14 +677,9 @@ def _read_header(slabs: Slabs, slot: Slot, envelope: Envelope, page: memoryview)
     if size > slot.n_bytes:
         raise BadFrame("foreign", "the header is longer than the slot")
     if size > GRANULE_BYTES:
-        page = aligned_memory(size)
+        page = own_memory(size)
         page = page[: slabs.read(slot, page)]
     return envelope.head(page, bytes(page[_KEY_AT]))
-
-
-def aligned_memory(n_bytes: int) -> memoryview:
-    """Zeros that a file opened for direct I/O can be read into."""
-    return memoryview(mmap.mmap(-1, n_bytes))
 
 
 def check_frame(data: memoryview, key: bytes, held: Held, envelope: Envelope) -> Header:

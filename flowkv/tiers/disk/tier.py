@@ -22,6 +22,7 @@ import numpy as np
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
+from flowkv.core.memory import address_of
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.disk.home import ERASED
 from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
@@ -51,7 +52,6 @@ from flowkv.tiers.io.engine import (
     ArenaSlot,
     FileIO,
     IOEngine,
-    address_of,
     reason_of,
 )
 from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue

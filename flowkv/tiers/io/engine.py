@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import platform
 import secrets
@@ -33,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.memory import address_of, own_memory
 
 READ, WRITE, SYNC = 0, 1, 2
 
@@ -641,7 +641,7 @@ def replace_file(files: FileIO, path: str, data: bytes) -> None:
 @lru_cache(maxsize=1)
 def zeros() -> memoryview:
     """`ZEROS_BYTES` zeros, aligned as files that bypass the page cache want them."""
-    return memoryview(mmap.mmap(-1, ZEROS_BYTES)).toreadonly()
+    return own_memory(ZEROS_BYTES).toreadonly()
 
 
 def wipe(files: FileIO, fd: int, offset: int, size: int) -> None:
@@ -715,9 +715,8 @@ class Extents:
 
 
 PAGE_BYTES = 4096
-_HUGE_BYTES = 2 << 20
 
-_kept: list[mmap.mmap] = []  # mappings that somebody may still write to: never unmapped
+_kept: list[Any] = []  # mappings that somebody may still write to: never unmapped
 
 
 class ArenaSlot:
@@ -772,16 +771,9 @@ class Arena:
         if n_bytes <= 0:
             raise ConfigError(f"an arena of {n_bytes} bytes", "Give it at least 4096 bytes")
         self.n_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._map: mmap.mmap | None = mmap.mmap(
-            -1, self.n_bytes + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        whole = memoryview(self._map)
-        skip = -address_of(whole) % _HUGE_BYTES
-        self.view = whole[skip : skip + self.n_bytes]
+        self.view = own_memory(self.n_bytes)
+        self._map: Any = self.view.obj
         self.address = address_of(self.view)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do
-                self._map.madvise(mmap.MADV_HUGEPAGE, skip, self.n_bytes)
         self._lock = threading.Lock()
         self._extents = Extents(self.n_bytes // PAGE_BYTES)
         self.most_retired_bytes, self._retired_bytes = self.n_bytes // 4, 0
@@ -870,10 +862,3 @@ class Arena:
 
     def _free(self, slot: ArenaSlot) -> None:
         self._extents.give_back((slot.address - self.address) // PAGE_BYTES, slot._pages)
-
-
-def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous view lie."""
-    if view.nbytes and not view.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
