@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import bench.blend
 import bench.embedding
 import bench.engines.command
 import bench.hierarchy
@@ -35,6 +36,7 @@ def parser() -> Parser:
     bench.overflow.add_verbs(verb)
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
+    bench.blend.add_verbs(verb)
     bench.sparsify.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)

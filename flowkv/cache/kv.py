@@ -311,6 +311,7 @@ class KV:
         self._proofs: list[Callable[[], None]] = []
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
+        self._learns: Callable[[Items[Tokens], str | None], int] | None = None
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
         self._recordings: list[Recording] = []
@@ -1292,6 +1293,30 @@ class KV:
         said = {name: value for name, value in care.items() if value not in (None, "", ())}
         return cache_door(self, *args, tenant=tenant, care=said, **inputs)
 
+    def learn(self, documents: Items[Tokens], *, tenant: str | None = None) -> int:
+        """Makes documents known to `attach(..., reuse="blend")`, wherever they stand in a prompt.
+
+        What of them no cache knows yet is computed, behind the first token of a text. Call it in
+        every process: it says what to look for.
+
+        Args:
+            documents: Token ids of each, tokenized alone and without a first token.
+            tenant: Whose pages may be used and made.
+
+        Returns:
+            Tokens that were computed.
+
+        Raises:
+            CapacityError: A document does not fit the device pool.
+            StateError: The cache belongs to no model that was attached so.
+            TokenError: What is given are no token ids.
+        """
+        if self._learns is None:
+            raise StateError(
+                "this cache reuses prompts exactly", 'Attach the model with reuse="blend"'
+            )
+        return self._learns(documents, tenant)
+
     def sparsify(
         self,
         seq: Sequence,
@@ -1500,6 +1525,7 @@ def follow(
     detach: Callable[[], None] | None = None,
     close: Callable[[], None] | None = None,
     forget: Callable[[str], int] | None = None,
+    learn: Callable[[Items[Tokens], str | None], int] | None = None,
 ) -> None:
     """Registers who takes part in the end of a cache, and of what it knows.
 
@@ -1509,11 +1535,13 @@ def follow(
         detach: What `KV.detach` does.
         close: What `KV.close` does before anything is released.
         forget: Erases what is kept beside pages for a tenant, and counts it.
+        learn: What `KV.learn` does.
     """
     kv._proofs += [prove] if prove else []
     kv._detach += [detach] if detach else []
     kv._closings += [close] if close else []
     kv._forgets += [forget] if forget else []
+    kv._learns = learn or kv._learns
 
 
 def warn(kv: KV, code: str, message: str) -> None:

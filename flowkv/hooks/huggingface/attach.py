@@ -25,6 +25,7 @@ from flowkv.core.errors import (
 )
 from flowkv.hooks.embedding import AttachedEmbedding
 from flowkv.hooks.huggingface.attention import Switch
+from flowkv.hooks.huggingface.blend import Blending
 from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
 from flowkv.hooks.huggingface.door import ForwardHook, warn_inherited
 from flowkv.hooks.huggingface.inputs import ForwardCall, Names
@@ -46,6 +47,7 @@ from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
 from flowkv.hooks.identity import Identity
 from flowkv.hooks.weights import StreamedWeights
 from flowkv.observe.events import Bus, RowsRead, WeightsRead
+from flowkv.policy.blend import BlendRule, make_blend_rule
 from flowkv.policy.sparsify import Sparsifier, make_sparsifier
 
 Reads = Literal["auto", "dense"]
@@ -61,6 +63,8 @@ def attach(
     reads: Reads = "auto",
     memo: str | Sequence[str] | None = None,
     sparsify: str | Sparsifier | None = None,
+    reuse: Literal["exact", "blend"] = "exact",
+    recompute: str | float | BlendRule = "values",
     **config: Any,
 ) -> KV:
     """Gives a model a cache. `model.generate(...)` and everything else stay as they are.
@@ -77,6 +81,11 @@ def attach(
             attends to keep their results: rows seen before are not computed again (`flowkv.memo`).
         sparsify: Experimental: which tokens of a prompt stay once it is computed, as "snapkv:0.5".
             What is dropped is lost to the answer: see the guide on dropping tokens.
+        reuse: "exact", or, experimental, "blend": documents that `KV.learn` was given are put in
+            place wherever they stand in a prompt. The answer is near the exact one: see the guide
+            on documents.
+        recompute: With "blend", which of their tokens are computed again: a share, as 0.15, or a
+            rule by name, as "first:16".
         **config: Fields of `flowkv.Config`, `tiers=` and `policy=` as `flowkv.KV` takes them.
 
     Returns:
@@ -96,6 +105,11 @@ def attach(
     sparsifier = None if sparsify is None else make_sparsifier(sparsify)
     if sparsifier is not None:
         experimental("attach(sparsify=)", "it is new, and approximate by nature")
+    if reuse not in ("exact", "blend"):
+        raise ConfigError(f"reuse={reuse!r}", 'Pass "exact", or "blend" for documents')
+    rule = make_blend_rule(recompute) if reuse == "blend" else None
+    if rule is not None:
+        experimental('attach(reuse="blend")', "it is new, and approximate by nature")
     with _LOCK:
         if model in _ATTACHED and _ATTACHED[model].kv.inherited:
             _ATTACHED[model].kv.detach()
@@ -109,6 +123,9 @@ def attach(
             if sparsifier is not None:
                 check_thinnable(door, reads)
                 door.sparsifier = sparsifier
+            if rule is not None:
+                door.blending = Blending(door, rule)
+                follow(kv, learn=door.blending.learn)
         except UnsupportedModelError as error:
             warn(kv, "unsupported", f"FlowKV leaves the model to its own cache: {error}")
             return kv

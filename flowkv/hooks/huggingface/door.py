@@ -68,9 +68,9 @@ class ForwardHook:
     """
 
     __slots__ = tuple(  # see `Rows`
-        """kv plan identity switch names proof passes sparsifier _model _switched _lock _aside
-        _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem _handles
-        __weakref__""".split()
+        """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
+        _aside _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem
+        _handles __weakref__""".split()
     )
 
     def __init__(
@@ -96,6 +96,7 @@ class ForwardHook:
         self._inside: set[tuple[int, int]] = set()
         self._leaving, self._problem = False, ""
         self.sparsifier: Sparsifier | None = None
+        self.blending: Any = None  # a `blend.Blending`
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
 
@@ -390,24 +391,36 @@ class ForwardHook:
             most = call.columns - max(call.keep, self._asked) if call.skippable else 0
             found, fill = self._admit(call, pads, ReuseLimits(most, wait=not self._divides(call)))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
+            nested = Nested(self, call, call.types, fill)
             if restoring:
-                found = restoring.restore(found, Nested(self, call, call.types, fill))
+                found = restoring.restore(found, nested)
+            found, blended = self._blended(found, call, pads, most)
             if self._overflows and most:
-                found = go_ahead(Nested(self, call, call.types, fill), found, pads, most)
+                found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
         except TypeError as error:
             return self._pass(cache, given, str(error))
         paged = self._paged(found, call, pads, restoring, cache)
-        paged.rows.uneven |= self._overflows
+        paged.rows.uneven |= self._overflows or blended
+        if blended:
+            paged.rows.disable_publishing()
         paged.watched = True
         if unsteady != self.identity.unsteady:
             paged.rows.disable_publishing()
         self._watch(paged)
-        paged.audits = Nested(self, call, call.types, fill) if self.kv.config.audit else None
+        paged.audits = nested if self.kv.config.audit else None
         if not self._begin(paged, call, call.columns - found.base):
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
+
+    def _blended(
+        self, found: AdmittedRows, call: ForwardCall, pads: list[int], most: int
+    ) -> tuple[AdmittedRows, bool]:
+        """The rows, with documents in place if that was asked for, and whether any are."""
+        if self.blending is None or call.modal or call.types or call.condition:
+            return found, False
+        return self.blending.apply(found, pads, most)  # type: ignore[no-any-return]
 
     def _pass(
         self, cache: Any, given: dict[str, Any], problem: str, code: str = ""

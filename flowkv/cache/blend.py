@@ -1,0 +1,391 @@
+"""Documents that are known, behind another beginning than the one that they were computed behind.
+
+K and V of a document are stored behind the first token of any text, as an exact sequence of their
+own. In a prompt that holds the document anywhere, its keys are turned to where they stand (a
+difference of positions, as RoPE allows), and a rule says which tokens are computed again, where
+they stand, to see what really comes before them. What is in between is always computed. All of it
+is approximate: the sequence is private from there on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv import kernels
+from flowkv.cache.block_table import Planner
+from flowkv.cache.kv import KV, plan
+from flowkv.cache.sequence import Sequence
+from flowkv.cache.step import CURRENT, Step
+from flowkv.core.geometry import LayerGroup
+from flowkv.core.keys import as_tokens
+from flowkv.kernels.operands import Pages, Ragged
+from flowkv.policy.blend import BlendRule
+
+Tokens = NDArray[np.uint32]
+LEAST_TOKENS = 32
+"""Of a document: shorter ones are computed."""
+_CHUNK = 512
+_MARK = 8  # tokens by which a document is looked for
+
+
+class Turn(NamedTuple):
+    """How keys of a layer depend on their position: RoPE, see `kernels.Rotary`.
+
+    Attributes:
+        inv_freq: float64 `[R/2]`.
+        interleaved: Pairs are neighbours.
+        start: First of the R dims.
+    """
+
+    inv_freq: NDArray[np.float64]
+    interleaved: bool = False
+    start: int = 0
+
+    def angles(self, deltas: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 cos and sin `[N, 1, R/2]` for tokens that move so far."""
+        angle = deltas.astype(np.float64)[:, None, None] * self.inv_freq
+        return tuple(torch.from_numpy(f(angle).astype(np.float32)) for f in (np.cos, np.sin))  # type: ignore[return-value]
+
+    def moved(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Keys `[N, Hk, D]`, turned in float32 and rounded once."""
+        half = cos.shape[-1]
+        own = k[..., self.start : self.start + 2 * half]
+        if self.interleaved:
+            x, y = own[..., 0::2], own[..., 1::2]
+        else:
+            x, y = own[..., :half], own[..., half:]
+        x, y = x.float(), y.float()
+        turned = x * cos - y * sin, y * cos + x * sin
+        out = k.clone()
+        place = out[..., self.start : self.start + 2 * half]
+        if self.interleaved:
+            place[..., 0::2], place[..., 1::2] = turned[0], turned[1]
+        else:
+            place[..., :half], place[..., half:] = turned[0], turned[1]
+        return out
+
+
+class _Seen(Exception):
+    """A forward has come as far as it was asked to."""
+
+
+class Rewrite:
+    """Tokens of an open step that are computed where they stand; each sees all before it.
+
+    To a model that runs packed it is a step of its own.
+
+    Args:
+        step: Its pages; of one row, whose new tokens are written already.
+        where: int64 `[n]`: which of the new tokens, ascending.
+        until: Model layer behind whose K and V the forward ends, or None.
+    """
+
+    begins = fills = apart = False
+
+    def __init__(self, step: Step, where: NDArray[np.int64], until: int | None = None) -> None:
+        assert step.tokens is not None
+        self.step, self.seqs, self.groups = step, step.seqs, step.groups
+        self.counts, self._until = np.array([len(where)]), until
+        self._where = torch.from_numpy(where)
+        self.tokens = step.tokens[:, self._where]
+        self.positions = step.positions[:, self._where]
+        self.values: torch.Tensor | None = None
+        self._batches: dict[int, Ragged] = {}
+
+    def batch(self, group: int = 0) -> Ragged:
+        """Each run of neighbours as a row that ends behind it."""
+        if group not in self._batches:
+            whole = self.step.batch(group)
+            at = self.positions[0].numpy()
+            firsts = np.flatnonzero(np.diff(at, prepend=-2) != 1)
+            starts = np.append(firsts, len(at))
+            ends = at[starts[1:] - 1] + 1
+            device = whole.table.device
+            lengths, cuts = (
+                torch.from_numpy(x.astype(np.int32)).to(device) for x in (ends, starts)
+            )
+            self._batches[group] = Ragged(
+                whole.table,
+                whole.rows.expand(len(firsts)).contiguous(),
+                lengths,
+                cuts,
+                int(np.diff(starts).max()),
+                int(ends[-1]),
+            )
+        return self._batches[group]
+
+    def decode(self, group: int) -> None:
+        """Nothing is prepared for it."""
+
+    def dtype(self, layer: int) -> torch.dtype:
+        """What a layer's K and V are kept in."""
+        return self.step.dtype(layer)
+
+    def group(self, layer: int) -> LayerGroup:
+        """The layer group of a model layer."""
+        return self.step.group(layer)
+
+    def pages(self, layer: int) -> Pages:
+        """The pages of a model layer."""
+        return self.step.pages(layer)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes K and V over what stands there."""
+        planner = Planner.of(self.seqs[0])
+        kernels.append(k, v, self.pages(layer), self.batch(planner.locate(layer)[0]))
+        if layer == self._until:
+            self.values = v
+            raise _Seen
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        """Both halves."""
+        self.write(layer, k, v)
+        return self.read(layer, q, **how)
+
+    def read(self, layer: int, q: torch.Tensor, **how: Any) -> torch.Tensor:
+        """Attends over all before each token."""
+        batch = self.batch(Planner.of(self.seqs[0]).locate(layer)[0])
+        found = kernels.paged_attention(q, self.pages(layer), batch, **how)
+        return found  # type: ignore[return-value] # without return_lse it is one tensor
+
+
+class Place(NamedTuple):
+    """A known document in a prompt: `count` of its tokens, from token `first` of the prompt on."""
+
+    first: int
+    count: int  # type: ignore[assignment]
+    document: Tokens
+
+
+Forward = Callable[[Any, torch.Tensor], Any]
+"""Runs a model over the tokens of a step, packed: (step, int64 places of wanted logits)."""
+
+
+class Blender:
+    """Finds documents in prompts, and puts what is known of them in place. Thread-safe as `KV` is.
+
+    Args:
+        kv: The cache; all of its layers see the whole context.
+        forward: Runs the model.
+        turns: How each layer's keys depend on their positions.
+        lead: The token that documents stand behind when they are computed.
+        rule: Which of their tokens are computed again.
+
+    Attributes:
+        counts: Documents found, tokens that were taken from them, and those computed again.
+    """
+
+    def __init__(
+        self,
+        kv: KV,
+        forward: Forward,
+        turns: Mapping[int, Turn],
+        lead: int,
+        rule: BlendRule,
+    ) -> None:
+        self.kv, self.forward, self.turns, self.lead, self.rule = kv, forward, turns, lead, rule
+        self.counts: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
+        self._known: dict[bytes, list[Tokens]] = {}
+
+    def learn(self, documents: Items[Any], tenant: str | None = None) -> int:
+        """Has documents computed behind the first token of a text, as far as they are not known.
+
+        Args:
+            documents: Token ids of each, without a first token of their own.
+            tenant: Whose pages.
+
+        Returns:
+            Tokens that were computed.
+
+        Raises:
+            CapacityError: One does not fit the pool.
+            TokenError: What is given are no token ids.
+        """
+        computed = 0
+        for given in documents:
+            document = as_tokens(given)
+            if len(document) < LEAST_TOKENS:
+                continue
+            ids = self._stored(document)
+            with self.kv.open(ids, tenant=tenant, limit=len(ids)) as seq:
+                computed += len(ids) - seq.length
+                while seq.length < len(ids):
+                    part = ids[seq.length : seq.length + _CHUNK]
+                    with self.kv.step([seq], [part]) as step, torch.no_grad():
+                        self.forward(step, torch.tensor([len(part) - 1]))
+            near = self._known.setdefault(document[:_MARK].tobytes(), [])
+            if not any(np.array_equal(document, one) for one in near):
+                near.append(document)
+                near.sort(key=len, reverse=True)  # the longest that fits is taken
+        return computed
+
+    def adopt(self, former: Blender) -> None:
+        """Takes over what the one before it looked for, and counted."""
+        self._known, self.counts = former._known, former.counts
+
+    def _stored(self, document: Tokens) -> Tokens:
+        """Behind the first token of a text, and up to the end of a page: open pages are not kept.
+
+        What comes behind a document changes nothing of it. Cut into whole pages, a document of any
+        length is found whole, for at most a page more; to copy its tail beside would cost as much.
+        """
+        size = self.kv.page_size
+        whole = np.full(-(-(1 + len(document)) // size) * size, self.lead, np.uint32)
+        whole[1 : 1 + len(document)] = document
+        return whole
+
+    def find(self, tokens: Tokens, first: int = 0) -> list[Place]:
+        """Known documents in a prompt from token `first` on, the earliest and longest first."""
+        found: list[Place] = []
+        at, last = first, len(tokens) - LEAST_TOKENS
+        raw, width = tokens.tobytes(), tokens.itemsize
+        while self._known and at <= last:
+            near = self._known.get(raw[at * width : (at + _MARK) * width], ())
+            left = tokens[at:]
+            fits = (d for d in near if np.array_equal(left[: len(d)], d[: len(left)]))
+            document = next(fits, None)
+            if document is None:
+                at += 1
+                continue
+            count = min(len(document), len(tokens) - at)
+            found.append(Place(at, count, document))
+            at += count
+        return found
+
+    def blend(self, seq: Sequence, most: int) -> int:
+        """Puts what is known of documents in a sequence's prompt in place, and mends it.
+
+        Args:
+            seq: In no step, nothing on its way. If anything is put in place, it is private
+                from then on.
+            most: Tokens of its prompt that need not be left to others.
+
+        Returns:
+            Tokens that it is longer.
+
+        Raises:
+            CapacityError: There is no room for it; the sequence is as before.
+        """
+        prompt, start = seq.tokens[:most], seq.length
+        places = self.find(prompt, start)
+        sources = list[Sequence]()
+        try:
+            for place in list(places):
+                ids = self._stored(place.document)
+                source = self.kv.open(ids, tenant=seq.owner, salts=seq.salts, limit=len(ids))
+                sources.append(source)
+                if source.length <= place.count:  # not known whole, to this model or tenant
+                    places.remove(place)
+                    sources.pop().close()
+            return self._blend(seq, places, sources) if places else 0
+        finally:
+            with self.kv.lock:  # of one prompt, tokens count once
+                self.kv.tokens_seen -= sum(len(source.tokens) for source in sources)
+                self.kv.tokens_reused -= sum(source.reused for source in sources)
+            for source in sources:
+                source.close()
+
+    def _blend(self, seq: Sequence, places: list[Place], sources: list[Sequence]) -> int:
+        start, end = seq.length, places[-1].first + places[-1].count
+        count, taken = end - start, np.zeros(end - start, np.bool_)
+        for place in places:
+            taken[place.first - start : place.first - start + place.count] = True
+        publishable, seq.publishable = seq.publishable, False
+        try:
+            with torch.no_grad(), plan(self.kv, [seq], [count]) as step:
+                step.audits = True  # what it takes says nothing of how fast prompts are computed
+                step.give(seq.tokens[start:end])
+                old = self._put(step, places, sources, start)
+                deviation = self._deviation(step, old, taken) if self.rule.looks else None
+                chosen = self.rule.chosen([place.count for place in places], deviation)
+                again = ~taken
+                again[taken] = chosen
+                if again.any():
+                    self._run(Rewrite(step, np.flatnonzero(again)))
+        except BaseException:
+            seq.publishable = publishable
+            raise
+        seq.fidelity = max(seq.fidelity, *(source.fidelity for source in sources))
+        with self.kv.lock:
+            self.counts["documents"] += len(places)
+            self.counts["taken_tokens"] += int(count - again.sum())
+            self.counts["computed_tokens"] += int(again.sum())
+        return count
+
+    def _run(self, rewrite: Rewrite) -> None:
+        before = CURRENT.set(rewrite)  # type: ignore[arg-type] # what a model asks of a step
+        try:
+            self.forward(rewrite, torch.tensor([rewrite.counts[0] - 1]))
+        finally:
+            CURRENT.reset(before)
+
+    @property
+    def _second(self) -> int:
+        """The model's second layer with keys and values."""
+        return sorted(self.turns)[1:2][0] if len(self.turns) > 1 else min(self.turns)
+
+    def _put(
+        self, step: Step, places: list[Place], sources: list[Sequence], start: int
+    ) -> torch.Tensor:
+        """Writes what is known, turned; returns the second layer's values, zeros between."""
+        planner, count = Planner.of(step.seqs[0]), int(step.counts[0])
+        widest = max(place.count for place in places)
+        reading = Step(planner, sources, np.zeros(len(sources), np.int64))
+        rows, columns, tokens = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        deltas = np.zeros(count, np.int64)
+        for row, place in enumerate(places):
+            own = np.arange(place.first - start, place.first - start + place.count)
+            tokens.append(own)
+            rows.append(np.full(place.count, row))
+            columns.append(np.arange(widest - place.count, widest))
+            deltas[own] = place.first - 1  # the lead stands at 0 there
+        at = torch.from_numpy(np.concatenate(tokens))
+        taken = torch.from_numpy(np.concatenate(rows) * widest + np.concatenate(columns))
+        moved = deltas[at.numpy()]
+        shown = torch.tensor([1 + place.count for place in places], dtype=torch.int32)
+        angles: dict[int, Any] = {}
+        values: torch.Tensor | None = None
+        try:
+            for layer, turn in self.turns.items():
+                pages = reading.pages(layer)
+                batch = reading.batch(planner.locate(layer)[0])
+                device = batch.table.device
+                batch = batch._replace(lengths=shown.to(device), most_length=1 + widest)
+                if id(turn) not in angles:
+                    angles[id(turn)] = [x.to(device) for x in turn.angles(moved)]
+                dense = kernels.gather_dense(pages, batch, widest)
+                k, v = (x.transpose(1, 2).flatten(0, 1)[taken.to(device)] for x in dense)
+                k = turn.moved(k, *angles[id(turn)])
+                put = []
+                for x in (k, v):
+                    whole = x.new_zeros(count, *x.shape[1:])
+                    whole[at.to(device)] = x
+                    put.append(whole)
+                step.write(layer, *put)
+                if layer == self._second:
+                    values = put[1]
+        finally:
+            reading.rollback()
+        assert values is not None
+        return values
+
+    def _deviation(
+        self, step: Step, old: torch.Tensor, taken: NDArray[np.bool_]
+    ) -> NDArray[np.floating]:
+        """How far the second layer's values are from those that the whole prompt would have."""
+        look = Rewrite(step, np.arange(len(taken)), until=self._second)
+        with contextlib.suppress(_Seen):
+            self._run(look)
+        assert look.values is not None
+        far = (look.values.float() - old.float()).square().sum((1, 2))
+        return far.cpu().numpy()[taken]

@@ -1,0 +1,194 @@
+"""`attach(reuse="blend")`: how a model's keys turn is tried, and prompts are blended."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowkv.cache.blend import Blender, Turn
+from flowkv.cache.kv import warn
+from flowkv.core.errors import CapacityError, ConfigError
+from flowkv.hooks.huggingface.packed import packed_way
+from flowkv.hooks.huggingface.probe import native_cache, ordinary_tokens, quiet
+from flowkv.policy.blend import BlendRule
+
+_TOKENS, _FAR = 8, (1, 37, 301)
+"""Of a trial: tokens, and by how much they are moved."""
+_BY_LENGTH = frozenset(("dynamic", "longrope", "mrope"))
+"""Kinds of RoPE in which a key depends on more than its position."""
+_REMEDY = 'Leave reuse="blend" out: exact reuse serves every model that attach does'
+
+
+def make_blender(door: Any, rule: BlendRule) -> Blender:
+    """What blends prompts of an attached model.
+
+    Raises:
+        ConfigError: Its keys cannot be moved, or its tokens not be computed where they stand.
+    """
+    model, kv, config = door.model, door.kv, door.model.config.get_text_config(decoder=True)
+    kinds = {group.kind for group in door.plan.geometry.groups} - {"full"}
+    problem = ""
+    if door.names.encoder:
+        problem = "an encoder-decoder is not covered"
+    elif door.plan.stateful or kinds:
+        problem = f"layers that are {' or '.join(sorted(kinds) or ['recurrent'])} are not covered"
+    elif kv.config.overflow or door.sparsifier is not None:
+        problem = "overflow=True and sparsify= keep their own tokens"
+    elif kv.config.max_rows < 4:
+        problem = f"max_rows={kv.config.max_rows} has no line for documents beside a prompt"
+    lead = next((token for token in _leads(model, config)), None)
+    if not problem and lead is None:
+        problem = "its configuration names no first token of a text (bos_token_id)"
+    forward = None
+    if not problem:
+        forward, problem = packed_way(model, kv, door)
+    if problem or forward is None or lead is None:
+        raise _refused(model, problem)
+    with door.aside(), quiet(model):
+        turns = _turns(model, door, config)
+    return Blender(kv, forward, turns, lead, rule)
+
+
+def _refused(model: Any, problem: str) -> ConfigError:
+    return ConfigError(
+        f'reuse="blend" does not fit this {type(model).__name__}: {problem}', _REMEDY
+    )
+
+
+def _leads(model: Any, config: Any) -> Iterator[int]:
+    for name in ("bos_token_id", "eos_token_id"):
+        for source in (config, getattr(model, "generation_config", None)):
+            token = getattr(source, name, None)
+            token = token[0] if isinstance(token, list) and token else token
+            if isinstance(token, int):
+                yield token
+
+
+def _turns(model: Any, door: Any, config: Any) -> dict[int, Turn]:
+    """How each layer's keys turn, by what they do in a trial.
+
+    Raises:
+        ConfigError: They do otherwise than any RoPE of the model.
+    """
+    names = "rope_parameters", "rope_scaling"
+    said = [one for name in names for one in _dicts(getattr(config, name, None))]
+    kinds = {str(one.get("rope_type", one.get("type", ""))) for one in said}
+    kinds |= {"mrope"} if any("mrope_section" in one for one in said) else set()
+    if odd := sorted(kinds & _BY_LENGTH):
+        raise _refused(model, f"no key turns by positions of the kind {odd[0]!r} alone")
+    frequencies = {
+        tuple(x.detach().double().flatten().tolist()): None
+        for module in model.modules()
+        for name, x in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+    }
+    tried = [
+        Turn(np.array(one), interleaved) for one in frequencies for interleaved in (False, True)
+    ]
+    ids = ordinary_tokens(model, door.names, _TOKENS)[:1]
+    here, *moved = (_kv(model, door, ids, by) for by in (0, *_FAR))
+    found: dict[int, Turn] = {}
+    for layer in door.plan.placed:
+        k, v = here[layer]
+        for turn in tried:
+            if 2 * len(turn.inv_freq) <= k.shape[-1] and all(
+                _near(turn.moved(k, *_angles(turn, len(k), by, k.device)), there[layer][0])
+                and _near(v, there[layer][1])
+                for by, there in zip(_FAR, moved, strict=True)
+            ):
+                found[layer] = turn
+                break
+        else:
+            raise _refused(model, f"keys of layer {layer} do not turn as RoPE does when they move")
+    return found
+
+
+def _dicts(said: Any) -> Iterator[dict[str, Any]]:
+    """A mapping, and those in it: layers of different kinds have RoPE of their own."""
+    if isinstance(said, dict):
+        yield said
+        for value in said.values():
+            yield from _dicts(value)
+
+
+def _angles(turn: Turn, count: int, by: int, device: Any) -> Iterator[torch.Tensor]:
+    return (x.to(device) for x in turn.angles(np.full(count, by, np.int64)))
+
+
+def _kv(model: Any, door: Any, ids: torch.Tensor, by: int) -> dict[int, Any]:
+    """K and V `[T, Hk, D]` of each layer, for tokens that stand `by` further on."""
+    names, cache = door.names, native_cache(model)
+    positions = torch.arange(by, by + ids.shape[1], device=ids.device)[None]
+    given = {names.ids: ids, names.positions: positions, names.cache: cache, "use_cache": True}
+    with torch.no_grad():
+        model(**given)
+    found = {}
+    for index in door.plan.placed:
+        layer = cache.layers[index]
+        found[index] = [x[0].transpose(0, 1) for x in (layer.keys, layer.values)]
+    return found
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # What a key is rounded to in 16 bits, a layer makes more of.
+    least = 2e-4 if other.dtype in (torch.float32, torch.float64) else 5e-2
+    scale = float(other.float().abs().max()) or 1.0
+    return float((one.float() - other.float()).abs().max()) <= least * scale
+
+
+class Blending:
+    """What blends prompts of an attached model, as it is now.
+
+    Args:
+        door: Its door.
+        rule: Which tokens of documents are computed again.
+
+    Raises:
+        ConfigError: See `make_blender`.
+    """
+
+    def __init__(self, door: Any, rule: BlendRule) -> None:
+        self._door, self._rule = weakref.proxy(door), rule
+        self._blender = make_blender(door, rule)
+        self._name = door.kv.namespace
+
+    def now(self) -> Blender:
+        """The one for the model as it is: weights were changed, or keys turn otherwise.
+
+        Raises:
+            ConfigError: It cannot be blended any more.
+        """
+        door = self._door
+        if self._name != door.kv.namespace:
+            fresh = make_blender(door, self._rule)
+            fresh.adopt(self._blender)
+            self._blender, self._name = fresh, door.kv.namespace
+        return self._blender
+
+    def learn(self, documents: Items[Any], tenant: str | None) -> int:
+        """See `KV.learn`."""
+        with self._door.aside():
+            self._door.refresh()
+            return self.now().learn(documents, tenant)
+
+    def apply(self, found: Any, pads: list[int], most: int) -> Any:
+        """Puts known documents of a batch's prompts in place; the rows, and whether any was.
+
+        Args:
+            found: An `AdmittedRows`; nothing is on its way.
+            pads: Padding columns of each row.
+            most: Columns that need not be computed by the forward that follows.
+        """
+        try:
+            blender, rows = self.now(), list(zip(found.seqs, pads, strict=True))
+            with self._door.aside():
+                longer = [blender.blend(seq, most - pad) for seq, pad in rows]
+        except (CapacityError, ConfigError) as error:
+            warn(self._door.kv, f"blend: {error.problem}", f"FlowKV blends nothing: {error}")
+            return found, False
+        return found._replace(base=min(pad + seq.length for seq, pad in rows)), any(longer)

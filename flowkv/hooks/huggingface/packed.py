@@ -1,0 +1,265 @@
+"""Runs an unmodified model over packed rows: one forward for rows of any lengths, no padding.
+
+The cache that the model is given holds nothing. Its layers hand new keys and values to the step
+that is under way, and look to the model like layers without a past; where each token stands, it
+is told by its position. Whether a model can be run so is not looked up but tried (`packed_way`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.cache.kv import KV
+from flowkv.cache.sequence import Sequence
+from flowkv.cache.step import Step
+from flowkv.core.errors import CapacityError, FlowKVError, StateError
+from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact, packed_mask
+from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PlacedLayer
+from flowkv.hooks.huggingface.door import ForwardHook
+from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
+from flowkv.hooks.huggingface.versions import Cache, DynamicCache, DynamicLayer
+
+
+class PackedLayer(DynamicLayer):  # type: ignore[misc]
+    """One attention layer of a packed forward; it keeps nothing, and shows no past.
+
+    Args:
+        placed: Where its pages are.
+        spec: What it keeps.
+    """
+
+    is_croppable = False
+
+    def __init__(self, placed: PlacedLayer, spec: LayerSpec) -> None:
+        super().__init__()
+        self.placed, self.window = placed, spec.window if spec.kind == "sliding" else None
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether it has a window."""
+        return self.window is not None
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes new tokens into the pages of their rows.
+
+        Args:
+            key_states: `[1, Hk, N, D]`.
+            value_states: `[1, Hk, N, Dv]`.
+            *args: Ignored, as by the native layer.
+            **kwargs: Likewise.
+
+        Returns:
+            The same tensors: by them, attention knows the layer.
+
+        Raises:
+            StateError: No packed forward is under way.
+        """
+        packing = RUNNING.get()
+        if packing is None:
+            raise StateError("this cache belongs to a forward that is over", "Make another one")
+        packing.write(self.placed, self.window, key_states, value_states)
+        return key_states, value_states
+
+
+class PackedForward:
+    """Runs a model in a step, see `engine.runner.Forward`.
+
+    Args:
+        model: The model.
+        door: Its door; held by the model's hooks.
+        by_index: The model computes logits at given places only.
+        masked: It is given its mask, all of whose layers have the same: to have it made by
+            transformers takes as long as everything else that a step of one row does here.
+    """
+
+    def __init__(self, model: Any, door: ForwardHook, *, by_index: bool, masked: bool) -> None:
+        self._model, self._door, self._by_index = model, door, by_index
+        self._masked, self._mask = masked, packed_mask(0, None, torch.bool, "cpu")
+        self._plan: ModelPlan | None = None
+        self._cache: Any = None
+
+    def __call__(self, step: Step, last: torch.Tensor) -> torch.Tensor:
+        """Logits behind some tokens of a step.
+
+        Args:
+            step: The step, with its token ids.
+            last: int64 `[B]`: places in its tokens.
+
+        Returns:
+            `[B, V]`.
+
+        Raises:
+            StateError: The model has moved to another dtype or device since the rows were opened.
+            Unpackable: Its rows would mix.
+        """
+        assert step.tokens is not None
+        door, model = self._door, self._model
+        device = model.get_input_embeddings().weight.device
+        names, count = door.names, step.tokens.shape[1]
+        every = len(last) == count  # they decode, each row with one token
+        given = {
+            names.ids: step.tokens.to(device),
+            names.positions: step.positions.to(device),
+            names.cache: self._fresh(step),
+            "use_cache": True,
+        }
+        if self._by_index and not every:
+            given["logits_to_keep"] = last = last.to(device)
+        if self._masked:
+            if self._mask.shape[2] != count or self._mask.device != device:
+                self._mask = packed_mask(count, None, torch.bool, device)
+            given[names.mask] = self._mask
+        running = RUNNING.set(Packing(step))
+        try:
+            with exact(device):
+                logits = model(**given).logits[0]
+        finally:
+            RUNNING.reset(running)
+        # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
+        if model.training or (step.fills and not door.identity.same(model)):
+            for seq in step.seqs:
+                seq.publishable = False
+        found: torch.Tensor = logits if self._by_index or every else logits[last.to(device)]
+        return found
+
+    def _fresh(self, step: Step) -> Any:
+        """The cache to give to the model, which keeps nothing between two forwards."""
+        plan = self._door.plan
+        if plan is not self._plan:
+            if plan.geometry.groups != step.groups:
+                raise StateError(
+                    "the model has moved to another dtype or device since these rows were opened",
+                    "Submit their requests again",
+                )
+            self._plan, self._cache = plan, _cache(plan)
+        return self._cache
+
+
+def _cache(plan: ModelPlan) -> Any:
+    cache = object.__new__(DynamicCache)  # models ask for one
+    layers = [
+        PackedLayer(plan.placed[index], spec) if index in plan.placed else spec.make()
+        for index, spec in enumerate(plan.specs)
+    ]
+    Cache.__init__(cache, layers=layers)
+    return cache
+
+
+# Which way rows of a model can run together is tried on a few tokens, not looked up.
+
+Run = Callable[[list[Sequence], list[NDArray[np.uint32]]], torch.Tensor]
+"""Runs the next tokens of some sequences; returns the logits behind the last of each."""
+
+TRIED = (7, 3, 0), (1, 6, 4), (2, 2, 1), (1, 1, 1)
+"""Tokens of three rows in the steps of a trial: prompts cut anywhere, beside each other and beside
+single tokens. Of fewer rows where the cache never has more."""
+
+
+def packed_way(model: Any, kv: KV, door: ForwardHook) -> tuple[PackedForward | None, str]:
+    """The fastest way in which packed rows of a model answer as each does alone, or why none does.
+
+    Raises:
+        CapacityError: The cache has no room to try it, which says nothing about the model.
+    """
+    names, reason = door.names, _unpackable(door)
+    if not reason:
+        indexed = "logits_to_keep" in names.parameters
+        windows = any(spec.kind == "sliding" for spec in door.plan.specs)
+        masked = names.mask in names.parameters and not windows
+        for by_index, given in dict.fromkeys(
+            [(indexed, masked), (indexed, False), (False, False)]  # the fastest first
+        ):
+            forward = PackedForward(model, door, by_index=by_index, masked=given)
+            reason = try_rows(model, kv, door, _packed(kv, forward))
+            if not reason:
+                return forward, ""
+    return None, reason
+
+
+def alone_reason(plan: ModelPlan) -> str:
+    """Why rows cannot run in one forward at all."""
+    if plan.stateful:
+        return "layers keep a recurrent state"
+    return "attention is chunked" if any(spec.kind == "chunked" for spec in plan.specs) else ""
+
+
+def _unpackable(door: ForwardHook) -> str:
+    if door.names.positions not in door.names.parameters:
+        return "the model takes no position of each token"
+    if not all(placed.in_pages for placed in door.plan.placed.values()):
+        return door.switch.reason or "the model computes with keys and values itself"
+    return alone_reason(door.plan)
+
+
+def _packed(kv: KV, forward: PackedForward) -> Run:
+    def run(seqs: list[Sequence], tokens: list[NDArray[np.uint32]]) -> torch.Tensor:
+        with kv.step(seqs, tokens) as step:
+            return forward(step, torch.from_numpy(step.counts.cumsum() - 1))
+
+    return run
+
+
+def try_rows(model: Any, kv: KV, door: ForwardHook, run: Run) -> str:
+    """Why rows cannot be run so; "" if they can."""
+    try:
+        with quiet(model):
+            if _agrees(model, kv, door, run):
+                return ""
+        return "rows that run together do not answer as each does alone"
+    except CapacityError as error:
+        raise CapacityError(
+            f"how rows of the model run together cannot be tried: {error.problem}", error.remedy
+        ) from error
+    except FlowKVError as error:
+        return error.problem
+    except Exception as error:  # whatever a model raises: it cannot be run so
+        return f"it does not run over rows together ({type(error).__name__}: {error})"
+
+
+def _agrees(model: Any, kv: KV, door: ForwardHook, run: Run) -> bool:
+    ends = [sum(counts) for counts in zip(*TRIED, strict=True)][: kv.config.max_rows]
+    texts = ordinary_tokens(model, door.names, sum(ends))[0].split(ends)
+    ids = [text.cpu().numpy().astype(np.uint32) for text in texts]
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    seqs: list[Sequence] = []
+    try:
+        for text in ids:
+            seqs.append(kv.open(text, reuse=False))
+            seqs[-1].publishable = False
+        for counts in TRIED:
+            rows = [row for row, count in enumerate(counts[: len(seqs)]) if count]
+            parts = [ids[row][seqs[row].length :][: counts[row]] for row in rows]
+            for row, logits in zip(rows, run([seqs[row] for row in rows], parts), strict=True):
+                found[row].append(logits.detach().float())
+    finally:
+        for seq in seqs:
+            seq.close()
+    wanted = _alone(model, door, texts)
+    return all(
+        close(torch.stack(answers)[None], own, model.dtype)
+        for answers, own in zip(found, wanted, strict=True)
+    )
+
+
+def _alone(model: Any, door: ForwardHook, texts: Items[torch.Tensor]) -> list[torch.Tensor]:
+    """What the model answers without a cache, at the ends of the parts of each text."""
+    names, found = door.names, []
+    for row, text in enumerate(texts):
+        given = {names.ids: text[None]}
+        if names.positions in names.parameters:
+            # As `generate` gives them: some models would not count from 0 by themselves.
+            given[names.positions] = torch.arange(len(text), device=text.device)[None]
+        with door.aside():
+            logits = model(**given, use_cache=False).logits.detach().float()
+        ends = np.cumsum([counts[row] for counts in TRIED if counts[row]]) - 1
+        found.append(logits[:, ends.tolist()])
+    return found

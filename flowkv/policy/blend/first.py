@@ -1,0 +1,39 @@
+"""`FirstTokens`: the beginning of each document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy.blend.base import BlendRule
+
+
+class FirstTokens(BlendRule):
+    """The first n tokens of each document (LegoLink of EPIC, arXiv 2410.15332).
+
+    What a document's first tokens are in the place of its beginning, its other tokens have looked
+    at most: there the K and V of both differ most, and mending them costs least.
+
+    Args:
+        amount: Tokens of each document.
+
+    Raises:
+        ConfigError: It is no such number.
+    """
+
+    name = "first"
+
+    def __init__(self, amount: float = 16) -> None:
+        if amount != int(amount) or amount < 0:
+            raise ConfigError(f"first:{amount}", "Pass a number of tokens, such as first:16")
+        self.tokens = int(amount)
+
+    def choose(
+        self, sizes: Sequence[int], deviation: NDArray[np.floating] | None
+    ) -> NDArray[np.bool_]:
+        """The first `tokens` of each."""
+        parts = [np.arange(size) < self.tokens for size in sizes]
+        return np.concatenate([np.empty(0, np.bool_), *parts])
