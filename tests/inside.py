@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flowkv.cache import erasure, export, mover, overflow, pinned, stack, step, store, swap
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
+    from flowkv.cache.blend import Blender, Rewrite, Turn
     from flowkv.cache.block_table import relocate
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
     from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy

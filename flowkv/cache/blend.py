@@ -10,7 +10,6 @@ is approximate: the sequence is private from there on.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
@@ -180,9 +179,6 @@ class Blender:
         turns: How each layer's keys depend on their positions.
         lead: The token that documents stand behind when they are computed.
         rule: Which of their tokens are computed again.
-
-    Attributes:
-        counts: Documents found, tokens that were taken from them, and those computed again.
     """
 
     def __init__(
@@ -194,7 +190,6 @@ class Blender:
         rule: BlendRule,
     ) -> None:
         self.kv, self.forward, self.turns, self.lead, self.rule = kv, forward, turns, lead, rule
-        self.counts: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
         self._known: dict[bytes, list[Tokens]] = {}
 
     def learn(self, documents: Items[Any], tenant: str | None = None) -> int:
@@ -223,15 +218,19 @@ class Blender:
                     part = ids[seq.length : seq.length + _CHUNK]
                     with self.kv.step([seq], [part]) as step, torch.no_grad():
                         self.forward(step, torch.tensor([len(part) - 1]))
-            near = self._known.setdefault(document[:_MARK].tobytes(), [])
-            if not any(np.array_equal(document, one) for one in near):
-                near.append(document)
-                near.sort(key=len, reverse=True)  # the longest that fits is taken
+            self.note(document)
         return computed
 
+    def note(self, document: Tokens) -> None:
+        """From now on it is looked for."""
+        near = self._known.setdefault(document[:_MARK].tobytes(), [])
+        if not any(np.array_equal(document, one) for one in near):
+            near.append(document)
+            near.sort(key=len, reverse=True)  # the longest that fits is taken
+
     def adopt(self, former: Blender) -> None:
-        """Takes over what the one before it looked for, and counted."""
-        self._known, self.counts = former._known, former.counts
+        """Takes over what the one before it looked for."""
+        self._known = former._known
 
     def _stored(self, document: Tokens) -> Tokens:
         """Behind the first token of a text, and up to the end of a page: open pages are not kept.
@@ -317,9 +316,9 @@ class Blender:
             raise
         seq.fidelity = max(seq.fidelity, *(source.fidelity for source in sources))
         with self.kv.lock:
-            self.counts["documents"] += len(places)
-            self.counts["taken_tokens"] += int(count - again.sum())
-            self.counts["computed_tokens"] += int(again.sum())
+            self.kv.blended["documents"] += len(places)
+            self.kv.blended["taken_tokens"] += int(count - again.sum())
+            self.kv.blended["computed_tokens"] += int(again.sum())
         return count
 
     def _run(self, rewrite: Rewrite) -> None:

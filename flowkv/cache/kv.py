@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager
@@ -311,6 +312,7 @@ class KV:
         self._proofs: list[Callable[[], None]] = []
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
+        self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
@@ -1394,6 +1396,7 @@ class KV:
                 "ghosts": 0,
                 "audit": {},
                 "overflow": {},
+                "blend": dict(self.blended),
                 "events": self.metrics.snapshot(),
             }
             if planner is None:

@@ -788,8 +788,10 @@ def _transformers(model: Any, kv: KV, sampler: Sampler | None, fixed: bool) -> S
         sampler = sampling.GenerateSampler(parts.model)
     runner: Runner = parts.apart
     if parts.forward is not None:
+        if fixed and parts.blend is not None:
+            raise ConfigError('invariant=True with reuse="blend"', "Leave one of them out")
         forward = invariant(parts.forward) if fixed else parts.forward
-        runner = PackedRunner(kv, forward, parts.refresh)
+        runner = PackedRunner(kv, forward, parts.refresh, parts.blend)
     elif fixed:
         raise UnsupportedModelError(
             f"steps of this model cannot be made invariant: {parts.reason}",

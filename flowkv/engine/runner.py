@@ -91,14 +91,19 @@ class PackedRunner:
         kv: The cache.
         forward: Runs the model.
         refresh: Called before a row is opened, to notice that the model has changed.
+        blend: Puts known documents in place in a sequence, up to so many tokens of its prompt.
     """
 
     together = True
 
     def __init__(
-        self, kv: KV, forward: Forward, refresh: Callable[[], object] = lambda: None
+        self,
+        kv: KV,
+        forward: Forward,
+        refresh: Callable[[], object] = lambda: None,
+        blend: Callable[[Sequence, int], object] | None = None,
     ) -> None:
-        self._kv, self._forward, self._refresh = kv, forward, refresh
+        self._kv, self._forward, self._refresh, self._blend = kv, forward, refresh, blend
         self._last: Step | None = None
         self._ends = torch.arange(0)  # of rows with one token each
 
@@ -106,7 +111,14 @@ class PackedRunner:
         """Opens a row with its known prefix in place, or (`wait=False`) on its way."""
         self._refresh()
         self._last = None  # its pools may be those of a model that was another one
-        return open_row(self._kv, request, tokens, wait=wait)
+        row = open_row(self._kv, request, tokens, wait=wait or self._blend is not None)
+        if self._blend is not None:
+            try:
+                self._blend(row.seq, len(tokens) - 1)
+            except BaseException:
+                row.close()
+                raise
+        return row
 
     def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
         """Runs the model over the next tokens of some rows."""

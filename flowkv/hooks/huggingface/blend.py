@@ -12,6 +12,7 @@ import torch
 
 from flowkv.cache.blend import Blender, Turn
 from flowkv.cache.kv import warn
+from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.hooks.huggingface.packed import packed_way
 from flowkv.hooks.huggingface.probe import native_cache, ordinary_tokens, quiet
@@ -176,6 +177,20 @@ class Blending:
             self._door.refresh()
             return self.now().learn(documents, tenant)
 
+    def one(self, seq: Sequence, most: int) -> bool:
+        """Puts known documents of a sequence's prompt in place; whether there were any.
+
+        Args:
+            seq: Nothing is on its way to it.
+            most: Tokens of its prompt that need not be computed behind it.
+        """
+        try:
+            with self._door.aside():
+                return self.now().blend(seq, most) > 0
+        except (CapacityError, ConfigError) as error:
+            warn(self._door.kv, f"blend: {error.problem}", f"FlowKV blends nothing: {error}")
+            return False
+
     def apply(self, found: Any, pads: list[int], most: int) -> Any:
         """Puts known documents of a batch's prompts in place; the rows, and whether any was.
 
@@ -184,11 +199,7 @@ class Blending:
             pads: Padding columns of each row.
             most: Columns that need not be computed by the forward that follows.
         """
-        try:
-            blender, rows = self.now(), list(zip(found.seqs, pads, strict=True))
-            with self._door.aside():
-                longer = [blender.blend(seq, most - pad) for seq, pad in rows]
-        except (CapacityError, ConfigError) as error:
-            warn(self._door.kv, f"blend: {error.problem}", f"FlowKV blends nothing: {error}")
+        rows = list(zip(found.seqs, pads, strict=True))
+        if not any([self.one(seq, most - pad) for seq, pad in rows]):
             return found, False
-        return found._replace(base=min(pad + seq.length for seq, pad in rows)), any(longer)
+        return found._replace(base=min(pad + seq.length for seq, pad in rows)), True

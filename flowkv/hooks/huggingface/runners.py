@@ -261,6 +261,7 @@ class Parts(NamedTuple):
         vocabulary: Token ids are below this.
         refresh: To be called before rows are opened: notices that the model has changed.
         check: Refuses token ids with options, where they do not say what is to be gone on with.
+        blend: Puts known documents of a prompt in place, see `blend.Blending.one`; None for none.
     """
 
     model: Any
@@ -271,6 +272,7 @@ class Parts(NamedTuple):
     vocabulary: int
     refresh: Callable[[], None]
     check: Callable[[NDArray[np.uint32], Mapping[str, Any]], None]
+    blend: Callable[[Sequence, int], object] | None
 
 
 def make_runner_parts(model: Any, kv: KV) -> Parts:
@@ -314,6 +316,7 @@ def make_runner_parts(model: Any, kv: KV) -> Parts:
         int(model.config.get_text_config(decoder=True).vocab_size),
         door.refresh,
         partial(_check, door),
+        None if door.blending is None else door.blending.one,
     )
 
 

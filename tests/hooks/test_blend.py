@@ -1,0 +1,364 @@
+"""Documents behind another beginning: found, turned, mended, and never taken for the exact thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import flowkv
+from flowkv.policy.blend import BLEND_RULES, BlendRule, make_blend_rule
+from tests.hooks import models
+from tests.hooks.compare import attached, generate, reused
+from tests.inside import Blender, ConfigError, GeometryError, StateError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = {name: value for name, value in models.SMALL.items() if name != "eos_token_id"}
+SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def small(kind: str, **more: Any) -> Any:
+    """A random model of an architecture, by the prefix of its classes."""
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{kind}Config")(**SMALL | {"eos_token_id": 2} | more)
+    name = "ForCausalLM" if kind != "GPT2" else "LMHeadModel"
+    return getattr(transformers, f"{kind}{name}")(config).eval()
+
+
+MADE = {
+    "llama": lambda: models.causal("llama"),
+    "qwen3": lambda: models.causal("qwen3"),
+    "interleaved": lambda: small("Cohere"),
+    "part of a head": lambda: small("Phi", partial_rotary_factor=0.5),
+    "interleaved part of a head": lambda: small("Glm", head_dim=16),
+    "no grouped queries": lambda: small("GPTNeoX"),
+    "llama3": lambda: small("Llama", rope_parameters=LLAMA3),
+    "yarn": lambda: small("Llama", rope_parameters=SCALED | {"rope_type": "yarn"}),
+}
+
+
+@contextmanager
+def blending(model: Any, recompute: Any = "values", **options: Any) -> Iterator[flowkv.KV]:
+    with pytest.warns(flowkv.ExperimentalWarning, match="blend"):
+        kv = flowkv.attach(
+            model, reuse="blend", recompute=recompute, **{"gpu": "64MiB", "page_size": 16} | options
+        )
+    with kv:
+        yield kv
+
+
+def draw(count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 250, (count,), generator=generator)
+
+
+DOCUMENTS = [draw(150, 1), draw(203, 2), draw(90, 3)]
+PROMPT = torch.cat([draw(20, 4), DOCUMENTS[1], draw(7, 5), DOCUMENTS[0], DOCUMENTS[2], draw(30, 6)])
+LISTS = [document.tolist() for document in DOCUMENTS]
+
+
+def last(model: Any, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    """Logits behind a prompt, with a fresh cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        out = model(ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[0, -1].detach()
+
+
+def blocks(kv: flowkv.KV) -> int:
+    return int(kv.stats()["blocks"])
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("name", MADE)
+    def test_are_exact_where_all_is_computed_again(self, name: str) -> None:
+        """Whatever kind of RoPE it is: what is computed lands where it belongs, and sees it all."""
+        model = MADE[name]()
+        exact = last(model, PROMPT)
+        with blending(model, 1.0) as kv:
+            kv.learn(LISTS)
+            found = last(model, PROMPT)
+            assert kv.stats()["blend"]["documents"] == 3
+            torch.testing.assert_close(found, exact, rtol=0, atol=1e-4 * float(exact.abs().max()))
+
+    @pytest.mark.parametrize("name", MADE)
+    def test_turned_keys_of_the_first_layer_are_exact(self, name: str) -> None:
+        """They depend on a token and its position alone. A forgotten turn shows nowhere else so."""
+        model, exact, ours = MADE[name](), DynamicCache(), DynamicCache()
+        last(model, PROMPT, exact)
+        with blending(model, "first:0") as kv:
+            kv.learn(LISTS)
+            last(model, PROMPT, ours)
+            for kind in ("keys", "values"):
+                mine, theirs = (getattr(cache.layers[0], kind) for cache in (ours, exact))
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+                deep, deeper = (getattr(cache.layers[-1], kind) for cache in (ours, exact))
+                assert not torch.allclose(deep, deeper, atol=1e-4)
+
+    def test_come_nearer_with_every_token_that_is_computed_again(self) -> None:
+        """The deviation from exact keys and values falls with the share; at 1 it is gone."""
+        model, far = models.causal("llama"), []
+        exact = DynamicCache()
+        last(model, PROMPT, exact)
+        for share in (0.0, 0.15, 0.5, 1.0):
+            ours = DynamicCache()
+            with blending(model, share) as kv:
+                kv.learn(LISTS)
+                last(model, PROMPT, ours)
+                pairs = zip(ours.layers, exact.layers, strict=True)
+                far.append(sum(float((a.values - b.values).square().sum()) for a, b in pairs))
+        assert far == sorted(far, reverse=True)
+        assert far[-1] < 1e-6 * far[0]
+
+    def test_of_padded_batches_and_beams(self) -> None:
+        """Rows end at one column, whatever of each is known; beams go on from blended pages."""
+        model = models.causal("llama")
+        rows = [PROMPT, torch.cat([draw(40, 8), DOCUMENTS[2], draw(33, 9)])]
+        width = max(map(len, rows))
+        ids = torch.stack([torch.nn.functional.pad(r, (width - len(r), 0)) for r in rows])
+        mask = torch.stack([(torch.arange(width) >= width - len(r)).long() for r in rows])
+        for options in ({}, {"num_beams": 2}):
+            given = dict(input_ids=ids, attention_mask=mask, **options)
+            theirs = generate(model, 8, **given).sequences
+            with blending(model, 1.0) as kv:
+                kv.learn(LISTS)
+                assert torch.equal(generate(model, 8, **given).sequences, theirs)
+                assert kv.stats()["blend"]["documents"] == 4
+
+    def test_of_an_engine(self) -> None:
+        model = models.causal("llama")
+        prompts = [PROMPT.tolist(), draw(60, 11).tolist(), [*LISTS[1], *draw(9, 12).tolist()]]
+        theirs = [generate(model, 8, input_ids=torch.tensor([p])).sequences[0] for p in prompts]
+        with blending(model, 1.0) as kv:
+            kv.learn(LISTS)
+            with flowkv.Engine(model, kv, max_rows=4) as engine:
+                found = engine.run(prompts, max_new_tokens=8)
+            for prompt, one, expected in zip(prompts, found, theirs, strict=True):
+                assert [*prompt, *one.tokens] == expected.tolist()
+            assert kv.stats()["blend"]["documents"] == 4
+            with pytest.raises(ConfigError, match="invariant"):
+                flowkv.Engine(model, kv, invariant=True)
+
+
+class TestTheExactThing:
+    def test_is_what_prompts_without_documents_get(self) -> None:
+        model = models.causal("llama")
+        plain = torch.cat([draw(300, 20), draw(40, 21)])
+        exact, theirs = last(model, plain), generate(model, 8, input_ids=plain[None])
+        with blending(model, 0.15) as kv:
+            kv.learn(LISTS)
+            assert torch.allclose(last(model, plain), exact, atol=1e-5)
+            again = generate(model, 8, input_ids=plain[None])
+            assert torch.equal(again.sequences, theirs.sequences)
+            assert reused(kv) > 250
+            assert kv.stats()["blend"]["documents"] == 0
+
+    def test_is_never_made_of_blended_pages(self, tmp_path: Path) -> None:
+        """Neither in this cache nor in others on the same directory; not by answers either."""
+        model, disk = models.causal("llama"), f"{tmp_path}:64MiB"
+        theirs = generate(model, 40, input_ids=PROMPT[None]).sequences
+        with blending(model, "first:0", disk=disk) as kv:
+            kv.learn(LISTS)
+            before = blocks(kv)
+            longer = generate(model, 40, input_ids=PROMPT[None]).sequences
+            generate(model, 8, input_ids=longer)
+            assert not torch.equal(longer, theirs)
+            assert blocks(kv) == before
+            assert kv.flush()
+        with attached(model, disk=disk) as kv:
+            assert torch.equal(generate(model, 40, input_ids=PROMPT[None]).sequences, theirs)
+
+    def test_comes_first_where_a_beginning_is_known(self) -> None:
+        """What an exact cache knows of a prompt is taken as it is; documents only behind it."""
+        model = models.causal("llama")
+        begins = torch.cat([draw(64, 30), DOCUMENTS[0]])
+        with blending(model, "first:0") as kv:
+            last(model, begins)  # nothing is learned yet: it is exact
+            kv.learn(LISTS)
+            exact = last(model, torch.cat([begins, draw(5, 31)]))
+            assert kv.stats()["blend"]["documents"] == 0
+        assert torch.allclose(last(model, torch.cat([begins, draw(5, 31)])), exact, atol=1e-5)
+
+
+class TestDocuments:
+    def test_are_computed_once(self, tmp_path: Path) -> None:
+        """By this process, or one before it."""
+        model, disk = models.causal("llama"), f"{tmp_path}:64MiB"
+        with blending(model, 0.15, disk=disk) as kv:
+            assert kv.learn(LISTS) > sum(map(len, LISTS))
+            assert kv.learn(LISTS) == 0
+            exact = last(model, PROMPT)
+        with blending(model, 0.15, disk=disk) as kv:
+            assert kv.learn(LISTS) == 0
+            assert torch.allclose(last(model, PROMPT), exact, atol=1e-5)
+            assert kv.stats()["blend"]["taken_tokens"] > 300
+
+    def test_belong_to_a_tenant(self) -> None:
+        model = models.causal("llama")
+        with blending(model, 0.15, tenant="ours") as kv:
+            kv.learn(LISTS, tenant="theirs")
+            exact = last(model, PROMPT)
+            assert kv.stats()["blend"]["documents"] == 0
+            cache = kv.cache(input_ids=PROMPT[None])
+            assert torch.allclose(last(model, PROMPT, cache), exact, atol=1e-5)
+
+    def test_of_other_weights_are_not_taken(self) -> None:
+        model = models.causal("llama")
+        with blending(model, "first:0") as kv:
+            kv.learn(LISTS)
+            with torch.no_grad():
+                model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+            found = last(model, PROMPT)
+            assert kv.stats()["blend"]["documents"] == 0
+            assert kv.learn(LISTS) > 0
+            last(model, PROMPT)
+            assert kv.stats()["blend"]["documents"] == 3
+        assert torch.allclose(last(model, PROMPT), found, atol=1e-5)
+
+    def test_short_ones_are_computed(self) -> None:
+        with blending(models.causal("llama")) as kv:
+            assert kv.learn([[7, 8, 9]]) == 0
+
+    def test_without_room_for_them_all_is_computed(self) -> None:
+        model = models.causal("llama")
+        exact = last(model, PROMPT)
+        with blending(model, "first:0", gpu="640KiB", host="16MiB") as kv:
+            kv.learn(LISTS)
+            with pytest.warns(UserWarning, match="blends nothing"):
+                found = last(model, PROMPT)
+            assert torch.allclose(found, exact, atol=1e-4)
+
+
+class TestWhatIsNotServed:
+    @pytest.mark.parametrize(
+        ("make", "problem"),
+        [
+            (lambda: models.causal("mistral"), "layers that are sliding"),
+            (lambda: models.causal("falcon_h1"), "recurrent"),
+            (lambda: models.causal("bloom"), "no position of each token"),
+            (lambda: models.causal("deepseek_v3"), "computes with keys and values itself"),
+            (models.t5, "an encoder-decoder"),
+            (lambda: small("GPT2"), "keys of layer 0 do not turn"),
+            (
+                lambda: small("Llama", rope_parameters=SCALED | {"rope_type": "dynamic"}),
+                "of the kind 'dynamic'",
+            ),
+        ],
+    )
+    def test_is_refused_in_words(self, make: Any, problem: str) -> None:
+        model = make()
+        with (
+            pytest.warns(flowkv.ExperimentalWarning),
+            pytest.raises(ConfigError, match=problem),
+        ):
+            flowkv.attach(model, reuse="blend", gpu="64MiB", page_size=16)
+        assert not model._forward_hooks or all(
+            "flowkv" not in str(hook) for hook in model._forward_hooks.values()
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (dict(reuse="blended"), "reuse='blended'"),
+            (dict(reuse="blend", recompute="middle"), "no blend rule 'middle'"),
+            (dict(reuse="blend", recompute="first:1.5"), "first:1.5"),
+            (dict(reuse="blend", recompute="values:much"), "how much is computed again"),
+            (dict(reuse="blend", recompute=1.5), "from 0 to 1"),
+            (dict(reuse="blend", sparsify="latest:0.5"), "keep their own tokens"),
+            (dict(reuse="blend", overflow=True, host="16MiB"), "keep their own tokens"),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_odd_options_are_refused(self, options: dict[str, Any], problem: str) -> None:
+        with pytest.raises(ConfigError, match=problem):
+            flowkv.attach(models.causal("llama"), gpu="64MiB", page_size=16, **options)
+
+    def test_exact_caches_learn_no_documents(self) -> None:
+        with attached(models.causal("llama")) as kv, pytest.raises(StateError, match="exactly"):
+            kv.learn(LISTS)
+
+
+class TestRules:
+    @given(
+        st.sampled_from(sorted(BLEND_RULES)),
+        st.lists(st.integers(1, 60), min_size=1, max_size=5),
+        st.integers(0, 100),
+    )
+    def test_choose_what_they_say(self, name: str, sizes: list[int], percent: int) -> None:
+        count, rule = (
+            sum(sizes),
+            make_blend_rule(f"{name}:{percent}" if name == "first" else percent / 100),
+        )
+        deviation = np.random.default_rng(count).random(count)
+        found = rule.chosen(sizes, deviation)
+        if name == "first":
+            ends = np.cumsum(sizes)
+            parts = [found[e - s : e] for s, e in zip(sizes, ends, strict=True)]
+            assert [int(part.sum()) for part in parts] == [min(percent, s) for s in sizes]
+            assert all(part[: int(part.sum())].all() for part in parts)
+        else:
+            assert found.sum() == int(np.ceil(percent / 100 * count))
+            if 0 < found.sum() < count:
+                assert deviation[found].min() >= deviation[~found].max()
+
+    def test_one_of_ones_own_is_taken_and_checked(self) -> None:
+        class Odd(BlendRule):
+            name = "odd"
+
+            def choose(self, sizes: Any, deviation: Any) -> Any:
+                return np.arange(sum(sizes)) % 2 == 1
+
+        class Wrong(Odd):
+            def choose(self, sizes: Any, deviation: Any) -> Any:
+                return np.ones(3)
+
+        model = models.causal("llama")
+        with blending(model, Odd()) as kv:
+            kv.learn(LISTS)
+            last(model, PROMPT)
+            assert kv.stats()["blend"]["taken_tokens"] > 200
+        with blending(model, Wrong()) as kv:
+            kv.learn(LISTS)
+            with pytest.raises(GeometryError, match="truth value"):
+                last(model, PROMPT)
+
+
+@given(st.data())
+def test_documents_are_found_wherever_they_stand(data: st.DataObject) -> None:
+    """The longest that fits, from left to right, none over another, against a plain search."""
+    blender = Blender(None, None, {}, 1, make_blend_rule("first"))  # type: ignore[arg-type]
+    symbols = st.integers(2, 3)  # few, so that documents begin alike
+    made = data.draw(st.lists(st.lists(symbols, min_size=32, max_size=40), min_size=1, max_size=4))
+    documents = [np.array(one, np.uint32) for one in made]
+    for document in documents:
+        blender.note(document)
+    parts = data.draw(
+        st.lists(st.one_of(st.sampled_from(made), st.lists(symbols, max_size=9)), max_size=5)
+    )
+    prompt = np.array([token for part in parts for token in part], np.uint32)
+    first = data.draw(st.integers(0, len(prompt)))
+    at, expected = first, list[tuple[int, int]]()
+    while at <= len(prompt) - 32:
+        left = prompt[at:]
+        fits = [d for d in documents if np.array_equal(d[: len(left)], left[: len(d)])]
+        if not fits:
+            at += 1
+            continue
+        count = min(max(map(len, fits)), len(left))
+        expected.append((at, count))
+        at += count
+    found = blender.find(prompt, first)
+    assert [(place.first, place.count) for place in found] == expected
+    for place in found:
+        part = prompt[place.first : place.first + place.count]
+        assert np.array_equal(place.document[: place.count], part)
