@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 import flowkv
 from bench.real import english, load
 from bench.sparsify import Score
-from flowkv.cache.blend import Blender
 from flowkv.cli.arguments import AddVerb
+from flowkv.hooks.blend import Blender
 from flowkv.hooks.huggingface.attach import door_of
 from flowkv.policy.blend import BlendRule, FirstTokens, ValueDeviation
 from flowkv.report.screen import Screen

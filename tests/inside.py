@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from flowkv.cache import erasure, export, mover, overflow, pinned, stack, step, store, swap
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
-    from flowkv.cache.blend import Blender, Rewrite, Turn
     from flowkv.cache.block_table import relocate
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
     from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy
@@ -109,6 +108,7 @@ if TYPE_CHECKING:
     from flowkv.engine.scheduler import RunningRequest
     from flowkv.hooks import identity
     from flowkv.hooks import weights as weights_module
+    from flowkv.hooks.blend import Blender, Rewrite, Turn
     from flowkv.hooks.checkpoint import Checkpoint
     from flowkv.hooks.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES
     from flowkv.hooks.embedding import LEAST_KNOWN, EmbeddingTable, write_table

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowkv.cache.blend import Blender, Turn
 from flowkv.cache.kv import warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, ConfigError
+from flowkv.hooks.blend import Blender, Turn
 from flowkv.hooks.huggingface.packed import packed_way
 from flowkv.hooks.huggingface.probe import native_cache, ordinary_tokens, quiet
 from flowkv.policy.blend import BlendRule
