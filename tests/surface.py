@@ -21,8 +21,9 @@ FILE = ROOT / "docs" / "surface.txt"
 
 MODULES = """
     flowkv flowkv.connect flowkv.connect.events flowkv.connect.ray flowkv.connect.routing
-    flowkv.data flowkv.kernels flowkv.policy flowkv.policy.prefetch flowkv.policy.restore
-    flowkv.policy.scheduling flowkv.residency flowkv.sim flowkv.sim.restore flowkv.sim.serving
+    flowkv.data flowkv.kernels flowkv.policy flowkv.policy.blend flowkv.policy.prefetch
+    flowkv.policy.restore flowkv.policy.scheduling flowkv.residency flowkv.sim
+    flowkv.sim.restore flowkv.sim.serving
     flowkv.testing flowkv.tiers flowkv.tiers.shared
 """.split()
 """Their `__all__` is public, and all errors and events."""
@@ -32,7 +33,8 @@ NAMED = """
     flowkv.connect.lmcache.FlowKVSerializer flowkv.connect.lmcache.ObjectHead
     flowkv.connect.sglang.FlowKVStorage
     flowkv.connect.vllm.FlowKVCachePolicy flowkv.connect.vllm.FlowKVTier
-    flowkv.engine.runner.Runner flowkv.engine.sampling.Sampler
+    flowkv.engine.runner.Runner flowkv.engine.sampling.Sampler flowkv.hooks.blend.Blender
+    flowkv.hooks.blend.KeyTurn
     flowkv.hooks.embedding.write_table flowkv.observe.otel.Bridge
     flowkv.observe.prometheus.Exporter flowkv.observe.timeline.Serving
     flowkv.observe.timeline.Timelines flowkv.policy.by_score.ByScore

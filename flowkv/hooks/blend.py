@@ -28,6 +28,8 @@ from flowkv.core.keys import as_tokens
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.policy.blend import BlendRule
 
+__all__ = ["Blender", "KeyTurn"]
+
 Tokens = NDArray[np.uint32]
 LEAST_TOKENS = 32
 """Of a document: shorter ones are computed."""
@@ -35,7 +37,7 @@ _CHUNK = 512
 _MARK = 8  # tokens by which a document is looked for
 
 
-class Turn(NamedTuple):
+class KeyTurn(NamedTuple):
     """How keys of a layer depend on their position: RoPE, see `kernels.Rotary`.
 
     Attributes:
@@ -158,7 +160,7 @@ class Rewrite:
         return found  # type: ignore[return-value] # without return_lse it is one tensor
 
 
-class Place(NamedTuple):
+class FoundDocument(NamedTuple):
     """A known document in a prompt: `count` of its tokens, from token `first` of the prompt on."""
 
     first: int
@@ -185,7 +187,7 @@ class Blender:
         self,
         kv: KV,
         forward: Forward,
-        turns: Mapping[int, Turn],
+        turns: Mapping[int, KeyTurn],
         lead: int,
         rule: BlendRule,
     ) -> None:
@@ -243,9 +245,9 @@ class Blender:
         whole[1 : 1 + len(document)] = document
         return whole
 
-    def find(self, tokens: Tokens, first: int = 0) -> list[Place]:
+    def find(self, tokens: Tokens, first: int = 0) -> list[FoundDocument]:
         """Known documents in a prompt from token `first` on, the earliest and longest first."""
-        found: list[Place] = []
+        found: list[FoundDocument] = []
         at, last = first, len(tokens) - LEAST_TOKENS
         raw, width = tokens.tobytes(), tokens.itemsize
         while self._known and at <= last:
@@ -257,7 +259,7 @@ class Blender:
                 at += 1
                 continue
             count = min(len(document), len(tokens) - at)
-            found.append(Place(at, count, document))
+            found.append(FoundDocument(at, count, document))
             at += count
         return found
 
@@ -294,7 +296,7 @@ class Blender:
             for source in sources:
                 source.close()
 
-    def _blend(self, seq: Sequence, places: list[Place], sources: list[Sequence]) -> int:
+    def _blend(self, seq: Sequence, places: list[FoundDocument], sources: list[Sequence]) -> int:
         start, end = seq.length, places[-1].first + places[-1].count
         count, taken = end - start, np.zeros(end - start, np.bool_)
         for place in places:
@@ -334,7 +336,7 @@ class Blender:
         return sorted(self.turns)[1:2][0] if len(self.turns) > 1 else min(self.turns)
 
     def _put(
-        self, step: Step, places: list[Place], sources: list[Sequence], start: int
+        self, step: Step, places: list[FoundDocument], sources: list[Sequence], start: int
     ) -> torch.Tensor:
         """Writes what is known, turned; returns the second layer's values, zeros between."""
         planner, count = Planner.of(step.seqs[0]), int(step.counts[0])

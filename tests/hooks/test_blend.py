@@ -16,10 +16,18 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import flowkv
-from flowkv.policy.blend import BLEND_RULES, BlendRule, make_blend_rule
+from bench.sparsified import Paged
+from flowkv.hooks.blend import Blender, KeyTurn
+from flowkv.policy.blend import (
+    BLEND_RULES,
+    BlendRule,
+    FirstTokens,
+    ValueDeviation,
+    make_blend_rule,
+)
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
-from tests.inside import Blender, ConfigError, GeometryError, StateError
+from tests.inside import ConfigError, GeometryError, StateError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {name: value for name, value in models.SMALL.items() if name != "eos_token_id"}
@@ -77,6 +85,13 @@ def last(model: Any, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
 
 def blocks(kv: flowkv.KV) -> int:
     return int(kv.stats()["blocks"])
+
+
+@pytest.fixture
+def self_made() -> Iterator[Any]:
+    shape = flowkv.Geometry.uniform(layers=4, kv_heads=2, head_dim=64, page_size=16)
+    with flowkv.KV(shape, namespace="own", gpu="64MiB") as kv:
+        yield kv, Paged()
 
 
 class TestAnswers:
@@ -148,6 +163,34 @@ class TestAnswers:
             assert kv.stats()["blend"]["documents"] == 4
             with pytest.raises(ConfigError, match="invariant"):
                 flowkv.Engine(model, kv, invariant=True)
+
+
+def test_of_ones_own_model(self_made: Any) -> None:
+    """Whose attention is `flowkv.attention`: a `Blender` of its own, by hand."""
+    kv, model = self_made
+    turn = KeyTurn(10_000.0 ** (-np.arange(0, 64, 2) / 64))
+    prompt, found = PROMPT.tolist(), []
+    for rule in (None, ValueDeviation(1.0), FirstTokens(16)):
+        with kv.open(prompt, reuse=False) as seq:
+            if rule is not None:
+                blender = Blender(
+                    kv,
+                    lambda step, last: model(step.tokens, step.positions)[0, last],
+                    dict.fromkeys(range(4), turn),
+                    lead=1,
+                    rule=rule,
+                )
+                blender.learn(LISTS)
+                assert blender.blend(seq, len(prompt) - 1) == len(prompt) - 30
+            else:
+                seq.publishable = False
+            for step in kv.prefill([seq]):
+                logits = model(step.tokens, step.positions)[0, -1]
+            found.append(logits)
+    exact, again, near = found
+    torch.testing.assert_close(again, exact, rtol=0, atol=1e-4 * float(exact.abs().max()))
+    assert float((near - exact).abs().max()) > 1e-4
+    assert kv.stats()["blend"]["documents"] == 6
 
 
 class TestTheExactThing:

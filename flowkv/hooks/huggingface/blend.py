@@ -13,7 +13,7 @@ import torch
 from flowkv.cache.kv import warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, ConfigError
-from flowkv.hooks.blend import Blender, Turn
+from flowkv.hooks.blend import Blender, KeyTurn
 from flowkv.hooks.huggingface.packed import packed_way
 from flowkv.hooks.huggingface.probe import native_cache, ordinary_tokens, quiet
 from flowkv.policy.blend import BlendRule
@@ -42,17 +42,14 @@ def make_blender(door: Any, rule: BlendRule) -> Blender:
         problem = "overflow=True and sparsify= keep their own tokens"
     elif kv.config.max_rows < 4:
         problem = f"max_rows={kv.config.max_rows} has no line for documents beside a prompt"
-    lead = next((token for token in _leads(model, config)), None)
-    if not problem and lead is None:
-        problem = "its configuration names no first token of a text (bos_token_id)"
     forward = None
     if not problem:
         forward, problem = packed_way(model, kv, door)
-    if problem or forward is None or lead is None:
+    if problem or forward is None:
         raise _refused(model, problem)
     with door.aside(), quiet(model):
         turns = _turns(model, door, config)
-    return Blender(kv, forward, turns, lead, rule)
+    return Blender(kv, forward, turns, next(_leads(model, config)), rule)
 
 
 def _refused(model: Any, problem: str) -> ConfigError:
@@ -62,15 +59,17 @@ def _refused(model: Any, problem: str) -> ConfigError:
 
 
 def _leads(model: Any, config: Any) -> Iterator[int]:
-    for name in ("bos_token_id", "eos_token_id"):
+    """The first token of a text, or what comes nearest to one: all look at it, whatever it is."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for source in (config, getattr(model, "generation_config", None)):
             token = getattr(source, name, None)
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int):
                 yield token
+    yield 0
 
 
-def _turns(model: Any, door: Any, config: Any) -> dict[int, Turn]:
+def _turns(model: Any, door: Any, config: Any) -> dict[int, KeyTurn]:
     """How each layer's keys turn, by what they do in a trial.
 
     Raises:
@@ -89,11 +88,11 @@ def _turns(model: Any, door: Any, config: Any) -> dict[int, Turn]:
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
     }
     tried = [
-        Turn(np.array(one), interleaved) for one in frequencies for interleaved in (False, True)
+        KeyTurn(np.array(one), interleaved) for one in frequencies for interleaved in (False, True)
     ]
     ids = ordinary_tokens(model, door.names, _TOKENS)[:1]
     here, *moved = (_kv(model, door, ids, by) for by in (0, *_FAR))
-    found: dict[int, Turn] = {}
+    found: dict[int, KeyTurn] = {}
     for layer in door.plan.placed:
         k, v = here[layer]
         for turn in tried:
@@ -117,7 +116,7 @@ def _dicts(said: Any) -> Iterator[dict[str, Any]]:
             yield from _dicts(value)
 
 
-def _angles(turn: Turn, count: int, by: int, device: Any) -> Iterator[torch.Tensor]:
+def _angles(turn: KeyTurn, count: int, by: int, device: Any) -> Iterator[torch.Tensor]:
     return (x.to(device) for x in turn.angles(np.full(count, by, np.int64)))
 
 
