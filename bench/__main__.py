@@ -8,6 +8,7 @@ import bench.blend
 import bench.embedding
 import bench.engines.command
 import bench.hierarchy
+import bench.mass
 import bench.memo
 import bench.overflow
 import bench.policy.command
@@ -37,6 +38,7 @@ def parser() -> Parser:
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
     bench.blend.add_verbs(verb)
+    bench.mass.add_verbs(verb)
     bench.sparsify.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)
