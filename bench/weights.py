@@ -28,8 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import flowkv
 from bench.embedding import memory_group
-from flowkv.cli.arguments import AddVerb, count
+from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.config import parse_size
+from flowkv.hooks.checkpoint import Checkpoint
 from flowkv.hooks.huggingface.load import DTYPES, load_model
 from flowkv.report.screen import Screen
 
@@ -51,6 +52,18 @@ def _saved(given: argparse.Namespace, folder: Path) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def throttle(rate: int) -> None:
+    """From now on, weights come at no more than so many bytes a second."""
+    fill = Checkpoint.fill
+
+    def slowly(self: Checkpoint, target: Any, layout: Any, tensors: Any) -> None:
+        until_s = time.perf_counter() + layout.read_bytes / rate
+        fill(self, target, layout, tensors)
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+
+    Checkpoint.fill = slowly  # type: ignore[method-assign]
+
+
 def child(given: argparse.Namespace) -> dict[str, Any]:
     """One way, in its cgroup: seconds to the first token, of each step, and of a prefill."""
     from accelerate import (  # type: ignore[import-untyped]
@@ -64,6 +77,8 @@ def child(given: argparse.Namespace) -> dict[str, Any]:
     way, group, folder, budget = given.child.split("|")
     config, dtype = AutoConfig.from_pretrained(folder), DTYPES[given.dtype]
     torch.set_num_threads(given.threads)
+    if given.link:
+        throttle(parse_size(given.link))
     torch.nn.functional.scaled_dot_product_attention(*torch.rand(3, 1, 1, 4, 8))
     (path,) = Path(folder).glob("*.safetensors")
     descriptor = os.open(path, os.O_RDONLY)
@@ -123,6 +138,8 @@ def add_verbs(verb: AddVerb) -> None:
     parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--slack", default="256MiB", help="memory for all but weights")
+    parser.add_argument("--link", default="", help="bytes a second of an emulated link, of flowkv")
+    parser.add_argument("--ways", type=names, default=list(WAYS), help=f"of {','.join(WAYS)}")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
 
 
@@ -138,7 +155,7 @@ def _weights(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             return 4 * total if way == "whole" else int(share * total)
 
         for share in (0.25, 0.5):
-            runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+            runs: dict[str, list[dict[str, Any]]] = {way: [] for way in given.ways}
             for _ in range(given.rounds):
                 for way, done in runs.items():
                     done.append(_measured(given, way, folder, budget(way, share)))
@@ -156,7 +173,7 @@ def _measured(
 ) -> dict[str, Any]:
     with memory_group(budget_bytes + parse_size(given.slack)) as group:
         command = [sys.executable, "-m", "bench", "weights", "--json", "--dtype", given.dtype]
-        command += ["--threads", str(given.threads)]
+        command += ["--threads", str(given.threads), "--link", given.link]
         command += ["--child", f"{way}|{group}|{folder}|{budget_bytes}"]
         done = subprocess.run(
             command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -171,7 +188,7 @@ def _rows(
     budget: str, runs: dict[str, list[dict[str, Any]]], total: int, share: float
 ) -> list[list[str]]:
     rows, ours = [], [median(one["steps"]) for one in runs["flowkv"] if "steps" in one]
-    exact = runs["whole"][0].get("sums")
+    exact = runs.get("whole", runs["flowkv"])[0].get("sums")
     for way, done in runs.items():
         good = [one for one in done if "steps" in one]
         if not good:
