@@ -311,10 +311,7 @@ class StreamedWeights:
         for unit in units:
             unit.uses = max(1, sequence.count(unit))
         slots = 1 + _depth(self._model, units_of, self._small)
-        room = self._budget - self._small.n_bytes
-        if self._budget >= self._total_bytes:  # whatever a unit takes more, to lie aligned
-            room = sum(unit.n_bytes for unit in passing)
-        size = _settle(passing, room, slots)
+        size = _settle(passing, self._budget - self._small.n_bytes, slots)
         size = -(-size // ALIGNMENT) * ALIGNMENT
         passed = own_memory(slots * size)  # in one piece, which has more of huge pages
         self._slots = [

@@ -276,14 +276,6 @@ def test_modules_in_another_order_are_slower_and_right(tmp_path: Path) -> None:
             assert torch.equal(model[n](x), expected[n])
 
 
-def test_all_of_the_budget_is_enough_for_all_of_the_weights(tmp_path: Path) -> None:
-    """However many bytes it takes beside them that they lie aligned."""
-    model, x = torch.nn.Linear(5, 3), torch.rand(2, 5)
-    theirs = model(x)
-    with flowkv.attach_weights(model, budget="100%", disk=str(tmp_path)), torch.no_grad():
-        assert torch.equal(model(x), theirs)
-
-
 def test_nothing_is_loaded_first(tmp_path: Path) -> None:
     plain = Decoder(4, 65, tied=True)
     path = saved(plain, tmp_path / "w.safetensors")
