@@ -16,17 +16,20 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 import flowkv
 from bench.real import english, load
 from bench.sparsify import Score
 from flowkv.cli.arguments import AddVerb
+from flowkv.data import tiny_path
 from flowkv.hooks.blend import Blender
 from flowkv.hooks.huggingface.attach import door_of
 from flowkv.policy.blend import BlendRule, FirstTokens, ValueDeviation
@@ -206,18 +209,74 @@ def rows(
         yield row
 
 
+def served(requests: int, documents: int, clients: int) -> Iterator[tuple[str, list[float]]]:
+    """Seconds to the first tokens of RAG requests over the fixture, by what is reused.
+
+    Each asks about so many of the same documents in an order of its own, 500 tokens each; as many
+    requests as clients are under way at any time.
+    """
+    random, text = np.random.default_rng(3), english().encode()
+    pool = [list(text[at : at + 500]) for at in range(0, 500 * 2 * documents, 500)]
+    prompts = []
+    for _ in range(requests):
+        chosen = random.permutation(len(pool))[:documents]
+        question = list(f"\n\n{random.integers(1 << 30)}: which of these?".encode())
+        prompts.append([*b"Documents:\n", *(t for i in chosen for t in pool[i]), *question])
+    for name in ("exact", "first:16", "values:0.15"):
+        model = AutoModelForCausalLM.from_pretrained(tiny_path(), dtype=torch.float32).eval()
+        model.config.max_position_embeddings = 1 << 16
+        how: dict[str, Any] = {}
+        if name != "exact":
+            how = {"reuse": "blend", "recompute": name}
+        with (
+            flowkv.attach(model, gpu="1GiB", **how) as kv,
+            flowkv.Engine(model, kv, max_rows=clients) as engine,
+        ):
+            if how:
+                kv.learn(pool)
+            engine.run(prompts[:1], max_new_tokens=2)  # what is compiled, is
+            with ThreadPoolExecutor(clients) as people:
+                done = people.map(
+                    lambda p: engine.submit(p, max_new_tokens=8).result(), prompts[1:]
+                )
+                yield name, [one.ttft_s for one in done]
+
+
+def _asked(engine: flowkv.Engine, prompt: list[int]) -> float:
+    return engine.submit(prompt, max_new_tokens=8).result().ttft_s
+
+
 def add_verbs(verb: AddVerb) -> None:
     """Adds the verb."""
     added = verb("blend", _blend, "documents known behind another beginning, against computing all")
     added.option("--model", "MODEL", "folder or Hugging Face id", default="smollm2")
     added.option("--prompts", "N", "default %(default)s", type=int, default=48)
     added.option("--timed", "N", "prompts that are timed; default %(default)s", type=int, default=5)
+    added.option("--requests", "N", "also serves so many over the fixture", type=int, default=0)
+    added.option("--documents", "N", "of each; default %(default)s", type=int, default=20)
+    added.option("--clients", "N", "default %(default)s", type=int, default=2)
     added.option("--threads", "N", "of torch; default %(default)s", type=int, default=1)
     added.set_defaults(dtype="float32")
 
 
 def _blend(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     torch.set_num_threads(given.threads)
+    if given.requests:
+        found = list(served(given.requests, given.documents, given.clients))
+        exact = found[0][1]
+        screen.table(
+            ["reuse", "TTFT p50", "p95", "of exact, p95"],
+            [
+                [
+                    name,
+                    f"{np.percentile(seconds, 50):.2f} s",
+                    f"{np.percentile(seconds, 95):.2f} s",
+                    f"{np.percentile(seconds, 95) / np.percentile(exact, 95):.2f}",
+                ]
+                for name, seconds in found
+            ],
+        )
+        return 0, {name: seconds for name, seconds in found}
     loaded = load(given)
     kv = flowkv.attach(loaded.model, gpu="1GiB", reuse="blend", recompute=0.15)
     door = door_of(loaded.model)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import local
 from typing import Protocol
+
+from flowkv.core.memory import own_memory
 
 THREADS = 16
 
@@ -47,7 +48,7 @@ class FilePerBlock:
     def _aligned(self, n_bytes: int) -> memoryview:
         held = getattr(self._memory, "held", None)
         if held is None or len(held) < n_bytes:
-            held = self._memory.held = memoryview(mmap.mmap(-1, n_bytes))
+            held = self._memory.held = own_memory(n_bytes)
         return held[:n_bytes]
 
     def _put(self, key: bytes, body: memoryview) -> None:

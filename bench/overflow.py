@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import heapq
-import mmap
 import os
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
@@ -33,6 +33,7 @@ from flowkv.cache.overflow import MOST_BYTES
 from flowkv.cli.arguments import AddVerb, count
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.geometry import LayerGroup, page_layout
+from flowkv.core.memory import own_memory
 from flowkv.report.screen import Screen
 from flowkv.sim.hardware import HARDWARE, MODELS, Hardware, Shape
 from flowkv.tiers import Load
@@ -128,9 +129,16 @@ def disk_rate(folder: Path) -> float:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
     pieces = range(0, path.stat().st_size // _PIECE_BYTES * _PIECE_BYTES, _PIECE_BYTES)
 
+    memory, free = own_memory(_AT_ONCE * _PIECE_BYTES), SimpleQueue[memoryview]()
+    for at in range(0, len(memory), _PIECE_BYTES):
+        free.put(memory[at : at + _PIECE_BYTES])
+
     def read(first: int) -> int:
-        with mmap.mmap(-1, _PIECE_BYTES) as buffer:
+        buffer = free.get()
+        try:
             return os.preadv(descriptor, [buffer], first)
+        finally:
+            free.put(buffer)
 
     began_s = time.perf_counter()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
