@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +35,7 @@ from flowkv.hooks.fingerprint import UnnamedError, bytes_of, sums_of
 from flowkv.observe.events import Bus, WeightsRead
 from flowkv.tiers.io.engine import ALIGNMENT
 
+Devices = str | torch.device | Mapping[str, str | torch.device] | None
 MOST_UNIT_BYTES = 4 << 20
 """Modules are read together up to this size, and up to a 128th of all weights."""
 _SMALL_BYTES = 64 << 10
@@ -49,6 +50,8 @@ def attach_weights(
     checkpoint: str | os.PathLike[str] | None = None,
     *,
     budget: int | str = "50%",
+    device: Devices = None,
+    host: int | str = 0,
     disk: str | None = None,
     bus: Bus | None = None,
 ) -> StreamedWeights:
@@ -63,7 +66,13 @@ def attach_weights(
             hold their values.
         checkpoint: Safetensors file, or directory of such files, read in place. Without, the
             model's own weights are written to `disk`, to a file that goes with the process.
-        budget: Memory for weights, in bytes ("700MiB") or as a share of all of them ("50%").
+        budget: Memory for weights where the model computes, in bytes ("700MiB") or as a share of
+            all of them ("50%").
+        device: Where it computes: "cuda:0", or by module, as {"": "cuda:0", "layers.1": "cuda:1"},
+            of which the longest name that fits counts. Buffers move there, inputs are yours.
+            Default: where its weights are.
+        host: Beside devices other than the CPU: memory in which weights are kept once they were
+            read, in bytes or as a share.
         disk: Directory, with or without the most it may hold ("./weights:2GiB"), for manifests of
             digests and for weights without a checkpoint. Manifests are otherwise kept in
             `$XDG_CACHE_HOME/flowkv`.
@@ -77,7 +86,8 @@ def attach_weights(
         StoreError: The checkpoint lacks a weight, has another shape or dtype, or cannot be read.
     """
     with torch.inference_mode(False), torch.no_grad():  # else what is made here counts no writes
-        return StreamedWeights(model, checkpoint, budget=budget, disk=disk, bus=bus)
+        places = budget, device, host, disk
+        return StreamedWeights(model, checkpoint, places, bus)
 
 
 class _Entry:
@@ -88,6 +98,7 @@ class _Entry:
         parameter: The parameter.
         stored: Where its content lies.
         sums: Gives what names that content.
+        device: Where it is computed with.
     """
 
     def __init__(
@@ -96,12 +107,14 @@ class _Entry:
         parameter: nn.Parameter,
         stored: StoredTensor,
         sums: Callable[[StoredTensor], bytes],
+        device: torch.device,
     ) -> None:
         self.names, self.parameter, self.stored, self._sums = names, parameter, stored, sums
+        self.device = device
         self.version = self.address = self._turns = 0
         self._layout: Any = None
         # Of a shape that nothing takes for something else: `cat` would pass over one of [0].
-        self.empty = torch.empty((0,) * 9, dtype=stored.dtype)
+        self.empty = torch.empty((0,) * 9, dtype=stored.dtype, device=device)
         self.like = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
     def set(self, data: torch.Tensor) -> None:
@@ -129,7 +142,7 @@ class _Entry:
     def sums(self) -> bytes | None:
         known = self._sums(self.stored)
         data = self.data()
-        if data is None or sums_of(bytes_of(data)) == known:
+        if data is None or sums_of(bytes_of(data.cpu())) == known:
             return known
         self.version = -1  # from here on it counts as written to, so that nothing empties it
         return None
@@ -164,6 +177,8 @@ class _Unit:
         self.entries = entries
         self.layout = checkpoint.layout(e.stored for e in entries)
         self.n_bytes = self.layout.n_bytes
+        self.stored = [e.stored for e in entries]
+        self.device = entries[0].device if entries else torch.device("cpu")
         self.resident = self.bound = False
         self.pins, self.uses = 0, 1
         self.buffer: _Buffer | None = None
@@ -183,7 +198,7 @@ class _Unit:
                         "Call detach(), change it, and attach the weights again",
                     )
                 continue  # somebody gave it memory of its own, which stays
-            entry.set(view_of(base, place, entry.stored))
+            entry.set(view_of(base, place, entry.stored).to(entry.device))
         self.bound = True
 
     @property
@@ -215,11 +230,10 @@ class StreamedWeights:
         self,
         model: nn.Module,
         checkpoint: str | os.PathLike[str] | None,
-        *,
-        budget: int | str,
-        disk: str | None,
+        places: tuple[int | str, Devices, int | str, str | None],
         bus: Bus | None,
     ) -> None:
+        budget, device, host, disk = places
         self.bus = Bus() if bus is None else bus
         self._lock = threading.RLock()
         self._model, self._handles = model, list[Any]()
@@ -240,12 +254,15 @@ class StreamedWeights:
             self._checkpoint.unlink()
         self._reader = ThreadPoolExecutor(1, "flowkv-weights")
         try:
-            entries = _entries(model, self._checkpoint, self._sums)
+            where = _Devices(device)
+            entries = _entries(model, self._checkpoint, self._sums, where)
             self._total_bytes = sum(e.stored.n_bytes for e in entries.values())
             self._budget = parse_size(budget, total_bytes=self._total_bytes)
             self._owned = {m: [entries[id(p)] for p in ps] for m, ps in owners.items()}
+            self._link = _Link(self._checkpoint, parse_size(host, total_bytes=self._total_bytes))
             self._plan(list(owners))
             _fill_buffers(model, self._checkpoint)
+            where.move_buffers(model)
         except BaseException:
             self._reader.shutdown()
             self._checkpoint.close()
@@ -281,6 +298,7 @@ class StreamedWeights:
 
     def _plan(self, order: list[nn.Module]) -> None:
         """Cuts modules into units, and decides which of them stay."""
+        self._link.drop()
         most = min(MOST_UNIT_BYTES, self._total_bytes // 128)
         entries = dict.fromkeys(itertools.chain.from_iterable(self._owned.values()))
         small = [e for e in entries if e.stored.n_bytes <= _SMALL_BYTES]
@@ -294,7 +312,8 @@ class StreamedWeights:
         for module in order:
             new = [e for e in dict.fromkeys(self._owned[module]) if id(e) not in of]
             n_bytes = sum(e.stored.n_bytes for e in new)
-            if new and (size + n_bytes > most or not groups):
+            apart = groups and {e.device for e in (*groups[-1], *new)} != {groups[-1][0].device}
+            if new and (size + n_bytes > most or not groups or apart):
                 groups.append([])
                 size = 0
             size += n_bytes
@@ -439,6 +458,8 @@ class StreamedWeights:
         start = time.perf_counter()
         try:
             base = unit.reading.result()
+            if base.is_cuda:  # else its memory could be given to another copy too early
+                base.record_stream(torch.cuda.current_stream(base.device))
         except BaseException:
             if unit.buffer is not None:
                 unit.buffer.unit = None
@@ -488,12 +509,16 @@ class StreamedWeights:
         """Has a unit read; False if there is no room now."""
         if buffer is None:
             return False
-        view = buffer.lend()
         buffer.unit, unit.buffer = unit, buffer
-        stored = [e.stored for e in unit.entries]
-        self._counts["reads"] += 1
-        self._counts["read_bytes"] += unit.layout.read_bytes
-        unit.reading = self._reader.submit(_fill, self._checkpoint, view, unit.layout, stored)
+        if is_far(unit.device) and unit is not self._small:
+            kept = self._link.keeps(unit)
+            unit.reading = self._reader.submit(self._link.bring, unit)
+        else:
+            kept, view = False, buffer.lend()
+            layout, stored = unit.layout, unit.stored
+            unit.reading = self._reader.submit(_fill, self._checkpoint, view, layout, stored)
+        self._counts["reads"] += not kept
+        self._counts["read_bytes"] += 0 if kept else unit.layout.read_bytes
         return True
 
     def _room(self, unit: _Unit, needed: set[int], *, demanded: bool = False) -> _Buffer | None:
@@ -559,7 +584,8 @@ class StreamedWeights:
 
         Returns:
             `total_bytes` of all weights, `budget_bytes`, `resident_bytes` that stay,
-            `buffer_bytes` of memory through which the others pass, `units`, `resident_units`,
+            `buffer_bytes` of memory through which the others pass, `host_bytes` kept beside
+            other devices, `units`, `resident_units`,
             `met` (units that modules needed one after the other), `hits` (those that were there or
             on their way then), `reads` of units and `read_bytes` of files, `changed_bytes` of units
             that stay because they were written to, and `blocked_s`: seconds that forwards waited.
@@ -571,6 +597,7 @@ class StreamedWeights:
                 "budget_bytes": self._budget,
                 "resident_bytes": sum(u.n_bytes for u in kept),
                 "buffer_bytes": sum(b.n_bytes for b in self._slots),
+                "host_bytes": self._link.kept_bytes,
                 "units": len(self._units),
                 "resident_units": len(kept),
                 **self._counts,
@@ -639,6 +666,119 @@ class StreamedWeights:
     def __exit__(self, *exc: object) -> None:
         if self._state == "attached":
             self.detach()
+
+
+def is_far(device: torch.device) -> bool:
+    """Whether weights reach a device by a copy of what was read."""
+    return device.type != "cpu"
+
+
+class _Link:
+    """Brings units to devices other than the CPU. Used by the reader alone, but for `keeps`.
+
+    Args:
+        checkpoint: Where they are read.
+        host_bytes: Memory in which what was read is kept: the first units that fit, as of a cyclic
+            scan any fixed set is as good.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, host_bytes: int) -> None:
+        self._checkpoint, self._left = checkpoint, host_bytes
+        self._kept: dict[_Unit, torch.Tensor] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._streams: dict[torch.device, Any] = {}
+
+    def keeps(self, unit: _Unit) -> bool:
+        """Whether it need not be read again."""
+        return unit in self._kept
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(map(len, self._kept.values()))
+
+    def drop(self) -> None:
+        """Units are other ones from now on."""
+        self._left += self.kept_bytes
+        self._kept.clear()
+
+    def bring(self, unit: _Unit) -> torch.Tensor:
+        """A unit's bytes on its device.
+
+        Raises:
+            StoreError: As from `Checkpoint.fill`.
+        """
+        data, size = self._kept.get(unit), unit.n_bytes
+        if data is None:
+            room = self._left >= size and not unit.resident
+            data = _pinned(size) if room else self._stage(size)
+            self._checkpoint.fill(data.numpy(), unit.layout, unit.stored)
+            if room:
+                self._kept[unit] = data
+                self._left -= size
+        if unit.device.type != "cuda":
+            return data.to(unit.device, copy=True)
+        if unit.device not in self._streams:
+            self._streams[unit.device] = torch.cuda.Stream(unit.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[unit.device]
+        with torch.cuda.stream(stream):  # beside what computes
+            there = torch.empty(size, dtype=torch.uint8, device=unit.device)
+            there.copy_(data, non_blocking=True)
+        stream.synchronize()
+        return there
+
+    def _stage(self, size: int) -> torch.Tensor:
+        if len(self._staging) < size:
+            self._staging = _pinned(size)
+        return self._staging[:size]
+
+
+def _pinned(size: int) -> torch.Tensor:
+    """Memory that a file is read into, and a GPU copies from."""
+    memory = torch.frombuffer(own_memory(size), dtype=torch.uint8)
+    if torch.cuda.is_available():
+        pinned = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+        skip = -pinned.data_ptr() % ALIGNMENT
+        return pinned[skip : skip + size]
+    return memory
+
+
+class _Devices:
+    """Where each module computes.
+
+    Args:
+        said: A device, devices by names of modules, or None for where their weights are.
+
+    Raises:
+        ConfigError: One is no device, or not there.
+    """
+
+    def __init__(self, said: Devices) -> None:
+        given = said if isinstance(said, Mapping) else {} if said is None else {"": said}
+        self._by_name: dict[str, torch.device] = {}
+        for name, device in given.items():
+            try:
+                self._by_name[name] = torch.empty(0, device=torch.device(device)).device
+            except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+                raise ConfigError(
+                    f"device={device!r} cannot be used ({str(error).splitlines()[0]})",
+                    'Pass one that torch has, such as "cuda:0"',
+                ) from error
+            if self._by_name[name].type == "meta":
+                raise ConfigError("nothing computes on device='meta'", 'Pass "cpu" or "cuda:0"')
+
+    def of(self, name: str) -> torch.device | None:
+        """That of a module or parameter; None where nothing was said."""
+        fits = [one for one in self._by_name if not one or f"{name}.".startswith(f"{one}.")]
+        return self._by_name[max(fits, key=len)] if fits else None
+
+    def move_buffers(self, model: nn.Module) -> None:
+        """Has buffers lie where their modules compute."""
+        for path, module in model.named_modules():
+            device = self.of(path)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and device is not None:
+                    module._buffers[name] = buffer.to(device)
 
 
 def _refuse_copy(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -720,7 +860,10 @@ def _written(model: nn.Module, directory: Path, most_bytes: int | None) -> Path:
 
 
 def _entries(
-    model: nn.Module, checkpoint: Checkpoint, sums: Callable[[StoredTensor], bytes]
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    sums: Callable[[StoredTensor], bytes],
+    where: _Devices,
 ) -> dict[int, _Entry]:
     """Parameters by id, each with its tensor of the checkpoint.
 
@@ -745,7 +888,8 @@ def _entries(
                 f"{list(stored.shape)} in the checkpoint",
                 "Make the model with the checkpoint's dtype and sizes",
             )
-        found[key] = _Entry(own, p, stored, sums)
+        device = where.of(own[0]) or torch.device("cpu")
+        found[key] = _Entry(own, p, stored, sums, device)
     return found
 
 

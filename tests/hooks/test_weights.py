@@ -73,6 +73,19 @@ def saved(model: nn.Module, path: Path) -> Path:
 IDS = torch.arange(12).reshape(2, 6) % 37
 
 
+@pytest.fixture(params=["near", "far"])
+def placed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Options for weights in the CPU's memory, and for those that reach a device by a copy.
+
+    All but streams and pinned memory of a GPU runs here: a device that stands in for one is the
+    CPU, which everything is copied to.
+    """
+    if request.param == "near":
+        return {}
+    monkeypatch.setattr(weights_module, "is_far", lambda device: True)
+    return {"device": "cpu"}
+
+
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -85,18 +98,26 @@ IDS = torch.arange(12).reshape(2, 6) % 37
     from_file=st.booleans(),
 )
 def test_outputs_are_those_of_the_plain_model(
-    tmp_path: Path, layers: int, width: int, share: int, tied: bool, swap: bool, from_file: bool
+    tmp_path: Path,
+    placed: dict[str, str],
+    layers: int,
+    width: int,
+    share: int,
+    tied: bool,
+    swap: bool,
+    from_file: bool,
 ) -> None:
     model = Decoder(layers, width, tied=tied, swap=swap)
     expected = model(IDS).detach()
     path = saved(model, tmp_path / "w.safetensors") if from_file else None
     try:
-        weights = flowkv.attach_weights(model, path, budget=f"{share}%", disk=str(tmp_path / "m"))
+        disk = str(tmp_path / "m")
+        weights = flowkv.attach_weights(model, path, budget=f"{share}%", disk=disk, **placed)
     except ConfigError as error:
         # The least that it names is enough, and is not less than was offered.
         least = int(error.remedy.split(" bytes")[0].split()[-1])
         assert least > share * sum(p.numel() * 4 for p in model.parameters()) // 100
-        weights = flowkv.attach_weights(model, path, budget=least, disk=str(tmp_path / "m"))
+        weights = flowkv.attach_weights(model, path, budget=least, disk=disk, **placed)
     for _ in range(3):
         assert torch.equal(model(IDS), expected)
         stats = weights.stats()
@@ -376,6 +397,76 @@ def test_attention_of_torch_and_lists_of_parameters(tmp_path: Path) -> None:
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x), expected)
         assert weights.stats()["resident_units"] < weights.stats()["units"]
+
+
+class TestDevices:
+    def test_what_the_host_keeps_is_read_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And no more than it was given."""
+        monkeypatch.setattr(weights_module, "is_far", lambda device: True)
+        model = Decoder(12, 65)
+        expected, total = model(IDS).detach(), sum(p.numel() * 4 for p in model.parameters())
+        reads = []
+        for host in ("0%", "30%", "100%"):
+            path = saved(model, tmp_path / f"{host}.safetensors")
+            with flowkv.attach_weights(
+                model, path, budget="40%", device="cpu", host=host, disk=str(tmp_path)
+            ) as weights:
+                for _ in range(2):  # the first one learns the order
+                    assert torch.equal(model(IDS), expected)
+                before = weights.stats()
+                for _ in range(3):
+                    assert torch.equal(model(IDS), expected)
+                after = weights.stats()
+                reads.append(after["read_bytes"] - before["read_bytes"])
+                assert after["host_bytes"] <= int(host[:-1]) / 100 * total
+            assert torch.equal(model(IDS), expected)
+        assert reads[0] > 1.3 * reads[1] > reads[2] == 0
+
+    def test_a_changed_file_is_noticed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(weights_module, "is_far", lambda device: True)
+        model = Decoder(12, 65)
+        path = saved(model, tmp_path / "w.safetensors")
+        weights = flowkv.attach_weights(
+            model, path, budget="40%", device="cpu", disk=str(tmp_path / "m")
+        )
+        model(IDS)
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(StoreError, match="was changed"):
+            for _ in range(2):
+                model(IDS)
+        weights.close()
+
+    def test_are_said_by_the_longest_name_of_a_module(self) -> None:
+        where = weights_module._Devices({"": "cpu", "layers.1": "cpu", "layers.12": "cpu"})
+        assert where.of("layers.1.up") is where._by_name["layers.1"]
+        assert where.of("layers.12") is where._by_name["layers.12"]
+        assert where.of("layers.2.up") is where._by_name[""]
+        assert weights_module._Devices(None).of("head") is None
+
+    @pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", {"layers": "meta"}, 3.5])
+    def test_that_are_none_are_refused(self, tmp_path: Path, device: Any) -> None:
+        model = Decoder(2, 8)
+        with pytest.raises(ConfigError, match="device"):
+            flowkv.attach_weights(model, budget="90%", device=device, disk=str(tmp_path))
+        assert torch.isfinite(model(IDS)).all()
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("host", ["0%", "100%"])
+    def test_a_gpu_answers_as_with_all_in_its_memory(self, tmp_path: Path, host: str) -> None:
+        model = Decoder(40, 256)
+        expected = copy.deepcopy(model).cuda()(IDS.cuda()).cpu()
+        with flowkv.attach_weights(
+            model, budget="30%", device="cuda:0", host=host, disk=str(tmp_path)
+        ) as weights:
+            for _ in range(20):
+                assert torch.equal(model(IDS.cuda()).cpu(), expected)
+            assert weights.stats()["reads"] > 0
+        assert all(p.is_cuda for p in model.parameters())
+        assert torch.equal(model(IDS.cuda()).cpu(), expected)
 
 
 def test_a_cache_on_top_knows_what_the_plain_model_computed(tmp_path: Path) -> None:
