@@ -314,6 +314,7 @@ class KV:
         self._forgets: list[Callable[[str], int]] = []
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
+        self._unlearns: Callable[[Tokens, str | None], int] = lambda tokens, tenant: 0
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
         self._recordings: list[Recording] = []
@@ -915,7 +916,7 @@ class KV:
                     others = sum(forget(name) for forget in self._forgets)
                 return found + others
             try:
-                return erasure.forget_prompt(store, seq)
+                return erasure.forget_prompt(store, seq) + self._unlearns(tokens, tenant)
             finally:
                 for open_seq in self._open.values():
                     known = min(open_seq.known, seq.known)  # which may fill no page
@@ -1529,6 +1530,7 @@ def follow(
     close: Callable[[], None] | None = None,
     forget: Callable[[str], int] | None = None,
     learn: Callable[[Items[Tokens], str | None], int] | None = None,
+    unlearn: Callable[[Tokens, str | None], int] | None = None,
 ) -> None:
     """Registers who takes part in the end of a cache, and of what it knows.
 
@@ -1539,12 +1541,13 @@ def follow(
         close: What `KV.close` does before anything is released.
         forget: Erases what is kept beside pages for a tenant, and counts it.
         learn: What `KV.learn` does.
+        unlearn: Erases a document, where a prompt to be erased is one, and counts it.
     """
     kv._proofs += [prove] if prove else []
     kv._detach += [detach] if detach else []
     kv._closings += [close] if close else []
     kv._forgets += [forget] if forget else []
-    kv._learns = learn or kv._learns
+    kv._learns, kv._unlearns = learn or kv._learns, unlearn or kv._unlearns
 
 
 def warn(kv: KV, code: str, message: str) -> None:

@@ -10,7 +10,7 @@ is approximate: the sequence is private from there on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from flowkv.cache.block_table import Planner
 from flowkv.cache.kv import KV, plan
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import CURRENT, Step
+from flowkv.core.errors import StateError
 from flowkv.core.geometry import LayerGroup
 from flowkv.core.keys import as_tokens
 from flowkv.kernels.operands import Pages, Ragged
@@ -34,7 +35,8 @@ Tokens = NDArray[np.uint32]
 LEAST_TOKENS = 32
 """Of a document: shorter ones are computed."""
 _CHUNK = 512
-_MARK = 8  # tokens by which a document is looked for
+Advance = Callable[[Sequence, int], object]
+"""Computes so many next tokens of a sequence."""
 
 
 class KeyTurn(NamedTuple):
@@ -181,6 +183,8 @@ class Blender:
         turns: How each layer's keys depend on their positions.
         lead: The token that documents stand behind when they are computed.
         rule: Which of their tokens are computed again.
+
+    Documents are found by their first `LEAST_TOKENS` tokens, and compared whole.
     """
 
     def __init__(
@@ -206,6 +210,7 @@ class Blender:
 
         Raises:
             CapacityError: One does not fit the pool.
+            StateError: The model computes it so that nothing is kept.
             TokenError: What is given are no token ids.
         """
         computed = 0
@@ -214,18 +219,46 @@ class Blender:
             if len(document) < LEAST_TOKENS:
                 continue
             ids = self._stored(document)
-            with self.kv.open(ids, tenant=tenant, limit=len(ids)) as seq:
-                computed += len(ids) - seq.length
-                while seq.length < len(ids):
-                    part = ids[seq.length : seq.length + _CHUNK]
-                    with self.kv.step([seq], [part]) as step, torch.no_grad():
-                        self.forward(step, torch.tensor([len(part) - 1]))
+            if missing := self._missing(ids, tenant):
+                self.compute(ids, tenant)
+                if self._missing(ids, tenant):
+                    raise StateError(
+                        f"a document of {len(document)} tokens was computed, and is not kept",
+                        "Call model.eval(), outside of function and dispatch modes, and see that "
+                        "the device pool holds it",
+                    )
+                computed += missing
             self.note(document)
         return computed
 
+    def _missing(self, ids: Tokens, tenant: str | None) -> int:
+        """Tokens that are not known."""
+        with self.kv.open(ids, tenant=tenant, limit=len(ids)) as seq:
+            return len(ids) - seq.length
+
+    def compute(self, ids: Tokens, tenant: str | None) -> None:
+        """Computes a text, so that its pages are published."""
+        with self.kv.open(ids, tenant=tenant) as seq, torch.no_grad():
+            for step in self.kv.prefill([seq]):
+                self.forward(step, torch.tensor([int(step.counts[0]) - 1]))
+
+    def unlearn(self, tokens: Any, tenant: str | None) -> int:
+        """Erases a document, if these are the tokens of one, and looks for it no more.
+
+        Returns:
+            Blocks erased.
+        """
+        document = as_tokens(tokens)
+        near = self._known.get(document[:LEAST_TOKENS].tobytes(), [])
+        for place, one in enumerate(near):
+            if np.array_equal(one, document):
+                del near[place]
+                return self.kv.forget(self._stored(document), tenant=tenant)
+        return 0
+
     def note(self, document: Tokens) -> None:
         """From now on it is looked for."""
-        near = self._known.setdefault(document[:_MARK].tobytes(), [])
+        near = self._known.setdefault(document[:LEAST_TOKENS].tobytes(), [])
         if not any(np.array_equal(document, one) for one in near):
             near.append(document)
             near.sort(key=len, reverse=True)  # the longest that fits is taken
@@ -245,15 +278,27 @@ class Blender:
         whole[1 : 1 + len(document)] = document
         return whole
 
-    def find(self, tokens: Tokens, first: int = 0) -> list[FoundDocument]:
-        """Known documents in a prompt from token `first` on, the earliest and longest first."""
+    def find(
+        self, tokens: Tokens, first: int = 0, without: Container[int] = ()
+    ) -> list[FoundDocument]:
+        """Known documents in a prompt from token `first` on, the earliest and longest first.
+
+        Args:
+            tokens: The prompt; of a document at its end, a part may be left out.
+            first: Where to begin.
+            without: Documents by `id` that are not looked for.
+        """
         found: list[FoundDocument] = []
         at, last = first, len(tokens) - LEAST_TOKENS
         raw, width = tokens.tobytes(), tokens.itemsize
         while self._known and at <= last:
-            near = self._known.get(raw[at * width : (at + _MARK) * width], ())
-            left = tokens[at:]
-            fits = (d for d in near if np.array_equal(left[: len(d)], d[: len(left)]))
+            near = self._known.get(raw[at * width : (at + LEAST_TOKENS) * width], ())
+            left = tokens[at:] if near else tokens[:0]
+            fits = (
+                d
+                for d in near
+                if id(d) not in without and np.array_equal(left[: len(d)], d[: len(left)])
+            )
             document = next(fits, None)
             if document is None:
                 at += 1
@@ -263,40 +308,79 @@ class Blender:
             at += count
         return found
 
-    def blend(self, seq: Sequence, most: int) -> int:
+    def reach(self, seq: Sequence, most: int) -> int:
+        """Tokens of a sequence's prompt up to the end of the last document that may be known."""
+        places = self.find(seq.tokens[: max(most, 0)], seq.length)
+        return places[-1].first + places[-1].count if places else seq.length
+
+    def blend(self, seq: Sequence, most: int, advance: Advance | None = None) -> int:
         """Puts what is known of documents in a sequence's prompt in place, and mends it.
 
         Args:
-            seq: In no step, nothing on its way. If anything is put in place, it is private
-                from then on.
+            seq: In no step, nothing on its way. What is computed before the first document is
+                exact, and published in whole pages; from there on the sequence is private.
             most: Tokens of its prompt that need not be left to others.
+            advance: Computes so many of its next tokens, in another way than a packed forward.
 
         Returns:
             Tokens that it is longer.
 
         Raises:
-            CapacityError: There is no room for it; the sequence is as before.
+            CapacityError: There is no room for it; the sequence is exact as far as it goes.
         """
-        prompt, start = seq.tokens[:most], seq.length
-        places = self.find(prompt, start)
-        sources = list[Sequence]()
+        before, size = seq.length, self.kv.page_size
+        prompt, sources = seq.tokens[: max(most, 0)], dict[int, Sequence]()
         try:
-            for place in list(places):
-                ids = self._stored(place.document)
-                source = self.kv.open(ids, tenant=seq.owner, salts=seq.salts, limit=len(ids))
-                sources.append(source)
-                if source.length <= place.count:  # not known whole, to this model or tenant
-                    places.remove(place)
-                    sources.pop().close()
-            return self._blend(seq, places, sources) if places else 0
+            places = self._sources(seq, prompt, sources)
+            if not places:
+                return 0
+            exact = places[0].first // size * size - before
+            if exact > 0:
+                (advance or self._advance)(seq, exact)
+            return seq.length - before + self._blend(seq, places, sources)
         finally:
-            with self.kv.lock:  # of one prompt, tokens count once
-                self.kv.tokens_seen -= sum(len(source.tokens) for source in sources)
-                self.kv.tokens_reused -= sum(source.reused for source in sources)
-            for source in sources:
+            for source in sources.values():
                 source.close()
 
-    def _blend(self, seq: Sequence, places: list[FoundDocument], sources: list[Sequence]) -> int:
+    def _sources(
+        self, seq: Sequence, prompt: Tokens, sources: dict[int, Sequence]
+    ) -> list[FoundDocument]:
+        """The documents of a prompt that are known whole to its model and tenant.
+
+        Args:
+            seq: The sequence.
+            prompt: Its tokens, as far as they count.
+            sources: Is given what holds each of them, by its `id`.
+        """
+        unknown = set[int]()
+        while places := self.find(prompt, seq.length, unknown):
+            for document in {id(place.document): place.document for place in places}.values():
+                if id(document) in sources:
+                    continue
+                ids = self._stored(document)
+                source = self.kv.open(ids, tenant=seq.owner, salts=seq.salts, limit=len(ids))
+                with self.kv.lock:  # tokens of one prompt count once
+                    self.kv.tokens_seen -= len(ids)
+                    self.kv.tokens_reused -= source.reused
+                if source.length < len(ids):  # a shorter one may be known that it hides
+                    unknown.add(id(document))
+                    source.close()
+                else:
+                    sources[id(document)] = source
+            if all(id(place.document) in sources for place in places):
+                return places
+        return []
+
+    def _advance(self, seq: Sequence, count: int) -> None:
+        end = seq.length + count
+        while seq.length < end:
+            part = seq.tokens[seq.length : min(end, seq.length + _CHUNK)]
+            with self.kv.step([seq], [part]) as step, torch.no_grad():
+                self.forward(step, torch.tensor([len(part) - 1]))
+
+    def _blend(
+        self, seq: Sequence, places: list[FoundDocument], sources: Mapping[int, Sequence]
+    ) -> int:
         start, end = seq.length, places[-1].first + places[-1].count
         count, taken = end - start, np.zeros(end - start, np.bool_)
         for place in places:
@@ -316,7 +400,7 @@ class Blender:
         except BaseException:
             seq.publishable = publishable
             raise
-        seq.fidelity = max(seq.fidelity, *(source.fidelity for source in sources))
+        seq.fidelity = max(seq.fidelity, *(source.fidelity for source in sources.values()))
         with self.kv.lock:
             self.kv.blended["documents"] += len(places)
             self.kv.blended["taken_tokens"] += int(count - again.sum())
@@ -336,24 +420,33 @@ class Blender:
         return sorted(self.turns)[1:2][0] if len(self.turns) > 1 else min(self.turns)
 
     def _put(
-        self, step: Step, places: list[FoundDocument], sources: list[Sequence], start: int
+        self,
+        step: Step,
+        places: list[FoundDocument],
+        sources: Mapping[int, Sequence],
+        start: int,
     ) -> torch.Tensor:
         """Writes what is known, turned; returns the second layer's values, zeros between."""
         planner, count = Planner.of(step.seqs[0]), int(step.counts[0])
-        widest = max(place.count for place in places)
-        reading = Step(planner, sources, np.zeros(len(sources), np.int64))
+        # A document that stands at several places is read once, as far as any of them goes.
+        counts = dict.fromkeys(sources, 0)
+        for place in places:
+            counts[id(place.document)] = max(counts[id(place.document)], place.count)
+        lines, widest = list(sources), max(counts.values())
+        reading = Step(planner, list(sources.values()), np.zeros(len(sources), np.int64))
         rows, columns, tokens = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
         deltas = np.zeros(count, np.int64)
-        for row, place in enumerate(places):
+        for place in places:
+            row, held = lines.index(id(place.document)), counts[id(place.document)]
             own = np.arange(place.first - start, place.first - start + place.count)
             tokens.append(own)
             rows.append(np.full(place.count, row))
-            columns.append(np.arange(widest - place.count, widest))
+            columns.append(np.arange(widest - held, widest - held + place.count))
             deltas[own] = place.first - 1  # the lead stands at 0 there
         at = torch.from_numpy(np.concatenate(tokens))
         taken = torch.from_numpy(np.concatenate(rows) * widest + np.concatenate(columns))
         moved = deltas[at.numpy()]
-        shown = torch.tensor([1 + place.count for place in places], dtype=torch.int32)
+        shown = torch.tensor([1 + counts[line] for line in lines], dtype=torch.int32)
         angles: dict[int, Any] = {}
         values: torch.Tensor | None = None
         try:

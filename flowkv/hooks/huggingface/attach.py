@@ -125,7 +125,7 @@ def attach(
                 door.sparsifier = sparsifier
             if rule is not None:
                 door.blending = Blending(door, rule)
-                follow(kv, learn=door.blending.learn)
+                follow(kv, learn=door.blending.learn, unlearn=door.blending.unlearn)
         except UnsupportedModelError as error:
             warn(kv, "unsupported", f"FlowKV leaves the model to its own cache: {error}")
             return kv

@@ -13,9 +13,10 @@ import torch
 from flowkv.cache.kv import warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, ConfigError
-from flowkv.hooks.blend import Blender, KeyTurn
+from flowkv.hooks.blend import Advance, Blender, KeyTurn
 from flowkv.hooks.huggingface.packed import packed_way
-from flowkv.hooks.huggingface.probe import native_cache, ordinary_tokens, quiet
+from flowkv.hooks.huggingface.probe import execution_device, native_cache, ordinary_tokens, quiet
+from flowkv.hooks.huggingface.restore import AdmittedRows, Nested, Part
 from flowkv.policy.blend import BlendRule
 
 _TOKENS, _FAR = 8, (1, 37, 301)
@@ -49,7 +50,31 @@ def make_blender(door: Any, rule: BlendRule) -> Blender:
         raise _refused(model, problem)
     with door.aside(), quiet(model):
         turns = _turns(model, door, config)
-    return Blender(kv, forward, turns, next(_leads(model, config)), rule)
+    return _ModelBlender(door, kv, forward, turns, next(_leads(model, config)), rule)
+
+
+class _ModelBlender(Blender):
+    """Computes documents as any prompt of the model: watched, proven, and refused where it must."""
+
+    def __init__(self, door: Any, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._door = weakref.ref(door)
+
+    def compute(self, ids: Any, tenant: str | None) -> None:
+        """Computes a text, so that its pages are published."""
+        door: Any = self._door()
+        model, names = door.model, door.names
+        shown = torch.from_numpy(ids.astype(np.int64))[None].to(execution_device(model))
+        asked: dict[str, Any] = {names.ids: shown, "tenant": tenant}
+        cache = self.kv.cache(**asked)
+        known = cache.get_seq_length()
+        positions = torch.arange(known, len(ids), device=shown.device)[None]
+        given = {names.ids: shown[:, known:], names.positions: positions, names.cache: cache}
+        try:
+            with torch.no_grad():
+                model(**given, use_cache=True)
+        finally:
+            cache.close()
 
 
 def _refused(model: Any, problem: str) -> ConfigError:
@@ -153,9 +178,14 @@ class Blending:
     """
 
     def __init__(self, door: Any, rule: BlendRule) -> None:
-        self._door, self._rule = weakref.proxy(door), rule
+        self._held, self._rule = weakref.ref(door), rule
         self._blender = make_blender(door, rule)
         self._name = door.kv.namespace
+
+    @property
+    def _door(self) -> Any:
+        """It holds this, not the other way round."""
+        return self._held()
 
     def now(self) -> Blender:
         """The one for the model as it is: weights were changed, or keys turn otherwise.
@@ -172,33 +202,50 @@ class Blending:
 
     def learn(self, documents: Items[Any], tenant: str | None) -> int:
         """See `KV.learn`."""
-        with self._door.aside():
-            self._door.refresh()
-            return self.now().learn(documents, tenant)
+        self._door.refresh()
+        return self.now().learn(documents, tenant)
 
-    def one(self, seq: Sequence, most: int) -> bool:
+    def unlearn(self, tokens: Any, tenant: str | None) -> int:
+        """See `Blender.unlearn`."""
+        return self._blender.unlearn(tokens, tenant)
+
+    def one(self, seq: Sequence, most: int, advance: Advance | None = None) -> bool:
         """Puts known documents of a sequence's prompt in place; whether there were any.
 
         Args:
             seq: Nothing is on its way to it.
             most: Tokens of its prompt that need not be computed behind it.
+            advance: See `Blender.blend`.
         """
         try:
             with self._door.aside():
-                return self.now().blend(seq, most) > 0
+                return self.now().blend(seq, most, advance) > 0
         except (CapacityError, ConfigError) as error:
             warn(self._door.kv, f"blend: {error.problem}", f"FlowKV blends nothing: {error}")
             return False
 
-    def apply(self, found: Any, pads: list[int], most: int) -> Any:
+    def apply(self, found: AdmittedRows, nested: Nested, pads: list[int], most: int) -> Any:
         """Puts known documents of a batch's prompts in place; the rows, and whether any was.
 
+        Nothing of a batch is blended where a row has no document: what the others gain is computed
+        with that row all the same.
+
         Args:
-            found: An `AdmittedRows`; nothing is on its way.
+            found: Its rows; nothing is on its way.
+            nested: Computes what comes before documents.
             pads: Padding columns of each row.
             most: Columns that need not be computed by the forward that follows.
         """
-        rows = list(zip(found.seqs, pads, strict=True))
-        if not any([self.one(seq, most - pad) for seq, pad in rows]):
+        rows = list(enumerate(zip(found.seqs, pads, strict=True)))
+        ends = [pad + self._blender.reach(seq, most - pad) for _, (seq, pad) in rows]
+        if min(ends) <= found.base:
             return found, False
-        return found._replace(base=min(pad + seq.length for seq, pad in rows)), True
+        blended = False
+        for row, (seq, pad) in rows:
+
+            def advance(own: Sequence, count: int, row: int = row, pad: int = pad) -> None:
+                nested.compute([Part(row, own, pad, count)])
+
+            blended |= self.one(seq, most - pad, advance)
+        base = min(pad + seq.length for _, (seq, pad) in rows)
+        return found._replace(base=max(base, found.base)), blended

@@ -31,7 +31,14 @@ from flowkv.hooks.huggingface.restore import (
     extend,
     go_ahead,
 )
-from flowkv.hooks.huggingface.rows import Rows, check_paired, refuse_lost, wants_last, without_known
+from flowkv.hooks.huggingface.rows import (
+    Rows,
+    check_paired,
+    close_all,
+    refuse_lost,
+    wants_last,
+    without_known,
+)
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.hooks.identity import Identity, Proof, drawn, modes
@@ -389,12 +396,12 @@ class ForwardHook:
             )
         try:
             most = call.columns - max(call.keep, self._asked) if call.skippable else 0
-            found, fill = self._admit(call, pads, ReuseLimits(most, wait=not self._divides(call)))
+            found, fill = self._admit(call, pads, ReuseLimits(most, wait=self._waits(call)))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             nested = Nested(self, call, call.types, fill)
             if restoring:
                 found = restoring.restore(found, nested)
-            found, blended = self._blended(found, call, pads, most)
+            found, blended = self._blended(found, call, nested, most)
             if self._overflows and most:
                 found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
@@ -415,12 +422,17 @@ class ForwardHook:
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
 
     def _blended(
-        self, found: AdmittedRows, call: ForwardCall, pads: list[int], most: int
+        self, found: AdmittedRows, call: ForwardCall, nested: Nested, most: int
     ) -> tuple[AdmittedRows, bool]:
         """The rows, with documents in place if that was asked for, and whether any are."""
-        if self.blending is None or call.modal or call.types or call.condition:
+        special = call.modal or call.types or call.condition
+        if self.blending is None or special or not call.skippable:
             return found, False
-        return self.blending.apply(found, pads, most)  # type: ignore[no-any-return]
+        try:
+            return self.blending.apply(found, nested, call.pads(), most)  # type: ignore[no-any-return]
+        except BaseException:
+            close_all(found.seqs)
+            raise
 
     def _pass(
         self, cache: Any, given: dict[str, Any], problem: str, code: str = ""
@@ -505,6 +517,10 @@ class ForwardHook:
         """Whether some rows, or tokens, of a call can be computed by themselves."""
         plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
         return (plain or self.names.encoder) and self._alike_rows(call) == "alike"
+
+    def _waits(self, call: ForwardCall) -> bool:
+        """Whether all that is known of a call has to be there before its forward begins."""
+        return self.blending is not None or not self._divides(call)
 
     def _watch(self, cache: PagedCache) -> None:
         """A forward begins: by what it draws from generators it is told whether it is random."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +28,7 @@ class FirstTokens(BlendRule):
     name = "first"
 
     def __init__(self, amount: float = 16) -> None:
-        if amount != int(amount) or amount < 0:
+        if not math.isfinite(amount) or amount != int(amount) or amount < 0:
             raise ConfigError(f"first:{amount}", "Pass a number of tokens, such as first:16")
         self.tokens = int(amount)
 
