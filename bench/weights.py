@@ -41,7 +41,7 @@ PREFILL, STEPS = 256, 6
 def _saved(given: argparse.Namespace, folder: Path) -> int:
     """The model as a directory of safetensors; bytes of its weights."""
     if given.model == "random":  # of 1.5 GiB in float32
-        sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 12}
+        sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 14}
         heads = {"num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 32_000}
         torch.manual_seed(0)
         config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
