@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowkv import KV, Engine, Request
 from flowkv.hooks.huggingface import make_runner_parts
@@ -111,3 +114,24 @@ def test_a_trial_that_finds_no_pages_leaves_nothing() -> None:
         for page in taken:
             kv.planner.store.pool(0).release(page)
         assert make_runner_parts(model, kv).forward is not None
+
+
+class Doubled(TorchDispatchMode):
+    """Makes of every product another one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 1.01 if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm) else found
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
+def test_what_a_dispatch_mode_changes_is_known_to_nobody() -> None:
+    """As in `generate`: what torch computes then is not what the code says."""
+    model, prompt = models.causal("llama"), models.prompt(100)
+    theirs = generate(model, 8, input_ids=prompt).sequences
+    with attached(model) as kv:
+        with Engine(model, kv) as engine, Doubled():
+            engine.run([prompt[0].tolist()], max_new_tokens=2)
+        assert kv.stats()["blocks"] == 0
+        assert torch.equal(generate(model, 8, input_ids=prompt).sequences, theirs)
+        assert reused(kv) == 0

@@ -24,6 +24,7 @@ from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PlacedLayer
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
 from flowkv.hooks.huggingface.versions import Cache, DynamicCache, DynamicLayer
+from flowkv.hooks.identity import modes
 
 
 class PackedLayer(DynamicLayer):  # type: ignore[misc]
@@ -125,7 +126,8 @@ class PackedForward:
         finally:
             RUNNING.reset(running)
         # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
-        if model.training or (step.fills and not door.identity.same(model)):
+        odd = step.fills and (modes() or not door.identity.same(model))
+        if model.training or odd:
             for seq in step.seqs:
                 seq.publishable = False
         found: torch.Tensor = logits if self._by_index or every else logits[last.to(device)]
