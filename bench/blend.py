@@ -282,14 +282,13 @@ def _blend(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     door = door_of(loaded.model)
     assert door is not None
     blender, read, speed = door.blending.now(), list[Any](), list[dict[str, float]]()
-    with door.aside():
-        for number, case in enumerate(cases(loaded, given.prompts)):
-            kv.learn(case.documents)
-            if number < given.timed:
-                speed.append(dict(paces(blender, case)))
-            read.append(dict(scores(blender, case)))
-            kv.invalidate()
-            screen.say(f"prompt {number + 1} of {given.prompts}")
+    for number, case in enumerate(cases(loaded, given.prompts)):
+        kv.learn(case.documents)
+        if number < given.timed:
+            speed.append(dict(paces(blender, case)))
+        read.append(dict(scores(blender, case)))
+        kv.invalidate()
+        screen.say(f"prompt {number + 1} of {given.prompts}")
     kv.close()
     table = list(rows(read, speed))
     screen.table(list(table[0]), [list(row.values()) for row in table])

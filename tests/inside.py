@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from flowkv.engine.scheduler import RunningRequest
     from flowkv.hooks import identity
     from flowkv.hooks import weights as weights_module
+    from flowkv.hooks.blend import Rewrite
     from flowkv.hooks.checkpoint import Checkpoint
     from flowkv.hooks.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES
     from flowkv.hooks.embedding import LEAST_KNOWN, EmbeddingTable, write_table

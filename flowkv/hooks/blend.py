@@ -417,7 +417,7 @@ class Blender:
     @property
     def _second(self) -> int:
         """The model's second layer with keys and values."""
-        return sorted(self.turns)[1:2][0] if len(self.turns) > 1 else min(self.turns)
+        return sorted(self.turns)[:2][-1]
 
     def _put(
         self,

@@ -34,10 +34,9 @@ def test_a_prompt_is_scored_by_every_rule(monkeypatch: pytest.MonkeyPatch) -> No
     with kv:
         door = door_of(model)
         blender = door.blending.now()
-        with door.aside():
-            kv.learn(case.documents)
-            read = [dict(blend.scores(blender, case))] * 2
-            speed = [dict(blend.paces(blender, case))]
+        kv.learn(case.documents)
+        read = [dict(blend.scores(blender, case))] * 2
+        speed = [dict(blend.paces(blender, case))]
     table = {row["rule"]: row for row in blend.rows(read, speed)}
     assert list(table) == ["whole", *blend.RULES]
     assert table["whole"]["same token"] == "1.000"

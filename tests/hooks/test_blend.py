@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import flowkv
 from bench.sparsified import Paged
-from flowkv.hooks.blend import Blender, KeyTurn, Rewrite
+from flowkv.hooks.blend import Blender, KeyTurn
 from flowkv.policy.blend import (
     BLEND_RULES,
     BlendRule,
@@ -29,7 +29,7 @@ from flowkv.policy.blend import (
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.hooks.test_restore import Slow, on
-from tests.inside import ConfigError, GeometryError, StateError, door_of
+from tests.inside import ConfigError, GeometryError, Rewrite, StateError, door_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {name: value for name, value in models.SMALL.items() if name != "eos_token_id"}

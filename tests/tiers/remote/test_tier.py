@@ -17,6 +17,7 @@ from flowkv.testing import check_tier
 from flowkv.tiers import Completion, Header, Load, Outcome, Store
 from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from tests.inside import (
+    HUGE_BYTES,
     UNBOUNDED,
     BreakerState,
     ConfigError,
@@ -238,7 +239,7 @@ def test_a_late_reply_never_lands_in_a_reused_buffer(
         job = tier.submit_load([Load(key_of(name), memory, LAYOUT)], deadline_s=0.2)
         assert answers(tier, job, 1)[0].reason == "deadline"
     memory[:] = canary
-    assert tier.retired_bytes == 2 << 20, "what hangs keeps its own memory"
+    assert tier.retired_bytes == 2 * HUGE_BYTES, "what hangs keeps its own memory"
     assert hits(tier, range(8)) == 8
     engine.release()
     wait_for(lambda: tier.retired_bytes == 0)
@@ -261,7 +262,7 @@ def test_a_late_store_reads_nothing_and_is_undone(engine: FaultyBackend, tier: R
 
 def test_retired_memory_is_bounded(engine: FaultyBackend) -> None:
     """Calls that never return may not eat the machine: beyond the cap nothing is begun."""
-    limits = PATIENT._replace(threads=2, spares=100, retired_bytes=5 << 20)
+    limits = PATIENT._replace(threads=2, spares=100, retired_bytes=11 << 20)
     tier = open_tier(engine, limits=limits)
     stored(tier, [0])
     engine.always["get"] = "hang"
@@ -270,7 +271,7 @@ def test_retired_memory_is_bounded(engine: FaultyBackend) -> None:
         tier._breaker._opened_ns = None  # as if every probe had worked
         reasons.append(load_one(tier, 0, 0.2).reason)
     assert reasons[:6] == ["deadline"] * 6 and reasons[6:] == ["breaker"] * 34
-    assert engine.hanging == 6 and tier.retired_bytes == 6 << 20
+    assert engine.hanging == 6 and tier.retired_bytes == 6 * HUGE_BYTES
     engine.release()
     wait_for(lambda: tier.retired_bytes == 0)
     tier.close()
@@ -351,7 +352,7 @@ def test_lengths_in_a_header_are_checked_before_memory_is_found(
     for first, stripes in ((0, 1), (1, 0), (0, 0)):
         wish = Load(key_of(0), memoryview(bytearray(4096)), LAYOUT, 0, first, stripes)
         assert outcomes(answers(tier, tier.submit_load([wish]), 1)) == [("failed", "target")]
-    assert all(hand.staging.n_bytes <= 1 << 20 for hand in tier._workers._hands)
+    assert all(hand.staging.n_bytes <= HUGE_BYTES for hand in tier._workers._hands)
 
 
 # ---- what is known
