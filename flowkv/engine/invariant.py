@@ -208,6 +208,8 @@ def invariant(forward: Forward) -> Forward:
 class Fixed(TorchFunctionMode):
     """Runs matrix products within it in blocks of fixed numbers of rows."""
 
+    named = True  # requests say it (`marked`), and pages are named by what they say
+
     def __init__(self) -> None:
         super().__init__()
         self._products = Products()
@@ -250,6 +252,8 @@ class _Deep(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         met: Whether there was one.
     """
+
+    named = True
 
     def __init__(self, products: Products) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from flowkv.cache.kv import KV, drop_unproven
 from flowkv.core.errors import UnsupportedModelError
@@ -446,12 +447,18 @@ def drawn() -> tuple[bytes, ...]:
 
 
 def modes() -> str:
-    """Why what torch computes at this moment is not what the code says; "" if it is."""
+    """Why what torch computes at this moment is not what the code says; "" if it is.
+
+    Modes of FlowKV's own (`named`) do not count: pages are named by what they change.
+    """
     if torch._C._len_torch_dispatch_stack():
-        return "a dispatch mode stands between the model and torch"
+        deep = _get_current_dispatch_mode_stack()
+        if any(not getattr(mode, "named", False) for mode in deep):
+            return "a dispatch mode stands between the model and torch"
     if torch._C._len_torch_function_stack():
         stack = torch.overrides._get_current_function_mode_stack()
-        if any(not isinstance(mode, DeviceContext) for mode in stack):
+        odd = (mode for mode in stack if not isinstance(mode, DeviceContext))
+        if any(not getattr(mode, "named", False) for mode in odd):
             return "a function mode stands between the model and torch"
     return ""
 
