@@ -133,7 +133,8 @@ class Footprint:
         """Granules of pages of a group; -1 is none."""
         forms = self._store.forms[group]
         if len(forms.layouts) == 1 and self._planner.window(group) is None:
-            return len(pages) * forms.raw.granules
+            here = len(pages) if self._planner.overflow is None else int((pages >= 0).sum())
+            return here * forms.raw.granules
         codecs = enumerate(np.bincount(pages[pages >= 0] >> CODEC_SHIFT).tolist())
         return sum(count * forms.layouts[codec].granules for codec, count in codecs if count)
 

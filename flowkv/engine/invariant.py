@@ -208,7 +208,7 @@ def invariant(forward: Forward) -> Forward:
 class Fixed(TorchFunctionMode):
     """Runs matrix products within it in blocks of fixed numbers of rows."""
 
-    named = True  # requests say it (`marked`), and pages are named by what they say
+    names_flowkv_pages = True  # requests say it (`marked`), and pages are named by what they say
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class _Deep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         met: Whether there was one.
     """
 
-    named = True
+    names_flowkv_pages = True
 
     def __init__(self, products: Products) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -183,6 +183,8 @@ class Blender:
         turns: How each layer's keys depend on their positions.
         lead: The token that documents stand behind when they are computed.
         rule: Which of their tokens are computed again.
+        compute: Computes a text for a tenant so that its pages are published, in another way than
+            by `KV.prefill` and packed forwards.
 
     Documents are found by their first `LEAST_TOKENS` tokens, and compared whole.
     """
@@ -194,8 +196,10 @@ class Blender:
         turns: Mapping[int, KeyTurn],
         lead: int,
         rule: BlendRule,
+        compute: Callable[[Tokens, str | None], object] | None = None,
     ) -> None:
         self.kv, self.forward, self.turns, self.lead, self.rule = kv, forward, turns, lead, rule
+        self._compute = compute or self._prefill
         self._known: dict[bytes, list[Tokens]] = {}
 
     def learn(self, documents: Items[Any], tenant: str | None = None) -> int:
@@ -220,7 +224,7 @@ class Blender:
                 continue
             ids = self._stored(document)
             if missing := self._missing(ids, tenant):
-                self.compute(ids, tenant)
+                self._compute(ids, tenant)
                 if self._missing(ids, tenant):
                     raise StateError(
                         f"a document of {len(document)} tokens was computed, and is not kept",
@@ -236,8 +240,7 @@ class Blender:
         with self.kv.open(ids, tenant=tenant, limit=len(ids)) as seq:
             return len(ids) - seq.length
 
-    def compute(self, ids: Tokens, tenant: str | None) -> None:
-        """Computes a text, so that its pages are published."""
+    def _prefill(self, ids: Tokens, tenant: str | None) -> None:
         with self.kv.open(ids, tenant=tenant) as seq, torch.no_grad():
             for step in self.kv.prefill([seq]):
                 self.forward(step, torch.tensor([int(step.counts[0]) - 1]))

@@ -446,20 +446,21 @@ def drawn() -> tuple[bytes, ...]:
     return tuple(states)
 
 
-def modes() -> str:
+def modes(*, own: bool = True) -> str:
     """Why what torch computes at this moment is not what the code says; "" if it is.
 
-    Modes of FlowKV's own (`named`) do not count: pages are named by what they change.
+    Args:
+        own: Modes of FlowKV's own count as well. They do not where pages are named by them.
     """
+    found: list[tuple[str, Any]] = []
     if torch._C._len_torch_dispatch_stack():
-        deep = _get_current_dispatch_mode_stack()
-        if any(not getattr(mode, "named", False) for mode in deep):
-            return "a dispatch mode stands between the model and torch"
+        found += [("dispatch", mode) for mode in _get_current_dispatch_mode_stack()]
     if torch._C._len_torch_function_stack():
         stack = torch.overrides._get_current_function_mode_stack()
-        odd = (mode for mode in stack if not isinstance(mode, DeviceContext))
-        if any(not getattr(mode, "named", False) for mode in odd):
-            return "a function mode stands between the model and torch"
+        found += [("function", mode) for mode in stack if not isinstance(mode, DeviceContext)]
+    for kind, mode in found:
+        if own or not getattr(mode, "names_flowkv_pages", False):
+            return f"a {kind} mode stands between the model and torch"
     return ""
 
 

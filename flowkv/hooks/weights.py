@@ -735,12 +735,11 @@ class _Link:
 
 def _pinned(size: int) -> torch.Tensor:
     """Memory that a file is read into, and a GPU copies from."""
-    memory = torch.frombuffer(own_memory(size), dtype=torch.uint8)
-    if torch.cuda.is_available():
-        pinned = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
-        skip = -pinned.data_ptr() % ALIGNMENT
-        return pinned[skip : skip + size]
-    return memory
+    if not torch.cuda.is_available():
+        return torch.frombuffer(own_memory(size), dtype=torch.uint8)
+    pinned = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+    skip = -pinned.data_ptr() % ALIGNMENT
+    return pinned[skip : skip + size]
 
 
 class _Devices:

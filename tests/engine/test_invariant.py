@@ -286,3 +286,16 @@ def test_refused_where_it_cannot_be() -> None:
     model = load_tiny().eval()
     with attached(model, codec="kv8") as kv, pytest.raises(ConfigError, match="raw"):
         Engine(model, kv, invariant=True)
+
+
+def test_results_within_fixed_steps_are_not_remembered_for_others() -> None:
+    """Pages of such requests have a name of their own; results of `memo` do not."""
+    encoder, x = torch.nn.Linear(16, 16).eval(), torch.rand(4, 16)
+    remembered = flowkv.memo(encoder, places="host:16MiB")
+    with torch.no_grad():
+        with Fixed():
+            remembered(x)
+        assert sum(remembered.stats()["declined"].values()) == 1
+        assert torch.equal(remembered(x), encoder(x))
+        assert remembered.stats()["computed"] == 4
+    remembered.close()

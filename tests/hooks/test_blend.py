@@ -29,7 +29,7 @@ from flowkv.policy.blend import (
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.hooks.test_restore import Slow, on
-from tests.inside import ConfigError, GeometryError, Rewrite, StateError, door_of
+from tests.inside import CapacityError, ConfigError, GeometryError, Rewrite, StateError, door_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {name: value for name, value in models.SMALL.items() if name != "eos_token_id"}
@@ -371,6 +371,34 @@ class TestWhatGoesWrong:
             assert torch.equal(generate(model, 8, input_ids=rows).sequences, theirs.sequences)
             assert kv.stats()["blend"]["documents"] == 0
 
+    @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
+    def test_rows_that_find_no_room_on_the_way_are_exact(
+        self, monkeypatch: pytest.MonkeyPatch, failing: set[int]
+    ) -> None:
+        """What was computed of them before their documents stays; rows end where each has come."""
+        model = models.causal("llama")
+        first, second = draw(20, 90), draw(70, 91)
+        rows = [torch.cat([first, DOCUMENTS[0], draw(9, 92)]), torch.cat([second, DOCUMENTS[0]])]
+        width = max(map(len, rows)) + 3
+        ids = torch.stack([torch.nn.functional.pad(r, (width - len(r), 0)) for r in rows])
+        mask = torch.stack([(torch.arange(width) >= width - len(r)).long() for r in rows])
+        theirs = generate(model, 8, input_ids=ids, attention_mask=mask).sequences
+        inner, calls = Blender._blend, []
+
+        def short(self: Blender, *given: Any) -> int:
+            calls.append(len(calls))
+            if calls[-1] in failing:
+                raise CapacityError("no room", "Have some")
+            return inner(self, *given)
+
+        monkeypatch.setattr(Blender, "_blend", short)
+        with blending(model, 1.0) as kv:
+            kv.learn(LISTS)
+            with pytest.warns(UserWarning, match="blends nothing"):
+                ours = generate(model, 8, input_ids=ids, attention_mask=mask).sequences
+            assert torch.equal(ours, theirs)
+            assert len(calls) == 2
+
     @pytest.mark.parametrize("engine", [False, True])
     def test_a_beginning_before_documents_is_shared_exactly(self, engine: bool) -> None:
         model, before = models.causal("llama"), draw(200, 70)
@@ -447,9 +475,7 @@ class TestWhatIsNotServed:
             pytest.raises(ConfigError, match=problem),
         ):
             flowkv.attach(model, reuse="blend", gpu="64MiB", page_size=16)
-        assert not model._forward_hooks or all(
-            "flowkv" not in str(hook) for hook in model._forward_hooks.values()
-        )
+        assert not any("ForwardHook" in str(hook) for hook in model._forward_hooks.values())
 
     @pytest.mark.parametrize(
         ("options", "problem"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowkv.cache.kv import warn
 from flowkv.cache.sequence import Sequence
@@ -50,31 +52,25 @@ def make_blender(door: Any, rule: BlendRule) -> Blender:
         raise _refused(model, problem)
     with door.aside(), quiet(model):
         turns = _turns(model, door, config)
-    return _ModelBlender(door, kv, forward, turns, next(_leads(model, config)), rule)
+    compute = partial(_compute, weakref.ref(door))
+    return Blender(kv, forward, turns, next(_leads(model, config)), rule, compute)
 
 
-class _ModelBlender(Blender):
-    """Computes documents as any prompt of the model: watched, proven, and refused where it must."""
-
-    def __init__(self, door: Any, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._door = weakref.ref(door)
-
-    def compute(self, ids: Any, tenant: str | None) -> None:
-        """Computes a text, so that its pages are published."""
-        door: Any = self._door()
-        model, names = door.model, door.names
-        shown = torch.from_numpy(ids.astype(np.int64))[None].to(execution_device(model))
-        asked: dict[str, Any] = {names.ids: shown, "tenant": tenant}
-        cache = self.kv.cache(**asked)
-        known = cache.get_seq_length()
-        positions = torch.arange(known, len(ids), device=shown.device)[None]
-        given = {names.ids: shown[:, known:], names.positions: positions, names.cache: cache}
-        try:
-            with torch.no_grad():
-                model(**given, use_cache=True)
-        finally:
-            cache.close()
+def _compute(door: weakref.ref[Any], ids: NDArray[np.uint32], tenant: str | None) -> None:
+    """Computes a text as any prompt of the model: watched, proven, and refused where it must."""
+    own: Any = door()
+    names = own.names
+    shown = torch.from_numpy(ids.astype(np.int64))[None].to(execution_device(own.model))
+    asked: dict[str, Any] = {names.ids: shown, "tenant": tenant}
+    cache = own.kv.cache(**asked)
+    known = cache.get_seq_length()
+    positions = torch.arange(known, len(ids), device=shown.device)[None]
+    given = {names.ids: shown[:, known:], names.positions: positions, names.cache: cache}
+    try:
+        with torch.no_grad():
+            own.model(**given, use_cache=True)
+    finally:
+        cache.close()
 
 
 def _refused(model: Any, problem: str) -> ConfigError:
@@ -224,7 +220,9 @@ class Blending:
             warn(self._door.kv, f"blend: {error.problem}", f"FlowKV blends nothing: {error}")
             return False
 
-    def apply(self, found: AdmittedRows, nested: Nested, pads: list[int], most: int) -> Any:
+    def apply(
+        self, found: AdmittedRows, nested: Nested, pads: list[int], most: int
+    ) -> tuple[AdmittedRows, bool]:
         """Puts known documents of a batch's prompts in place; the rows, and whether any was.
 
         Nothing of a batch is blended where a row has no document: what the others gain is computed
@@ -237,9 +235,10 @@ class Blending:
             most: Columns that need not be computed by the forward that follows.
         """
         rows = list(enumerate(zip(found.seqs, pads, strict=True)))
-        ends = [pad + self._blender.reach(seq, most - pad) for _, (seq, pad) in rows]
-        if min(ends) <= found.base:
-            return found, False
+        if len(rows) > 1:
+            ends = [pad + self._blender.reach(seq, most - pad) for _, (seq, pad) in rows]
+            if min(ends) <= found.base:
+                return found, False
         blended = False
         for row, (seq, pad) in rows:
 

@@ -409,7 +409,8 @@ class ForwardHook:
         except TypeError as error:
             return self._pass(cache, given, str(error))
         paged = self._paged(found, call, pads, restoring, cache)
-        paged.rows.uneven |= self._overflows or blended
+        further = any(p + seq.length > found.base for p, seq in zip(pads, found.seqs, strict=True))
+        paged.rows.uneven |= self._overflows or (self.blending is not None and further)
         if blended:
             paged.rows.disable_publishing()
         paged.watched = True

@@ -126,7 +126,7 @@ class PackedForward:
         finally:
             RUNNING.reset(running)
         # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
-        odd = step.fills and (modes() or not door.identity.same(model))
+        odd = step.fills and (modes(own=False) or not door.identity.same(model))
         if model.training or odd:
             for seq in step.seqs:
                 seq.publishable = False
