@@ -145,7 +145,7 @@ class Staged:
             [
                 (
                     *(at + start, GRANULE_BYTES, at + start + GRANULE_BYTES, self.size),
-                    *(to + n * self.size, self.size // STRIPES, STRIPES, 0, STRIPES),
+                    *(to + n * self.size, self.size // STRIPES, STRIPES, 0, STRIPES, 0),
                 )
                 for n, start in enumerate(self.starts)
             ],
@@ -214,7 +214,7 @@ def test_twin(size: int) -> None:
         ("in memory", list(range(0, ROUND_BYTES, size))),
     ):
         rows = np.array(
-            [(0, 0, noise.ctypes.data + start, 0, 0, size, 0, 0, 0) for start in starts], CHECK
+            [(0, 0, noise.ctypes.data + start, 0, 0, size, 0, 0, 0, 0) for start in starts], CHECK
         )
         parts = [view[start : start + size] for start in starts]
         took = rounds(

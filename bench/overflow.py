@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import heapq
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,7 +45,7 @@ _PIECE_BYTES, _AT_ONCE, _PAUSE_S = 1 << 20, 4, 0.0005
 
 
 class Link:
-    """A tier behind a link of some rate, on which loads follow each other as they were asked for.
+    """A tier behind a link of some rate, on which jobs follow each other as they were asked for.
 
     Args:
         tier: Does the work; closed with this one.
@@ -54,8 +54,8 @@ class Link:
 
     def __init__(self, tier: HostTier, bytes_per_s: float) -> None:
         self._tier, self._bytes_per_s, self._free_s = tier, bytes_per_s, 0.0
-        self._due_s: dict[tuple[int, int], float] = {}
-        self._late: list[tuple[float, int, TierAnswer]] = []
+        self._due_s: dict[int, float] = {}
+        self._late: deque[TierAnswer] = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name == "fileno":  # it would say when the fast tier is done
@@ -63,28 +63,24 @@ class Link:
         return getattr(self._tier, name)
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Asks the tier, and says when each item will have crossed the link."""
-        self._free_s = max(self._free_s, time.monotonic())
+        """Asks the tier, and says when the items will have crossed the link."""
         job = self._tier.submit_load(items, deadline_s=deadline_s)
-        for index, item in enumerate(items):
-            self._free_s += item.target.nbytes / self._bytes_per_s
-            self._due_s[job, index] = self._free_s
+        n_bytes = sum(item.target.nbytes for item in items)
+        self._free_s = max(self._free_s, time.monotonic()) + n_bytes / self._bytes_per_s
+        self._due_s[job] = self._free_s
         return job
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Answers whose bytes have come; waits up to `timeout_s` for the first one."""
-        end_s, ready = time.monotonic() + timeout_s, list[TierAnswer]()
-        while not ready:
-            for answer in self._tier.poll(0.0):
-                due_s = self._due_s.pop((answer.job, answer.item), 0.0)
-                heapq.heappush(self._late, (due_s, id(answer), answer))
-            while self._late and self._late[0][0] <= time.monotonic():
-                ready.append(heapq.heappop(self._late)[2])
-            if not ready and time.monotonic() >= end_s:
-                break
-            if not ready:
-                time.sleep(min(_PAUSE_S, timeout_s))
-        return ready
+        end_s = time.monotonic() + timeout_s
+        while True:
+            self._late.extend(self._tier.poll(0.0))
+            now_s, ready = time.monotonic(), list[TierAnswer]()
+            while self._late and self._due_s.get(self._late[0].job, 0.0) <= now_s:
+                ready.append(self._late.popleft())
+            if ready or now_s >= end_s:
+                return ready
+            time.sleep(min(_PAUSE_S, timeout_s))
 
 
 class Answer:

@@ -68,6 +68,7 @@ class TransferRequest:
         owner: Requests of one owner are cancelled together; None for those that never are.
 
     Attributes:
+        items: What a tier is asked, as a sequence.
         n_bytes: Bytes of its target or body.
         alike: Equal for requests that one answer may serve, if it spans theirs.
         span: First byte and end of what is loaded, within the body; 0 and 0 of a store.
@@ -80,9 +81,10 @@ class TransferRequest:
     """
 
     __slots__ = (
-        *("alike", "demanded", "done", "ended", "flying", "followers", "item", "leader"),
+        *("alike", "demanded", "done", "ended", "flying", "followers", "items", "leader"),
         *("n_bytes", "owner", "priority", "span", "stores"),
     )
+    items: Sequence[Load | Store]
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class TransferRequest:
         priority: IOPriority,
         owner: object = None,
     ) -> None:
-        self.item, self.done, self.priority, self.owner = item, done, priority, owner
+        self.items, self.done, self.priority, self.owner = (item,), done, priority, owner
         self.demanded = priority is IOPriority.DEMAND
         self.span, self.alike = (0, 0), cast(tuple[object, ...], (item.key,))
         self.stores = isinstance(item, Store)
@@ -105,11 +107,63 @@ class TransferRequest:
         self.followers: tuple[TransferRequest, ...] = ()
         self.leader: TransferRequest | None = None
 
+    @property
+    def item(self) -> Load | Store:
+        """What a tier is asked; of several loads the first."""
+        return self.items[0]
+
     def serves(self, other: TransferRequest) -> bool:
         """Whether its answer would have all that another one of its kind wants."""
         if isinstance(other.item, Load) and other.item.stripes:
             return self.span[0] <= other.span[0] and other.span[1] <= self.span[1]
         return self.span == other.span
+
+    def answers(self, answer: TierAnswer) -> bool:
+        """A tier has answered an item; whether that was the last one."""
+        return True
+
+    def end(self, answer: TierAnswer) -> None:
+        """It is over, and who asked is told."""
+        self.flying, self.ended = False, True
+        self.done(answer)
+
+
+class TransferBatch(TransferRequest):
+    """Loads that somebody waits for as a whole: queued, sent and answered as one.
+
+    No other request joins them, or is joined by them.
+
+    Args:
+        items: What a tier is asked; no key twice.
+        done: Called once, with the answers.
+        owner: As of one request.
+    """
+
+    __slots__ = ("_come", "_told")
+
+    def __init__(
+        self,
+        items: Sequence[Load],
+        done: Callable[[list[TierAnswer]], None],
+        owner: object = None,
+    ) -> None:
+        super().__init__(items[0], self._all, IOPriority.DEMAND, owner)
+        self.items, self.alike, self._told = items, (self,), done
+        self.n_bytes = sum(item.target.nbytes for item in items)
+        self._come = list[TierAnswer]()
+
+    def answers(self, answer: TierAnswer) -> bool:
+        """A tier has answered an item; whether that was the last one."""
+        self._come.append(answer)
+        return len(self._come) == len(self.items)
+
+    def _all(self, answer: TierAnswer) -> None:
+        """Tells all answers; `answer` is that of what was not answered."""
+        if len(self._come) < len(self.items):
+            come = {one.key for one in self._come}
+            left = (item.key for item in self.items if item.key not in come)
+            self._come += [answer._replace(key=key) for key in left]
+        self._told(self._come)
 
 
 class Schedule:
@@ -350,13 +404,15 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 26
 
 
 class _Job:
-    """Requests that were sent together; a place becomes None once its request is answered."""
+    """Requests that were sent together, one for each item; None once the item is answered."""
 
     __slots__ = ("bytes", "left", "requests", "seconds", "sent_s")
 
     def __init__(self, requests: Sequence[TransferRequest], sent_s: float) -> None:
-        self.requests: list[TransferRequest | None] = list(requests)
-        self.left, self.sent_s = len(requests), sent_s
+        self.requests: list[TransferRequest | None] = [
+            one for one in requests for _ in range(len(one.items))
+        ]
+        self.left, self.sent_s = len(self.requests), sent_s
         self.bytes, self.seconds = 0, 0.0
 
 
@@ -437,8 +493,7 @@ class Lane:
             if keys is not None and request.item.key not in keys:
                 continue
             if request.stores and self.schedule.withdraw(request):
-                request.ended = True
-                request.done(TierAnswer(0, 0, request.item.key, Outcome.FAILED, reason))
+                request.end(TierAnswer(0, 0, request.item.key, Outcome.FAILED, reason))
             elif request.flying and keys is not None:
                 self.schedule.stand_alone(request)
 
@@ -454,10 +509,10 @@ class Lane:
         sent_s = time.monotonic()
         try:
             if requests[0].stores:
-                stores = [cast(Store, request.item) for request in requests]
+                stores = [cast(Store, one) for request in requests for one in request.items]
                 job = self.tier.submit_store(stores, deadline_s=_STORE_DEADLINE_S)
             else:
-                loads = [cast(Load, request.item) for request in requests]
+                loads = [cast(Load, one) for request in requests for one in request.items]
                 patience_s = self.patience_s(sum(request.n_bytes for request in requests))
                 job = self.tier.submit_load(loads, deadline_s=patience_s)
         except FlowKVError:  # closed, or opened before a fork: a miss like any other
@@ -500,10 +555,12 @@ class Lane:
                 continue
             job.requests[answer.item] = None
             job.left -= 1
-            self._measure(job, answer)
+            if request.stores:
+                self._measure(job, answer)
             if not job.left:
                 del self._jobs[answer.job]
-            self._answer(request, answer)
+            if request.answers(answer):
+                self._answer(request, answer)
         return len(answers)
 
     def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
@@ -511,8 +568,7 @@ class Lane:
         followers = self.schedule.end(request)
         self.cancelled += answer.reason == "cancelled"
         if not followers:
-            request.flying, request.ended = False, True
-            request.done(answer)
+            request.end(answer)
             return
         failed = answer.outcome is Outcome.FAILED
         again = [follower for follower in followers if failed and not follower.stores]
@@ -521,8 +577,7 @@ class Lane:
         ]  # before its memory is reused
         for one, its in zip((request, *followers), (answer, *given), strict=True):
             if one not in again:
-                one.flying, one.ended = False, True
-                one.done(its)
+                one.end(its)
         self._ask_again(again)
 
     @staticmethod
@@ -538,8 +593,7 @@ class Lane:
     def _ask_again(self, requests: Iterable[TransferRequest]) -> None:
         for request in requests:
             if self.schedule.ask(request) is SubmitResult.REFUSED:
-                request.ended = True
-                request.done(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "busy"))
+                request.end(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "busy"))
 
     def _measure(self, job: _Job, answer: TierAnswer) -> None:
         """Rates of stores; those of loads are measured by who waits for them."""
@@ -589,8 +643,7 @@ class Lane:
         for request in mine:
             if self.schedule.withdraw(request):
                 self.cancelled += 1
-                request.ended = True
-                request.done(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "cancelled"))
+                request.end(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "cancelled"))
             elif not request.followers:
                 flying.add(request)
         self._call_off(flying)
@@ -842,6 +895,28 @@ class Mover:
         if self.lanes[tier].ask(request) is SubmitResult.REFUSED:
             done(TierAnswer(0, 0, item.key, Outcome.FAILED, "busy"))
             return None
+        return request
+
+    def ask_all(
+        self,
+        tier: int,
+        items: Sequence[Load],
+        done: Callable[[list[TierAnswer]], None],
+        owner: object = None,
+    ) -> TransferRequest:
+        """Reads frames that somebody waits for as a whole; a later `drain` sends them.
+
+        Args:
+            tier: Number in the stack.
+            items: What to read, and where to; no key twice.
+            done: Called with all answers, in a later `drain`.
+            owner: What `cancel` calls them off by.
+
+        Returns:
+            What `give_up` takes.
+        """
+        request = TransferBatch(items, done, owner)
+        self.lanes[tier].ask(request)
         return request
 
     def give_up(self, tier: int, request: TransferRequest) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
@@ -82,19 +83,38 @@ class Stage:
 
     def reuse(self) -> None:
         """Other stripes are about to come."""
-        self.asked: dict[int, tuple[int, Load, TransferRequest | None]] = {}
-        self.answers: dict[int, TierAnswer] = {}
+        self.sources: dict[bytes, int] = {}  # number of the tier that each was asked of
+        self.requests: list[tuple[int, TransferRequest]] = []  # likewise, with what was asked
+        self.answers: dict[bytes, TierAnswer] = {}
         self.arrived, self.fidelity = False, 0
 
-    def answered(self, answers: dict[int, TierAnswer], item: int, answer: TierAnswer) -> None:
+    def answered(self, answers: dict[bytes, TierAnswer], found: Items[TierAnswer]) -> None:
         """A tier has answered; not to what was asked of former memory."""
         if answers is self.answers:
-            answers[item] = answer
+            answers.update((one.key, one) for one in found)
+
+    def has(self, key: bytes) -> bool:
+        """Whether the stripe of a page has come."""
+        answer = self.answers.get(key)
+        return answer is not None and answer.outcome is Outcome.HIT
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that was asked has come."""
+        hit = [one for one in self.answers.values() if one.outcome is Outcome.HIT]
+        return len(hit) == len(self.sources)
+
+    def read_bytes(self) -> Counter[int]:
+        """Bytes that came, by number of the tier."""
+        found = Counter[int]()
+        for key, answer in self.answers.items():
+            found[self.sources[key]] += answer.n_bytes
+        return found
 
     @property
     def pending(self) -> bool:
         """Whether a tier may still write to it."""
-        return len(self.answers) < len(self.asked)
+        return any(not request.ended for _, request in self.requests)
 
 
 class Scan:
@@ -189,19 +209,20 @@ class Scan:
                 stage = overflow.ready(group, tile, place)
                 for seq in self._seqs:  # what is computed over it is no more exact than it is
                     seq.fidelity = max(seq.fidelity, stage.fidelity)
-                overflow.ask(group, *self._next(number, place), beside=stage)
+                other = overflow.ask(group, *self._after(number + 1, place), beside=stage)
                 pages = overflow.staged(group, stage)
                 o, lse = kernels.paged_attention(q, pages, tile.batch, causal=False, **how)
                 whole = kernels.merge((whole, (o.to(wide), lse)))
+                # The stage is free again: with both on their way the link never rests.
+                overflow.ask(group, *self._after(number + 2, place), beside=other)
         out: torch.Tensor = whole[0].to(q.dtype)
         return out
 
-    def _next(self, number: int, place: int) -> tuple[Tile, int]:
-        """What will be needed next: of this layer, of the next one, or of the next step."""
-        if number + 1 < len(self._tiles):
-            return self._tiles[number + 1], place
+    def _after(self, number: int, place: int) -> tuple[Tile, int]:
+        """A tile counted on from those of a layer: of this one, the next ones or the next step."""
         layers = len(self._overflow.store.geometry.groups[self._group].layers)
-        return self._tiles[0], (place + 1) % layers
+        further, number = divmod(number, len(self._tiles))
+        return self._tiles[number], (place + further) % layers
 
 
 def _rows_over(batch: Ragged, lines: Items[np.ndarray], lengths: np.ndarray) -> Ragged:
@@ -478,62 +499,63 @@ class Overflow:
         codec = block.codec_on(number) if number >= 0 else 0
         return codec if codec != UNKNOWN else self.store.forms[block.group].ladder.idle
 
-    def ask(self, group: int, tile: Tile, place: int, beside: Stage | None = None) -> None:
-        """Has a layer of a tile come to a stage, unless it comes already.
+    def ask(self, group: int, tile: Tile, place: int, beside: Stage | None = None) -> Stage:
+        """Has a layer of a tile come to a stage, unless it comes already; to which one.
 
         Args:
             group: The layer group.
             tile: Which pages.
             place: The layer's number within the group.
-            beside: The stage that is being read.
+            beside: The stage that is being read, or comes first.
         """
         name, pair = (group, place, tile.name), self._pair(group)
         forgotten = any(block.gone for block in tile.blocks)  # or found wrong: it comes no more
-        if not forgotten and any(stage.name == name for stage in pair):
-            return
+        for stage in pair if not forgotten else ():
+            if stage.name == name:
+                return stage
         stage = pair[1] if pair[0] is beside else pair[0]
         self._settle(stage)
         stage.reuse()
         stage.name = name
         with self._guard:
-            among = self._open()
-            for item, (block, page) in enumerate(zip(tile.blocks, tile.pages, strict=True)):
-                self._load(stage, item, block, (page, place), among)
+            self._load(stage, tile.name, place, self._open())
             self.store.mover.wait(self._tiers(stage), 0.0)
+        return stage
 
     def _load(
-        self,
-        stage: Stage,
-        item: int,
-        block: Block,
-        where: tuple[int, int],
-        among: Iterable[int],
+        self, stage: Stage, wanted: Items[tuple[Block, int]], place: int, among: Items[int]
     ) -> None:
-        page, place = where
-        codec, first = page >> CODEC_SHIFT, granule_of(page) * GRANULE_BYTES
-        number = self.source(block, among)
-        if number >= 0 and block.codec_on(number) not in (codec, UNKNOWN):
-            number = self.source(block, [n for n in among if block.codec_on(n) == codec])
-        target = stage.view[first : first + self.stripe_bytes(block.group, codec)]
-        layout = self.store.forms[block.group].fingerprints[codec]
-        load = Load(block.key, target, layout, self.store.fidelity, place, 1)
-        stage.asked[item] = number, load, None
-        if number < 0:
-            stage.answers[item] = TierAnswer(0, item, block.key, Outcome.MISS, "absent")
-            return
-        done = partial(stage.answered, stage.answers, item)
-        stage.asked[item] = number, load, self.store.mover.ask(number, load, done, stage)
+        """Has pages of one group come to where they belong in a stage, from some of the tiers."""
+        group, forms = wanted[0][0].group, self.store.forms[wanted[0][0].group]
+        sizes = {codec: self.stripe_bytes(group, codec) for codec in forms.layouts}
+        view, layouts, fidelity = stage.view, forms.fingerprints, self.store.fidelity
+        loads: dict[int, list[Load]] = {}
+        for block, page in wanted:
+            key, codec, first = block.key, page >> CODEC_SHIFT, granule_of(page) * GRANULE_BYTES
+            number = self.source(block, among)
+            if number >= 0 and block.codec_on(number) not in (codec, UNKNOWN):
+                number = self.source(block, [n for n in among if block.codec_on(n) == codec])
+            stage.sources[key] = number
+            if number < 0:
+                stage.answers[key] = TierAnswer(0, 0, key, Outcome.MISS, "absent")
+                continue
+            target = view[first : first + sizes[codec]]
+            load = Load(key, target, layouts[codec], fidelity, place, 1)
+            loads.setdefault(number, []).append(load)
+        for number, items in loads.items():
+            done = partial(stage.answered, stage.answers)
+            stage.requests.append((number, self.store.mover.ask_all(number, items, done, stage)))
 
-    def _tiers(self, stage: Stage) -> list[int]:
-        return sorted({n for i, (n, *_) in stage.asked.items() if i not in stage.answers})
+    @staticmethod
+    def _tiers(stage: Stage) -> list[int]:
+        return sorted({number for number, request in stage.requests if not request.ended})
 
     def _settle(self, stage: Stage) -> None:
         """Returns once no tier writes to a stage any more; one that is overdue keeps its memory."""
         if not stage.pending:
             return
         mover, started_s = self.store.mover, compiling.now_s()
-        n_bytes = sum(load.target.nbytes for _, load, _ in stage.asked.values())
-        limit_s = max(mover.lanes[n].patience_s(n_bytes) for n in self._tiers(stage))
+        limit_s = max(mover.lanes[n].patience_s(one.n_bytes) for n, one in stage.requests)
         while stage.pending:
             with self._guard:
                 tiers = self._tiers(stage)
@@ -546,17 +568,18 @@ class Overflow:
                 rest(waiting, _PAUSE_S)
 
     def _give_up(self, stage: Stage) -> None:
-        lent, late = False, {i: one for i, one in stage.asked.items() if i not in stage.answers}
-        for item, (number, load, request) in late.items():
-            if request is not None:
-                lent |= self.store.mover.give_up(number, request)
-            answer = TierAnswer(0, item, load.key, Outcome.FAILED, "deadline passed")
-            stage.answers[item] = answer
-        if lent:
-            asked, answers = stage.asked, dict(stage.answers)  # late ones go to the former
+        mover, lent = self.store.mover, False
+        late = [(number, one) for number, one in stage.requests if not one.ended]
+        for number, request in late:
+            lent |= mover.give_up(number, request)
+        sources, answers = stage.sources, dict(stage.answers)
+        if lent:  # what had come is there, not in the memory that is used from now on
+            answers = {k: one for k, one in answers.items() if one.outcome is not Outcome.HIT}
             stage.renew()
-            stage.asked, stage.answers = asked, answers
             self.retired += 1
+        for item in (item for _, request in late for item in request.items):
+            answers[item.key] = TierAnswer(0, 0, item.key, Outcome.FAILED, "deadline passed")
+        stage.sources, stage.answers, stage.requests = sources, answers, []
 
     def ready(self, group: int, tile: Tile, place: int) -> Stage:
         """The stage that holds a layer of a tile, verified.
@@ -564,39 +587,49 @@ class Overflow:
         Raises:
             StoreError: A page cannot be had any more.
         """
-        name = group, place, tile.name
-        self.ask(group, tile, place)
-        stage = next(stage for stage in self._pair(group) if stage.name == name)
+        stage = self.ask(group, tile, place)
         if stage.arrived:
             return stage
         self._settle(stage)
         with self._guard:
-            for item, (block, page) in enumerate(zip(tile.blocks, tile.pages, strict=True)):
-                tried = list[int]()
-                while (answer := stage.answers[item]).outcome is not Outcome.HIT:
-                    tried.append(stage.asked[item][0])
-                    self._again(stage, item, block, (page, place), tried)
-                self.store.count_loaded(stage.asked[item][0], answer.n_bytes)
-                self.read_bytes += answer.n_bytes
-                if answer.info is not None:
-                    stage.fidelity = max(stage.fidelity, answer.info.fidelity)
+            tried: dict[Block, set[int]] = {}
+            while not stage.whole:
+                missing = [one for one in tile.name if not stage.has(one[0].key)]
+                self._again(stage, missing, place, tried)
+            for number, n_bytes in stage.read_bytes().items():
+                self.store.count_loaded(number, n_bytes)
+                self.read_bytes += n_bytes
+            fidelities = (one.info.fidelity for one in stage.answers.values() if one.info)
+            stage.fidelity = max(fidelities, default=0)
         stage.arrived = True
         return stage
 
     def _again(
-        self, stage: Stage, item: int, block: Block, where: tuple[int, int], tried: list[int]
+        self,
+        stage: Stage,
+        missing: Items[tuple[Block, int]],
+        place: int,
+        tried: dict[Block, set[int]],
     ) -> None:
-        """A page did not come: it is asked for elsewhere, or nobody can have it."""
-        answer = stage.answers.pop(item)
-        if tried[-1] >= 0:
-            self.store.not_served(block, tried[-1], answer)
-            among = [number for number in self._open() if number not in tried]
-            self._load(stage, item, block, where, among)
+        """Pages did not come: they are asked for elsewhere, or nobody can have them."""
+        for block, page in missing:
+            answer, number = stage.answers.pop(block.key, None), stage.sources[block.key]
+            gone = number < 0
+            if answer is not None and not gone:
+                self.store.not_served(block, number, answer)
+                tried.setdefault(block, set()).add(number)
+            if not gone:
+                among = [n for n in self._open() if n not in tried.get(block, ())]
+                self._load(stage, [(block, page)], place, among)
+                gone = stage.sources[block.key] < 0
+            if not gone:
+                continue
             self._settle(stage)
-        if tried[-1] < 0 or stage.asked[item][0] < 0:
             stage.name = ()
+            reason = answer.reason if answer is not None else ""
             raise StoreError(
                 "a page of a sequence that is longer than its device cannot be read any more "
-                f"({answer.reason or 'absent'})",
+                f"({reason or 'absent'})",
                 "Generate again: what is missing will be computed anew",
             )
+        self._settle(stage)

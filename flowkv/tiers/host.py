@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.geometry import GRANULE_BYTES
+from flowkv.core.memory import address_of
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
@@ -119,10 +120,9 @@ def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) 
     Raises:
         BadFrame: The frame is not what was wished for, or damaged.
     """
-    accept(header, item.key, item.layout, item.fidelity)
-    stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
+    stripes, step = _asked(header, item), header.info.stripe_bytes
     n_bytes = len(stripes) * step
-    if item.target.readonly or item.target.nbytes < n_bytes:
+    if not n_bytes:
         return failed(item.key, "target")
     target = item.target.cast("B")[:n_bytes]
     copy(target, stripes.start * step)
@@ -131,10 +131,40 @@ def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) 
     return TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
 
+def _asked(header: Header, item: Load) -> range:
+    """Stripes that are wished for of a frame; none if the target cannot take them.
+
+    Raises:
+        BadFrame: The frame is not what was wished for.
+    """
+    accept(header, item.key, item.layout, item.fidelity)
+    stripes, target = span(header, item.first, item.stripes), item.target
+    fits = target.c_contiguous and target.nbytes >= len(stripes) * header.info.stripe_bytes
+    return stripes if fits and not target.readonly else range(0)
+
+
 APART_BYTES = 1 << 20
 """A job of so many bytes takes longer than to wake a thread for it."""
+TOGETHER_BYTES = 4 << 20
+"""What that thread copies at once; then it looks whether the job was called off."""
 OVERHEAD_BYTES = 1024
 """Charged per frame for its Python objects: key, description, table entry."""
+
+
+class Frame(NamedTuple):
+    """What is kept of a frame.
+
+    Attributes:
+        header: With the digests that its body must have.
+        body: Its memory.
+        body_at: Address of that.
+        digests_at: Address of the digests.
+    """
+
+    header: Header
+    body: bytearray
+    body_at: int
+    digests_at: int
 
 
 class HostTier(Immediate):
@@ -166,7 +196,7 @@ class HostTier(Immediate):
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
         self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(1, f"flowkv {name}")
         self._waiting: set[int] = set()  # jobs of the thread that nobody cancelled
-        self._frames: dict[bytes, tuple[Header, bytearray]] = {}
+        self._frames: dict[bytes, Frame] = {}
         self._used_bytes = 0
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
@@ -192,18 +222,31 @@ class HostTier(Immediate):
     ) -> None:
         if next(turns):  # it was queued, although no thread could begin then
             return
-        for index, item in enumerate(items):
+        first = 0
+        while first < len(items):
+            part, n_bytes = list[Load](), 0
+            while n_bytes < TOGETHER_BYTES and first + len(part) < len(items):
+                part.append(items[first + len(part)])
+                n_bytes += part[-1].target.nbytes
             if self._closed or job not in self._waiting:
-                reply = failed(item.key, "closed" if self._closed else "cancelled")
+                why = "closed" if self._closed else "cancelled"
+                replies = [failed(item.key, why) for item in part]
             elif self._clock.now_ns() >= end_ns:
-                reply = failed(item.key, "deadline")
+                replies = [failed(item.key, "deadline") for item in part]
             else:
                 try:
-                    reply = self._load(item, end_ns)
+                    replies = self._load_all(part)
                 except Exception as error:
-                    reply = failed(item.key, f"{type(error).__name__}: {error}")
+                    why = f"{type(error).__name__}: {error}"
+                    replies = [failed(item.key, why) for item in part]
             seconds = (self._clock.now_ns() - start_ns) / 1e9
-            self._answers.put([reply._replace(job=job, item=index, seconds=seconds)])
+            self._answers.put(
+                [
+                    TierAnswer(job, first + n, key, outcome, reason, info, n_bytes, seconds)
+                    for n, (_, _, key, outcome, reason, info, n_bytes, _) in enumerate(replies)
+                ]
+            )
+            first += len(part)
         self._waiting.discard(job)
 
     def cancel(self, job: int) -> None:
@@ -239,7 +282,7 @@ class HostTier(Immediate):
         """All frames, oldest store first."""
         with self._lock:
             frames = list(self._frames.items())
-        for key, (header, _) in frames:
+        for key, (header, *_) in frames:
             yield Entry(key, header.info, _charge(header.body_bytes, header.stripes))
 
     def close(self) -> None:
@@ -258,17 +301,52 @@ class HostTier(Immediate):
         frame = self._frames.get(item.key)
         if frame is None:
             return missed(item.key)
-        header, body = frame
 
         def copy(target: memoryview, at: int) -> None:
-            part = memoryview(body)[at : at + len(target)]
+            part = memoryview(frame.body)[at : at + len(target)]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))  # without GIL
 
         try:  # the copy is what is verified: the frame may be overwritten by `erase` meanwhile
-            return copied(header, item, copy)
+            return copied(frame.header, item, copy)
         except BadFrame as error:
-            damaged = error.reason == "digest" and self._discard(item.key, frame)
-            return missed(item.key, error.reason if damaged or error.reason != "digest" else "")
+            return self._bad(frame, error.reason)
+
+    def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
+        """The same of many, in one compiled call that needs no interpreter."""
+        from flowkv.tiers.digest import REASONS, check_frames, checks_of
+
+        replies, found, rows = list[TierAnswer](), list[tuple[int, Frame]](), []
+        for number, item in enumerate(items):
+            frame = self._frames.get(item.key)
+            if frame is None:
+                replies.append(missed(item.key))
+                continue
+            header, _, body_at, digests_at = frame
+            try:
+                stripes, step = _asked(header, item), header.info.stripe_bytes
+            except BadFrame as error:
+                replies.append(self._bad(frame, error.reason))
+                continue
+            first, count = stripes.start, len(stripes)
+            if not count:
+                replies.append(failed(item.key, "target"))
+                continue
+            part = body_at + first * step, count * step, address_of(item.target), step
+            rows.append((digests_at, 0, *part, header.stripes, first, count, 1))
+            found.append((number, frame))
+            answer = TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, count * step)
+            replies.append(answer)
+        reasons = check_frames(checks_of(rows), np.zeros((len(rows), 256), np.uint8))
+        for at in np.flatnonzero(reasons).tolist():
+            number, frame = found[at]
+            replies[number] = self._bad(frame, REASONS[reasons[at]])
+        return replies
+
+    def _bad(self, frame: Frame, reason: str) -> TierAnswer:
+        """The answer where a frame is not what was wished for; a damaged one is gone."""
+        key = frame.header.key
+        damaged = reason == "digest" and self._discard(key, frame)
+        return missed(key, reason if damaged or reason != "digest" else "")
 
     def _store(self, item: Store, end_ns: int) -> TierAnswer:
         key, body = item.key, item.body
@@ -285,7 +363,9 @@ class HostTier(Immediate):
             # Digests come from the caller's memory: should it change while it is copied, against
             # the contract, then the copy will not match them and never be served.
             try:
-                frame = describe(key, item.info, body), bytearray(body)
+                header, copy = describe(key, item.info, body), bytearray(body)
+                at = address_of(memoryview(copy)), address_of(memoryview(header.digests))
+                frame = Frame(header, copy, *at)
             except MemoryError:
                 with self._lock:
                     self._used_bytes -= charge
@@ -297,7 +377,7 @@ class HostTier(Immediate):
                     self._frames[key] = frame
         return TierAnswer(0, 0, key, Outcome.STORED, "", None, 0 if there else body.nbytes)
 
-    def _discard(self, key: bytes, damaged: tuple[Header, bytearray]) -> bool:
+    def _discard(self, key: bytes, damaged: Frame) -> bool:
         """Takes a damaged frame out; False if it was taken out meanwhile, and overwritten."""
         with self._lock:
             found = self._frames.get(key) is damaged and self._drop(key) is not None
@@ -306,10 +386,11 @@ class HostTier(Immediate):
 
     def _drop(self, key: bytes) -> bytearray | None:
         """The body of a frame that is now forgotten."""
-        header, body = self._frames.pop(key, (None, None))
-        if header is not None and body is not None:
-            self._used_bytes -= _charge(len(body), header.stripes)
-        return body
+        frame = self._frames.pop(key, None)
+        if frame is None:
+            return None
+        self._used_bytes -= _charge(len(frame.body), frame.header.stripes)
+        return frame.body
 
 
 def _charge(body_bytes: int, stripes: int) -> int:

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from flowkv.core.clock import Clock
@@ -234,6 +234,26 @@ class RequestQueue:
                     return item
             return None
 
+    def begin_loads(self, known: Container[bytes], most_bytes: int) -> list[Item]:
+        """Takes the first loads that are not answered, while their keys are known.
+
+        Args:
+            known: Those keys.
+            most_bytes: Of their memory; the last one may go beyond.
+        """
+        found, n_bytes = list[Item](), 0
+        with self._changed:
+            while self._loads and n_bytes < most_bytes:
+                item = self._loads[0]
+                if item.done is None and item.key not in known:
+                    break
+                self._loads.popleft()
+                if item.done is None:
+                    item.begun = True
+                    found.append(item)
+                    n_bytes += item.n_bytes
+        return found
+
     def put_back(self, item: Item) -> None:
         """Makes an item the first again: it cannot be begun yet, or must be begun anew."""
         with self._changed:
@@ -262,6 +282,11 @@ class RequestQueue:
         with self._changed:
             item.claimed = item.memory is not None
             return item.memory
+
+    def claim_all(self, items: Iterable[Item]) -> list[memoryview | None]:
+        """The same of many."""
+        with self._changed:
+            return [self.claim(item) for item in items]
 
     def let_go(self, item: Item) -> None:
         """Ends a claim without an answer."""

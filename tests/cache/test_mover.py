@@ -259,6 +259,76 @@ def test_what_was_never_sent_is_not_owed() -> None:
     assert tier.jobs == [("load", 1)]
 
 
+def batch(mover: Mover, *numbers: int) -> tuple[Any, list[list[Completion]]]:
+    """Loads that are asked for together; the request, and the answers once they are told."""
+    told: list[list[Completion]] = []
+    items = [load_of(number)[0] for number in numbers]
+    return mover.ask_all(0, items, told.append, "me"), told
+
+
+def test_loads_asked_together_are_answered_once_all_have_come() -> None:
+    tier = Slow(MemoryTier())
+    stored(tier.inner, 1, 3)
+    mover = mover_over(tier)
+    request, told = batch(mover, 1, 2, 3)
+    other, alone = load_of(1), list[Completion]()
+    mover.ask(0, other[0], alone.append)
+    for allowed in (1, 1, 0):
+        mover.wait([0], 0.0)
+        assert not told and not request.ended
+        tier.allowed = allowed
+    tier.allowed = 2
+    mover.wait([0], 0.0)
+    ((first, second, third),) = told
+    assert request.ended and (first.key, second.key, third.key) == (
+        key_of(1),
+        key_of(2),
+        key_of(3),
+    )
+    assert [one.outcome for one in told[0]] == [Outcome.HIT, Outcome.MISS, Outcome.HIT]
+    assert [one.outcome for one in alone] == [Outcome.HIT], "a load of its own"
+    assert other[1] == BODY and not mover.busy
+
+
+@pytest.mark.parametrize("come", [0, 1, 2])
+def test_loads_asked_together_are_owed_together(come: int) -> None:
+    tier = Slow(MemoryTier())
+    stored(tier.inner, 1, 2, 3)
+    mover = mover_over(tier)
+    request, told = batch(mover, 1, 2, 3)
+    tier.allowed = come
+    mover.wait([0], 0.0)
+    mover.collect()
+    assert mover.give_up(0, request) and not told
+    assert mover.lanes[0].overdue == 1 and len(tier.cancelled) == 1
+    mover.collect()
+    ((*found,),) = told
+    assert [one.outcome for one in found] == [Outcome.HIT] * come + [Outcome.FAILED] * (3 - come)
+    assert mover.lanes[0].overdue == 0 and not mover.busy
+
+
+def test_loads_asked_together_can_be_taken_back_before_they_are_sent() -> None:
+    mover = mover_over(Slow(MemoryTier()))
+    request, told = batch(mover, 1, 2)
+    assert not mover.give_up(0, request) and not told and not mover.busy
+    _, told = batch(mover, 1, 2)
+    assert mover.cancel("me") == 1
+    assert [one.reason for one in told[0]] == ["cancelled"] * 2
+    assert [one.key for one in told[0]] == [key_of(1), key_of(2)] and not mover.busy
+
+
+def test_a_closed_tier_fails_all_that_is_asked_together() -> None:
+    tier = HostTier(1 << 20)
+    mover = mover_over(tier)
+    tier.close()
+    _, told = batch(mover, 1, 2)
+    mover.wait([0], 0.0)
+    assert [(one.key, one.reason) for one in told[0]] == [
+        (key_of(1), "closed"),
+        (key_of(2), "closed"),
+    ]
+
+
 def test_a_closed_tier_fails_what_it_is_asked() -> None:
     from tests.inside import StateError
 

@@ -13,7 +13,7 @@ import torch
 
 from flowkv import KV, Geometry, LayerGroup, Sequence
 from flowkv.testing import MemoryTier
-from tests.cache.fakes import Silent
+from tests.cache.fakes import Halting, Silent, lasting
 from tests.inside import (
     CapacityError,
     ConfigError,
@@ -357,7 +357,7 @@ class TestWhatDoesNotCome:
                 if how == "lost":
                     host.delete([key])
                 else:
-                    host._frames[key][1][100] ^= 1
+                    host._frames[key].body[100] ^= 1
                 length = seq.length
                 with pytest.raises(StoreError, match="cannot be read any more"):
                     for _ in range(2):
@@ -388,6 +388,24 @@ class TestWhatDoesNotCome:
             assert kv.planner.overflow.retired >= 1 and seq.length <= length + 2
             tier.scribble()
             tier.speak()
+
+    def test_in_time_comes_from_elsewhere_and_with_it_what_had_come(self) -> None:
+        shape = geometry()
+        tier = Halting(MemoryTier(name="slow"), kind="host")
+        tier.silent = False
+        size = 8 * page_layout(shape.groups[0], 16).granules * 4096
+        given = dict(tiers=[f"gpu:{size}B", tier, lasting()], load_deadline_s=0.2)
+        with KV(shape, overflow=True, namespace="m", **given) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            grow(kv, [seq], [model], 200)
+            below = [block for block in seq.blocks[0] if block is not None and block.page < 0]
+            assert below and all(block.tiers == 0b11 for block in below)
+            tier.silent = True
+            assert run(kv, [seq], [[1]], [model])[1] < TOLERANCE
+            assert kv.planner.overflow.retired >= 1
+            tier.scribble()
+            tier.speak()
+            assert run(kv, [seq], [[1]], [model])[1] < TOLERANCE
 
 
 class TestWhatIsNotServed:

@@ -75,7 +75,7 @@ class Scene:
             [
                 (
                     *(at + n * frame, self.head_bytes, at + n * frame + self.head_bytes, self.size),
-                    *(self.target.ctypes.data + n * self.size, step, stripes, 0, stripes),
+                    *(self.target.ctypes.data + n * self.size, step, stripes, 0, stripes, 0),
                 )
                 for n in range(count)
             ],

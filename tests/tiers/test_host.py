@@ -4,6 +4,8 @@ import select
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowkv import Tier
 from flowkv.tiers import BadFrame, Load, Outcome, Store
@@ -37,10 +39,7 @@ def test_bodies_are_copied() -> None:
 def test_rotten_memory_is_a_miss() -> None:
     tier = HostTier(1 << 20)
     stored(tier, ["a", "b"])
-    header, body = tier._frames[key_of("a")]
-    rotten = bytearray(body)
-    rotten[5000] ^= 8
-    tier._frames[key_of("a")] = header, rotten
+    tier._frames[key_of("a")].body[5000] ^= 8
     target = bytearray(8192)
     job = tier.submit_load([Load(key_of("a"), memoryview(target), LAYOUT, 0)])
     assert outcomes(answers(tier, job, 1)) == [("miss", "digest")]
@@ -51,7 +50,7 @@ def test_rotten_memory_is_a_miss() -> None:
 def test_erased_memory_is_blank() -> None:
     tier = HostTier(1 << 20)
     stored(tier, ["a", "b"])
-    _, body = tier._frames[key_of("a")]
+    body = tier._frames[key_of("a")].body
     assert tier.erase([key_of("a"), key_of("nobody")]) == 1
     assert body == bytes(8192)
     assert outcomes(get(tier, ["a", "b"])) == [("miss", ""), ("hit", "")]
@@ -165,7 +164,7 @@ def load_all(tier: HostTier, names: list[str], size: int, damaged: str = "") -> 
         info = info_of(size, stripe_bytes=4096)
         answers(tier, tier.submit_store([Store(key_of(name), info, memoryview(body))]), 1)
     if damaged:
-        tier._frames[key_of(damaged)][1][-1] ^= 1
+        tier._frames[key_of(damaged)].body[-1] ^= 1
     return [Load(key_of(name), memoryview(bytearray(size)), LAYOUT, 0) for name in names]
 
 
@@ -173,14 +172,14 @@ def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "APART_BYTES", 1 << 14)
     tier, names = HostTier(1 << 20), ["a", "b", "c"]
     loads = load_all(tier, names, 8192, damaged="b")
-    threads, begin, inner = set[str](), threading.Event(), tier._load
+    threads, begin, inner = set[str](), threading.Event(), tier._load_all
 
-    def load(item: Load, end_ns: int) -> object:
+    def load(items: list[Load]) -> object:
         threads.add(threading.current_thread().name)
         assert begin.wait(10)
-        return inner(item, end_ns)
+        return inner(items)
 
-    monkeypatch.setattr(tier, "_load", load)
+    monkeypatch.setattr(tier, "_load_all", load)
     job = tier.submit_load(loads)
     assert tier.poll() == [], "whoever asked goes on meanwhile"
     begin.set()
@@ -198,19 +197,20 @@ def test_what_a_thread_does_not_carry_out_is_answered(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "APART_BYTES", 1)
+    monkeypatch.setattr(host, "TOGETHER_BYTES", 1)
     clock = ManualClock()
     tier = HostTier(1 << 20, clock=clock)
-    loads, inner = load_all(tier, ["a", "b"], 8192), tier._load
+    loads, inner = load_all(tier, ["a", "b"], 8192), tier._load_all
     begun, go_on = threading.Event(), threading.Event()
 
-    def load(item: Load, end_ns: int) -> object:
+    def load(items: list[Load]) -> object:
         begun.set()
         assert go_on.wait(10)
         if how == "raise":
             raise ValueError("odd")
-        return inner(item, end_ns)
+        return inner(items)
 
-    monkeypatch.setattr(tier, "_load", load)
+    monkeypatch.setattr(tier, "_load_all", load)
     job = tier.submit_load(loads, deadline_s=1.0)
     assert begun.wait(10)
     closing = threading.Thread(target=tier.close)
@@ -230,6 +230,38 @@ def test_what_a_thread_does_not_carry_out_is_answered(
     if how == "close":
         closing.join()
     tier.close()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcx"), st.integers(0, 3), st.integers(0, 3), st.integers(0, 6))
+    )
+)
+def test_a_thread_answers_as_a_small_job_is_answered(
+    wishes: list[tuple[str, int, int, int]],
+) -> None:
+    def run(apart: bool) -> list[object]:
+        tier, found = HostTier(1 << 20), []
+        load_all(tier, ["a", "b", "c"], 8192, damaged="c")
+        items = []
+        for name, first, stripes, odd in wishes:
+            target = memoryview(bytearray(8192 if odd != 1 else 4000))
+            target = target.toreadonly() if odd == 2 else target[::2] if odd == 3 else target
+            layout = bytes(16) if odd == 4 else LAYOUT
+            items.append(Load(key_of(name), target, layout, 0, first, stripes))
+        done = tier._load_all(items) if apart else [tier._load(item, 0) for item in items]
+        for item, answer in zip(items, done, strict=True):
+            there = bytes(item.target[: answer.n_bytes]) if answer.outcome is Outcome.HIT else b""
+            found.append((answer, there))
+            if there:
+                start = 4096 * item.first
+                assert there == body_of(names[item.key])[start : start + len(there)]
+        tier.close()
+        return found
+
+    names = {key_of(name): name for name in "abcx"}
+    both = zip(wishes, run(True), run(False), strict=True)
+    assert all(one == other for (name, *_), one, other in both if name != "c")
 
 
 def test_a_job_is_answered_once_if_no_thread_could_begin(monkeypatch: pytest.MonkeyPatch) -> None:

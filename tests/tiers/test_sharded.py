@@ -186,8 +186,7 @@ def test_one_missing_or_damaged_piece_is_a_miss() -> None:
     write(tier, GEOMETRY, 2, "p", 0, 1)
     view, heads = ShardedTier(tier, GEOMETRY, Shard()), Heads(2, 4, 4)
     name = stored_key(key_of(("p", 0)), heads)
-    header, body = tier._frames[name]
-    tier._frames[name] = header, bytes([body[0] ^ 1]) + body[1:]
+    tier._frames[name].body[0] ^= 1
     answer, *_ = read(view, 0, "p", 0)
     assert (answer.outcome, answer.reason) == (Outcome.MISS, "digest")
     assert view.contains([key_of(("p", 0))]) == [False]
@@ -205,8 +204,7 @@ def test_a_damaged_piece_is_replaced_by_another_way() -> None:
     write(tier, GEOMETRY, 2, "p", 0, 1)
     write(tier, GEOMETRY, 4, "p", 0, 1)
     name = stored_key(key_of(("p", 0)), Heads(2, 4, 4))
-    header, body = tier._frames[name]
-    tier._frames[name] = header, bytes([body[0] ^ 1]) + body[1:]
+    tier._frames[name].body[0] ^= 1
     check(ShardedTier(tier, GEOMETRY, Shard()), 0, "p", 0, 1)
 
 

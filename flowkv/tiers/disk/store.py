@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import own_memory
+from flowkv.tiers.base import Load
 from flowkv.tiers.disk.home import (
     JOURNAL,
     FrameShape,
@@ -840,6 +841,17 @@ class DiskStore:
             wanted(held.info, layout, fidelity)
             self._slabs.pin(held.slot)
             return held
+
+    def pin_all(self, wishes: Iterable[Load]) -> list[Held | None]:
+        """The same for many; None also for those that are not the ones wished for."""
+        found = list[Held | None]()
+        with self._lock:
+            for wish in wishes:
+                try:
+                    found.append(self.pin(wish.key, wish.layout, wish.fidelity))
+                except BadFrame:
+                    found.append(None)
+        return found
 
     def unpin(self, slots: Iterable[Slot]) -> None:
         """Ends a `pin` of each."""

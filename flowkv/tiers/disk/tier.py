@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import xxhash
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
@@ -30,6 +31,7 @@ from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
+    FIXED_BYTES,
     XXH3_128,
     BadFrame,
     Header,
@@ -58,6 +60,8 @@ from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue
 
 # One item between the queue and its answer: what it does to the disk, and in which memory.
 
+KNOWN_BYTES = 16 << 20
+"""Of digests that are remembered."""
 NEAR_BYTES = 64 << 10
 """Stripes that lie so near to their header are read together with it."""
 
@@ -69,6 +73,7 @@ class Operations:
 
     Args:
         group: Stores that wait for them.
+        items: Those whose answers they bring.
 
     Attributes:
         operations: What the engine shall do next.
@@ -78,14 +83,14 @@ class Operations:
         short: Whether an operation moved less than it must.
     """
 
-    __slots__ = ("error", "group", "left", "operations", "short", "tags")
+    __slots__ = ("error", "group", "items", "left", "operations", "short", "tags")
 
-    def __init__(self, group: Sequence[Flight] = ()) -> None:
+    def __init__(self, group: Sequence[Flight] = (), items: Sequence[Item] = ()) -> None:
         self.left = self.error = 0
         self.short = False
         self.operations: list[Operation] = []
         self.tags: list[int] = []
-        self.group = group
+        self.group, self.items = group, items
 
     def note(self, result: int, must: int) -> bool:
         """Takes a completion; whether it was the last one."""
@@ -116,7 +121,7 @@ class Flight(Operations):
     def __init__(
         self, item: Item, memory: ArenaSlot, held: Held, first: int = 0, count: int = 0
     ) -> None:
-        super().__init__()
+        super().__init__(items=(item,))
         self.item, self.memory, self.held, self.over = item, memory, held, False
         self.first, self.count = first, count
         self.header: Header | None = None
@@ -130,7 +135,7 @@ class Flight(Operations):
         step, digests = held.info.stripe_bytes, bytes(DIGEST_BYTES * held.stripes)
         self.fields = fixed_fields(Header(self.item.key, held.info, digests, held.seq))
         there = address, held.header_bytes, address + self.body_at, self.count * step
-        self.check = *there, address_of(target), step, held.stripes, self.first, self.count
+        self.check = *there, address_of(target), step, held.stripes, self.first, self.count, 0
 
     @property
     def plain(self) -> bool:
@@ -206,6 +211,118 @@ class Staging:
             arena.close()
 
 
+class Digests(NamedTuple):
+    """Those of all stripes of a frame whose header was checked.
+
+    Attributes:
+        seq: Its generation.
+        values: 16 bytes each.
+        address: Of these.
+    """
+
+    seq: int
+    values: bytes
+    address: int
+
+
+class KnownDigests:
+    """Digests of plain frames whose headers were checked and need not be read again. Thread-safe.
+
+    For frames whose stripes are read alone, layer by layer, and lie far from their header.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._found: dict[bytes, Digests] = {}
+        self.find = self._found.get
+
+    def __contains__(self, key: object) -> bool:
+        """Whether those of a frame are known, or of one that was there before."""
+        return key in self._found
+
+    def add(self, flight: Flight) -> None:
+        """Of a frame that was read with its header, and verified."""
+        held, key = flight.held, flight.item.key
+        values = bytes(flight.memory.view[FIXED_BYTES:][: DIGEST_BYTES * held.stripes])
+        with self._lock:
+            self._drop(key)
+            self._found[key] = Digests(held.seq, values, address_of(memoryview(values)))
+            self._bytes += len(values)
+            while self._bytes > KNOWN_BYTES:
+                self._drop(next(iter(self._found)))
+
+    def drop(self, key: bytes) -> None:
+        """The header of a frame is to be read again."""
+        with self._lock:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Nothing is known of any frame any more."""
+        with self._lock:
+            self._found.clear()
+            self._bytes = 0
+
+    def _drop(self, key: bytes) -> None:
+        found = self._found.pop(key, None)
+        self._bytes -= len(found.values) if found is not None else 0
+
+
+class Part(NamedTuple):
+    """Stripes of a frame with known digests.
+
+    Attributes:
+        item: Who wishes for them.
+        held: Where the frame lies.
+        digests: Of all its stripes.
+        first: First stripe.
+        stripes: How many.
+        at: Where they come to in staging memory.
+    """
+
+    item: Item
+    held: Held
+    digests: Digests
+    first: int
+    stripes: int
+    at: int
+
+    def check(self, memory: ArenaSlot, target: memoryview) -> tuple[int, ...]:
+        """A row of `digest.CHECK`."""
+        held, step = self.held, self.held.info.stripe_bytes
+        there = self.digests.address, 0, memory.address + self.at, self.stripes * step
+        return *there, address_of(target), step, held.stripes, self.first, self.stripes, 1
+
+    def opened(self, memory: ArenaSlot, target: memoryview) -> bool:
+        """Verifies and copies them; whether they are what they should be."""
+        step, digests = self.held.info.stripe_bytes, self.digests.values
+        stored = memory.view[self.at : self.at + self.stripes * step]
+        for n in range(self.stripes):
+            at = (self.first + n) * DIGEST_BYTES
+            digest = xxhash.xxh3_128_digest(stored[n * step : (n + 1) * step])
+            if digest != digests[at : at + DIGEST_BYTES]:
+                return False
+        target[: len(stored)] = stored
+        return True
+
+
+class Stripes(Operations):
+    """What loads of stripes with known digests have the engine do: one read each, no header.
+
+    Where anything of it fails, its loads begin anew, each by itself and with its header.
+
+    Attributes:
+        parts: One for each load.
+        memory: Staging memory of all.
+    """
+
+    __slots__ = ("memory", "parts")
+
+    def __init__(self, parts: Sequence[Part], memory: ArenaSlot) -> None:
+        super().__init__(items=[part.item for part in parts])
+        self.parts, self.memory = parts, memory
+
+
 # Frames that a disk has delivered: verified and copied to their targets, whole batches at a time.
 #
 # Small batches are checked by the envelope. Large ones of plain frames go through one compiled call
@@ -237,6 +354,25 @@ def _open_one(envelope: Envelope, flight: Flight) -> str:
     return ""
 
 
+def _opened(stripes: Stripes, targets: Sequence[memoryview | None]) -> list[bool]:
+    """Which parts lie verified in their targets; none of those that are not there any more."""
+    parts, memory = stripes.parts, stripes.memory
+    if sum(part.stripes * part.held.info.stripe_bytes for part in parts) < COMPILED_BYTES:
+        return [
+            target is not None and part.opened(memory, target)
+            for part, target in zip(parts, targets, strict=True)
+        ]
+    from flowkv.tiers.digest import check_frames, checks_of
+
+    there = [(n, target) for n, target in enumerate(targets) if target is not None]
+    rows = [parts[n].check(memory, target) for n, target in there]
+    reasons = check_frames(checks_of(rows), np.zeros((len(rows), FIXED_BYTES), np.uint8))
+    found = [False] * len(parts)
+    for (n, _), reason in zip(there, reasons.tolist(), strict=True):
+        found[n] = not reason
+    return found
+
+
 def _read_header(envelope: Envelope, flight: Flight) -> Header:
     """The header that was read, checked, and found to be the one wished for.
 
@@ -249,9 +385,9 @@ def _read_header(envelope: Envelope, flight: Flight) -> Header:
 
 
 def _open_compiled(flights: Sequence[Flight]) -> list[str]:
-    from flowkv.tiers.digest import CHECK, REASONS, check_frames
+    from flowkv.tiers.digest import REASONS, check_frames, checks_of
 
-    checks = np.array([flight.check for flight in flights], CHECK)
+    checks = checks_of([flight.check for flight in flights])
     fields = np.frombuffer(b"".join(flight.fields for flight in flights), np.uint8)
     reasons = check_frames(checks, fields.reshape(-1, 256))
     return [REASONS[reason] for reason in reasons.tolist()]
@@ -304,6 +440,8 @@ def seal_all(frames: list[Unsealed]) -> None:
 # disk is left alone ("breaker") until enough has come back.
 
 _LOADS, _STORES = False, True
+TOGETHER_BYTES = 4 << 20
+"""Of stripes whose digests are known, that are read and answered together."""
 AT_ONCE = 16
 """Begun before the engine is given them; more wait no longer than it takes to begin these."""
 _SHARE = {_LOADS: 0.75, _STORES: 0.5}  # of the arena, so that neither takes all
@@ -348,6 +486,7 @@ class DiskScheduler:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._hungry = 0  # steps that a large store has waited for memory, which loads take
+        self.known = KnownDigests()
 
     # --- whose thread --------------------------------------------------------------------------
 
@@ -411,8 +550,11 @@ class DiskScheduler:
     def _begin(self) -> bool:
         if self._staging.clogged:
             self._queue.fail_waiting("breaker")
-        loads: list[Flight] = []
-        tried = self._take(_LOADS, loads) if self._hungry < _PATIENT_STEPS else 0
+        loads: list[Operations] = []
+        tried = 0
+        if self._hungry < _PATIENT_STEPS:
+            tried = self._take_known(loads)
+            tried += self._take(_LOADS, loads)
         stores: list[Flight] = []
         tried += self._take(_STORES, stores, alone=not loads)
         if stores:
@@ -430,7 +572,9 @@ class DiskScheduler:
         self._submit(stores)
         return tried > 0
 
-    def _take(self, stores: bool, begun: list[Flight], *, alone: bool = True) -> int:
+    def _take(
+        self, stores: bool, begun: list[Flight] | list[Operations], *, alone: bool = True
+    ) -> int:
         """Begins what waits; how many items were begun or answered."""
         begin = self._begin_store if stores else self._begin_load
         most = AT_ONCE if stores or not self._flights else 4 * AT_ONCE  # an idle disk begins soon
@@ -454,6 +598,80 @@ class DiskScheduler:
             else:
                 self._answer([ItemAnswer(item, Outcome.STORED if stores else Outcome.MISS)])
         return most
+
+    def _take_known(self, begun: list[Operations]) -> int:
+        """Begins the first loads whose headers need not be read; how many."""
+        tried = 0
+        while items := self._queue.begin_loads(self.known, TOGETHER_BYTES):
+            alone = not self._flights and not begun
+            try:
+                stripes = self._begin_known(items, alone=alone)
+            except NoRoom:
+                self._put_back(items)
+                break
+            except Exception:  # of one of them, which will be told
+                self._put_back(items, forget=True)
+                continue
+            tried += len(stripes.parts)
+            begun += [stripes] if stripes.parts else []
+        return tried
+
+    def _put_back(self, items: Sequence[Item], *, forget: bool = False) -> None:
+        """Has loads wait again, in their order; to begin each by itself if they are to `forget`."""
+        for item in reversed(items):
+            if forget:
+                self.known.drop(item.key)
+            self._queue.put_back(item)
+
+    def _begin_known(self, items: Sequence[Item], *, alone: bool) -> Stripes:
+        """Starts loads; those that are not as they were known are put back.
+
+        Raises:
+            NoRoom: There is no memory for them now.
+            OSError: A file cannot be opened, or there is no memory at all.
+        """
+        pinned = self._store.pin_all([item.wish for item in items if isinstance(item.wish, Load)])
+        parts, others, n_bytes = list[Part](), list[Item](), 0
+        try:
+            for item, held in zip(items, pinned, strict=True):
+                part = self._part(item, held, n_bytes)
+                if part is None:
+                    others.append(item)
+                    continue
+                parts.append(part)
+                n_bytes += aligned(part.stripes * part.held.info.stripe_bytes)
+            files = [self._store.fd(part.held.slot) for part in parts]
+            memory = self._memory(max(n_bytes, ALIGNMENT), _LOADS, alone=alone)
+        except BaseException:
+            self._store.unpin([held.slot for held in pinned if held is not None])
+            raise
+        stripes = Stripes(parts, memory)
+        for part, fd in zip(parts, files, strict=True):
+            held, step = part.held, part.held.info.stripe_bytes
+            offset = held.slot.offset + held.header_bytes + part.first * step
+            length = aligned(part.stripes * step)
+            stripes.operations.append((READ, fd, offset, memory.address + part.at, length))
+        if others:
+            mine = {id(part.item) for part in parts}
+            rest = zip(items, pinned, strict=True)
+            self._store.unpin([h.slot for i, h in rest if h is not None and id(i) not in mine])
+            self._put_back(others, forget=True)
+        if not parts:
+            self._free(memory, _LOADS)
+        return stripes
+
+    def _part(self, item: Item, held: Held | None, at: int) -> Part | None:
+        """What is read for a load of a frame with known digests; None if it begins by itself."""
+        digests, wish, target = self.known.find(item.key), item.wish, item.memory
+        if held is None or digests is None or digests.seq != held.seq or target is None:
+            return None
+        if not isinstance(wish, Load) or target.readonly or not target.c_contiguous:
+            return None
+        first, count = wish.first, wish.stripes or held.stripes - wish.first
+        fits = target.nbytes >= count * held.info.stripe_bytes
+        if not fits or not 0 <= first < first + count <= held.stripes:
+            return None
+        return Part(item, held, digests, first, count, at)
 
     def _begin_load(self, item: Item, *, alone: bool) -> Flight | None:
         """Starts a load; None if there is no such frame.
@@ -592,8 +810,8 @@ class DiskScheduler:
     def _submit(self, flights: Sequence[Operations]) -> None:
         rows = []
         for flight in flights:
-            if isinstance(flight, Flight):
-                flight.item.flight = flight
+            for item in flight.items:
+                item.flight = flight
             flight.left, flight.tags = len(flight.operations), []
             for operation in flight.operations:
                 self._tag += 1
@@ -635,17 +853,23 @@ class DiskScheduler:
             return False
         read: list[Flight] = []
         wrote: list[Flight] = []
+        stripes: list[Stripes] = []
         for tag, result in completions.tolist():
             flight, must = self._flights.pop(tag)
             if not flight.note(result, must):
                 continue
-            if isinstance(flight, Flight):
-                flight.item.flight = None
+            for item in flight.items:
+                item.flight = None
+            if isinstance(flight, Stripes):
+                stripes.append(flight)
+            elif isinstance(flight, Flight):
                 (wrote if flight.item.stores else read).append(flight)
             else:
                 self._syncing = False
                 self._finish_stores(flight.group, flight.error)
                 self._commit([])
+        for one in stripes:
+            self._finish_stripes(one)
         try:
             if read:
                 self._submit(self._finish_loads(read))
@@ -676,10 +900,32 @@ class DiskScheduler:
             else:
                 info = flight.held.info
                 n_bytes = flight.count * info.stripe_bytes
+                if len(flight.operations) > 1 and flight.plain:
+                    self.known.add(flight)
                 answers.append(ItemAnswer(flight.item, Outcome.HIT, "", info, n_bytes))
         self._queue.answer_all(answers)  # first: somebody waits for them
         self._drop_loads(flight for flight in flights if flight not in more)
         return more
+
+    def _finish_stripes(self, stripes: Stripes) -> None:
+        """Answers those that came as they should; all others begin anew, each by itself."""
+        parts, memory = stripes.parts, stripes.memory
+        good, answers = [False] * len(parts), list[ItemAnswer]()
+        targets = self._queue.claim_all(stripes.items)
+        try:
+            if not stripes.error and not stripes.short:
+                good = _opened(stripes, targets)
+            for part, fine in zip(parts, good, strict=True):
+                info = part.held.info
+                if fine:
+                    n_bytes = part.stripes * info.stripe_bytes
+                    answers.append(ItemAnswer(part.item, Outcome.HIT, "", info, n_bytes))
+            self._queue.answer_all(answers)
+        finally:
+            left = [part.item for part in parts if part.item.done is None]
+            self._put_back(left, forget=True)
+            self._free(memory, _LOADS)
+            self._store.unpin([part.held.slot for part in parts])
 
     def _drop_loads(self, flights: Iterable[Flight]) -> None:
         """Lets go of the memory and the slots of loads; again does nothing."""
@@ -809,15 +1055,15 @@ class DiskScheduler:
             if flight is not None:
                 if not flight.memory.retired:
                     flight.memory.arena.retire(flight.memory)
-                tags += flight.tags
+                if all(one.done is not None for one in flight.items):
+                    tags += flight.tags
         if tags:
             self._engine.cancel(np.array(tags, np.uint64))
 
     def _fail(self, reason: str, items: list[Item] | None = None) -> None:
         """Something that should not happen did: nobody waits for it in vain."""
         if items is None:
-            flights = [flight for flight, _ in self._flights.values()]
-            items = [flight.item for flight in flights if isinstance(flight, Flight)]
+            items = [item for flight, _ in self._flights.values() for item in flight.items]
             self._queue.fail_waiting(reason)
         self._queue.answer_all(ItemAnswer(item, Outcome.FAILED, reason) for item in items)
 
@@ -1059,6 +1305,7 @@ class DiskTier:
             raise StoreError(f"another process owns {self.name}", "Erase there")
         try:
             count = self._store.delete(keys)
+            self._conductor.known.clear()
             while not self._threads and self._store.doomed and self._conductor.step(0.0):
                 pass  # nobody else ends the loads that are under way
             self._store.wipe(ERASE_S if self._threads else 0.0)
