@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import flowkv
@@ -96,13 +97,16 @@ def masked(model: Any, columns: int, kept: list[list[torch.Tensor]]) -> Iterator
         mask = mask.masked_fill(mine & behind, torch.finfo(mask.dtype).min)
         return eager_attention_forward(module, q, k, v, mask, **how)
 
-    AttentionInterface.register("kept", attend)
-    AttentionMaskInterface.register("kept", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    both = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+    for registry, function in zip(both, (attend, both[1]["eager"]), strict=True):
+        registry.register("kept", function)
     model.set_attn_implementation("kept")
     try:
         yield
     finally:
         model.set_attn_implementation("sdpa")
+        for registry in both:
+            registry._global_mapping.pop("kept")
 
 
 def oracle(
