@@ -4,7 +4,7 @@ A context is read once and copied for each rule and share, so that all are compa
 keys. Two tasks, because one would call every rule free: *continuation* is what comes next in the
 text; *copy* asks for a passage of the first third by its first tokens, which come after the drop.
 All is against the same model with every token kept. Nats are of the scored tokens, given the true
-ones before.
+ones before. Where shares fall from the first layers to the last, or rise, the mean is the share.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from bench.perplexity import contexts
 from bench.real import english, load
 from flowkv.cli.arguments import AddVerb
 from flowkv.core.errors import ConfigError
-from flowkv.policy.sparsify import SPARSIFIERS, Sparsifier
+from flowkv.policy.sparsify import SPARSIFIERS, KeepLatest, SnapKV, Sparsifier
 from flowkv.report.screen import Screen
 
 SHARES, CUE, SCORED, STEPS = (0.75, 0.5, 0.25), 24, 64, 16
+BANDS = 5
+"""Of layers with one share."""
 TASKS = ("continuation", "copy")
 
 
@@ -79,14 +81,15 @@ def _sparsify(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     loaded = load(given)
     tokens = loaded.encode(english())
     cut = contexts(tokens, given.contexts, given.length + SCORED)
-    kv = flowkv.attach(loaded.model, gpu="1GiB", sparsify="snapkv:0.5")
+    # Its layers are paged by bands, which serves rules with one share as well.
+    kv = flowkv.attach(loaded.model, gpu="1GiB", sparsify=sloped(loaded.model)[0])
     read = []
     with torch.no_grad():
         for number, ids in enumerate(cut):
             read.append(dict(scores(loaded.model, kv, ids, given.length)))
             screen.say(f"context {number + 1} of {len(cut)}")
-        speed = dict(paces(loaded.model, kv, cut[0], given.length))
-    kv.close()
+        kv.close()
+        speed = dict(paces(loaded.model, cut[0], given.length))
     table = list(rows(read, speed))
     screen.table(list(table[0]), [list(row.values()) for row in table])
     if given.out:
@@ -96,17 +99,31 @@ def _sparsify(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     return 0, {"rows": table, "contexts": len(read), "length": given.length}
 
 
-def rules() -> Iterator[Sparsifier | None]:
+def sloped(model: Any) -> list[Sparsifier]:
+    """SnapKV with shares that fall from band to band of layers, as PyramidKV's, or rise."""
+    layers, made = model.config.num_hidden_layers, list[Sparsifier]()
+    bands = min(BANDS, layers)
+    of_layer = np.arange(layers) * bands // layers
+    for share in SHARES[1:]:
+        for name, ends in (("snapkv, falling", (1.5, 0.5)), ("snapkv, rising", (0.5, 1.5))):
+            made.append(SnapKV(share * np.linspace(*ends, bands)[of_layer]))
+            made[-1].name = name
+    return made
+
+
+def rules(model: Any) -> Iterator[Sparsifier | None]:
     """All of them; None keeps all tokens."""
     yield None
+    sloping = sloped(model)
     for share in SHARES:
         for rule in (*SPARSIFIERS.values(), RandomTokens):
             yield rule(share)
+        yield from (rule for rule in sloping if named(rule)[0] == share)
 
 
 def named(rule: Sparsifier | None) -> tuple[float, str]:
     """Share and name of a rule."""
-    return (1.0, "whole") if rule is None else (rule.share, rule.name)
+    return (1.0, "whole") if rule is None else (round(float(np.mean(rule.share)), 3), rule.name)
 
 
 def begin(model: Any, kv: Any, ids: torch.Tensor) -> Any:
@@ -137,7 +154,7 @@ def scores(
         "copy": (prompt[at : at + CUE + SCORED], CUE),
     }
     cache, exact = begin(model, kv, prompt), dict[str, torch.Tensor]()
-    for rule in rules():
+    for rule in rules(model):
         for task, (given, first) in asked.items():
             twin = thinned(cache, rule)
             # The first token alone: with it the answer begins, and tokens are dropped.
@@ -156,33 +173,48 @@ def scores(
 
 
 def paces(
-    model: Any, kv: Any, ids: torch.Tensor, length: int
-) -> Iterator[tuple[float, tuple[float, float]]]:
-    """By share: time of a decode step and bytes of the prompt, over those of the whole prompt.
+    model: Any, ids: torch.Tensor, length: int
+) -> Iterator[tuple[tuple[float, str], tuple[float, float]]]:
+    """Time of a decode step and bytes of the prompt, over those of the whole prompt.
 
-    Steps alternate with steps over the whole, and a ratio is the median of neighbours'.
+    By share and rule, where "latest" stands for all with one share. Steps alternate with steps over
+    the whole, of which all layers are paged together; a ratio is the median of neighbours'.
     """
-    cache, token = begin(model, kv, ids[:length]), ids[length][None, None]
-    for share in SHARES:
-        both = [thinned(cache, rule) for rule in (None, SPARSIFIERS["latest"](share))]
-        for twin in both:
-            model(token, past_key_values=twin)
-        taken: list[list[float]] = [[], []]
-        for _ in range(STEPS):
-            for times, twin in zip(taken, both, strict=True):
-                begun_s = time.process_time()
-                model(token, past_key_values=twin)
-                times.append(time.process_time() - begun_s)
-        pages = [len(twin.rows.seqs[0].blocks[0]) for twin in both]
-        ratio = median(b / a for a, b in zip(*taken, strict=True))
-        yield share, (ratio, pages[1] / pages[0])
-        for twin in both:
-            twin.close()
-    cache.close()
+    token, even = ids[length][None, None], [KeepLatest(share) for share in SHARES]
+    begun = []
+    for one, some in ((copy.deepcopy(model), sloped(model)), (model, even)):
+        kv = flowkv.attach(one, gpu="1GiB", sparsify=some[0])
+        begun.append((one, kv, begin(one, kv, ids[:length]), some))
+    for one, _, cache, some in begun:
+        for rule in some:
+            both = [(model, thinned(begun[1][2], None)), (one, thinned(cache, rule))]
+            taken: list[list[float]] = [[], []]
+            for step in range(1 + STEPS):
+                for times, (mine, twin) in zip(taken, both, strict=True):
+                    begun_s = time.process_time()
+                    mine(token, past_key_values=twin)
+                    if step:  # the first drops tokens
+                        times.append(time.process_time() - begun_s)
+            sizes = [held_bytes(twin) for _, twin in both]
+            ratio = median(b / a for a, b in zip(*taken, strict=True))
+            yield named(rule), (ratio, sizes[1] / sizes[0])
+            for _, twin in both:
+                twin.close()
+    for _, kv, cache, _ in begun:
+        cache.close()
+        kv.close()
+
+
+def held_bytes(cache: Any) -> int:
+    """Bytes of the pages of its only row."""
+    groups = cache.rows.kv.geometry.groups
+    pages = map(len, cache.rows.seqs[0].blocks)
+    return sum(n * group.token_bytes for n, group in zip(pages, groups, strict=True))
 
 
 def rows(
-    read: Sequence[dict[tuple[float, str, str], Score]], speed: dict[float, tuple[float, float]]
+    read: Sequence[dict[tuple[float, str, str], Score]],
+    speed: dict[tuple[float, str], tuple[float, float]],
 ) -> Iterator[dict[str, str]]:
     """The table: means over contexts, and 95 % intervals of the differences to the whole prompt."""
     for share, rule in dict.fromkeys((share, rule) for share, rule, _ in read[0]):
@@ -200,5 +232,5 @@ def rows(
                 row[task] = f"{middle:+.1f} % [{low:+.1f}, {high:+.1f}]"
             row[f"{task}: same token"] = f"{mean(score.agreement for score in mine):.3f}"
             row[f"{task}: KL"] = f"{mean(score.kl for score in mine):.3f}"
-        step, size = speed.get(share, (1.0, 1.0))
+        step, size = speed.get((share, rule)) or speed.get((share, "latest"), (1.0, 1.0))
         yield row | {"step": f"{step:.2f}", "bytes": f"{size:.2f}"}

@@ -217,7 +217,7 @@ def due(seq: Sequence) -> list[int]:
     planner = Planner.of(seq)
     with planner.guard:
         samples = planner.store.samples
-        if not samples or seq.closed:
+        if not samples or seq.closed or seq.dropped:
             return []
         pages = min(seq.length, seq.known) // planner.page_size
         return [

@@ -155,9 +155,10 @@ class Advance(NamedTuple):
         before: int64 `[B]`: lengths before the step.
         after: int32 `[B]`: lengths after it.
         starts: int32 `[B + 1]`: first new token of each row when packed.
-        grown: (sequence, pages before) of the rows that got pages.
+        ends: int32 `[groups, B]`: tokens in pages of each group after the step.
+        grown: (sequence, pages of each group before) of the rows that got pages.
         most_new: Largest number of new tokens of a row.
-        most_length: Largest length after the step.
+        most_length: Largest of `ends`.
         flags: Of `SHARES`, `GROWS`, `FILLS`.
     """
 
@@ -165,7 +166,8 @@ class Advance(NamedTuple):
     before: NDArray[np.int64]
     after: NDArray[np.int32]
     starts: NDArray[np.int32]
-    grown: list[tuple[Sequence, int]]
+    ends: NDArray[np.int32]
+    grown: list[tuple[Sequence, list[int]]]
     most_new: int
     most_length: int
     flags: int
@@ -183,14 +185,14 @@ def begin(
     In the arrays of the step before, if that had the same lines.
     """
     if last is not None and last.rows.tolist() == rows:
-        lines, before, after, starts = last[:4]
+        lines, before, after, starts, ends = last[:5]
     else:
         n, lines = len(rows), np.array(rows, np.int32)
         before, after = np.empty(n, np.int64), np.empty(n, np.int32)
-        starts = np.empty(n + 1, np.int32)
-    state = (tables.lengths, tables.shared, tables.state)
-    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts))
-    return Advance(lines, before, after, starts, [], new, length, flags)
+        starts, ends = np.empty(n + 1, np.int32), np.empty((len(tables.lost), n), np.int32)
+    state = (tables.lengths, tables.lost, tables.shared, tables.state)
+    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts, ends))
+    return Advance(lines, before, after, starts, ends, [], new, length, flags)
 
 
 def finish(tables: Tables, step: Advance) -> None:
@@ -200,8 +202,8 @@ def finish(tables: Tables, step: Advance) -> None:
 
 @kept(nogil=True)
 def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
-    lengths, shared, states = state
-    before, after, starts = out
+    lengths, lost, shared, states = state
+    before, after, starts, ends = out
     flags, most_new, most_length, total = 0, 0, 0, 0
     starts[0] = 0
     for b in range(len(rows)):
@@ -216,13 +218,16 @@ def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
         before[b], after[b] = old, length
         total += new
         starts[b + 1] = total
-        most_new, most_length = max(most_new, new), max(most_length, length)
+        most_new = max(most_new, new)
         if new and shared[row]:
             flags |= SHARES
-        if (length + page_size - 1) // page_size > (old + page_size - 1) // page_size:
-            flags |= GROWS
-        if length // page_size > old // page_size:
-            flags |= FILLS
+        for g in range(len(lost)):
+            end = length - lost[g, row]
+            ends[g, b], most_length = end, max(most_length, end)
+            if (end + page_size - 1) // page_size > (end - new + page_size - 1) // page_size:
+                flags |= GROWS
+            if end // page_size > (end - new) // page_size:
+                flags |= FILLS
     return flags, most_new, most_length
 
 
@@ -429,24 +434,24 @@ class Planner:
         """
         with self.guard:
             if self.sealer and self.tables.shared[seq.row]:
-                self._own_tail(seq, seq.length)
+                self._own_tail(seq)
 
-    def _own_tail(self, seq: Sequence, length: int) -> None:
+    def _own_tail(self, seq: Sequence) -> None:
         """Copies the page that the next token goes to where it belongs to others, or is sealed."""
-        page_no = length // self.page_size
-        if length % self.page_size:
-            fixed = [self._fixed(seq, g, page_no) for g in range(len(seq.blocks))]
+        page_nos, filled = (part.tolist() for part in np.divmod(seq.lengths, self.page_size))
+        if any(filled):
+            fixed = [n > 0 and self._fixed(seq, g, page_nos[g]) for g, n in enumerate(filled)]
             own = [(g, page) for g, pages in enumerate(self.allocate_raw(fixed)) for page in pages]
             try:
                 for g, page in own:
-                    self.thaw(g, int(self.tables.pages[g][seq.row, page_no]), page)
+                    self.thaw(g, int(self.tables.pages[g][seq.row, page_nos[g]]), page)
             except NonFiniteError:
                 for g, page in own:
                     self.store.pool(g).release(page)
                 raise
             for g, page in own:
-                self._let_go(seq, g, page_no)
-                self._place(seq, g, page_no, page)
+                self._let_go(seq, g, page_nos[g])
+                self._place(seq, g, page_nos[g], page)
         self.tables.shared[seq.row] = False
 
     def _fixed(self, seq: Sequence, group: int, page_no: int) -> bool:
@@ -536,7 +541,8 @@ class Planner:
                 )
         if seq.away and length % size and self.tables.pages[0][seq.row, length // size] < 0:
             self.whole(seq)
-        self._cut(seq, -(-length // size))
+        for g in range(len(seq.blocks)):
+            self._cut(seq, g, -(-length // size))
         if self.sealer:
             self.sealer.rewind(seq.row, length // size)
         self.tables.lengths[seq.row] = length
@@ -545,11 +551,11 @@ class Planner:
         if not length:
             seq.first_page = [0] * len(seq.first_page)
 
-    def _cut(self, seq: Sequence, pages: int) -> None:
-        for g, blocks in enumerate(seq.blocks):
-            for page_no in range(pages, len(blocks)):
-                self._let_go(seq, g, page_no)
-            del blocks[pages:]
+    def _cut(self, seq: Sequence, group: int, pages: int) -> None:
+        blocks = seq.blocks[group]
+        for page_no in range(pages, len(blocks)):
+            self._let_go(seq, group, page_no)
+        del blocks[pages:]
 
     def fork(self, seq: Sequence, child: Sequence) -> None:
         """Lets `child`, freshly opened, share every page of `seq`.
@@ -574,18 +580,24 @@ class Planner:
                 tables.pages[g][child.row, : len(blocks)] = line
             tables.touch()
             tables.lengths[child.row] = tables.lengths[seq.row]
+            tables.lost[:, child.row] = tables.lost[:, seq.row]
             tables.shared[[seq.row, child.row]] = True
             if self.sealer:
                 self.sealer.copy(seq.row, child.row)
 
-    def vacate(self, seq: Sequence) -> None:
-        """Gives back all pages of a sequence, but not its line, length or tokens."""
+    def vacate(self, seq: Sequence, groups: Items[int] | None = None) -> None:
+        """Gives back all pages of a sequence, but not its line, length or tokens.
+
+        Args:
+            seq: The sequence.
+            groups: Only those of these layer groups.
+        """
         with self.guard:
-            self._cut(seq, 0)
+            for g in range(len(seq.blocks)) if groups is None else groups:
+                self._cut(seq, g, 0)
+                seq.first_page[g] = seq.published[g] = 0
             if self.sealer:
                 self.sealer.rewind(seq.row, 0)
-            seq.first_page = [0] * len(seq.first_page)
-            seq.published = [0] * len(seq.published)
 
     def release(self, seq: Sequence) -> None:
         """Gives back all pages and the line of a sequence, once no step uses them."""
@@ -600,7 +612,8 @@ class Planner:
                 if self.sealer:
                     self.sealer.retire(seq)
             finally:
-                self._cut(seq, 0)
+                for g in range(len(seq.blocks)):
+                    self._cut(seq, g, 0)
                 self.tables.close_row(seq.row)
                 seq.row = self.tables.nowhere
 
@@ -636,7 +649,7 @@ class Planner:
         """The kernels' view of a step's rows."""
         with self.guard:
             table = self.tables.table(group)
-        parts = [torch.from_numpy(part) for part in (step.rows, step.after, step.starts)]
+        parts = [torch.from_numpy(part) for part in (step.rows, step.ends[group], step.starts)]
         prompts = -1
         if table.device.type != "cpu":  # elsewhere nobody asks
             parts = [part.to(table.device) for part in parts]
@@ -682,32 +695,34 @@ class Planner:
                 step = self._make_room(seqs, step)
                 self.tables.state[step.rows] = STEPPING
             if self.store.bus.wants(StepPlanned):
-                new, context = int(step.starts[-1]), int(step.before.sum())
+                new = int(step.starts[-1])
+                context = int(step.ends.max(0).sum()) - new
                 self.store.bus.emit(
                     StepPlanned(rows=len(step.rows), new_tokens=new, context_tokens=context)
                 )
             return step
 
     def _make_room(self, seqs: Items[Sequence], step: Advance) -> Advance:
-        size, tables = self.page_size, self.tables
+        size, tables, new = self.page_size, self.tables, step.after - step.before
         if step.flags & SHARES:
-            new = step.after > step.before
-            for b in np.flatnonzero(tables.shared[step.rows] & new).tolist():
-                self._own_tail(seqs[b], int(step.before[b]))
-        have = -(-step.before // size)
-        wanted = -(-step.after // size) - have
-        grown = np.flatnonzero(wanted).tolist()
+            for b in np.flatnonzero(tables.shared[step.rows] & (new > 0)).tolist():
+                self._own_tail(seqs[b])
+        have = -((new - step.ends) // size)
+        wanted = -(-step.ends // size) - have
+        grown = np.flatnonzero(wanted.any(0)).tolist()
         if grown:
             tables.reserve(int((have + wanted).max()))
-            self._grow([seqs[b] for b in grown], have[grown].tolist(), wanted[grown].tolist())
-        return step._replace(grown=[(seqs[b], int(have[b])) for b in grown])
+            rows = [seqs[b] for b in grown]
+            self._grow(rows, have[:, grown].tolist(), wanted[:, grown].tolist())
+        return step._replace(grown=[(seqs[b], have[:, b].tolist()) for b in grown])
 
     def commit(self, seqs: Items[Sequence], step: Advance) -> None:
         """Advances lengths, publishes pages that became full, drops pages behind windows."""
         with self.guard:
             if step.flags & FILLS:
                 self.tables.lengths[step.rows] = step.after
-                full = step.after // self.page_size > step.before // self.page_size
+                size, new = self.page_size, step.after - step.before
+                full = (step.ends // size > (step.ends - new) // size).any(0)
                 try:
                     filled = [seqs[b] for b in np.flatnonzero(full).tolist()]
                     self.publisher.publish(filled)
@@ -735,7 +750,8 @@ class Planner:
         """Gives back the pages of a step that did not happen."""
         with self.guard:
             for seq, have in step.grown:
-                self._cut(seq, have)
+                for g, pages in enumerate(have):
+                    self._cut(seq, g, pages)
             self._end(step.rows)
 
     def publish(self, seq: Sequence, *, exact: bool = False) -> None:
@@ -774,13 +790,13 @@ class Planner:
             self.idle(seq)
         raise StateError("a sequence is in the step twice", "Fork it to have two rows")
 
-    def _grow(self, seqs: list[Sequence], have: list[int], wanted: list[int]) -> None:
-        counts = [sum(wanted)] * len(self.geometry.groups)
+    def _grow(self, seqs: list[Sequence], have: list[list[int]], wanted: list[list[int]]) -> None:
+        counts = [sum(of_rows) for of_rows in wanted]
         if self.overflow is not None:
             self.overflow.make_room(seqs, {(g, 0): n for g, n in enumerate(counts)})
         pages = self._most_raw(counts)
         for g, fresh in enumerate(pages):
-            for seq, first, count in zip(seqs, have, wanted, strict=True):
+            for seq, first, count in zip(seqs, have[g], wanted[g], strict=True):
                 for page_no in range(first, first + count):
                     self._place(seq, g, page_no, fresh.pop())
 

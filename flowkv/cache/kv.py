@@ -1260,7 +1260,7 @@ class KV:
                 sleep(_POLL_S)
         with self.lock:
             planner.idle(seq)
-            if known * self.page_size > seq.length:
+            if known * self.page_size > seq.length and not seq.dropped:
                 planner.vacate(seq)
                 planner.tables.lengths[seq.row] = 0
                 reused = self.restorer.restore(seq, known * self.page_size, pays=True)
@@ -1325,26 +1325,27 @@ class KV:
         seq: Sequence,
         keep: NDArray[np.integer] | Items[NDArray[np.integer]] | None = None,
         *,
-        budget_tokens: int | None = None,
+        budget_tokens: int | Items[int] | None = None,
     ) -> int:
         """Takes tokens out of an open sequence; it goes on at its true positions.
 
-        Its pages become private: nothing of it is published any more. Its `length` counts the
-        tokens that are left, `Sequence.position` those that there were.
+        Its pages become private: nothing of it is published any more. Its `lengths` count the
+        tokens that are left in each layer group, `Sequence.position` those that there were.
 
         Args:
             seq: A sequence of a model all of whose layers see the whole context.
             keep: `[L, Hk, n]`: the slots that stay, ascending, for each layer and KV head; one such
-                array for each layer group, if there are several.
-            budget_tokens: Instead of `keep`: how many stay, chosen by what the steps that were
-                watched (`Step.watch`) looked at, see `policy.pages`.
+                array for each layer group, if there are several, with an n of its own.
+            budget_tokens: Instead of `keep`: how many stay, or how many in each layer group, chosen
+                by what the steps that were watched (`Step.watch`) looked at, see `policy.pages`.
 
         Returns:
-            Tokens that it lost.
+            Tokens that it lost, in the group that lost most.
 
         Raises:
             CapacityError: The pages of what stays do not fit beside the old ones.
-            ConfigError: Not exactly one of `keep` and `budget_tokens`, or too small a budget.
+            ConfigError: Not exactly one of `keep` and `budget_tokens`, too small a budget, or
+                budgets that are not one for each group.
             GeometryError: `keep` does not fit, or a layer group has a window.
             StateError: The sequence is closed, suspended or in a step, or no step was watched.
         """

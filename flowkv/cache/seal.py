@@ -116,7 +116,7 @@ class Sealer:
             due: What is added to.
             leaves: It is about to be closed: its pages need only be as others, or the index, want.
         """
-        row, length = seq.row, seq.length
+        row, length = seq.row, int(seq.lengths[group])
         ladder, line = self.store.forms[group].ladder, self.tables.pages[group][row]
         wanted = [(rung.codec, ladder.border(rung, length)) for rung in ladder.rungs]
         stays = self._stays.get(row, ())
@@ -158,8 +158,9 @@ class Sealer:
 
     def _mildest(self, group: int, page_no: int, rows: list[int], codec: int) -> int:
         """The mildest of a codec and those that these lines need."""
-        ladder, lengths = self.store.forms[group].ladder, self.tables.lengths
-        return min([codec, *(ladder.codec(page_no, int(lengths[row])) for row in rows)])
+        ladder, tables = self.store.forms[group].ladder, self.tables
+        lengths = (tables.lengths[rows] - tables.lost[group, rows]).tolist()
+        return min([codec, *(ladder.codec(page_no, length) for length in lengths)])
 
     def _encode(self, due: Iterable[_Due]) -> None:
         """Encodes pages, as far as there is room for them."""

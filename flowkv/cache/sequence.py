@@ -245,20 +245,31 @@ class Sequence:
         self._keys: list[list[bytes]] = [[] for _ in chains]
         self.suspended: Saved | None = None  # what brings its pages back
         self.publishable = True
-        # Tokens that sparsification took out, and what steps saw of the others, by group.
-        self.dropped = 0
         self.away = 0  # pages that lie below the device, and are attended there
+        # What steps saw of its tokens, by group.
         self.importance: dict[int, Importance] = {}
 
     @property
     def length(self) -> int:
-        """Tokens whose K and V are in pages; 0 once it is closed."""
-        return int(self.planner.tables.lengths[self.row])
+        """Tokens whose K and V are in pages, of the group with most; 0 once it is closed."""
+        return int(self.lengths.max())
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 `[groups]`: tokens in pages of each layer group."""
+        tables = self.planner.tables
+        lengths: NDArray[np.int64] = tables.lengths[self.row] - tables.lost[:, self.row]
+        return lengths
 
     @property
     def position(self) -> int:
-        """Position of its next token: `length`, and what sparsification took out."""
-        return self.length + self.dropped
+        """Position of its next token: those in pages, and what sparsification took out."""
+        return int(self.planner.tables.lengths[self.row])
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that sparsification took out, of the group that lost most."""
+        return int(self.planner.tables.lost[:, self.row].max())
 
     @property
     def fidelity(self) -> int:
@@ -337,7 +348,7 @@ class Sequence:
         other.reused, other.state = self.reused, self.state
         other.fidelity, other.publishable = self.fidelity, self.publishable
         other.owner, other.care = self.owner, self.care
-        other.dropped, other.importance = self.dropped, deepcopy(self.importance)
+        other.importance = deepcopy(self.importance)
 
     def close(self, stop: str = "") -> None:
         """Releases its pages; published ones stay known. Safe to call again, and in a finalizer.
@@ -379,7 +390,8 @@ class Tables:
 
     Attributes:
         pages: Per group int32 `[rows, pages]`: granule of each page, -1 where there is none.
-        lengths: int64 `[rows + 1]`: tokens whose K and V are written.
+        lengths: int64 `[rows + 1]`: tokens whose K and V were written.
+        lost: int64 `[groups, rows + 1]`: those of them that are in no page of a group any more.
         state: uint8 `[rows + 1]`: `CLOSED`, `READY`, `STEPPING` or `SUSPENDED`.
         fidelity: uint8 `[rows + 1]`: index of the lossiest codec that a line was built on.
         shared: bool `[rows]`: the page that the next token goes to may belong to others too.
@@ -398,6 +410,7 @@ class Tables:
         self._dirty = True
         self._former: list[list[weakref.ref[NDArray[np.int32]]]] = []
         self.lengths = np.zeros(max_rows + 1, np.int64)
+        self.lost = np.zeros((len(devices), max_rows + 1), np.int64)
         self.state = np.full(max_rows + 1, CLOSED, np.uint8)
         self.fidelity = np.zeros(max_rows + 1, np.uint8)
         self.shared = np.zeros(max_rows, np.bool_)
@@ -422,7 +435,7 @@ class Tables:
         """Gives a line back, emptied."""
         for table in self.pages:
             table[row] = -1
-        self.lengths[row], self.state[row] = 0, CLOSED
+        self.lengths[row], self.lost[:, row], self.state[row] = 0, 0, CLOSED
         self.shared[row], self.fidelity[row] = False, 0
         self._dirty = True
         self._free.append(row)

@@ -19,7 +19,7 @@ from flowkv.cache.block_table import FILLS, Advance, Planner
 from flowkv.cache.overflow import Scan
 from flowkv.cache.sequence import Sequence, extend_each
 from flowkv.core import compiling
-from flowkv.core.errors import GeometryError, NonFiniteError, StateError, TokenError
+from flowkv.core.errors import ConfigError, GeometryError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
 from flowkv.kernels.cascade import Cascade, shared_prefixes
 from flowkv.kernels.dispatch import is_checking
@@ -34,19 +34,20 @@ MOST = 256
 """Most of them in one call: kernels look at all rows of a batch at once."""
 
 
-def singles(batch: Ragged, step: Advance) -> list[tuple[slice, Ragged]]:
+def singles(batch: Ragged, step: Advance, group: int) -> list[tuple[slice, Ragged]]:
     """The new tokens of a step, as batches of rows with one each.
 
     Args:
         batch: The rows, as kernels are told of them.
         step: The same, on the host.
+        group: The layer group.
 
     Returns:
         (which of the packed tokens, their batch), in their order.
     """
     counts, new = np.diff(step.starts), int(step.starts[-1])
     lines = np.repeat(step.rows, counts)
-    lengths = np.repeat(step.after - step.starts[1:], counts) + np.arange(
+    lengths = np.repeat(step.ends[group] - step.starts[1:], counts) + np.arange(
         1, new + 1, dtype=np.int32
     )
     device, found = batch.table.device, []
@@ -84,7 +85,8 @@ def shared(planner: Planner, step: Advance, group: int, batch: Ragged) -> Cascad
     size = planner.page_size
     if len(step.rows) < 2 or planner.geometry.groups[group].kind != "full":
         return None
-    most = int(step.before.max()) // size
+    before = step.ends[group].astype(np.int64) - np.diff(step.starts)
+    most = int(before.max()) // size
     if (len(step.rows) - 1) * most * size < LEAST_TOKENS:
         return None
     with planner.guard:
@@ -92,11 +94,11 @@ def shared(planner: Planner, step: Advance, group: int, batch: Ragged) -> Cascad
         pages = table[step.rows, :most]
     if not (pages[1:, 0] == pages[:-1, 0]).any():  # the usual case, told by a glance
         return None
-    groups = shared_prefixes(pages.astype(np.int64), step.before // size, size, LEAST_TOKENS)
+    groups = shared_prefixes(pages.astype(np.int64), before // size, size, LEAST_TOKENS)
     if not groups:
         return None
     lines, rows, lengths, starts = (
-        torch.from_numpy(array) for array in (table, step.rows, step.after, step.starts)
+        torch.from_numpy(array) for array in (table, step.rows, step.ends[group], step.starts)
     )
     host = Ragged(lines, rows, lengths, starts, batch.most_new, batch.most_length)
     plan: Cascade = kernels.plan_cascade(batch, size, host=host, groups=groups)
@@ -105,10 +107,11 @@ def shared(planner: Planner, step: Advance, group: int, batch: Ragged) -> Cascad
 
 # Takes tokens out of open sequences: for each layer and head, what was looked at least.
 #
-# A sparsified sequence has fewer slots than positions. Keys keep the rotations of their
-# positions, so the model goes on at the true ones; only what counts slots (pages, lengths) is
-# shorter. Its pages are no longer what its tokens say, so they are private, and nothing of it is
-# published any more.
+# A sparsified sequence has fewer slots than positions, in each layer group a number of its own.
+# Keys keep the rotations of their positions, so the model goes on at the true ones; only what
+# counts slots (pages, what kernels are told) is shorter. Its pages are no longer what its tokens
+# say, so they are private, and nothing of it is published any more. Groups that lose nothing keep
+# theirs.
 
 
 class MassWatch:
@@ -125,14 +128,14 @@ class MassWatch:
 
     def tell(self, seqs: Items[Sequence], groups: Items[LayerGroup], step: Advance) -> None:
         """Adds what was seen to the importance of each row's pages."""
-        counts, lengths = np.diff(step.starts).tolist(), step.after.tolist()
+        counts = np.diff(step.starts).tolist()
         for g, group in enumerate(groups):
             if not all(layer in self._mass for layer in group.layers):
                 continue  # it has a window, or no single tokens
             seen = torch.stack([self._mass[layer] for layer in group.layers]).cpu().numpy()
             for b, seq in enumerate(seqs):
                 size = Planner.of(seq).page_size
-                pages = -(-lengths[b] // size)
+                pages = -(-int(step.ends[g, b]) // size)
                 policy = importance(seq, g)
                 policy.observe(seen[:, b, :pages].transpose(0, 2, 1), counts[b])
 
@@ -147,11 +150,11 @@ def importance(seq: Sequence, group: int) -> Importance:
     return found
 
 
-def chosen(seq: Sequence, budget_tokens: int) -> list[NDArray[np.int32]]:
+def chosen(seq: Sequence, budget_tokens: int | Items[int]) -> list[NDArray[np.int32]]:
     """What the watched weights say should stay, for each group.
 
     Raises:
-        ConfigError: The budget does not even hold the first tokens.
+        ConfigError: A budget does not even hold the first tokens, or they are not one a group.
         StateError: No step of the sequence was watched.
     """
     if not seq.importance:
@@ -159,19 +162,25 @@ def chosen(seq: Sequence, budget_tokens: int) -> list[NDArray[np.int32]]:
             "nothing is known of what the sequence looks at",
             "Call step.watch() in its steps, or say what to keep",
         )
-    groups = range(len(seq.blocks))
-    return [importance(seq, g).keep(seq.length, budget_tokens) for g in groups]
+    count = len(seq.blocks)
+    budgets = budget_tokens if isinstance(budget_tokens, Items) else [budget_tokens] * count
+    if len(budgets) != count:
+        raise ConfigError(
+            f"{len(budgets)} budgets for {count} layer groups", "Pass one number, or one for each"
+        )
+    each = enumerate(zip(seq.lengths.tolist(), budgets, strict=True))
+    return [importance(seq, g).keep(length, budget) for g, (length, budget) in each]
 
 
 def sparsify(lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]) -> int:
-    """Keeps some tokens of a sequence, in fresh private pages; returns how many it lost.
+    """Keeps some tokens of a sequence, in fresh private pages; returns the most that a group lost.
 
     Callers hold the KV lock.
 
     Args:
         lines: Its lines.
         seq: The sequence, in no step.
-        keep: For each group `[L, Hk, n]`, ascending slots below the sequence's length.
+        keep: For each group `[L, Hk, n]`, ascending slots below the group's length.
 
     Raises:
         CapacityError: The new pages do not fit beside the old ones; the sequence is as before.
@@ -180,39 +189,38 @@ def sparsify(lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]) ->
     """
     lines.idle(seq)
     lines.whole(seq)
-    length = seq.length
-    kept = _checked(lines, length, keep)
-    count = int(kept[0].shape[2])
-    if count == length:
+    kept = _checked(lines, seq, keep)
+    lost = seq.lengths - [part.shape[2] for part in kept]
+    losers = np.flatnonzero(lost).tolist()
+    if not losers:
         return 0
-    pages = -(-count // lines.page_size)
-    sealed = [sum(page >> CODEC_SHIFT > 0 for page in _line(seq, g)) for g in range(len(kept))]
+    pages = [-(-kept[g].shape[2] // lines.page_size) if lost[g] else 0 for g in range(len(kept))]
+    sealed = {g: sum(page >> CODEC_SHIFT > 0 for page in _line(seq, g)) for g in losers}
     # All at once: to make room pages may move, but none that is in no table yet.
-    fresh = lines.allocate_raw([pages + aside for aside in sealed])
+    fresh = lines.allocate_raw([n + sealed.get(g, 0) for g, n in enumerate(pages)])
     spare: list[tuple[int, int]] = []
     try:
-        for g, part in enumerate(kept):
-            spare += ((g, page) for page in fresh[g][pages:])
-            _drop(lines, seq, g, fresh[g], part)
+        for g in losers:
+            spare += ((g, page) for page in fresh[g][pages[g] :])
+            _drop(lines, seq, g, fresh[g], kept[g])
     except NonFiniteError:
         spare = [(g, page) for g, taken in enumerate(fresh) for page in taken]
         raise
     finally:
         for g, page in spare:
             lines.store.pool(g).release(page)
-    lines.vacate(seq)
-    lines.occupy(seq, [taken[:pages] for taken in fresh])
-    lines.tables.lengths[seq.row], lines.tables.shared[seq.row] = count, False
+    lines.vacate(seq, losers)
+    lines.occupy(seq, [taken[:n] for taken, n in zip(fresh, pages, strict=True)])
+    lines.tables.lost[:, seq.row] += lost
     seq.publishable = False
-    seq.dropped += length - count
-    for g, part in enumerate(kept):
+    for g in losers:
         if g in seq.importance:
-            seq.importance[g].kept(part)
-    return length - count
+            seq.importance[g].kept(kept[g])
+    return int(lost.max())
 
 
 def _checked(
-    lines: Planner, length: int, keep: Items[NDArray[np.integer]]
+    lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]
 ) -> list[NDArray[np.int32]]:
     groups = lines.geometry.groups
     for group in groups:
@@ -227,13 +235,11 @@ def _checked(
             "Pass one [layers, heads, n] array for each group",
         )
     kept = [np.ascontiguousarray(part, np.int32) for part in keep]
-    counts = {part.shape[2] if part.ndim == 3 else -1 for part in kept}
-    for group, part in zip(groups, kept, strict=True):
+    for group, part, length in zip(groups, kept, seq.lengths.tolist(), strict=True):
         shape = len(group.layers), group.kv_heads
-        if part.ndim != 3 or part.shape[:2] != shape or len(counts) > 1 or not part.size:
+        if part.ndim != 3 or part.shape[:2] != shape or not part.size:
             raise GeometryError(
-                f"tokens to keep {part.shape}",
-                f"Pass {[*shape, 'n']}, n being at least 1 and the same everywhere",
+                f"tokens to keep {part.shape}", f"Pass {[*shape, 'n']}, n being at least 1"
             )
         if part.min() < 0 or part.max() >= length or (np.diff(part, axis=2) <= 0).any():
             raise GeometryError(
@@ -360,14 +366,12 @@ class Step:
         step = self._advance
         self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
         starts, lengths = step.starts.tolist(), step.before.tolist()
-        here = [n + seq.dropped for n, seq in zip(lengths, self.seqs, strict=True)]
         if self._single:
-            self._noted = list(zip(self.seqs, here, strict=True))
-            if extend_each(self.seqs, here, tokens.tolist()):  # as with all that decode
+            self._noted = list(zip(self.seqs, lengths, strict=True))
+            if extend_each(self.seqs, lengths, tokens.tolist()):  # as with all that decode
                 return
             self._noted = []
         for b, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
-            length += seq.dropped
             known = seq.known
             ids = tokens[starts[b] : starts[b + 1]]
             if known > length:
@@ -429,7 +433,7 @@ class Step:
     def positions(self) -> torch.Tensor:
         """int64 `[1, N]`: position of each new token in its sequence."""
         step = self._advance
-        first = step.before + [seq.dropped for seq in self.seqs]
+        first = step.before
         if not self._single:
             first = np.repeat(first - step.starts[:-1], self.counts) + np.arange(step.starts[-1])
         return torch.from_numpy(first).unsqueeze(0)
@@ -561,7 +565,7 @@ class Step:
         out: torch.Tensor
         if self.apart:
             if group not in self._singles:
-                self._singles[group] = singles(self.batch(group), self._advance)
+                self._singles[group] = singles(self.batch(group), self._advance, group)
             parts: list[Any] = [
                 kernels.paged_attention(q[part], pages, one, window=window, invariant=True, **how)
                 for part, one in self._singles[group]

@@ -8,7 +8,8 @@
 
 What goes is gone: the answer is another one than that of the whole prompt, and a question that
 comes later may ask for just that. The guide on dropping tokens has the figures. A rule of your own
-needs one method, `Sparsifier.score`.
+needs one method, `Sparsifier.score`. Each takes one share for all layers, or one for each of them,
+as PyramidKV's (arXiv 2406.02069), which falls from the first layer to the last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import MappingProxyType
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.policy.base import made
@@ -35,7 +36,8 @@ class Sparsifier(ABC):
     """Says which tokens of a prompt stay in each layer and KV head. Deterministic; keeps no state.
 
     Args:
-        share: Part of the tokens that stays, above 0 and at most 1.
+        share: Part of the tokens that stays, above 0 and at most 1; or such a part for each layer
+            of the model, first to last. Layers with the same share are paged together.
         sink_tokens: First tokens that stay, within that part: every head parks weight on them
             (StreamingLLM, arXiv 2309.17453).
         recent_tokens: Latest tokens that stay, within what is left of that part.
@@ -45,18 +47,21 @@ class Sparsifier(ABC):
         queries: It is told the attention of so many of a prompt's last tokens; 0 for none.
 
     Raises:
-        ConfigError: The share is no such part, or a count is negative.
+        ConfigError: A share is no such part, or a count is negative.
     """
 
     name: str = ""
     queries: int = 0
 
-    def __init__(self, share: float, *, sink_tokens: int = 4, recent_tokens: int = 32) -> None:
-        self.share, self.sink_tokens, self.recent_tokens = share, sink_tokens, recent_tokens
-        if not 0 < share <= 1:
+    def __init__(self, share: ArrayLike, *, sink_tokens: int = 4, recent_tokens: int = 32) -> None:
+        parts = np.asarray(share, np.float64)
+        self.share: float | tuple[float, ...] = (*parts.tolist(),) if parts.ndim else float(parts)
+        self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
+        if parts.ndim > 1 or not parts.size or not ((parts > 0) & (parts <= 1)).all():
             raise ConfigError(
-                f"a share of {share} of the tokens",
-                f"Pass a number above 0 and at most 1, such as {self.name or 'snapkv'}:0.5",
+                f"a share of {share!r} of the tokens",
+                f"Pass a number above 0 and at most 1, such as {self.name or 'snapkv'}:0.5, or one "
+                "for each layer",
             )
         if min(sink_tokens, recent_tokens) < 0:
             raise ConfigError(
@@ -78,9 +83,24 @@ class Sparsifier(ABC):
             `[Hk, S]`, finite; the largest stay, among equals the latest.
         """
 
-    def count(self, tokens: int) -> int:
-        """How many of so many tokens stay."""
-        return max(1, math.ceil(self.share * tokens)) if tokens else 0
+    def share_of(self, layer: int) -> float:
+        """The part of the tokens that stays in a layer.
+
+        Raises:
+            ConfigError: Shares were given for fewer layers.
+        """
+        if isinstance(self.share, float):
+            return self.share
+        if layer >= len(self.share):
+            raise ConfigError(
+                f"shares of {len(self.share)} layers, and none for layer {layer}",
+                "Pass one for each layer of the model, or one number for all",
+            )
+        return self.share[layer]
+
+    def count(self, tokens: int, layer: int) -> int:
+        """How many of so many tokens stay in a layer; as many in all layers of one share."""
+        return max(1, math.ceil(self.share_of(layer) * tokens)) if tokens else 0
 
     def keep(
         self, layer: int, keys: Floats, values: Floats, mass: Floats | None = None
@@ -88,7 +108,7 @@ class Sparsifier(ABC):
         """The slots of a layer that stay; arguments as of `score`.
 
         Returns:
-            int32 `[Hk, count(S)]`, ascending.
+            int32 `[Hk, count(S, layer)]`, ascending.
 
         Raises:
             GeometryError: The rule's scores have another shape, or are not finite.
@@ -99,7 +119,7 @@ class Sparsifier(ABC):
                 f"sparsifier {self.name or type(self).__name__!r} scores tokens {score.shape}",
                 f"Let score() return one finite number for each token of each head, {list(shape)}",
             )
-        count = self.count(shape[1])
+        count = self.count(shape[1], layer)
         sinks = min(count, self.sink_tokens)
         return highest(score, count, sinks, min(count - sinks, self.recent_tokens))
 
@@ -137,7 +157,7 @@ class SnapKV(Sparsifier):
     name = "snapkv"
     queries = 32
 
-    def __init__(self, share: float, *, kernel_tokens: int = 7, **counts: int) -> None:
+    def __init__(self, share: ArrayLike, *, kernel_tokens: int = 7, **counts: int) -> None:
         super().__init__(share, **counts)
         if kernel_tokens < 1 or kernel_tokens % 2 == 0:
             raise ConfigError(

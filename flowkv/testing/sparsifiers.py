@@ -53,19 +53,21 @@ PROMPTS = st.builds(
 
 
 def check_sparsifier(
-    make: Callable[[float], Sparsifier], *, max_examples: int = 150, shrink: bool = True
+    make: Callable[[Any], Sparsifier], *, max_examples: int = 150, shrink: bool = True
 ) -> None:
     """Runs the conformance suite on a rule that drops tokens; returns if it found no fault.
 
     Checked: it keeps as many slots as its share says, the same number for all heads, each once, in
     ascending order; the first and the latest tokens are among them; a larger share keeps all that a
-    smaller one keeps, the protected ones aside; all is kept at a share of 1; equal prompts give
-    equal answers, also after others and from another object; arrays are neither kept nor written;
-    it does without the attention that it did not ask for; nothing is raised, also where all keys
-    are equal, zero or huge.
+    smaller one keeps, the protected ones aside; all is kept at a share of 1; a layer keeps what its
+    own share says, whatever those of others are; equal prompts give equal answers, also after
+    others and from another object; arrays are neither kept nor written; it does without the
+    attention that it did not ask for; nothing is raised, also where all keys are equal, zero or
+    huge.
 
     Args:
-        make: Makes a rule that keeps a share: its class, or any callable of one number.
+        make: Makes a rule that keeps a share, or a share for each layer: its class, or any callable
+            of the one and the other.
         max_examples: Prompts to show it.
         shrink: Look for the simplest prompt that shows a fault, rather than tell the first.
 
@@ -84,14 +86,14 @@ def check_sparsifier(
     tell(story)
 
 
-def _judge(make: Callable[[float], Sparsifier], prompt: MadeUpPrompt, shares: list[float]) -> None:
+def _judge(make: Callable[[Any], Sparsifier], prompt: MadeUpPrompt, shares: list[float]) -> None:
     few, many, all_of_it = (make(share) for share in (*shares, 1.0))
     heads, tokens, arrays, before = *prompt[1:3], prompt.arrays(), prompt.arrays()
 
     def kept(rule: Sparsifier, layer: int = prompt.layer, by: list[Array] = arrays) -> Array:
         return rule.keep(layer, by[0], by[1], by[2] if rule.queries else None)
 
-    first, count = kept(few), few.count(tokens)
+    first, count = kept(few), few.count(tokens, prompt.layer)
     require(first.shape == (heads, count), "it keeps another number than its share", first.shape)
     require(bool((np.diff(first, axis=1) > 0).all()), "slots are not ascending", first)
     require(bool((first >= 0).all() and (first < tokens).all()), "there is no such slot", first)
@@ -106,6 +108,10 @@ def _judge(make: Callable[[float], Sparsifier], prompt: MadeUpPrompt, shares: li
     for head in first:
         require(safe <= set(head), "a protected token is lost", head)
     require(kept(all_of_it).shape == (heads, tokens), "a share of 1 loses tokens")
+    uneven, behind = make([*[shares[1]] * prompt.layer, shares[0], 1.0]), prompt.layer + 1
+    require(np.array_equal(kept(uneven), first), "the shares of other layers count", kept(uneven))
+    most = kept(uneven, behind).shape[1], uneven.count(tokens, behind)
+    require(most == (tokens, tokens), "a layer does not keep its own share", most)
     if len(safe) == few.sink_tokens + few.recent_tokens:  # else the wider share protects more
         lost = [set(a) - set(b) for a, b in zip(first, kept(many), strict=True)]
         require(not any(lost), "a larger share loses what a smaller one keeps", lost)

@@ -26,23 +26,27 @@ def two_groups(page_size: int = PAGE) -> Geometry:
     return Geometry(groups=(one, other), page_size=page_size)
 
 
-def random_keep(kv: KV, length: int, count: int, seed: int = 0) -> list[np.ndarray]:
-    dice = np.random.default_rng(seed)
+def random_keep(
+    kv: KV, length: int, count: int | tuple[int, ...], seed: int = 0
+) -> list[np.ndarray]:
+    """Slots of each layer and head, as many for all groups or a number for each."""
+    dice, groups = np.random.default_rng(seed), kv.geometry.groups
+    counts = (count,) * len(groups) if isinstance(count, int) else count
     return [
         np.sort(
             dice.permuted(np.tile(np.arange(length), (len(g.layers), g.kv_heads, 1)), axis=2)[
-                :, :, :count
+                :, :, :n
             ],
             axis=2,
         )
-        for g in kv.geometry.groups
+        for g, n in zip(groups, counts, strict=True)
     ]
 
 
 def check_kept(kv: KV, seq: Sequence, tokens: list[int], keep: list[np.ndarray]) -> None:
     """Slot i of each layer and head holds token keep[i]; later slots what was computed since."""
-    lost = seq.position - seq.length
-    for group, part in zip(kv.geometry.groups, keep, strict=True):
+    lost_by_group = (seq.position - seq.lengths).tolist()
+    for group, part, lost in zip(kv.geometry.groups, keep, lost_by_group, strict=True):
         for i, layer in enumerate(group.layers):
             wanted = keys_values(kv.geometry, layer, tokens)
             for got, want in zip(content(kv, seq, layer), wanted, strict=True):
@@ -63,27 +67,49 @@ def write_at(kv: KV, seq: Sequence, tokens: list[int], fresh: list[int]) -> None
     tokens += fresh
 
 
+BUDGETS = st.integers(1, 40) | st.tuples(st.integers(1, 40), st.integers(1, 40))
+"""Of all groups, or of each."""
+
+
+def check_pages(seq: Sequence) -> None:
+    """Each group has the pages that its tokens fill, and no other."""
+    assert [len(b) for b in seq.blocks] == [-(-n // PAGE) for n in seq.lengths.tolist()]
+
+
 @settings(max_examples=25)
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 30), st.integers(0, 99))
+@given(st.integers(1, 40), BUDGETS, st.integers(0, 30), st.integers(0, 99))
 def test_what_is_kept_is_exact_and_the_sequence_goes_on(
-    length: int, count: int, more: int, seed: int
+    length: int, count: int | tuple[int, int], more: int, seed: int
 ) -> None:
     kv = make_kv(two_groups())
     tokens = list(range(length))
     seq = opened(kv, tokens)
-    keep = random_keep(kv, length, min(count, length), seed)
+    counts = (count, count) if isinstance(count, int) else count
+    left = [min(n, length) for n in counts]
+    keep = random_keep(kv, length, tuple(left), seed)
     lost = kv.sparsify(seq, keep)
-    assert lost == max(0, length - count) == seq.dropped
-    assert (seq.length, seq.position) == (length - lost, length)
+    assert lost == length - min(left) == seq.dropped
+    assert (seq.length, seq.position) == (max(left), length)
+    assert seq.lengths.tolist() == left
     check_kept(kv, seq, tokens, keep)
+    check_pages(seq)
     audit(kv)
+    with pytest.raises(ZeroDivisionError), kv.step([seq], [[7] * (more + 1)]):
+        raise ZeroDivisionError
+    check_pages(seq)
     write_at(kv, seq, tokens, [5] * more)
     check_kept(kv, seq, tokens, keep)
+    check_pages(seq)
     twin = kv.fork(seq)
-    write_at(kv, twin, list(tokens), [6] * 9)
+    others = list(tokens)
+    write_at(kv, twin, others, [6] * 9)
+    check_kept(kv, twin, others, keep)
+    check_pages(twin)
     check_kept(kv, seq, tokens, keep)
     kv.suspend(seq)
     kv.resume(seq)
+    check_kept(kv, seq, tokens, keep)
+    write_at(kv, seq, tokens, [8] * 5)
     check_kept(kv, seq, tokens, keep)
     audit(kv)
     seq.close()
@@ -102,6 +128,80 @@ def test_twice_is_as_good_as_once() -> None:
     check_kept(kv, seq, tokens, both)
     write_at(kv, seq, tokens, [1, 2, 3])
     check_kept(kv, seq, tokens, both)
+
+
+def test_groups_lose_by_turns() -> None:
+    kv = make_kv(two_groups())
+    tokens = list(range(30))
+    seq = opened(kv, tokens)
+    blocks = list(seq.blocks[1])
+    first, second = random_keep(kv, 30, (9, 30), 1), random_keep(kv, 30, (9, 17), 2)
+    assert kv.sparsify(seq, first) == 21
+    assert seq.blocks[1] == blocks, "who loses nothing keeps its pages, and shares them"
+    assert seq.lengths.tolist() == [9, 30] and not seq.publishable
+    second[0] = np.broadcast_to(np.arange(9), first[0].shape)
+    assert kv.sparsify(seq, second) == 13
+    check_kept(kv, seq, tokens, [first[0], second[1]])
+    write_at(kv, seq, tokens, [1, 2, 3])
+    check_kept(kv, seq, tokens, [first[0], second[1]])
+    audit(kv)
+    with pytest.raises(StateError, match="lost tokens"):
+        kv.truncate(seq, 30)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """`[T, Hq, Dv]`, in torch: token t of T sees all but the last T - 1 - t keys of its head."""
+    new, heads = len(q), q.shape[1] // k.shape[1]
+    logits = torch.einsum("tgd,sgd->gts", q, k.repeat_interleave(heads, 1)) * q.shape[2] ** -0.5
+    behind = torch.ones(new, len(k), dtype=torch.bool).tril(len(k) - new)
+    weights = logits.masked_fill(~behind, -torch.inf).softmax(2)
+    return torch.einsum("gts,sgd->tgd", weights, v.repeat_interleave(heads, 1))
+
+
+ROW = st.tuples(st.integers(1, 45), st.none() | BUDGETS)
+STEPS = st.lists(st.integers(1, 12) | st.just(1), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@settings(max_examples=25)
+@given(st.lists(ROW, min_size=1, max_size=3), STEPS, st.integers(0, 99))
+def test_attention_is_over_what_each_layer_and_head_kept(
+    apart: bool, rows: list[tuple[int, int | tuple[int, int] | None]], news: list[int], seed: int
+) -> None:
+    kv, dice = make_kv(two_groups()), np.random.default_rng(seed)
+    known = [dice.integers(0, 99, length).tolist() for length, _ in rows]
+    seqs = [opened(kv, tokens) for tokens in known]
+    keeps = []
+    for seq, (length, budget) in zip(seqs, rows, strict=True):
+        counts = (budget, budget) if isinstance(budget, int) else budget or (length, length)
+        keeps.append(random_keep(kv, length, tuple(min(n, length) for n in counts), seed))
+        kv.sparsify(seq, keeps[-1])
+    for new in news:
+        fresh = [dice.integers(0, 99, new).tolist() for _ in seqs]
+        with kv.step(seqs, fresh) as step:
+            step.apart = apart
+            for g, group in enumerate(step.groups):
+                for i, layer in enumerate(group.layers):
+                    both = [
+                        keys_values(kv.geometry, layer, [*old, *more])
+                        for old, more in zip(known, fresh, strict=True)
+                    ]
+                    q = torch.randn(new * len(seqs), 2 * group.kv_heads, group.head_dim)
+                    k, v = (torch.cat([one[n][-new:] for one in both]) for n in range(2))
+                    found = step.attend(layer, q, k, v).split(new)
+                    for b, kept in enumerate(keeps):
+                        whole = np.arange(len(both[b][0]))
+                        slots = [np.r_[head, whole[rows[b][0] :]] for head in kept[g][i]]
+                        mine = [
+                            torch.stack([x[s, h] for h, s in enumerate(slots)], 1) for x in both[b]
+                        ]
+                        wanted = attention(q.split(new)[b], *mine)
+                        torch.testing.assert_close(found[b], wanted, rtol=1e-4, atol=1e-5)
+        for old, more in zip(known, fresh, strict=True):
+            old += more
+    for seq in seqs:
+        check_pages(seq)
+    audit(kv)
 
 
 def test_nothing_of_it_is_published_and_what_was_known_stays() -> None:
@@ -213,8 +313,8 @@ def test_a_watched_sequence_keeps_what_was_looked_at() -> None:
             fade = torch.tensor([0.5 ** (21 / 1024)] * 16 + [0.5 ** (5 / 1024)] * 16 + [1.0] * 5)
             want = (by_token.unflatten(2, (5, 8)).sum(3) * fade[:, None]).sum(1)
             assert np.allclose(mass[i], want.numpy(), atol=1e-3)
-    keep = [seq.importance[g].keep(37, 20) for g in range(2)]
-    assert kv.sparsify(seq, budget_tokens=20) == 17
+    keep = [seq.importance[g].keep(37, budget) for g, budget in enumerate((20, 11))]
+    assert kv.sparsify(seq, budget_tokens=[20, 11]) == 26
     check_kept(kv, seq, list(range(37)), keep)
     assert seq.importance[0].mass.shape == (2, 2, 3)
     twin = kv.fork(seq)
@@ -246,7 +346,6 @@ def test_what_cannot_be_is_refused() -> None:
             kv.sparsify(seq, **wrong)
     bad = {
         "of 1 layer groups, of 2": good[:1],
-        "n being at least 1": [good[0], good[1][:, :, :9]],
         r"Pass \[2, 2, 'n'\]": [good[0][:1], good[1]],
         "of a sequence of 20": [good[0] + 11, good[1]],
         "ascending": [good[0][:, :, ::-1], good[1]],
@@ -255,6 +354,9 @@ def test_what_cannot_be_is_refused() -> None:
     for match, keep in bad.items():
         with pytest.raises(GeometryError, match=match):
             kv.sparsify(seq, keep)
+    seq.importance[0] = Importance(2, 2, PAGE)
+    with pytest.raises(ConfigError, match="3 budgets for 2 layer groups"):
+        kv.sparsify(seq, budget_tokens=[9, 9, 9])
     step = plan(kv, [seq], [1])
     with pytest.raises(StateError, match="in a step already"):
         kv.sparsify(seq, good)

@@ -143,7 +143,8 @@ def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tens
     step = plan(kv, [seq], [0])
     try:
         with kernels.checking():
-            k, v = kernels.gather_dense(step.pages(layer), step.batch(group), seq.length)
+            columns = int(seq.lengths[group])
+            k, v = kernels.gather_dense(step.pages(layer), step.batch(group), columns)
     finally:
         step.rollback()
     return k[0].transpose(0, 1).cpu(), v[0].transpose(0, 1).cpu()

@@ -74,7 +74,19 @@ class Fickle(KeepLatest):
     """A larger share keeps others."""
 
     def score(self, layer: int, keys: Any, values: Any, mass: Any) -> Any:
-        return super().score(layer, keys, values, mass) * (1 if self.share < 0.6 else -1)
+        return super().score(layer, keys, values, mass) * (1 if self.share_of(layer) < 0.6 else -1)
+
+
+class Averaging(KeepLatest):
+    """Keeps the mean of all shares in every layer."""
+
+    def share_of(self, layer: int) -> float:
+        return float(np.mean(self.share))
+
+
+class FirstShare(KeepLatest):
+    def keep(self, layer: int, keys: Any, values: Any, mass: Any = None) -> Any:
+        return super().keep(layer if isinstance(self.share, float) else 0, keys, values)
 
 
 class Reversed(KeepLatest):
@@ -93,6 +105,8 @@ class Reversed(KeepLatest):
         (Sinkless, "protected"),
         (Fickle, "larger share"),
         (Reversed, "ascending"),
+        (Averaging, "shares of other layers"),
+        (FirstShare, "shares of other layers|its own share"),
     ],
 )
 def test_the_check_notices(rule: type[Sparsifier], words: str) -> None:
@@ -121,3 +135,16 @@ def test_options_of_the_rules() -> None:
     assert snap.keep(0, keys, keys, mass).tolist() == [[9, 10, 11], [2, 3, 4]]
     with pytest.raises(ConfigError, match="odd"):
         SnapKV(0.5, kernel_tokens=4)
+
+
+def test_each_layer_has_its_share() -> None:
+    keys, rule = np.ones((2, 20, 4), np.float32), KeepLatest(np.linspace(1, 0.25, 4))
+    assert rule.share == (1.0, 0.75, 0.5, 0.25)
+    kept = [rule.keep(layer, keys, keys).shape for layer in range(4)]
+    assert kept == [(2, 20), (2, 15), (2, 10), (2, 5)]
+    assert [rule.count(0, layer) for layer in range(4)] == [0] * 4
+    with pytest.raises(ConfigError, match="none for layer 4"):
+        rule.count(20, 4)
+    for wrong in ([0.5, 0], [0.5, 1.5], [], [[0.5]], [0.5, float("nan")]):
+        with pytest.raises(ConfigError, match="one for each layer"):
+            KeepLatest(wrong)

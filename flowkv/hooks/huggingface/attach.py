@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,7 +79,8 @@ def attach(
             gathers K and V for the model's own attention.
         memo: Places, as "host:256MiB", in which encoders of images, of sound, or of what a decoder
             attends to keep their results: rows seen before are not computed again (`flowkv.memo`).
-        sparsify: Experimental: which tokens of a prompt stay once it is computed, as "snapkv:0.5".
+        sparsify: Experimental: which tokens of a prompt stay once it is computed, as "snapkv:0.5",
+            or a `flowkv.policy.sparsify.Sparsifier`, which may keep another share in each layer.
             What is dropped is lost to the answer: see the guide on dropping tokens.
         reuse: "exact", or, experimental, "blend": documents that `KV.learn` was given are put in
             place wherever they stand in a prompt. The answer is near the exact one: see the guide
@@ -119,9 +120,10 @@ def attach(
         try:
             if memo is not None:
                 remember(model, kv, memo)
-            door = install(model, kv, reads=reads)
+            share_of = None if sparsifier is None else sparsifier.share_of
+            door = install(model, kv, reads=reads, share_of=share_of)
             if sparsifier is not None:
-                check_thinnable(door, reads)
+                check_thinnable(door, sparsifier, reads)
                 door.sparsifier = sparsifier
             if rule is not None:
                 door.blending = Blending(door, rule)
@@ -150,8 +152,20 @@ def _hear(model: torch.nn.Module, kv: KV) -> None:
         follow(kv, close=bus.subscribe(kv.bus.emit, RowsRead, WeightsRead).close)
 
 
-def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
+def install(
+    model: Any,
+    kv: KV,
+    *,
+    reads: Reads = "auto",
+    share_of: Callable[[int], float] | None = None,
+) -> ForwardHook:
     """Probes a model, binds the cache to it, and hangs the door.
+
+    Args:
+        model: The model.
+        kv: The cache.
+        reads: See `attach`.
+        share_of: What part of a prompt a layer keeps; those of one part form groups.
 
     Raises:
         UnsupportedModelError: The model cannot be served from pages.
@@ -160,7 +174,8 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
     in_pages = not switch.reason
     for _ in range(2):
         identity, modules = Identity(model, kv.config.namespace), list(model.modules())
-        found = probe(model, kv.page_size, in_pages=in_pages, long=bool(identity.foreign))
+        long = bool(identity.foreign)
+        found = probe(model, kv.page_size, in_pages=in_pages, long=long, share_of=share_of)
         if list(map(id, modules)) == list(map(id, model.modules())):
             break  # else its first forward rebuilt it, as BigBird's does: it is what it has become
     identity.learn(model, named=False)

@@ -200,7 +200,12 @@ def read_layers(config: Any) -> list[LayerSpec]:
 
 
 def place_layers(
-    specs: Sequence[LayerSpec], layers: Sequence[Any], page_size: int, *, in_pages: bool
+    specs: Sequence[LayerSpec],
+    layers: Sequence[Any],
+    page_size: int,
+    *,
+    in_pages: bool,
+    share_of: Callable[[int], float] | None = None,
 ) -> ModelPlan:
     """Groups layers by kind, shape and device, as found in a native cache after a probe.
 
@@ -209,6 +214,7 @@ def place_layers(
         layers: The layers of the native cache, one token in each.
         page_size: Tokens per page.
         in_pages: Layers may be read in pages.
+        share_of: What part of the tokens a layer keeps: a group has one length in all its layers.
 
     Raises:
         UnsupportedModelError: Keys and values cannot be paged.
@@ -228,7 +234,8 @@ def place_layers(
             seen[index] = read_layer("none", {})
             continue
         shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
-        groups.setdefault((spec.kind, spec.window, *shape), []).append(index)
+        share = 1.0 if share_of is None else share_of(index)
+        groups.setdefault((share, spec.kind, spec.window, *shape), []).append(index)
     if not groups:
         raise UnsupportedModelError(
             "the model put no keys and values into its cache", "Use the model without FlowKV"
@@ -245,7 +252,7 @@ def place_layers(
                 window=window,
                 device=str(device),
             )
-            for (kind, window, heads, dim, dim_v, dtype, device), indices in groups.items()
+            for (_, kind, window, heads, dim, dim_v, dtype, device), indices in groups.items()
         )
         geometry = Geometry(groups=found, page_size=page_size)
     except GeometryError as error:

@@ -8,7 +8,7 @@ at all never has anything reused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -60,7 +60,14 @@ class Probe(NamedTuple):
     parts: tuple[int, ...] = _PARTS
 
 
-def probe(model: Any, page_size: int, *, in_pages: bool, long: bool = False) -> Probe:
+def probe(
+    model: Any,
+    page_size: int,
+    *,
+    in_pages: bool,
+    long: bool = False,
+    share_of: Callable[[int], float] | None = None,
+) -> Probe:
     """Runs a few tokens through a model with its own cache.
 
     Args:
@@ -68,6 +75,7 @@ def probe(model: Any, page_size: int, *, in_pages: bool, long: bool = False) -> 
         page_size: Tokens per page.
         in_pages: FlowKV's attention may read its layers in pages.
         long: Code of others takes part.
+        share_of: See `place_layers`.
 
     Raises:
         UnsupportedModelError: It cannot be run so, or its layers cannot be paged.
@@ -92,7 +100,7 @@ def probe(model: Any, page_size: int, *, in_pages: bool, long: bool = False) -> 
             f"its cache has {len(cache.layers)} layers, its configuration {len(specs)}",
             "Use the model without FlowKV",
         )
-    plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages)
+    plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages, share_of=share_of)
     plan.count = configured_layers(model.config)
     return Probe(plan, ids, logits, parts)
 

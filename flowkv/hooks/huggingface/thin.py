@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.kv import warn
-from flowkv.core.errors import CapacityError, ConfigError, FlowKVError
+from flowkv.core.errors import CapacityError, ConfigError, FlowKVError, GeometryError
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.policy.sparsify import Sparsifier
 
@@ -66,6 +66,12 @@ class Thinning:
             for group in groups:
                 parts = [self._kept(rows, index, layers[index]) for index in group]
                 for row, of_layers in enumerate(zip(*parts, strict=True)):
+                    counts = sorted({part.shape[1] for part in of_layers})
+                    if len(counts) > 1:
+                        raise GeometryError(
+                            f"layers of one share keep {counts} tokens",
+                            "Let share_of() tell them apart",
+                        )
                     kept[row].append(np.stack(of_layers))
             rows.thin(kept)
         except CapacityError as error:
@@ -114,13 +120,13 @@ class Thinning:
         return weights.mean((2, 3))
 
 
-def check_thinnable(door: Any, reads: str) -> None:
-    """Sees that tokens can be dropped from what an attached model computes.
+def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
+    """Sees that a policy can drop tokens from what an attached model computes.
 
     Raises:
         ConfigError: They cannot.
     """
-    plan, problem = door.plan, ""
+    plan, problem, share = door.plan, "", policy.share
     kinds = {group.kind for group in plan.geometry.groups} - {"full"}
     if door.names.encoder:
         problem = "an encoder-decoder is not covered"
@@ -133,6 +139,11 @@ def check_thinnable(door: Any, reads: str) -> None:
         problem = f"reads={reads!r} gathers K and V in columns, which are not there any more"
     elif not all(placed.in_pages for placed in plan.placed.values()):
         problem = door.switch.reason or "the model computes with keys and values itself"
+    elif not isinstance(share, float) and len(share) != len(plan.specs):
+        raise ConfigError(
+            f"shares of {len(share)} layers for a {type(door.model).__name__} of {len(plan.specs)}",
+            "Pass one for each layer of the model, or one number for all",
+        )
     if problem:
         raise ConfigError(
             f"sparsify= does not fit this {type(door.model).__name__}: {problem}",
