@@ -22,6 +22,7 @@ STAGES = {
     "types": [sys.executable, "-m", "mypy"],
 }
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+PYTEST += ["--durations", "40", "--durations-min", "5"]  # where the time goes
 USUAL = "not slow and not matrix and not deep and not nightly"
 SETS = {  # the tests of each, as pytest's -m says it
     "": f"{USUAL} and not thorough",

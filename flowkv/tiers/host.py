@@ -151,7 +151,7 @@ OVERHEAD_BYTES = 1024
 """Charged per frame for its Python objects: key, description, table entry."""
 
 
-class Frame(NamedTuple):
+class KeptFrame(NamedTuple):
     """What is kept of a frame.
 
     Attributes:
@@ -196,7 +196,7 @@ class HostTier(Immediate):
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
         self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(1, f"flowkv {name}")
         self._waiting: set[int] = set()  # jobs of the thread that nobody cancelled
-        self._frames: dict[bytes, Frame] = {}
+        self._frames: dict[bytes, KeptFrame] = {}
         self._used_bytes = 0
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
@@ -315,7 +315,7 @@ class HostTier(Immediate):
         """The same of many, in one compiled call that needs no interpreter."""
         from flowkv.tiers.digest import REASONS, check_frames, checks_of
 
-        replies, found, rows = list[TierAnswer](), list[tuple[int, Frame]](), []
+        replies, found, rows = list[TierAnswer](), list[tuple[int, KeptFrame]](), []
         for number, item in enumerate(items):
             frame = self._frames.get(item.key)
             if frame is None:
@@ -342,7 +342,7 @@ class HostTier(Immediate):
             replies[number] = self._bad(frame, REASONS[reasons[at]])
         return replies
 
-    def _bad(self, frame: Frame, reason: str) -> TierAnswer:
+    def _bad(self, frame: KeptFrame, reason: str) -> TierAnswer:
         """The answer where a frame is not what was wished for; a damaged one is gone."""
         key = frame.header.key
         damaged = reason == "digest" and self._discard(key, frame)
@@ -365,7 +365,7 @@ class HostTier(Immediate):
             try:
                 header, copy = describe(key, item.info, body), bytearray(body)
                 at = address_of(memoryview(copy)), address_of(memoryview(header.digests))
-                frame = Frame(header, copy, *at)
+                frame = KeptFrame(header, copy, *at)
             except MemoryError:
                 with self._lock:
                     self._used_bytes -= charge
@@ -377,7 +377,7 @@ class HostTier(Immediate):
                     self._frames[key] = frame
         return TierAnswer(0, 0, key, Outcome.STORED, "", None, 0 if there else body.nbytes)
 
-    def _discard(self, key: bytes, damaged: Frame) -> bool:
+    def _discard(self, key: bytes, damaged: KeptFrame) -> bool:
         """Takes a damaged frame out; False if it was taken out meanwhile, and overwritten."""
         with self._lock:
             found = self._frames.get(key) is damaged and self._drop(key) is not None

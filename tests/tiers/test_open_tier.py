@@ -50,6 +50,8 @@ def test_remote_tiers_name_their_extra(kind: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, library, None)
     for module in [m for m in sys.modules if m.startswith("flowkv.tiers.remote.")]:
+        parent, _, name = module.rpartition(".")
+        monkeypatch.setattr(sys.modules[parent], name, sys.modules[module])  # what is undone later
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(MissingDependencyError, match=rf"flowkv\[{extra}\]"):
         open_tier(kind, path=f"{kind}://localhost:1/kv")

@@ -268,7 +268,7 @@ class KnownDigests:
         self._bytes -= len(found.values) if found is not None else 0
 
 
-class Part(NamedTuple):
+class StripeRead(NamedTuple):
     """Stripes of a frame with known digests.
 
     Attributes:
@@ -318,7 +318,7 @@ class Stripes(Operations):
 
     __slots__ = ("memory", "parts")
 
-    def __init__(self, parts: Sequence[Part], memory: ArenaSlot) -> None:
+    def __init__(self, parts: Sequence[StripeRead], memory: ArenaSlot) -> None:
         super().__init__(items=[part.item for part in parts])
         self.parts, self.memory = parts, memory
 
@@ -631,7 +631,7 @@ class DiskScheduler:
             OSError: A file cannot be opened, or there is no memory at all.
         """
         pinned = self._store.pin_all([item.wish for item in items if isinstance(item.wish, Load)])
-        parts, others, n_bytes = list[Part](), list[Item](), 0
+        parts, others, n_bytes = list[StripeRead](), list[Item](), 0
         try:
             for item, held in zip(items, pinned, strict=True):
                 part = self._part(item, held, n_bytes)
@@ -660,7 +660,7 @@ class DiskScheduler:
             self._free(memory, _LOADS)
         return stripes
 
-    def _part(self, item: Item, held: Held | None, at: int) -> Part | None:
+    def _part(self, item: Item, held: Held | None, at: int) -> StripeRead | None:
         """What is read for a load of a frame with known digests; None if it begins by itself."""
         digests, wish, target = self.known.find(item.key), item.wish, item.memory
         if held is None or digests is None or digests.seq != held.seq or target is None:
@@ -671,7 +671,7 @@ class DiskScheduler:
         fits = target.nbytes >= count * held.info.stripe_bytes
         if not fits or not 0 <= first < first + count <= held.stripes:
             return None
-        return Part(item, held, digests, first, count, at)
+        return StripeRead(item, held, digests, first, count, at)
 
     def _begin_load(self, item: Item, *, alone: bool) -> Flight | None:
         """Starts a load; None if there is no such frame.
