@@ -38,6 +38,7 @@ from flowkv.tiers.frame import BadFrame, wanted
 #   them, or pages could never leave a busy device. Only demands earn it a place before a demand.
 # - A frame is loaded once, whoever asks for it meanwhile, and stored once.
 
+Done = Callable[[TierAnswer], None]
 SHARE = 8
 """Of so many bytes, one is write-back's, however much is demanded."""
 
@@ -118,8 +119,8 @@ class TransferRequest:
             return self.span[0] <= other.span[0] and other.span[1] <= self.span[1]
         return self.span == other.span
 
-    def answers(self, answer: TierAnswer) -> bool:
-        """A tier has answered an item; whether that was the last one."""
+    def answers(self, item: int, answer: TierAnswer) -> bool:
+        """A tier has answered one of the items; whether that was the last one."""
         return True
 
     def end(self, answer: TierAnswer) -> None:
@@ -134,12 +135,12 @@ class TransferBatch(TransferRequest):
     No other request joins them, or is joined by them.
 
     Args:
-        items: What a tier is asked; no key twice.
-        done: Called once, with the answers.
+        items: What a tier is asked.
+        done: Called once, with the answers in the order of the items.
         owner: As of one request.
     """
 
-    __slots__ = ("_come", "_told")
+    __slots__ = ("_come", "_left")
 
     def __init__(
         self,
@@ -147,23 +148,24 @@ class TransferBatch(TransferRequest):
         done: Callable[[list[TierAnswer]], None],
         owner: object = None,
     ) -> None:
-        super().__init__(items[0], self._all, IOPriority.DEMAND, owner)
-        self.items, self.alike, self._told = items, (self,), done
+        super().__init__(items[0], cast(Done, done), IOPriority.DEMAND, owner)
+        self.items, self.alike = items, (id(self),)
         self.n_bytes = sum(item.target.nbytes for item in items)
-        self._come = list[TierAnswer]()
+        self._come: list[TierAnswer | None] = [None] * len(items)
+        self._left = len(items)
 
-    def answers(self, answer: TierAnswer) -> bool:
-        """A tier has answered an item; whether that was the last one."""
-        self._come.append(answer)
-        return len(self._come) == len(self.items)
+    def answers(self, item: int, answer: TierAnswer) -> bool:
+        """A tier has answered one of the items; whether that was the last one."""
+        self._come[item] = answer
+        self._left -= 1
+        return not self._left
 
-    def _all(self, answer: TierAnswer) -> None:
-        """Tells all answers; `answer` is that of what was not answered."""
-        if len(self._come) < len(self.items):
-            come = {one.key for one in self._come}
-            left = (item.key for item in self.items if item.key not in come)
-            self._come += [answer._replace(key=key) for key in left]
-        self._told(self._come)
+    def end(self, answer: TierAnswer) -> None:
+        """It is over, and who asked is told; `answer` is that of what was not answered."""
+        self.flying, self.ended = False, True
+        both = zip(self.items, self._come, strict=True)
+        told = [one or answer._replace(key=item.key) for item, one in both]
+        cast(Callable[[list[TierAnswer]], None], self.done)(told)
 
 
 class Schedule:
@@ -404,13 +406,13 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 26
 
 
 class _Job:
-    """Requests that were sent together, one for each item; None once the item is answered."""
+    """What was sent together: of each item its request and its number in it; None once answered."""
 
     __slots__ = ("bytes", "left", "requests", "seconds", "sent_s")
 
     def __init__(self, requests: Sequence[TransferRequest], sent_s: float) -> None:
-        self.requests: list[TransferRequest | None] = [
-            one for one in requests for _ in range(len(one.items))
+        self.requests: list[tuple[TransferRequest, int] | None] = [
+            (one, number) for one in requests for number in range(len(one.items))
         ]
         self.left, self.sent_s = len(self.requests), sent_s
         self.bytes, self.seconds = 0, 0.0
@@ -550,16 +552,17 @@ class Lane:
         answers = self.tier.poll(timeout_s)
         for answer in answers:
             job = self._jobs.get(answer.job)
-            request = job.requests[answer.item] if job else None
-            if job is None or request is None:
+            found = job.requests[answer.item] if job else None
+            if job is None or found is None:
                 continue
+            request, number = found
             job.requests[answer.item] = None
             job.left -= 1
             if request.stores:
                 self._measure(job, answer)
             if not job.left:
                 del self._jobs[answer.job]
-            if request.answers(answer):
+            if request.answers(number, answer):
                 self._answer(request, answer)
         return len(answers)
 
@@ -652,7 +655,7 @@ class Lane:
     def _call_off(self, requests: set[TransferRequest]) -> None:
         """Tells the tier to cancel jobs of which nothing else is wanted any more."""
         for number, job in list(self._jobs.items()):
-            left = {request for request in job.requests if request is not None}
+            left = {found[0] for found in job.requests if found is not None}
             if left <= requests and left:
                 self.tier.cancel(number)
 
@@ -676,7 +679,6 @@ def from_memory(load: Load, store: Store) -> TierAnswer | None:
     return TierAnswer(0, 0, load.key, Outcome.HIT, "", info, n_bytes)
 
 
-Done = Callable[[TierAnswer], None]
 _LONGEST_S = 0.1
 _WAIT_OF_SEVERAL_S = 0.002
 
@@ -908,8 +910,8 @@ class Mover:
 
         Args:
             tier: Number in the stack.
-            items: What to read, and where to; no key twice.
-            done: Called with all answers, in a later `drain`.
+            items: What to read, and where to.
+            done: Called with all answers, in their order, in a later `drain`.
             owner: What `cancel` calls them off by.
 
         Returns:

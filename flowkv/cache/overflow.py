@@ -78,37 +78,37 @@ class Stage:
         """Takes other memory: a tier may still write to what it had."""
         self.view = own_memory(self.n_bytes)
         self.arena = torch.frombuffer(self.view, dtype=torch.uint8)
-        self.name: tuple[object, ...] = ()
         self.reuse()
 
     def reuse(self) -> None:
-        """Other stripes are about to come."""
-        self.sources: dict[bytes, int] = {}  # number of the tier that each was asked of
+        """Other stripes are about to come; what they are is told once all are asked for."""
+        self.name: tuple[object, ...] = ()
+        self.sources: dict[int, int] = {}  # number of the tier that each place was asked of
         self.requests: list[tuple[int, TransferRequest]] = []  # likewise, with what was asked
-        self.answers: dict[bytes, TierAnswer] = {}
+        self.answers: dict[int, TierAnswer] = {}
         self.arrived, self.fidelity = False, 0
 
-    def answered(self, answers: dict[bytes, TierAnswer], found: Items[TierAnswer]) -> None:
+    def answered(
+        self, answers: dict[int, TierAnswer], places: Items[int], found: Items[TierAnswer]
+    ) -> None:
         """A tier has answered; not to what was asked of former memory."""
         if answers is self.answers:
-            answers.update((one.key, one) for one in found)
+            answers.update(zip(places, found, strict=True))
 
-    def has(self, key: bytes) -> bool:
-        """Whether the stripe of a page has come."""
-        answer = self.answers.get(key)
-        return answer is not None and answer.outcome is Outcome.HIT
-
-    @property
-    def whole(self) -> bool:
-        """Whether all that was asked has come."""
-        hit = [one for one in self.answers.values() if one.outcome is Outcome.HIT]
-        return len(hit) == len(self.sources)
+    def missing(self, tile: Tile) -> list[int]:
+        """Places of a tile whose stripes have not come."""
+        answers = self.answers
+        return [
+            place
+            for place in range(len(tile.name))
+            if place not in answers or answers[place].outcome is not Outcome.HIT
+        ]
 
     def read_bytes(self) -> Counter[int]:
         """Bytes that came, by number of the tier."""
         found = Counter[int]()
-        for key, answer in self.answers.items():
-            found[self.sources[key]] += answer.n_bytes
+        for place, answer in self.answers.items():
+            found[self.sources[place]] += answer.n_bytes
         return found
 
     @property
@@ -516,35 +516,43 @@ class Overflow:
         stage = pair[1] if pair[0] is beside else pair[0]
         self._settle(stage)
         stage.reuse()
-        stage.name = name
         with self._guard:
-            self._load(stage, tile.name, place, self._open())
+            self._load(stage, tile, range(len(tile.name)), place, self._open())
+            stage.name = name
             self.store.mover.wait(self._tiers(stage), 0.0)
         return stage
 
     def _load(
-        self, stage: Stage, wanted: Items[tuple[Block, int]], place: int, among: Items[int]
+        self, stage: Stage, tile: Tile, places: Items[int], place: int, among: Items[int]
     ) -> None:
-        """Has pages of one group come to where they belong in a stage, from some of the tiers."""
-        group, forms = wanted[0][0].group, self.store.forms[wanted[0][0].group]
+        """Has stripes come to their places of a stage, from some of the tiers."""
+        group = tile.blocks[0].group
+        forms, loads = self.store.forms[group], dict[int, tuple[list[int], list[Load]]]()
         sizes = {codec: self.stripe_bytes(group, codec) for codec in forms.layouts}
         view, layouts, fidelity = stage.view, forms.fingerprints, self.store.fidelity
-        loads: dict[int, list[Load]] = {}
-        for block, page in wanted:
-            key, codec, first = block.key, page >> CODEC_SHIFT, granule_of(page) * GRANULE_BYTES
-            number = self.source(block, among)
-            if number >= 0 and block.codec_on(number) not in (codec, UNKNOWN):
-                number = self.source(block, [n for n in among if block.codec_on(n) == codec])
-            stage.sources[key] = number
-            if number < 0:
-                stage.answers[key] = TierAnswer(0, 0, key, Outcome.MISS, "absent")
-                continue
-            target = view[first : first + sizes[codec]]
-            load = Load(key, target, layouts[codec], fidelity, place, 1)
-            loads.setdefault(number, []).append(load)
-        for number, items in loads.items():
-            done = partial(stage.answered, stage.answers)
-            stage.requests.append((number, self.store.mover.ask_all(number, items, done, stage)))
+        try:
+            for at in places:
+                block, page = tile.name[at]
+                codec, first = page >> CODEC_SHIFT, granule_of(page) * GRANULE_BYTES
+                number = self.source(block, among)
+                if number >= 0 and block.codec_on(number) not in (codec, UNKNOWN):
+                    number = self.source(block, [n for n in among if block.codec_on(n) == codec])
+                stage.sources[at] = number
+                if number < 0:
+                    stage.answers[at] = TierAnswer(0, 0, block.key, Outcome.MISS, "absent")
+                    continue
+                target = view[first : first + sizes[codec]]
+                load = Load(block.key, target, layouts[codec], fidelity, place, 1)
+                numbers, items = loads.setdefault(number, ([], []))
+                numbers.append(at)
+                items.append(load)
+            for number, (numbers, items) in loads.items():
+                done = partial(stage.answered, stage.answers, numbers)
+                request = self.store.mover.ask_all(number, items, done, stage)
+                stage.requests.append((number, request))
+        except BaseException:  # nobody knows what was asked: that comes to what it has no more
+            stage.renew()
+            raise
 
     @staticmethod
     def _tiers(stage: Stage) -> list[int]:
@@ -572,13 +580,15 @@ class Overflow:
         late = [(number, one) for number, one in stage.requests if not one.ended]
         for number, request in late:
             lent |= mover.give_up(number, request)
+        owed = {number for number, _ in late}
         sources, answers = stage.sources, dict(stage.answers)
         if lent:  # what had come is there, not in the memory that is used from now on
-            answers = {k: one for k, one in answers.items() if one.outcome is not Outcome.HIT}
+            answers = {at: one for at, one in answers.items() if one.outcome is not Outcome.HIT}
             stage.renew()
             self.retired += 1
-        for item in (item for _, request in late for item in request.items):
-            answers[item.key] = TierAnswer(0, 0, item.key, Outcome.FAILED, "deadline passed")
+        for at, number in sources.items():
+            if number in owed and at not in answers:
+                answers[at] = TierAnswer(0, 0, b"", Outcome.FAILED, "deadline passed")
         stage.sources, stage.answers, stage.requests = sources, answers, []
 
     def ready(self, group: int, tile: Tile, place: int) -> Stage:
@@ -590,42 +600,43 @@ class Overflow:
         stage = self.ask(group, tile, place)
         if stage.arrived:
             return stage
+        name = stage.name
         self._settle(stage)
         with self._guard:
-            tried: dict[Block, set[int]] = {}
-            while not stage.whole:
-                missing = [one for one in tile.name if not stage.has(one[0].key)]
-                self._again(stage, missing, place, tried)
+            tried: dict[int, set[int]] = {}
+            while missing := stage.missing(tile):
+                stage.name = ()
+                self._again(stage, tile, missing, place, tried)
             for number, n_bytes in stage.read_bytes().items():
                 self.store.count_loaded(number, n_bytes)
                 self.read_bytes += n_bytes
             fidelities = (one.info.fidelity for one in stage.answers.values() if one.info)
             stage.fidelity = max(fidelities, default=0)
-        stage.arrived = True
+        stage.arrived, stage.name = True, name
         return stage
 
     def _again(
         self,
         stage: Stage,
-        missing: Items[tuple[Block, int]],
+        tile: Tile,
+        missing: Items[int],
         place: int,
-        tried: dict[Block, set[int]],
+        tried: dict[int, set[int]],
     ) -> None:
-        """Pages did not come: they are asked for elsewhere, or nobody can have them."""
-        for block, page in missing:
-            answer, number = stage.answers.pop(block.key, None), stage.sources[block.key]
+        """Stripes did not come: they are asked for elsewhere, or nobody can have them."""
+        for at in missing:
+            answer, number, block = stage.answers.pop(at, None), stage.sources[at], tile.blocks[at]
             gone = number < 0
             if answer is not None and not gone:
                 self.store.not_served(block, number, answer)
-                tried.setdefault(block, set()).add(number)
+                tried.setdefault(at, set()).add(number)
             if not gone:
-                among = [n for n in self._open() if n not in tried.get(block, ())]
-                self._load(stage, [(block, page)], place, among)
-                gone = stage.sources[block.key] < 0
+                among = [n for n in self._open() if n not in tried.get(at, ())]
+                self._load(stage, tile, [at], place, among)
+                gone = stage.sources[at] < 0
             if not gone:
                 continue
             self._settle(stage)
-            stage.name = ()
             reason = answer.reason if answer is not None else ""
             raise StoreError(
                 "a page of a sequence that is longer than its device cannot be read any more "

@@ -61,6 +61,11 @@ class Noise:
         twin.kept = {layer: list(parts) for layer, parts in self.kept.items()}
         return twin
 
+    def cut(self, length: int) -> Noise:
+        """The same row, with no more than so many tokens."""
+        self.kept = {layer: [torch.cat(parts)[:length]] for layer, parts in self.kept.items()}
+        return self
+
     def make(self, layer: int, first: int, count: int) -> tuple[torch.Tensor, ...]:
         """K, V and queries of new tokens, which are remembered."""
         group = self.shape.groups[self.shape.locate(layer)[0]]
@@ -406,6 +411,67 @@ class TestWhatDoesNotCome:
             tier.scribble()
             tier.speak()
             assert run(kv, [seq], [[1]], [model])[1] < TOLERANCE
+
+    @pytest.mark.parametrize("order", ["lost first", "found first"])
+    def test_is_no_page_of_the_same_name_that_another_row_has(
+        self, order: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A page that was lost, and its successor of another row, in one tile."""
+        for name in ("LEAST_BYTES", "MOST_BYTES"):
+            monkeypatch.setattr(overflow, name, 1 << 20)
+        shape, prompt = geometry(), tokens(320)
+        with make(shape, 16, overflow=True) as kv, opened(kv, 2) as (a, c):
+            first, third = Noise(shape), Noise(shape, 9)
+            for start in range(0, 320, 32):
+                run(kv, [a], [prompt[start : start + 32]], [first])
+            (host,) = kv.planner.store.tiers
+            lost = int((kv.planner.tables.pages[0][a.row, :20] < 0).nonzero()[0][0])
+            host._frames[a.key(0, lost)].body[100] ^= 1
+            with pytest.raises(StoreError):
+                for _ in range(2):
+                    run(kv, [a], [[1]], [first])
+            first = first.cut(a.length)
+            with kv.open(prompt) as b:
+                second = first.copy().cut(b.length)
+                while b.length < 320:
+                    run(kv, [b], [prompt[b.length : b.length + 32]], [second])
+                while b.blocks[0][lost].page >= 0:
+                    run(kv, [c], [tokens(16, c.length)], [third])
+                rows = [(a, first), (b, second)][:: 1 if order == "lost first" else -1]
+                seqs, models = zip(*rows, strict=True)
+                with pytest.raises(StoreError, match="cannot be read any more"):
+                    run(kv, list(seqs), [[1], [1]], list(models))
+
+    @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+    @pytest.mark.parametrize("moment", ["before", "amid", "after"])
+    def test_leaves_no_trace_of_a_request_that_was_broken_off(
+        self, error: type[BaseException], moment: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shape = geometry()
+        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
+            model, calls, number = Noise(shape), [0], 0
+            grow(kv, [seq], [model], 200)
+            over = type(kv.planner.overflow)
+            name = "source" if moment == "amid" else "_load"
+            real = getattr(over, name)
+
+            def broken(*given: Any) -> Any:
+                calls[0] += 1
+                if calls[0] != number:
+                    return real(*given)
+                if moment == "after":
+                    real(*given)
+                raise error
+
+            for number in range(1, 16):  # noqa: B007 (it is what `broken` compares with)
+                calls[0] = 0
+                with monkeypatch.context() as patch:
+                    patch.setattr(over, name, broken)
+                    with pytest.raises(error):
+                        for _ in range(3):
+                            run(kv, [seq], [[2]], [model])
+                model = model.cut(seq.length)
+                assert run(kv, [seq], [[2]], [model])[1] < TOLERANCE
 
 
 class TestWhatIsNotServed:

@@ -215,6 +215,44 @@ def test_what_is_answered_before_it_came_is_left_alone(tmp_path: Path, how: str)
     assert tier._staging.arena.retired_bytes == 0
 
 
+def test_what_goes_wrong_with_some_stripes_costs_nobody_else_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Held(Counted):
+        hold = False
+
+        def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Any:
+            if self.hold:
+                return np.empty((0, 2), np.int64)
+            return super().wait(timeout_s, least=least)
+
+    engine = Held()
+    tier = filled(tmp_path, "abcd", engine=engine, threads=0)
+    read(tier, "ab", 0)
+    engine.hold = True
+    (items, targets), (others, theirs) = loads_of("ab", 3), loads_of("cd", 3)
+    body = memoryview(body_of("e", SIZE))
+    store = Store(key_of("e"), info_of(SIZE, stripe_bytes=STEP), body)
+    jobs = [tier.submit_load(items)]
+    tier._conductor.step(0.0)
+    jobs += [tier.submit_load(others), tier.submit_store([store])]
+    tier._conductor.step(0.0)
+
+    def broken(*given: Any) -> Any:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(transfer, "_opened", broken)
+    engine.hold = False
+    found = [answer for _ in range(20) for answer in tier.poll(0.05)]
+    assert sorted(one.job for one in found) == sorted([jobs[0]] * 2 + [jobs[1]] * 2 + [jobs[2]])
+    assert {one.outcome for one in found} == {Outcome.HIT, Outcome.STORED}
+    for name, target in zip("abcd", targets + theirs, strict=True):
+        assert target == body_of(name, SIZE)[3 * STEP : 4 * STEP]
+    assert not tier._store._slabs.pinned and set(tier._conductor._used_bytes.values()) == {0}
+    tier.close()
+
+
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiskTier]:
     tier = filled(tmp_path_factory.mktemp("disk"), range(8))

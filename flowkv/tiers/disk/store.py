@@ -851,6 +851,9 @@ class DiskStore:
                     found.append(self.pin(wish.key, wish.layout, wish.fidelity))
                 except BadFrame:
                     found.append(None)
+                except BaseException:
+                    self.unpin(held.slot for held in found if held is not None)
+                    raise
         return found
 
     def unpin(self, slots: Iterable[Slot]) -> None:

@@ -553,8 +553,8 @@ class DiskScheduler:
         loads: list[Operations] = []
         tried = 0
         if self._hungry < _PATIENT_STEPS:
-            tried = self._take_known(loads)
-            tried += self._take(_LOADS, loads)
+            tried, room = self._take_known(loads)
+            tried += self._take(_LOADS, loads) if room else 0
         stores: list[Flight] = []
         tried += self._take(_STORES, stores, alone=not loads)
         if stores:
@@ -599,8 +599,8 @@ class DiskScheduler:
                 self._answer([ItemAnswer(item, Outcome.STORED if stores else Outcome.MISS)])
         return most
 
-    def _take_known(self, begun: list[Operations]) -> int:
-        """Begins the first loads whose headers need not be read; how many."""
+    def _take_known(self, begun: list[Operations]) -> tuple[int, bool]:
+        """Begins the first loads whose headers need not be read; how many, and if there is room."""
         tried = 0
         while items := self._queue.begin_loads(self.known, TOGETHER_BYTES):
             alone = not self._flights and not begun
@@ -608,13 +608,13 @@ class DiskScheduler:
                 stripes = self._begin_known(items, alone=alone)
             except NoRoom:
                 self._put_back(items)
-                break
+                return tried, False
             except Exception:  # of one of them, which will be told
                 self._put_back(items, forget=True)
                 continue
             tried += len(stripes.parts)
             begun += [stripes] if stripes.parts else []
-        return tried
+        return tried, True
 
     def _put_back(self, items: Sequence[Item], *, forget: bool = False) -> None:
         """Has loads wait again, in their order; to begin each by itself if they are to `forget`."""
@@ -632,6 +632,8 @@ class DiskScheduler:
         """
         pinned = self._store.pin_all([item.wish for item in items if isinstance(item.wish, Load)])
         parts, others, n_bytes = list[StripeRead](), list[Item](), 0
+        memory: ArenaSlot | None = None
+        slots = [held.slot for held in pinned if held is not None]
         try:
             for item, held in zip(items, pinned, strict=True):
                 part = self._part(item, held, n_bytes)
@@ -640,21 +642,22 @@ class DiskScheduler:
                     continue
                 parts.append(part)
                 n_bytes += aligned(part.stripes * part.held.info.stripe_bytes)
-            files = [self._store.fd(part.held.slot) for part in parts]
             memory = self._memory(max(n_bytes, ALIGNMENT), _LOADS, alone=alone)
+            stripes = Stripes(parts, memory)
+            for part in parts:
+                held, step = part.held, part.held.info.stripe_bytes
+                offset = held.slot.offset + held.header_bytes + part.first * step
+                where = self._store.fd(held.slot), offset, memory.address + part.at
+                stripes.operations.append((READ, *where, aligned(part.stripes * step)))
         except BaseException:
-            self._store.unpin([held.slot for held in pinned if held is not None])
+            self._store.unpin(slots)
+            if memory is not None:
+                self._free(memory, _LOADS)
             raise
-        stripes = Stripes(parts, memory)
-        for part, fd in zip(parts, files, strict=True):
-            held, step = part.held, part.held.info.stripe_bytes
-            offset = held.slot.offset + held.header_bytes + part.first * step
-            length = aligned(part.stripes * step)
-            stripes.operations.append((READ, fd, offset, memory.address + part.at, length))
         if others:
-            mine = {id(part.item) for part in parts}
-            rest = zip(items, pinned, strict=True)
-            self._store.unpin([h.slot for i, h in rest if h is not None and id(i) not in mine])
+            for part in parts:
+                slots.remove(part.held.slot)
+            self._store.unpin(slots)
             self._put_back(others, forget=True)
         if not parts:
             self._free(memory, _LOADS)
@@ -915,17 +918,17 @@ class DiskScheduler:
         try:
             if not stripes.error and not stripes.short:
                 good = _opened(stripes, targets)
-            for part, fine in zip(parts, good, strict=True):
-                info = part.held.info
-                if fine:
-                    n_bytes = part.stripes * info.stripe_bytes
-                    answers.append(ItemAnswer(part.item, Outcome.HIT, "", info, n_bytes))
-            self._queue.answer_all(answers)
-        finally:
-            left = [part.item for part in parts if part.item.done is None]
-            self._put_back(left, forget=True)
-            self._free(memory, _LOADS)
-            self._store.unpin([part.held.slot for part in parts])
+        except Exception:  # whatever it is, each will tell by itself
+            good = [False] * len(parts)
+        for part, fine in zip(parts, good, strict=True):
+            info = part.held.info
+            if fine:
+                n_bytes = part.stripes * info.stripe_bytes
+                answers.append(ItemAnswer(part.item, Outcome.HIT, "", info, n_bytes))
+        self._queue.answer_all(answers)
+        self._put_back([item for item in stripes.items if item.done is None], forget=True)
+        self._free(memory, _LOADS)
+        self._store.unpin([part.held.slot for part in parts])
 
     def _drop_loads(self, flights: Iterable[Flight]) -> None:
         """Lets go of the memory and the slots of loads; again does nothing."""
