@@ -8,6 +8,7 @@ before pages become known, by comparing what was met with what is there.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
 import sys
@@ -666,6 +667,7 @@ class Places:
 _IDLE_S = 0.05
 """So long nothing has run when a model counts as idle."""
 _PART_S = 0.002
+_END_S = 5.0
 
 
 class Proof:
@@ -756,6 +758,7 @@ class Proof:
             self._thread = threading.Thread(
                 target=_read_on, args=(weakref.ref(self),), name="flowkv-weights", daemon=True
             )
+            _READERS.add(self._thread)
             self._thread.start()
 
     def step(self) -> bool:
@@ -777,7 +780,19 @@ class Proof:
         return True
 
 
+_ENDING = threading.Event()
+_READERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """A thread within torch must not see the interpreter go: that aborts the process."""
+    _ENDING.set()
+    for thread in [*_READERS]:
+        thread.join(_END_S)
+
+
 def _read_on(held: weakref.ref[Proof]) -> None:
-    while (proof := held()) is not None and proof.step():
+    while not _ENDING.is_set() and (proof := held()) is not None and proof.step():
         del proof  # nobody is kept alive by being watched
         time.sleep(_PART_S)

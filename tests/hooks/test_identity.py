@@ -826,3 +826,33 @@ def test_idle_time_proves_pages(tmp_path) -> None:
         assert not kv.planner.store.provisional
         kv.planner.store.flush(30.0)
         assert on_disk(kv) > 0
+
+
+def test_no_thread_reads_weights_while_the_interpreter_ends() -> None:
+    """It is within torch most of the time, and would be ended there: that aborts a process."""
+    program = """
+import atexit, threading, time
+
+@atexit.register  # the first to be registered is the last to be called
+def told():
+    print(sorted(thread.name for thread in threading.enumerate()))
+
+import torch, flowkv
+from flowkv.data import tiny_path
+from flowkv.hooks import identity
+from transformers import AutoModelForCausalLM
+
+identity.SMALL_BYTES = 0
+real = identity.Proof.step
+identity.Proof.step = lambda self: bool(time.sleep(0.3)) or real(self) or True
+model = AutoModelForCausalLM.from_pretrained(tiny_path(), dtype=torch.float32)
+import tempfile
+kv = flowkv.attach(model, gpu="8MiB", disk=tempfile.mkdtemp())
+model.generate((torch.arange(300)[None] % 90 + 32), max_new_tokens=4, do_sample=False)
+assert any(thread.name == "flowkv-weights" for thread in threading.enumerate())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "flowkv-weights" not in done.stdout and "MainThread" in done.stdout
