@@ -313,7 +313,7 @@ class HostTier(Immediate):
 
     def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
         """The same of many, in one compiled call that needs no interpreter."""
-        from flowkv.tiers.digest import REASONS, check_frames, checks_of
+        from flowkv.tiers.digest import REASONS, check_known
 
         replies, found, rows = list[TierAnswer](), list[tuple[int, KeptFrame]](), []
         for number, item in enumerate(items):
@@ -336,10 +336,9 @@ class HostTier(Immediate):
             found.append((number, frame))
             answer = TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, count * step)
             replies.append(answer)
-        reasons = check_frames(checks_of(rows), np.zeros((len(rows), 256), np.uint8))
-        for at in np.flatnonzero(reasons).tolist():
-            number, frame = found[at]
-            replies[number] = self._bad(frame, REASONS[reasons[at]])
+        for (number, frame), reason in zip(found, check_known(rows), strict=True):
+            if reason:
+                replies[number] = self._bad(frame, REASONS[reason])
         return replies
 
     def _bad(self, frame: KeptFrame, reason: str) -> TierAnswer:

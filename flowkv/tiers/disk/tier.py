@@ -362,13 +362,12 @@ def _opened(stripes: Stripes, targets: Sequence[memoryview | None]) -> list[bool
             target is not None and part.opened(memory, target)
             for part, target in zip(parts, targets, strict=True)
         ]
-    from flowkv.tiers.digest import check_frames, checks_of
+    from flowkv.tiers.digest import check_known
 
     there = [(n, target) for n, target in enumerate(targets) if target is not None]
-    rows = [parts[n].check(memory, target) for n, target in there]
-    reasons = check_frames(checks_of(rows), np.zeros((len(rows), FIXED_BYTES), np.uint8))
+    reasons = check_known([parts[n].check(memory, target) for n, target in there])
     found = [False] * len(parts)
-    for (n, _), reason in zip(there, reasons.tolist(), strict=True):
+    for (n, _), reason in zip(there, reasons, strict=True):
         found[n] = not reason
     return found
 
