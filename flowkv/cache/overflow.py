@@ -442,11 +442,14 @@ class Overflow:
     def _pair(self, group: int) -> tuple[Stage, Stage]:
         store, device = self.store, self.store.device(group)
         if device not in self._stages:
+            from flowkv.tiers.digest import check_known
+
             here = [g for g in range(len(store.forms)) if store.device(g) == device]
             least = max(LEAST_BYTES, *(store.forms[g].raw.stripe_stride_bytes for g in here))
             share = store.pools[device].capacity_bytes() // _SHARE
             most = max(least, min(MOST_BYTES, share) // GRANULE_BYTES * GRANULE_BYTES)
             self._stages[device] = Stage(most), Stage(most)
+            check_known([])  # compiled now, it serves every step to come
         return self._stages[device]
 
     def staging_bytes(self) -> int:

@@ -492,6 +492,11 @@ def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArr
     return reasons
 
 
+def is_compiled() -> bool:
+    """Whether `check_frames` can be called in this process without compiling or loading it."""
+    return bool(getattr(_check_all, "signatures", ()))
+
+
 def check_known(rows: Sequence[tuple[int, ...]]) -> list[int]:
     """`check_frames` of rows whose headers were checked before."""
     return check_frames(checks_of(rows), np.zeros((len(rows), FIXED_BYTES), np.uint8)).tolist()

@@ -170,6 +170,7 @@ def load_all(tier: HostTier, names: list[str], size: int, damaged: str = "") -> 
 
 def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "APART_BYTES", 1 << 14)
+    monkeypatch.setattr(host, "_compiled", lambda: True)
     tier, names = HostTier(1 << 20), ["a", "b", "c"]
     loads = load_all(tier, names, 8192, damaged="b")
     threads, begin, inner = set[str](), threading.Event(), tier._load_all
@@ -198,6 +199,7 @@ def test_what_a_thread_does_not_carry_out_is_answered(
 ) -> None:
     monkeypatch.setattr(host, "APART_BYTES", 1)
     monkeypatch.setattr(host, "TOGETHER_BYTES", 1)
+    monkeypatch.setattr(host, "_compiled", lambda: True)
     clock = ManualClock()
     tier = HostTier(1 << 20, clock=clock)
     loads, inner = load_all(tier, ["a", "b"], 8192), tier._load_all
@@ -229,6 +231,17 @@ def test_what_a_thread_does_not_carry_out_is_answered(
     assert outcomes(answers(tier, job, 2)) == [first, second]
     if how == "close":
         closing.join()
+    tier.close()
+
+
+def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "APART_BYTES", 1)
+    monkeypatch.setattr(host, "_compiled", lambda: False)
+    tier = HostTier(1 << 20)
+    monkeypatch.setattr(tier, "_load_all", None)
+    loads = load_all(tier, ["a", "b", "c"], 8192, damaged="b")
+    found = outcomes(answers(tier, tier.submit_load(loads), 3))
+    assert found == [("hit", ""), ("miss", "digest"), ("hit", "")]
     tier.close()
 
 
