@@ -991,7 +991,7 @@ class RemoteTier:
         was, part = known.get(key), bool(wish.first or wish.stripes)
         for remembered in (part and known.head(key) is not None, False):
             try:
-                self._guarded(item, lambda: self._read(item, wish, was))
+                failed = self._guarded(item, lambda: self._read(item, wish, was))
             except BadFrame as error:
                 known.forget_head(key)
                 if remembered and error.reason in DAMAGED:
@@ -1001,6 +1001,9 @@ class RemoteTier:
                     self.corrupt += 1
                     known.drop(key, was, shun=True)
                 self._workers.answer(item, Outcome.MISS, error.reason)
+                return
+            if failed is not None:
+                self._workers.answer(item, Outcome.FAILED, failed)
             return
 
     def _read(self, item: Item, wish: Load, was: Fact | None) -> None:
@@ -1074,22 +1077,27 @@ class RemoteTier:
         if not self.known.reserve(len(data), self.capacity_bytes):
             self._workers.answer(item, Outcome.FAILED, "full")
             return
-        fact = None
+        fact, failed, in_time = None, None, False
         try:
             if not self.known.begin(item.key, self._left_s(item.deadline_ns)):
                 raise BadFrame("deadline", "an earlier frame of that key is still being deleted")
             try:
                 # given up from here on, it is forsaken as well: what failed must not be found
-                if item.done is None and self._guarded(item, lambda: self._put(item, data)):
-                    fact = Fact(len(data), header.info, time.time_ns())
-                in_time = self._workers.claim(item) is not None
+                if item.done is None:
+                    failed = self._guarded(item, lambda: self._put(item, data))
+                    if failed is None:
+                        fact = Fact(len(data), header.info, time.time_ns())
+                        in_time = self._workers.claim(item) is not None
             finally:
                 self.known.land(item.key, fact, header)
         finally:
             self.known.release(len(data))
         if not in_time:
             self._wake.set()
-        elif fact is not None:
+        # last: whoever has the answer finds the frame there, or its room free again
+        if failed is not None:
+            self._workers.answer(item, Outcome.FAILED, failed)
+        elif in_time:
             self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
 
     def _seal(self, item: Item, info: FrameInfo) -> tuple[memoryview, Header] | None:
@@ -1154,12 +1162,11 @@ class RemoteTier:
     def _left_s(self, end_ns: int) -> float:
         return (end_ns - self._clock.now_ns()) / 1e9
 
-    def _guarded(self, item: Item, work: Callable[[], None]) -> bool:
-        """Whether the engine did what it was asked; if not, the item is answered."""
+    def _guarded(self, item: Item, work: Callable[[], None]) -> str | None:
+        """None if the engine did what it was asked; otherwise why not, for the item's answer."""
         leave = self._breaker.enter() if self._ready() else None
         if leave is None:
-            self._workers.answer(item, Outcome.FAILED, "breaker")
-            return False
+            return "breaker"
         self._begun[item] = leave, self._clock.now_ns()
         well: bool | None = True
         try:
@@ -1171,8 +1178,7 @@ class RemoteTier:
             self._report(leave, well)  # first: who has the answer finds the breaker as it is now
             if item.stores and isinstance(error, TimeoutError):  # it may be there all the same
                 self.known.forsake(item.key)
-            self._workers.answer(item, Outcome.FAILED, reason_of(error))
-            return False
+            return reason_of(error)
         except BadFrame:
             raise  # not the engine's fault
         except BaseException:
@@ -1181,7 +1187,7 @@ class RemoteTier:
         finally:
             self._report(leave, well)
             self._begun.pop(item, None)  # then: until it is reported, `_late` may report it
-        return True
+        return None
 
     def _late(self, item: Item) -> None:
         """Blames the engine for an item that it has not finished in time, if it had the time."""
