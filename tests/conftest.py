@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -100,9 +101,30 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--part 2/3`: one of three parts that together are all tests."""
+    parser.addoption("--part", default="1/1", help="only this part of the tests, such as 2/3")
+
+
+def part_of(item: pytest.Item, parts: int) -> int:
+    """Which part a test is in, from 1 on: always the same one.
+
+    Tests that share what is made once for their module are in one, so that it is made once.
+    """
+    path = item.nodeid.partition("::")[0]
+    made = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+    shared = any(one[-1].scope == "module" and one[-1].baseid == path for one in made)
+    return 1 + zlib.crc32((path if shared else item.nodeid).encode()) % parts
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the thorough tests; skip what needs a GPU on a machine that has none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep our part, mark the thorough tests; skip what needs a GPU where there is none."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    if parts > 1:
+        others = [item for item in items if part_of(item, parts) != part]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if part_of(item, parts) == part]
     thorough = {TESTS / name for name in THOROUGH}
     for item in items:
         if item.path in thorough:

@@ -146,7 +146,7 @@ def test_the_workflow_runs_what_is_told_here() -> None:
     (installs,) = re.findall(r"pip install (.*mkdocs.*)", flow)
     assert shlex.split(installs) == needs
     told = re.findall(r"- run: (\S.*)", flow)
-    assert {".ci/run", "mkdocs build --strict"} <= set(told)
+    assert {".ci/run --whole", "mkdocs build --strict"} <= set(told)
     assert "bandit -q -c pyproject.toml -r flowkv" in told
 
 

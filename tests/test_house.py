@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -241,6 +243,22 @@ def test_the_test_command_runs_what_it_is_asked_for(
     command.main(words)
     assert len(ran) == stages
     assert ran[-1] == [*command.PYTEST, "-m", command.SETS[chosen], *rest]
+
+
+def test_parts_are_all_tests_and_share_what_is_made_once() -> None:
+    seeds = SimpleNamespace(scope="function", baseid="tests")
+
+    def item(name: str, scope: str) -> Any:
+        path = name.split("::", maxsplit=1)[0]
+        fixtures = {"made": [SimpleNamespace(scope=scope, baseid=path)], "seeds": [seeds]}
+        return SimpleNamespace(nodeid=name, _fixtureinfo=SimpleNamespace(name2fixturedefs=fixtures))
+
+    names = [f"tests/{file}.py::test[{n}]" for file in "ab" for n in range(100)]
+    for parts in (1, 2, 3, 7):
+        alone = [conftest.part_of(item(name, "function"), parts) for name in names]
+        assert set(alone) == set(range(1, parts + 1))
+        together = [conftest.part_of(item(name, "module"), parts) for name in names]
+        assert len(set(together[:100])) == len(set(together[100:])) == 1
 
 
 def test_readme_commands_are_single_lines() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from difflib import unified_diff
@@ -13,9 +14,13 @@ import pytest
 from tests import surface
 from tests.test_docs import DOCS, PAGES, blocks
 
-PACKAGE = surface.load()
 FOR_USERS = [page for page in PAGES if page.parent.name != "explain"]
 """Chapters that explain look inside."""
+
+
+@functools.cache
+def public_paths() -> set[str]:
+    return surface.public_paths(surface.load())
 
 
 def test_a_change_of_it_is_seen() -> None:
@@ -29,7 +34,7 @@ def test_a_change_of_it_is_seen() -> None:
 
 @pytest.mark.parametrize("page", FOR_USERS, ids=lambda page: page.name)
 def test_guides_use_what_is_public(page: Path) -> None:
-    public = {*surface.public_paths(PACKAGE), *surface.MODULES}
+    public = {*public_paths(), *surface.MODULES}
     for block in blocks(page, page.read_text()):
         for node in ast.walk(ast.parse(block.code)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("flowkv"):

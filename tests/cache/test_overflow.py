@@ -201,7 +201,7 @@ class TestAttention:
         for pages in (4, 64):
             with make(shape, pages, **options) as kv, opened(kv) as (seq,):
                 model = Noise(shape)
-                made = [run(kv, [seq], [tokens(64, turn)], [model]) for turn in range(30)]
+                made = [run(kv, [seq], [tokens(64, turn)], [model]) for turn in range(14)]
                 made += [run(kv, [seq], [tokens(1, turn)], [model]) for turn in range(5)]
                 assert (seq.away > 0) == (pages == 4)
                 found.append([layer for outputs, _ in made for layer in outputs])

@@ -15,6 +15,8 @@ from tests.hooks import elsewhere
 from tests.inside import GeometryError, address
 
 THOROUGH = [
+    ("forwards", "context", "llama/kv8"),
+    ("forwards", "patched", "llama"),
     ("attach", "context", "llama/kv8"),
     ("attach", "patched", "llama"),
     ("forwards", "default", "llama"),
@@ -28,8 +30,6 @@ THOROUGH = [
     [
         ("attach", "default", "llama"),
         ("forwards", "context", "llama"),
-        ("forwards", "context", "llama/kv8"),
-        ("forwards", "patched", "llama"),
         *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH),
     ],
 )

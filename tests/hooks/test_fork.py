@@ -12,7 +12,14 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-@pytest.mark.parametrize("case", ["plain", "hybrid", "locked", "attaches"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain",
+        "attaches",
+        *(pytest.param(c, marks=pytest.mark.thorough) for c in ("hybrid", "locked")),
+    ],
+)
 def test_a_child_generates(case: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hooks.forked", case, str(tmp_path)]
     root = Path(__file__).parents[2]

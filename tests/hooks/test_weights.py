@@ -652,7 +652,7 @@ class Link:
 
 
 @pytest.mark.parametrize("budget", [25, 50, 75])
-@pytest.mark.parametrize("layers", [96, 160])
+@pytest.mark.parametrize("layers", [96, pytest.param(160, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("busy", [0.5, 0.8, 0.9, 2.0])
 def test_nobody_waits_where_the_link_keeps_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, layers: int, busy: float

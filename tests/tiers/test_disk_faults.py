@@ -59,7 +59,7 @@ def operations(durability: str) -> list[str]:
         return files.done
 
 
-@pytest.mark.parametrize("durability", ["none", "sync"])
+@pytest.mark.parametrize("durability", [pytest.param("none", marks=pytest.mark.thorough), "sync"])
 @pytest.mark.parametrize("mode", ["ENOSPC", "EIO", "torn", "short", "stuck"])
 def test_F5_any_operation_may_fail(tmp_path: Path, mode: str, durability: str) -> None:
     done = operations(durability)
