@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -183,18 +184,22 @@ def paces(blender: Blender, case: Case) -> Iterator[tuple[str, float]]:
 def rows(
     read: Sequence[dict[tuple[str, str], Score]], speed: Sequence[dict[str, float]]
 ) -> Iterator[dict[str, str]]:
-    """The table: means over prompts, and 95 % intervals of the differences to the whole prompt."""
+    """The table: means over prompts, and 95 % intervals over prompts like them."""
 
-    def kl(one: dict[tuple[str, str], Score], rule: str) -> float:
-        return mean(one[rule, question].kl for question in QUESTIONS)
+    def kl(rule: str) -> NDArray[np.float64]:
+        return np.array([mean(one[rule, question].kl for question in QUESTIONS) for one in read])
 
+    drawn = np.random.default_rng(0).integers(len(read), size=(10_000, len(read)))  # bootstrap
+    nothing = kl("nothing")
     for rule in ("whole", *RULES):
         row = {"rule": rule}
         agreed = mean(one[rule, q].agreement for one in read for q in QUESTIONS)
         row["same token"] = f"{agreed:.3f}"
-        row["KL"] = f"{mean(kl(one, rule) for one in read):.3f}"
-        closed = [1 - mean(kl(o, rule) for o in read) / mean(kl(o, "nothing") for o in read)]
-        row["KL closed"] = f"{100 * closed[0]:.0f} %"
+        own = kl(rule)
+        row["KL"] = f"{own.mean():.3f}"
+        closed = 100 * (1 - own[drawn].sum(1) / nothing[drawn].sum(1))
+        low, high = np.percentile(closed, (2.5, 97.5))
+        row["KL closed"] = f"{100 * (1 - own.sum() / nothing.sum()):.0f} % [{low:.0f}, {high:.0f}]"
         for question in QUESTIONS:
             more = [one[rule, question].nats - one["whole", question].nats for one in read]
             error = 1.96 * stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0
@@ -251,6 +256,7 @@ def add_verbs(verb: AddVerb) -> None:
     added = verb("blend", _blend, "documents known behind another beginning, against computing all")
     added.option("--model", "MODEL", "folder or Hugging Face id", default="smollm2")
     added.option("--prompts", "N", "default %(default)s", type=int, default=48)
+    added.option("--seed", "N", "of where texts are cut; default %(default)s", type=int, default=7)
     added.option("--timed", "N", "prompts that are timed; default %(default)s", type=int, default=5)
     added.option("--requests", "N", "also serves so many over the fixture", type=int, default=0)
     added.option("--documents", "N", "of each; default %(default)s", type=int, default=20)
@@ -282,7 +288,7 @@ def _blend(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     door = door_of(loaded.model)
     assert door is not None
     blender, read, speed = door.blending.now(), list[Any](), list[dict[str, float]]()
-    for number, case in enumerate(cases(loaded, given.prompts)):
+    for number, case in enumerate(cases(loaded, given.prompts, given.seed)):
         kv.learn(case.documents)
         if number < given.timed:
             speed.append(dict(paces(blender, case)))

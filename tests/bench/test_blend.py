@@ -40,7 +40,7 @@ def test_a_prompt_is_scored_by_every_rule(monkeypatch: pytest.MonkeyPatch) -> No
     table = {row["rule"]: row for row in blend.rows(read, speed)}
     assert list(table) == ["whole", *blend.RULES]
     assert table["whole"]["same token"] == "1.000"
-    assert table["nothing"]["KL closed"] == "0 %"
+    assert table["nothing"]["KL closed"] == "0 % [0, 0]"
     for question in blend.QUESTIONS:
         assert read[0]["whole", question].kl == pytest.approx(0, abs=1e-6)
         assert read[0]["nothing", question].kl > 1e-6
