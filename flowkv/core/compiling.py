@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 MOST_S = 600.0
@@ -152,10 +152,16 @@ _WATCHING: list[Any] = []
 
 
 def watch() -> None:
-    """Hears of all that numba compiles from now on. Imports numba; safe to call again."""
+    """Hears of all that numba compiles from now on. Imports numba; safe to call again.
+
+    What other threads than the main one compile leaves filters of warnings alone from then on: all
+    threads share them, so numba's would hide what others say meanwhile, and could stay for good.
+    """
     if _WATCHING:
         return
-    from numba.core import event
+    from numba.core import errors, event
+
+    fixer: Any = errors.WarningsFixer  # type: ignore[attr-defined]
 
     class Listener(event.Listener):
         def on_start(self, event: object) -> None:
@@ -175,6 +181,13 @@ def watch() -> None:
     _WATCHING.append(Listener())
     event.register("numba:compiler_lock", _WATCHING[0])
     event.register("numba:compile", Teller())  # not for what only comes out of the cache
+    caught = fixer.catch_warnings
+
+    def catch_warnings(*given: Any, **named: Any) -> Any:
+        main = threading.current_thread() is threading.main_thread()
+        return caught(*given, **named) if main else nullcontext()
+
+    fixer.catch_warnings = catch_warnings
 
 
 def begin() -> None:

@@ -6,12 +6,15 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis.strategies as st
 import numba
 import pytest
 from hypothesis import given
+from numba.extending import overload
 
 from tests.inside import Intervals, SystemClock, compiling
 
@@ -107,6 +110,34 @@ def test_numba_is_heard_of_whoever_compiles() -> None:
     thread.join()
     assert compiling.spent_ns() > before + spent_ns
     assert not compiling._INTERVALS._depths
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_a_thread_that_compiles_leaves_warnings_of_others_alone(main: bool) -> None:
+    compiling.watch()
+    before, seen = (warnings.filters, warnings.showwarning), list[Any]()
+
+    def typed() -> int:
+        return 3
+
+    @overload(typed)
+    def inferred() -> Any:  # called while numba infers types
+        seen.append((warnings.filters, warnings.showwarning))
+        return lambda: 3
+
+    @numba.njit
+    def function() -> int:
+        return typed()
+
+    if main:
+        function()
+    else:
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    assert seen
+    assert main or all(found[0] is before[0] and found[1] is before[1] for found in seen)
+    assert (warnings.filters, warnings.showwarning) == before and function() == 3
 
 
 def test_what_cannot_be_compiled_ends_too() -> None:
