@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -407,13 +407,10 @@ class FlowKVL2Adapter(L2AdapterInterface):
 
     def _news(self) -> list[_Known]:
         """What LMCache knows of and is there no more; what was stored again since is."""
-        gone = list[_Known]()
-        with suppress(Empty):
-            while True:
-                name = self._gone.get_nowait()
-                if name in self._known and not self.keeper.knows(name):
-                    gone.append(self._known.pop(name))
-        return gone
+        # no more than there are now: who deletes without a pause would keep us here for ever
+        names = dict.fromkeys(self._gone.get_nowait() for _ in range(self._gone.qsize()))
+        there = [name for name in names if name in self._known]
+        return [self._known.pop(name) for name in there if not self.keeper.knows(name)]
 
 
 def _bytes(each: Any) -> memoryview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import queue
 import select
 import subprocess
 import sys
@@ -449,6 +450,23 @@ def test_stores_and_deletes_at_once(make: Callable[..., Client]) -> None:
     until(lambda: not listener.there)
     assert client.adapter.get_usage().bytes_by_cache_salt == {}
     assert client.adapter.report_status()["is_healthy"]
+
+
+def test_who_deletes_without_a_pause_keeps_nobody_waiting(make: Callable[..., Client]) -> None:
+    class Refilled(queue.SimpleQueue[bytes]):
+        def get_nowait(self) -> bytes:
+            name = super().get_nowait()
+            if not done.is_set():
+                self.put(name)
+            return name
+
+    done, client, key = threading.Event(), make(), key_of(1)
+    client.adapter._gone = Refilled()
+    client.adapter.delete([key_of(2)])
+    try:
+        assert client.store([key], [object_of(values_of(1))]).is_successful()
+    finally:
+        done.set()
 
 
 def test_adapters_leave_no_descriptor(tmp_path: Path) -> None:
