@@ -1077,7 +1077,7 @@ class RemoteTier:
         if not self.known.reserve(len(data), self.capacity_bytes):
             self._workers.answer(item, Outcome.FAILED, "full")
             return
-        fact, failed, in_time = None, None, False
+        fact = failed = None
         try:
             if not self.known.begin(item.key, self._left_s(item.deadline_ns)):
                 raise BadFrame("deadline", "an earlier frame of that key is still being deleted")
@@ -1085,20 +1085,21 @@ class RemoteTier:
                 # given up from here on, it is forsaken as well: what failed must not be found
                 if item.done is None:
                     failed = self._guarded(item, lambda: self._put(item, data))
-                    if failed is None:
-                        fact = Fact(len(data), header.info, time.time_ns())
-                        in_time = self._workers.claim(item) is not None
+                    fact = (
+                        None if failed is not None else Fact(len(data), header.info, time.time_ns())
+                    )
+                in_time = self._workers.claim(item) is not None
             finally:
                 self.known.land(item.key, fact, header)
         finally:
             self.known.release(len(data))
-        if not in_time:
+        if fact is None or not in_time:
             self._wake.set()
         # last: whoever has the answer finds the frame there, or its room free again
-        if failed is not None:
-            self._workers.answer(item, Outcome.FAILED, failed)
-        elif in_time:
+        if in_time and fact is not None:
             self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
+        elif in_time:
+            self._workers.answer(item, Outcome.FAILED, failed or "")
 
     def _seal(self, item: Item, info: FrameInfo) -> tuple[memoryview, Header] | None:
         """The frame in staging memory; None if the item was answered."""

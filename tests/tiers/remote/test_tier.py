@@ -451,6 +451,20 @@ def test_capacity_counts_what_is_there(
     tier.close()
 
 
+def test_what_failed_is_not_said_to_be_late(
+    engine: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is late is deleted in the store, what failed otherwise is not: one or the other."""
+    tier, engine.always["put"] = open_tier(engine), "lost reply"
+    land = tier.known.land
+    monkeypatch.setattr(tier.known, "land", lambda *given: (time.sleep(0.8), land(*given)))
+    job = tier.submit_store(
+        [Store(key_of(0), info_of(SIZE), memoryview(body_of(0, SIZE)))], deadline_s=0.5
+    )
+    assert outcomes(answers(tier, job, 1)) == [("failed", "ECONNRESET")]
+    tier.close()
+
+
 @pytest.mark.parametrize("fault", ["", "corrupt"])
 def test_a_store_is_not_forgotten_for_an_older_answer(
     engine: FaultyBackend, tier: RemoteTier, fault: str
