@@ -24,6 +24,7 @@ from enum import Enum
 from itertools import count, groupby, takewhile
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
 from flowkv.cache.block_table import Planner
@@ -1000,6 +1001,8 @@ class IncomingPages:
         """Takes what is missing from another sequence; see `RestoreJob.fill`."""
         seq, planner, end = self._seq, self._planner, stop * self._restorer.page_size
         alike = other.planner is planner and min(other.length, other.known) >= end
+        alike &= np.array_equal(other.tokens[:end], seq.tokens[:end])
+        alike &= other.publishable or not seq.publishable  # it was given just these tokens
         for g in range(len(self._groups)) if alike else ():
             alike &= other.key(g, stop - 1) == seq.key(g, stop - 1)
         if not alike:
@@ -1234,7 +1237,12 @@ class RestoreJob:
     @property
     def tokens(self) -> int:
         """Where the prefix ends, as things stand."""
-        return self._stop * self._size + (self._beyond if self._stop == self._whole else 0)
+        return self.page_tokens + (self._beyond if self._stop == self._whole else 0)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens in the whole pages of the prefix, as things stand."""
+        return self._stop * self._size
 
     @property
     def settled(self) -> bool:
@@ -1468,7 +1476,7 @@ class RestoreJob:
         """Puts what is missing in place, from another sequence; also within a step that waits.
 
         Args:
-            other: A sequence of the same tokens and salts, whose `length` is `tokens` at least.
+            other: A sequence of the same tokens and salts, `page_tokens` long at least.
 
         Raises:
             CapacityError: A page that a tier may still write to cannot be replaced.

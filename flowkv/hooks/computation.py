@@ -241,7 +241,8 @@ class Walk:
     @property
     def digest(self) -> str:
         """Hex digest of all leaves."""
-        state = hashlib.sha256(b"flowkv.computation/1")
+        # 1 named pages that were computed wrongly in place of lost ones (SECURITY.md, advisories).
+        state = hashlib.sha256(b"flowkv.computation/2")
         for path, text in sorted(self.leaves.items()):
             line = f"{path}\0{text}".encode("utf-8", "surrogatepass")
             state.update(len(line).to_bytes(4, "little") + line)

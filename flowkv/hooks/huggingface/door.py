@@ -418,6 +418,9 @@ class ForwardHook:
             paged.rows.disable_publishing()
         self._watch(paged)
         paged.audits = nested if self.kv.config.audit else None
+        assert call.ids is not None
+        shown = None if call.positions is None else call.positions[..., found.base :]
+        paged.rows.note(call.ids[:, found.base :], shown)
         if not self._begin(paged, call, call.columns - found.base):
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)

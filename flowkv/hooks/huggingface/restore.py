@@ -272,10 +272,10 @@ class Nested:
         self._door.proof.finish()
 
     def whole(self, part: Part) -> Part:
-        """A part that is at least as long, and ends where the prompt can be cut."""
-        stop = part.seq.length + part.count
-        fitting = self.fill.whole(part.row, stop, self.kv.page_size)
-        return part._replace(count=part.count + fitting - stop)
+        """Extend a part to where its prompt can be cut, or to the end of the prompt."""
+        seq, stop = part.seq, part.seq.length + part.count
+        fitting = min(self.fill.whole(part.row, stop, self.kv.page_size), seq.known)
+        return part._replace(count=fitting - seq.length)
 
     def compute(self, parts: Items[Part], awaits: Callable[[int], None] | None = None) -> None:
         """Computes the next tokens of some rows.
@@ -299,11 +299,13 @@ class Nested:
         total, new = max(stops) + pad, max(part.count for part in parts)
         pads = [total - stop for stop in stops]
         cache = self._cache([part.seq for part in parts], pads, total - new)
-        rows = cache.rows
+        rows, inputs = cache.rows, self._inputs(parts, pads, (total - new, total), cache)
+        rows.by_column = self._positions is None and any(pads)
+        rows.note(inputs[self._names.ids], inputs.get(self._names.positions))
         rows.begin(new).awaits = awaits
         try:
             with self._door.aside(), torch.no_grad():
-                self._model(**self._inputs(parts, pads, total - new, cache))
+                self._model(**inputs)
         finally:
             rows.abandon()  # nothing, unless it failed: a hook has finished it
 
@@ -321,12 +323,22 @@ class Nested:
     # ---- inputs
 
     def _inputs(
-        self, parts: list[Part], pads: list[int], base: int, cache: PagedCache
+        self, parts: list[Part], pads: list[int], columns: tuple[int, int], cache: PagedCache
     ) -> dict[str, Any]:
-        names, total = self._names, base + cache.rows.new
+        """Return the arguments for columns `[base, total)`.
+
+        Raises:
+            StateError: A part ends behind the known tokens of its prompt.
+        """
+        names, (base, total) = self._names, columns
         ids = np.zeros((len(parts), total - base), np.int64)
         for line, part, pad in zip(ids, parts, pads, strict=True):
             known = part.seq.tokens[max(base - pad, 0) : total - pad]
+            if len(known) != total - max(base, pad):
+                raise StateError(
+                    f"{total - pad} tokens of a prompt of {part.seq.known} are to be computed",
+                    "Ask for no more tokens than the sequence knows",
+                )
             line[total - base - len(known) :] = known
         given = _rows_of(self._given, [part.row for part in parts], self.rows)
         given[names.ids] = torch.from_numpy(ids).to(self._device)
@@ -538,7 +550,7 @@ class Restoring:
 
     def _mend(self, one: _Coming) -> None:
         """Computes what does not come in a sequence of its own, whose pages then take its place."""
-        nested, seq, end = self._nested, one.part.seq, one.restoration.tokens
+        nested, seq, end = self._nested, one.part.seq, one.restoration.page_tokens
         assert nested is not None
         twin = self._kv.open(
             seq.tokens, tenant=seq.owner, salts=seq.salts, limit=end, reuse=nested.cut, wait=False

@@ -92,7 +92,7 @@ class Rows:
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
         by_column prefilling uneven switch restoring promised lost pads most_pad views _last taken
-        thinning _index _notes _one _left _known _next_full __weakref__""".split()
+        thinning _index _notes _noted _one _left _known _next_full __weakref__""".split()
     )
 
     def __init__(
@@ -120,7 +120,7 @@ class Rows:
         self.views: dict[int, Any] = {}
         self._last: Step | None = None
         self._index: torch.Tensor | None = None
-        self._notes = Notes()
+        self._notes, self._noted = Notes(), base
         self._pad(pads)
 
     def _pad(self, pads: Items[int]) -> None:
@@ -207,7 +207,9 @@ class Rows:
         full = self.total >= self._next_full
         if full and not self.blind:
             self.flush()
-            if not self.blind and not self.trusted(self):
+            # A page is named by the ids that forwards were given, and by nothing else.
+            given = self.driven or step.tokens is not None or self._noted >= self.total
+            if not self.blind and not (given and self.trusted(self)):
                 self.disable_publishing()
         step.commit()
         self._last = step if self.new == 1 else None
@@ -229,6 +231,7 @@ class Rows:
                 self.thinning.forget()
             self.total = self.base
             self._notes.drop(self.base)
+            self._noted = min(self._noted, self.base)
             self.land(wait=False)
 
     def land(self, *, wait: bool = True) -> bool:
@@ -311,6 +314,7 @@ class Rows:
         """
         if not self.blind:
             self._notes.add(self.base, ids, positions)
+            self._noted = self.base + ids.shape[1]
             if self.base < self._known:
                 self.flush()  # a prompt is known ahead: compare before it is believed
                 self._look()
@@ -380,6 +384,7 @@ class Rows:
     def rebase(self, base: int) -> None:
         """Other sequences, with more columns known, took the place of the old ones."""
         self.base = self.total = base
+        self._noted = min(self._noted, base)
         self._look()
 
     def crop(self, columns: int) -> None:
@@ -392,6 +397,7 @@ class Rows:
         if self.thinning is not None:
             self.thinning.forget()
         self.base = self.total = min(self.base, left)
+        self._noted = min(self._noted, self.base)
         self.lost = left - self.base
         for seq, pad in self.padded:
             length = max(self.base - pad, 0)

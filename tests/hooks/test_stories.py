@@ -1,0 +1,77 @@
+"""Partial failures of stores, end to end: no wrong answer, and no wrong page that is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.inside import Nested, StateError
+from tests.inside import rows_Rows as Rows
+
+from . import models
+from .compare import assert_same, generate
+from .stories import MODELS, NEW, SHELVES, World, alike
+from .test_restore import Slow, on, stored
+
+ROUNDS = [pytest.param(5, id="few"), pytest.param(240, id="many", marks=pytest.mark.deep)]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shelf", SHELVES)
+def test_pages_that_do_not_come(model: str, shelf: str, rounds: int, tmp_path: Path) -> None:
+    world = World(model, shelf, tmp_path)
+    try:
+        for seed in range(rounds):
+            world.round(seed)
+    finally:
+        world.shelf.close()
+
+
+@pytest.mark.parametrize("change", ["ids", "positions", "unsaid"])
+def test_a_page_is_named_by_what_its_forward_was_given(change: str, monkeypatch: Patch) -> None:
+    """A forward over other ids or positions than the known ones publishes nothing."""
+    model, ids = models.causal("llama"), models.prompt(117)
+    given = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    golden = stored(model, given)
+    inputs = Nested._inputs
+
+    def changed(nested: Any, parts: Any, pads: Any, columns: Any, cache: Any) -> Any:
+        found = inputs(nested, parts, pads, columns, cache)
+        name = nested._names.ids if change == "ids" else nested._names.positions
+        found[name] = found[name] + 1
+        return found
+
+    tier = Slow(dict(golden), every=3, lose=0.5)
+    with on(model, tier, prefetch="off") as kv, monkeypatch.context() as patch:
+        patch.setattr(Nested, "_inputs", changed)
+        if change == "unsaid":  # no forward says what it was given
+            patch.setattr(Rows, "note", lambda *_: None)
+        with pytest.raises(StateError):
+            generate(model, NEW, **given)
+        assert tier.lost and kv.flush()
+    for key, (_, body) in tier.inner.frames.items():
+        assert key in golden and alike(body, golden[key][1])
+
+
+def test_a_part_ends_with_the_known_tokens() -> None:
+    """A part that ends within the last page is extended to the end of the prompt, no further."""
+    model, ids = models.causal("llama"), models.prompt(117)
+    given = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    theirs = generate(model, NEW, **given)
+    tier = Slow(stored(model, given), every=3, lose=1.0)
+    counts: list[tuple[int, int]] = []
+    compute = Nested.compute
+
+    def counted(nested: Any, parts: Any, awaits: Any = None) -> None:
+        counts.extend((part.seq.length + part.count, part.seq.known) for part in parts)
+        compute(nested, parts, awaits)
+
+    with on(model, tier, prefetch="off"), Patch.context() as patch:
+        patch.setattr(Nested, "compute", counted)
+        assert_same(generate(model, NEW, **given), theirs)
+    assert counts and all(stop <= known for stop, known in counts)
