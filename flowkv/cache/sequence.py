@@ -215,8 +215,6 @@ class Sequence:
         planner: What its pages belong to. Elsewhere it is asked for by `Planner.of`.
     """
 
-    closed = True  # until all of it is there
-
     def __init__(
         self,
         row: int,
@@ -379,7 +377,9 @@ class Sequence:
     @interrupts.unbroken
     def __del__(self) -> None:
         """Gives back the line of a sequence that was dropped, by an interrupt above all."""
-        if not self.closed and self.row != self.planner.tables.nowhere and not sys.is_finalizing():
+        if getattr(self, "closed", True) or sys.is_finalizing():  # without one, it was never whole
+            return
+        if self.row != self.planner.tables.nowhere:
             self.publishable = False  # nobody could forbid that from here on
             self._close(self)
 
