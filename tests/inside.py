@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.command import read_prompts, write_replay_report
     from flowkv.connect.identity import fingerprint
-    from flowkv.core import compiling, errors
+    from flowkv.core import compiling, errors, interrupts
     from flowkv.core.clock import Clock, ManualClock, SystemClock
     from flowkv.core.compiling import Intervals
     from flowkv.core.config import (
@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.embedding import LEAST_KNOWN, EmbeddingTable, write_table
     from flowkv.hooks.fingerprint import UnnamedError, Weights
     from flowkv.hooks.huggingface import door, load, restore, smollm2
+    from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
     from flowkv.hooks.huggingface.cache import PagedCache, place_layers, read_layer

@@ -683,6 +683,7 @@ class Planner:
             GeometryError: Rows and counts do not fit.
             StateError: A sequence is closed, suspended, in a step, or another cache's.
         """
+        self.guard.settle()
         with self.guard:
             rows = [seq.row for seq in seqs if seq.planner is self]
             if len(rows) != len(seqs) or len(counts) != len(rows):
@@ -739,6 +740,7 @@ class Planner:
                 self._let_leave()
             self.store.drain()
             self.look_ahead()
+        self.guard.settle()
 
     def look_ahead(self) -> None:
         """Brings what is expected next, if anything is. Callers hold the KV lock."""

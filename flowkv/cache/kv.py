@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from time import sleep
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -47,6 +48,7 @@ from flowkv.cache.step import Step, chosen, sparsify
 from flowkv.cache.store import PageStore, PolicyPlace, Verdict
 from flowkv.cache.swap import Snapshots
 from flowkv.cache.tail import Tails
+from flowkv.core import interrupts
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.compiling import now_s
 from flowkv.core.config import PLACE_KINDS, load_config
@@ -231,6 +233,17 @@ def source(kv: KV) -> Callable[[], list[Level]]:
     return read
 
 
+def _run_all(callbacks: list[Callable[[], None]]) -> None:
+    """Runs callbacks from the last on, and forgets each; not one that was interrupted."""
+    while callbacks:
+        try:
+            callbacks[-1]()
+        except Exception:
+            callbacks.pop()
+            raise
+        callbacks.pop()
+
+
 _POLL_S = 0.002  # between two looks for pages of others
 
 cache_door: Callable[..., Any] | None = None
@@ -316,7 +329,7 @@ class KV:
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
         self._unlearns: Callable[[Tokens, str | None], int] = lambda tokens, tenant: 0
         self._tiers: list[Tier] = []
-        self._open: dict[int, Sequence] = {}
+        self._open: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
         self._recordings: list[Recording] = []
         self._handing_over = 0  # blocks of `hand_over` that are open
         self._traces: list[TraceFile] = []
@@ -543,8 +556,7 @@ class KV:
         """Takes the cache off the model it is attached to; the model is as before."""
         self._prove()
         self._proofs.clear()
-        while self._detach:
-            self._detach.pop()()
+        _run_all(self._detach)
 
     def _alive(self) -> None:
         if self.closed:
@@ -616,6 +628,8 @@ class KV:
             ConfigError: The policy knows no such lease class, or a span holds no token.
         """
         ids = as_tokens(plain(tokens))
+        interrupts.cover()
+        self.lock.settle()
         with self.lock:
             planner = self._agreed()
             planner.store.drain()
@@ -696,7 +710,7 @@ class KV:
                 seq.restoration.abandon()
             seq.closed = True
             swap.discard(Planner.of(seq), seq)
-            del self._open[id(seq)]
+            self._open.pop(id(seq), None)
             if Planner.of(seq) is self.planner:
                 self.visits.end(seq)
             Planner.of(seq).release(seq)
@@ -748,6 +762,8 @@ class KV:
 
     @contextmanager
     def _probe(self, tokens: Tokens, tenant: str | None, salts: Items[Salt]) -> Iterator[Sequence]:
+        interrupts.cover()
+        self.lock.settle()
         with self.lock:
             planner = self._agreed()
             planner.store.drain()
@@ -1374,11 +1390,14 @@ class KV:
         return self._flush(timeout_s)
 
     def _flush(self, timeout_s: float = 60.0) -> bool:
+        interrupts.cover()
+        self.lock.settle()
         with self.lock:
             return self.planner is None or self._agreed().store.flush(timeout_s)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place."""
+        self.lock.settle()
         with self.lock:
             seen, reused, planner = self.tokens_seen, self.tokens_reused, self.planner
             found = self.metrics.by("hit_tokens_total", "tier")
@@ -1445,11 +1464,11 @@ class KV:
         """Detaches, writes down what is published, and releases everything. Safe to call again."""
         if not self.inherited:
             self._prove()
-            while self._closings:
-                self._closings.pop()()
+            _run_all(self._closings)
         self.detach()
         if self.inherited:
             return  # tiers and the answers they owe belong to the parent process
+        self.lock.settle()
         with self.lock:
             if self.closed:
                 return
@@ -1476,6 +1495,7 @@ class KV:
     def __reduce__(self) -> Any:
         return _no_cache, ()
 
+    @interrupts.unbroken
     def __enter__(self) -> KV:
         return self
 
@@ -1575,6 +1595,7 @@ def plan(
         last: A step that is over: what it prepared is used again where the same rows decode on.
     """
     kv._alive()
+    interrupts.cover()
     planner = Planner.of(seqs[0]) if seqs else kv._bound()
     if planner.store.behind:  # a store found that others erased something
         with kv.lock:

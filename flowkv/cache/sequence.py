@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import hashlib
 import math
 import os
-import threading
+import sys
 import time
 import weakref
 from collections import deque
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.index import Block, Saved, SwappedCopy
+from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 from flowkv.policy.base import (
@@ -232,7 +234,7 @@ class Sequence:
         # As policies know it: the number of its request, -1 without one, and what it asked for.
         self.request, self.arrived_ns, self.prompted, self.care = -1, 0, 0, NO_CARE
         self.stop = UNKNOWN_STOP
-        self.reused, self.closed = 0, False
+        self.reused = 0
         self._close, self.planner = close, planner
         self._tokens, self._known = np.zeros(64, np.uint32), 0
         # Per group: the block of each page, None while the page is private to this sequence.
@@ -248,6 +250,7 @@ class Sequence:
         self.away = 0  # pages that lie below the device, and are attended there
         # What steps saw of its tokens, by group.
         self.importance: dict[int, Importance] = {}
+        self.closed = False
 
     @property
     def length(self) -> int:
@@ -370,6 +373,15 @@ class Sequence:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @interrupts.unbroken
+    def __del__(self) -> None:
+        """Gives back the line of a sequence that was dropped, by an interrupt above all."""
+        if getattr(self, "closed", True) or sys.is_finalizing():  # without one, it was never whole
+            return
+        if self.row != self.planner.tables.nowhere:
+            self.publishable = False  # nobody could forbid that from here on
+            self._close(self)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.length} tokens, {self.reused} reused"
@@ -512,66 +524,52 @@ def extend_each(seqs: Items[Sequence], known: Items[int], tokens: Items[int]) ->
     return True
 
 
-class Guard:
-    """A re-entrant lock whose outermost entry and exit run deferred work.
+class Guard(_thread.RLock):  # type: ignore[misc]
+    """A re-entrant lock, and work that finalizers leave until nothing is in the middle of a change.
+
+    Taken by `with`, and by nothing else: that enters and leaves it in C, so that no interrupt can
+    come between. Signals wait while the main thread holds it (`flowkv.core.interrupts`).
 
     A finalizer can run at any allocation, also in the middle of a change by its own thread. It must
     neither change anything then nor wait for another thread, so it defers.
 
-    A fork waits until nobody is in the middle of a change, so that a child can read what it got.
+    A fork waits until no thread is in the middle of a change, so that a child can read what it got.
 
     Attributes:
         torn: This process was forked in the middle of a change: what is guarded cannot be read.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
         self._deferred: deque[Callable[[], None]] = deque()
         self.torn = self._held = False
+        interrupts.watch(self)
         _guards.add(weakref.ref(self, _guards.discard))
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-        if self._depth == 1 and self._deferred:
-            try:
-                self._run()
-            except BaseException:
-                self._leave()
-                raise
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._depth == 1 and self._deferred:
-                self._run()
-        finally:
-            self._leave()
-
     def defer(self, work: Callable[[], None]) -> None:
-        """Runs `work` now if the lock is free, else at the next outermost entry or exit."""
+        """Runs `work` now if the lock is free, else in a later `settle`."""
         self._deferred.append(work)
-        if self._lock.acquire(blocking=False):
-            self._depth += 1
-            self.__exit__()
+        self.settle()
 
-    def _leave(self) -> None:
-        self._depth -= 1
-        self._lock.release()
-
-    def _run(self) -> None:
-        while self._deferred:
-            self._deferred.popleft()()
+    @interrupts.unbroken
+    def settle(self) -> None:
+        """Runs deferred work, unless a thread is in the middle of a change."""
+        if not self._deferred or self._is_owned() or not self.acquire(blocking=False):  # type: ignore[attr-defined]
+            return
+        try:
+            while self._deferred:
+                self._deferred.popleft()()
+        finally:
+            self.release()
 
     # ---- around a fork
 
     def _hold(self, wait_s: float) -> None:
-        self._held = self._lock.acquire(timeout=max(wait_s, 0.0))
+        self._held = self.acquire(timeout=max(wait_s, 0.0))
 
     def _let_go(self) -> None:
         if self._held:
             self._held = False
-            self._lock.release()
+            self.release()
 
     def _inherit(self) -> None:
         """In a child: whoever held the lock is not here, nor who would want deferred work done."""
@@ -579,7 +577,8 @@ class Guard:
         if self._held:
             self._let_go()
         else:
-            self._lock, self._depth, self.torn = threading.RLock(), 0, True
+            self._at_fork_reinit()  # type: ignore[attr-defined]
+            self.torn = True
 
 
 _guards: set[weakref.ref[Guard]] = set()

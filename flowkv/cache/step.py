@@ -18,7 +18,7 @@ from flowkv import kernels
 from flowkv.cache.block_table import FILLS, Advance, Planner
 from flowkv.cache.overflow import Scan
 from flowkv.cache.sequence import Sequence, extend_each
-from flowkv.core import compiling
+from flowkv.core import compiling, interrupts
 from flowkv.core.errors import ConfigError, GeometryError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
 from flowkv.kernels.cascade import Cascade, shared_prefixes
@@ -323,8 +323,9 @@ class Step:
         self._watch: MassWatch | None = None
         last = None if last is None or last._open or last._planner is not planner else last
         before = None if last is None else last._advance
-        self._advance: Advance = planner.reserve(self.seqs, counts, before)
-        self._open = True
+        with planner.guard:  # of what is reserved and not open, nothing would be given back
+            self._advance: Advance = planner.reserve(self.seqs, counts, before)
+            self._open = True
         self._tables = planner.tables.pages
         self._waited_s = 0.0
         over = planner.overflow
@@ -693,8 +694,9 @@ class Step:
         if not self._open:
             return
         self.check()
-        self._open = False
-        self._planner.commit(self.seqs, self._advance)
+        with self._planner.guard:
+            self._open = False
+            self._planner.commit(self.seqs, self._advance)
         if self._watch is not None:
             self._watch.tell(self.seqs, self.groups, self._advance)
         self._measure()
@@ -713,11 +715,12 @@ class Step:
 
     def rollback(self) -> None:
         """Forgets the step: lengths, tokens and pages are as before it."""
-        if self._open:
-            self._open = False
-            self._planner.undo(self._advance)
-            for seq, known in self._noted:
-                seq.forget_tokens(known)
+        with self._planner.guard:
+            if self._open:
+                self._open = False
+                self._planner.undo(self._advance)
+                for seq, known in self._noted:
+                    seq.forget_tokens(known)
 
     def _measure(self) -> None:
         # Decoding says nothing about the rate at which a prompt is computed.
@@ -729,14 +732,17 @@ class Step:
                 middle = float((after - before) @ (before + after)) / (2 * tokens)
                 self._planner.measured(tokens, seconds, middle)
 
+    @interrupts.unbroken
     def __del__(self) -> None:
-        if self._open:
+        if getattr(self, "_open", False):  # else it was interrupted before that was said
             self._planner.guard.defer(self.rollback)
 
+    @interrupts.unbroken
     def __enter__(self) -> Step:
         self._token = CURRENT.set(self)
         return self
 
+    @interrupts.unbroken
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._token is not None:
             with suppress(ValueError):  # a generator may be closed in another context

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex, SwappedCopy
 from flowkv.cache.mover import IOPriority, Mover
 from flowkv.cache.pool import PagePool, download, make_forms
-from flowkv.core import compiling
+from flowkv.core import compiling, interrupts
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
 from flowkv.core.errors import CapacityError, ConfigError, StoreError
@@ -1554,7 +1554,7 @@ class PageStore:
         self.drain()
         while self.mover.storing() or (self._unwritten and not self.rests(self.lasting())):
             left_s = end_s - compiling.now_s()
-            if left_s <= 0:
+            if left_s <= 0 or interrupts.waiting():
                 return False
             self.drain(min(left_s, _LONGEST_S))
         return not self._unwritten

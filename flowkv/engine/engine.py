@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from flowkv.cache.kv import KV, Tokens, plain
 from flowkv.cache.sequence import make_care
-from flowkv.core import compiling
+from flowkv.core import compiling, interrupts
 from flowkv.core.config import parse_size
 from flowkv.core.errors import (
     BusyError,
@@ -52,6 +52,7 @@ from flowkv.engine.request import (
     is_number,
     tell,
     whole,
+    yours,
 )
 from flowkv.engine.runner import PackedRunner, Runner, own_model
 from flowkv.engine.sampling import Drawn, OwnSampler, Sampler, draw, seed_of
@@ -299,7 +300,7 @@ class Loop:
                     self.turn()
         except Exception as error:
             self.fail(error)
-        except BaseException:  # by the user, anywhere in a turn
+        except BaseException:  # an interrupt, anywhere in a turn
             self.reset(answers)
             raise
         finally:
@@ -393,7 +394,12 @@ class Loop:
             self._told.clear()
         while self._due:  # whatever a callback raises, the others are still to be called
             answer, completion, error = self._due[0]
-            answer.settle(completion, error)
+            try:
+                answer.settle(completion, error)
+            except BaseException as raised:
+                if not yours(raised):
+                    raise
+                _log.exception("a callback of answer %d raised", answer.number)
             self._due.popleft()
 
     # ---- when all goes wrong
@@ -856,6 +862,7 @@ _started: weakref.WeakKeyDictionary[Loop, threading.Thread] = weakref.WeakKeyDic
 _lock = threading.Lock()
 
 
+@interrupts.unbroken
 def start(loop: Loop) -> threading.Thread:
     """Runs a loop on a thread of its own.
 
@@ -1022,6 +1029,7 @@ class Engine:
             raise StateError(
                 "the engine belongs to the parent process", "Make another one in this process"
             )
+        interrupts.cover()
         self._inbox.check()
         if self.kv.closed:
             raise StateError("the engine's cache is closed", "Make a new engine over an open one")
@@ -1064,13 +1072,16 @@ class Engine:
 
     def _drive(self, answers: list[Answer]) -> None:
         """Sees to it that answers are made: here, unless another thread does already."""
-        loop = self._loop
-        if self._thread is None and loop.drive.acquire(blocking=False):
-            try:
+        loop, held = self._loop, list[bool]()
+        try:
+            if self._thread is None:  # in one call: no interrupt between taking it and noting that
+                held.extend(filter(None, map(loop.drive.acquire, (False,))))
+            if held:
                 loop.drive_until(answers)
-            finally:
+                return
+        finally:
+            for _ in held:  # no call comes before the release, and so no interrupt
                 loop.drive.release()
-            return
         self._start()
         wait(answers)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from flowkv.cache.kv import Tokens
 from flowkv.cache.sequence import Retain
+from flowkv.core import interrupts
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import Salt
 from flowkv.policy.base import Lease
@@ -257,8 +258,10 @@ class Answer(Future[Completion]):
         """Ends it, once, and wakes whoever waits."""
         if self.done():
             return
-        if isinstance(error, StopIteration):  # which no event loop lets pass: it would wait on
-            error, cause = RuntimeError("the model, or a function of yours, ran out"), error
+        if isinstance(error, StopIteration) or not isinstance(error, Exception | None):
+            # No event loop lets these pass: it would wait on, or end with all its tasks.
+            said = f"the model, or a function of yours, raised {error!r}"
+            error, cause = RuntimeError(said), error
             error.__cause__ = cause
         try:
             if error is not None:
@@ -310,6 +313,17 @@ def tell(answers: Iterable[Answer]) -> None:
 def _wake(ears: list[_Ear]) -> None:
     for ear in ears:
         ear.wake()
+
+
+def yours(error: BaseException) -> bool:
+    """Whether an exception belongs to the code that raised it, and not to the thread it ran on.
+
+    Signals interrupt the main thread only: elsewhere everything was raised by a model or a function
+    of the user's own.
+    """
+    if isinstance(error, Exception) or threading.current_thread() is not threading.main_thread():
+        return True
+    return isinstance(error, SystemExit | GeneratorExit) and not interrupts.by_signal(error)
 
 
 # Numbers that users pass: whole ones, and any.

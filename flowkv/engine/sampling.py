@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, NonFiniteError
-from flowkv.engine.request import Request, is_number, is_whole
+from flowkv.engine.request import Request, is_number, is_whole, yours
 
 
 class Choice(Protocol):
@@ -65,7 +65,7 @@ class Drawn(NamedTuple):
 
     token: int
     over: bool
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 def draw(choices: Items[Choice], logits: torch.Tensor) -> Iterator[Drawn]:
@@ -87,8 +87,10 @@ def _one(choice: Choice, logits: torch.Tensor, row: int, largest: int, best: flo
     try:
         token = largest if choice.greedy else choice.choose(logits[row])
         return Drawn(token, choice.take(token))
-    except Exception as error:  # a user's own code: it fails its request, not the step
-        return Drawn(-1, True, error)
+    except BaseException as error:
+        if not yours(error):
+            raise
+        return Drawn(-1, True, error)  # it fails its request, not the step
 
 
 def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:

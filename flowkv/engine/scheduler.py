@@ -26,7 +26,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.swap import Footprint
 from flowkv.core import compiling
 from flowkv.core.errors import CapacityError
-from flowkv.engine.request import Answer, Completion, Reason, Request
+from flowkv.engine.request import Answer, Completion, Reason, Request, yours
 from flowkv.engine.runner import OpenRow, Runner
 from flowkv.engine.sampling import Choice
 from flowkv.observe.events import Admitted, Preempted
@@ -760,7 +760,7 @@ class StepOutcome:
 
     def __init__(self) -> None:
         self.done: list[tuple[Items[Part], torch.Tensor]] = []
-        self.failed: list[tuple[RunningRequest, Exception]] = []
+        self.failed: list[tuple[RunningRequest, BaseException]] = []
         self.short: CapacityError | None = None
         self.late: list[tuple[RunningRequest, Exception]] = []
 
@@ -793,11 +793,13 @@ def attempt(runner: Runner, parts: Items[Part]) -> StepOutcome:
     return outcome
 
 
-def _run(runner: Runner, parts: Items[Part], outcome: StepOutcome) -> Exception | None:
+def _run(runner: Runner, parts: Items[Part], outcome: StepOutcome) -> BaseException | None:
     rows = [live.row for live, _ in parts]
     try:
         logits = runner.step(rows, [live.next(tokens) for live, tokens in parts])  # type: ignore[arg-type]
-    except Exception as error:  # of the model, which may raise anything
+    except BaseException as error:  # of the model, which may raise anything
+        if not yours(error):
+            raise
         _let_go(error)
         return error
     outcome.done.append((parts, logits))

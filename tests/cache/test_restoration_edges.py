@@ -174,7 +174,7 @@ def test_a_wait_looks_at_flights_while_others_begin() -> None:
         busy = kv.restores.flights.busy
 
         def seen() -> set[int]:
-            held.append(kv.lock._depth > 0)
+            held.append(kv.lock._is_owned())
             return busy()
 
         kv.restores.flights.busy = seen

@@ -153,7 +153,7 @@ def test_what_runs_out_fails_also_those_who_await(nano: Nano, kv: KV) -> None:
         async with Engine(nano, kv) as engine:
             options = {"choose": lambda logits, made: next(left)}
             answer = engine.submit([1], options=options)
-            with pytest.raises(RuntimeError, match="ran out") as told:
+            with pytest.raises(RuntimeError, match="StopIteration") as told:
                 await asyncio.wait_for(answer, 20)
             assert isinstance(told.value.__cause__, StopIteration)
             assert answer.tokens == [3, 4]
@@ -388,3 +388,53 @@ def test_and_not_for_ever(nano: Nano) -> None:
             engine.run([[5] * 20], max_new_tokens=4)
         hog.close()
         assert engine.run([[5] * 20], max_new_tokens=4)[0].reason == "length"
+
+
+class Odd(BaseException):
+    """What no handler of `Exception` sees."""
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Odd()])
+@pytest.mark.parametrize("where", ["sampler", "model", "callback"])
+def test_a_request_that_raises_anything_ends_alone(
+    nano: Nano, kv: KV, raised: BaseException, where: str
+) -> None:
+    def choose(logits: torch.Tensor, made: list[int]) -> int:
+        if where == "sampler" and made:
+            raise raised
+        return int(logits.argmax())
+
+    def check(ids: torch.Tensor) -> None:
+        if where == "model" and (ids == POISON).any():
+            raise raised
+
+    def call(answer: Answer) -> None:
+        if where == "callback":
+            raise raised
+
+    nano.after = check
+    with Engine(nano, kv, max_rows=4) as engine:
+        bad = engine.submit([POISON, 4], max_new_tokens=4, options={"choose": choose})
+        bad.add_done_callback(call)
+        others = [engine.submit([n, n + 1, n], max_new_tokens=5) for n in range(3)]
+        for n, answer in enumerate(others):
+            assert answer.result(20).tokens == nano.alone([n, n + 1, n], 5)
+        if where == "callback":
+            assert len(bad.result(20).tokens) == 4
+        else:
+            with pytest.raises(RuntimeError, match=type(raised).__name__) as told:
+                bad.result(20)
+            assert told.value.__cause__ is raised
+        assert engine.submit([7], max_new_tokens=1).result(20)
+    assert not kv._open
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), GeneratorExit()])
+def test_the_caller_who_drives_is_told_alike(nano: Nano, kv: KV, raised: BaseException) -> None:
+    def choose(logits: torch.Tensor, made: list[int]) -> int:
+        raise raised
+
+    with Engine(nano, kv) as engine:
+        with pytest.raises(RuntimeError, match=type(raised).__name__):
+            engine.run([[4, 5]], max_new_tokens=4, options={"choose": choose})
+        assert engine.run([[4, 5]], max_new_tokens=2)[0].tokens == nano.alone([4, 5], 2)

@@ -128,15 +128,14 @@ def attach(
             if rule is not None:
                 door.blending = Blending(door, rule)
                 follow(kv, learn=door.blending.learn, unlearn=door.blending.unlearn)
+            _hear(model, kv)
+            follow(kv, detach=partial(_forget, weakref.ref(model)))
+            _ATTACHED[model] = door
         except UnsupportedModelError as error:
             warn(kv, "unsupported", f"FlowKV leaves the model to its own cache: {error}")
-            return kv
         except BaseException:
             kv.close()
             raise
-        _ATTACHED[model] = door
-        _hear(model, kv)
-        follow(kv, detach=partial(_forget, weakref.ref(model)))
         return kv
 
 
@@ -181,6 +180,7 @@ def install(
     identity.learn(model, named=False)
     bind(kv, found.plan.geometry, identity.namespace)
     door = ForwardHook(model, kv, found.plan, identity, switch)
+    follow(kv, detach=door.remove)
     door.install()
     try:
         settle(model, kv, found, door)
@@ -195,7 +195,7 @@ def install(
     identity.settle(model)  # with the hooks of the door, which are in no name
     bind(kv, found.plan.geometry, identity.namespace)
     door.tried()
-    follow(kv, prove=door.proof.finish, detach=door.remove)
+    follow(kv, prove=door.proof.finish)
     return door
 
 

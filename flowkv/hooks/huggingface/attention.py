@@ -523,7 +523,8 @@ class Switch:
         self._configs = [(held, str(held[_CHOSEN]).removeprefix(PREFIX)) for held in known.values()]
         self.reason = _obstacle(decoder, {name for _, name in self._configs})
         self._switched: list[tuple[dict[str, Any], str]] = []
-        self._forwards, self._lock = 0, threading.Lock()
+        self._forwards = 0
+        self._lock = threading.RLock()  # a finalizer may end a forward that was interrupted
 
     def on(self) -> None:
         """A forward over pages begins: FlowKV stands in, if it can."""

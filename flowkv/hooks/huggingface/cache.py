@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import partial
-from sys import getrefcount
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import transformers
 
 from flowkv import kernels
 from flowkv.cache.block_table import Planner
+from flowkv.core import interrupts
 from flowkv.core.errors import GeometryError, StateError, UnsupportedModelError
 from flowkv.core.geometry import Geometry, LayerGroup
 from flowkv.hooks.huggingface.attention import OBSERVER, PagedView
@@ -434,7 +435,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         shown = rows.views.setdefault(group, [])
         # A layer's attention is over, as a rule, when the next one makes its keys: nobody else
         # holds the views then, and making some costs more than appending a token.
-        if not shown or getrefcount(shown[-2]) > 2 or getrefcount(shown[-1]) > 2:
+        if not shown or sys.getrefcount(shown[-2]) > 2 or sys.getrefcount(shown[-1]) > 2:
             shown += PagedView(self, 0, k, self.columns), PagedView(self, 1, v, self.columns)
         keys, values = shown[-2:]
         keys.layer = values.layer = self
@@ -857,25 +858,47 @@ def readable(state: Mapping[str, Any]) -> bool:
     return state.get(_MAKER) == transformers.__version__
 
 
-def release(rows: Rows, seqs: list[Any], recurrent: Recurrent) -> None:
-    """What is left of a cache that nobody holds: its states and tails are kept, its pages released.
+class Release:
+    """Gives back what a cache holds, once: when it is called, or when the cache is gone.
 
-    Runs as a finalizer, at any moment and in any thread, so that all work waits until the KV lock
-    is free of its own thread.
+    States and tails are kept, pages released. As a finalizer it runs at any moment and in any
+    thread, so all work waits until the KV lock is free.
+
+    Args:
+        rows: The cache's rows; they may not refer to the cache.
+        recurrent: Its recurrent layers.
+        door: The attached model that it serves, or None.
+        key: How the door knows the cache.
     """
-    if rows.kv.inherited:
-        return  # the pages are the parent's
 
-    def work() -> None:
+    __slots__ = ("_door", "_key", "_recurrent", "_rows")
+
+    def __init__(self, rows: Rows, recurrent: Recurrent, door: Any, key: int) -> None:
+        self._recurrent, self._door, self._key = recurrent, door, key
+        self._rows: Rows | None = rows
+
+    @interrupts.unbroken
+    def __call__(self) -> None:
+        """Gives it back now, or as soon as the KV lock is free."""
+        rows, self._rows = self._rows, None
+        if rows is not None and not rows.kv.inherited:  # there the pages are the parent's
+            rows.kv.lock.defer(partial(self._work, rows))
+
+    @interrupts.unbroken
+    def __del__(self) -> None:
+        if hasattr(self, "_rows") and not sys.is_finalizing():
+            self()
+
+    def _work(self, rows: Rows) -> None:
         try:
+            if self._door is not None:
+                self._door.left(self._key)
             if not rows.kv.closed:
                 rows.abandon()
-                recurrent.save()
+                self._recurrent.save()
                 rows.flush()  # the answer's last tokens
         finally:
-            close_all(seqs)
-
-    rows.kv.lock.defer(work)
+            close_all(rows.seqs)
 
 
 SNAPSHOT_PAGES = 16
@@ -905,7 +928,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         close: Releases it now instead of when nobody holds it any more.
     """
 
-    def __init__(self, rows: Rows, plan: ModelPlan, door: Any = None) -> None:
+    def __init__(self, rows: Rows, plan: ModelPlan, door: Any = None, *, owns: bool = True) -> None:
         me = weakref.ref(self)
         layers = [_layer(rows, plan, index, me) for index in range(len(plan.specs))]
         Cache.__init__(self, layers=list(layers))
@@ -920,10 +943,10 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.fresh = self.watched = False
         self.unsteady = 0 if door is None else door.identity.unsteady
         self.recurrent = Recurrent(plan, rows, layers)
+        self.close: Callable[[], object] = int  # nothing, where the sequences are not its own
+        if owns:
+            self.close = Release(rows, self.recurrent, door, id(self))
         self._own = {"_own", *vars(self)} - native  # attributes that a native cache has not
-        # Works because neither rows nor layers refer to the cache.
-        self.close = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)
-        self.close.atexit = False
 
     @classmethod
     def take_over(cls, cache: Any, rows: Rows, plan: ModelPlan, door: Any) -> PagedCache:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from flowkv.cache.kv import KV, bind, drop_unproven, follow, warn
 from flowkv.cache.sequence import Sequence
+from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import ModelPlan, PagedCache, configured_layers
@@ -50,6 +52,8 @@ _HOOKS = frozenset(
     for kind in ("hooks", "pre_hooks")
     for flags in ("", "_with_kwargs", "_always_called")
 )
+_ASIDE: ContextVar[frozenset[Any]] = ContextVar("flowkv_aside", default=frozenset())
+"""Doors that let this thread's forwards pass."""
 _LEARNS = 4
 """So many calls are watched for one more forward than the first: what decoding writes."""
 _PATIENCE_S = 10.0
@@ -76,7 +80,7 @@ class ForwardHook:
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
-        _aside _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem
+        _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem
         _handles __weakref__""".split()
     )
 
@@ -92,7 +96,7 @@ class ForwardHook:
         self.kv, self.plan, self.identity, self.switch = kv, plan, identity, switch
         self.names = Names.of(model)
         self._switched: set[tuple[int, int]] = set()
-        self._lock, self._aside = threading.RLock(), threading.local()
+        self._lock = threading.RLock()
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
         self._attends, self._reads = identity.attends(model), switch.reason
@@ -172,14 +176,9 @@ class ForwardHook:
         """Whether the hooks are on the model."""
         return bool(self._handles)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Lets this thread's forwards pass."""
-        before, self._aside.on = getattr(self._aside, "on", False), True
-        try:
-            yield
-        finally:
-            self._aside.on = before
+    def aside(self) -> interrupts.Setting[Any]:
+        """Lets this thread's forwards pass: `with door.aside(): ...`."""
+        return interrupts.Setting(_ASIDE, _ASIDE.get() | {self})
 
     def remove(self) -> None:
         """Takes them off."""
@@ -233,25 +232,45 @@ class ForwardHook:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
         if module is not self.model or torch.compiler.is_compiling():
             return None
+        interrupts.cover()
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
         given = self.names.own(given)
         cache = _own(given.get(self.names.cache))
         packed = RUNNING.get() is not None
-        aside = packed or getattr(self._aside, "on", False)
+        aside = packed or self in _ASIDE.get()
         key = threading.get_ident(), id(cache)
-        self._inside.add(key)
-        if self._leaving and isinstance(cache, PagedCache):
-            self._let_go(cache)
+        changed, served = None, False
         try:
+            self._inside.add(key)
+            if self._leaving and isinstance(cache, PagedCache):
+                self._let_go(cache)
             changed = None if aside else self._serve(module, cache, given)
-        except BaseException:
-            self._inside.discard(key)
-            raise
-        if (packed or isinstance(cache, PagedCache)) and key not in self._switched:
+            served = packed or isinstance(cache, PagedCache)
+        finally:
+            if not served:
+                self._inside.discard(key)
+        if served:
+            self._enter(key)
+        return changed
+
+    @interrupts.unbroken
+    def _enter(self, key: tuple[int, int]) -> None:
+        if key not in self._switched:
             self._switched.add(key)
             self.switch.on()
-        return changed
+
+    @interrupts.unbroken
+    def _leave(self, key: tuple[int, int]) -> None:
+        self._inside.discard(key)
+        if key in self._switched:
+            self._switched.remove(key)
+            self.switch.off()
+
+    def left(self, cache: int) -> None:
+        """A cache is gone, and with it the forwards over it that were interrupted."""
+        for key in [key for key in list(self._inside | self._switched) if key[1] == cache]:
+            self._leave(key)
 
     def _serve(self, model: Any, cache: Any, given: dict[str, Any]) -> Any:
         training: bool = model.training
@@ -271,21 +290,18 @@ class ForwardHook:
             return (), self.start(cache, given)
         return None
 
+    @interrupts.unbroken
     def after(self, module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
         """After a forward: what it wrote is kept, full pages are published; or it failed."""
         if torch.compiler.is_compiling():
             return
         cache = _own(self.names.own(given).get(self.names.cache))
-        key = threading.get_ident(), id(cache)
         try:
-            self._after(module, cache, key, output)
+            self._after(module, cache, output)
         finally:
-            self._inside.discard(key)
+            self._leave((threading.get_ident(), id(cache)))
 
-    def _after(self, module: Any, cache: Any, key: tuple[int, int], output: Any) -> None:
-        if key in self._switched:
-            self._switched.remove(key)
-            self.switch.off()
+    def _after(self, module: Any, cache: Any, output: Any) -> None:
         if module is self.model and isinstance(cache, PagedCache):
             self.proof.leave()
             if cache.drawn is not None and cache.drawn != drawn():

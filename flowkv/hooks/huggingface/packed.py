@@ -19,6 +19,7 @@ from flowkv.cache.kv import KV
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import CapacityError, FlowKVError, StateError
+from flowkv.core.interrupts import Setting
 from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact, packed_mask
 from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PlacedLayer
 from flowkv.hooks.huggingface.door import ForwardHook
@@ -119,12 +120,8 @@ class PackedForward:
             if self._mask.shape[2] != count or self._mask.device != device:
                 self._mask = packed_mask(count, None, torch.bool, device)
             given[names.mask] = self._mask
-        running = RUNNING.set(Packing(step))
-        try:
-            with exact(device):
-                logits = model(**given).logits[0]
-        finally:
-            RUNNING.reset(running)
+        with Setting(RUNNING, Packing(step)), exact(device):
+            logits = model(**given).logits[0]
         # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
         odd = step.fills and (modes(own=False) or not door.identity.same(model))
         if model.training or odd:

@@ -314,8 +314,7 @@ class Nested:
             return self._state  # recurrent layers go on in it
         rows = self._door.rows(seqs, pads, base)
         rows.uneven = True
-        cache = PagedCache(rows, self._plan, self._door)
-        cache.close.detach()  # the sequences are somebody else's
+        cache = PagedCache(rows, self._plan, self._door, owns=False)
         if not self.cut:
             self._state = cache
         return cache

@@ -164,13 +164,12 @@ class PaddedRunner:
         caches = []
         for some in groups.values():
             base = max(seqs[row].length for row in some)
-            caches.append(self._cache([seqs[row] for row in some], base))
-            caches[-1].close.detach()  # the sequences are somebody else's
+            caches.append(self._cache([seqs[row] for row in some], base, owns=False))
         return self._run(caches, list(groups.values()), tokens)
 
-    def _cache(self, seqs: list[Sequence], base: int) -> EngineCache:
+    def _cache(self, seqs: list[Sequence], base: int, *, owns: bool = True) -> EngineCache:
         rows = self._door.rows(seqs, [base - seq.length for seq in seqs], base)
-        return EngineCache(rows, self._door.plan, self._door)
+        return EngineCache(rows, self._door.plan, self._door, owns=owns)
 
     def _run(
         self, caches: list[EngineCache], groups: list[list[int]], tokens: Items[NDArray[np.uint32]]
