@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
@@ -554,6 +555,18 @@ class Guard:
         if self._lock.acquire(blocking=False):
             self._depth += 1
             self.__exit__()
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[bool]:
+        """Hold the lock if it comes free in time; gives whether it is held."""
+        if not self._lock.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
+            yield False
+            return
+        try:
+            with self:
+                yield True
+        finally:
+            self._lock.release()
 
     def _leave(self) -> None:
         self._depth -= 1
