@@ -871,7 +871,7 @@ class PageStore:
 
     def _saved(self, block: Block, number: int, codec: int, answer: TierAnswer) -> None:
         block.moving -= 1
-        tier = self.tiers[number]
+        tier, forgotten = self.tiers[number], block.gone
         if answer.outcome is not Outcome.STORED:
             self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
             if answer.reason in AWAY:
@@ -887,7 +887,7 @@ class PageStore:
                 Stored(tier=tier.name, pages=1, n_bytes=answer.n_bytes, seconds=answer.seconds)
             )
         self.settle(block)
-        if answer.outcome is not Outcome.STORED and not block.gone:
+        if answer.outcome is not Outcome.STORED and not forgotten:
             self._not_saved(block, number, answer.reason)
 
     def _not_saved(self, block: Block, number: int, reason: str) -> None:

@@ -188,6 +188,20 @@ def test_what_passes_is_not_warned_of(reason: str) -> None:
     kv.close()
 
 
+def test_a_page_that_left_its_device_meanwhile_is_counted_too() -> None:
+    tier = failing("EIO")
+    kv = make_kv(simple(), tiers=[tier])
+    published(kv, list(range(40)))
+    with kv.lock:
+        while kv.planner.store._give_up(0, 1):
+            pass  # the tier has the bodies, and nothing else has
+    tier.work("EIO")
+    with pytest.warns(UserWarning, match="EIO"):
+        assert not kv.flush()
+    assert kv.stats()["tiers"]["lasting"]["dropped"] == 5
+    kv.close()
+
+
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowkv.tiers.io.engine.FileIO.free_bytes", lambda self, path: 4096)
 
