@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowkv.cache import erasure, export, mover, overflow, pinned, stack, step, store, swap
+    from flowkv.cache import (
+        ending,
+        erasure,
+        export,
+        mover,
+        overflow,
+        pinned,
+        stack,
+        step,
+        store,
+        swap,
+    )
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import relocate
@@ -215,7 +226,14 @@ if TYPE_CHECKING:
         UNKNOWN_STOP,
     )
     from flowkv.policy.by_score import ByScore, _keys
-    from flowkv.policy.deferred import FEW_VISITS, MOST_KEPT, Deferred, Rehearsals, deferred
+    from flowkv.policy.deferred import (
+        _REHEARSALS,
+        FEW_VISITS,
+        MOST_KEPT,
+        Deferred,
+        Rehearsals,
+        deferred,
+    )
     from flowkv.policy.hazard.compiled import (
         BASE_LIMIT,
         BASES,

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
+from math import inf
 from pathlib import Path
 from time import sleep
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from flowkv.cache import erasure, export, swap
 from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
+from flowkv.cache.ending import Ending, make_way
 from flowkv.cache.export import Bundles, Exported, Loaded
 from flowkv.cache.load import PageLoader
 from flowkv.cache.requests import (
@@ -322,7 +324,10 @@ class KV:
         self.namespace = b""
         self._warned: set[str] = set()
         self._detach: list[Callable[[], None]] = []
-        self._proofs: list[Callable[[], None]] = []
+        self._proofs: list[Callable[[float], object]] = []
+        self._model: Callable[[], object] | None = None  # None where none was attached
+        self._ending: Ending | None = None
+        self._lost = 0  # pages of which `flush` has told
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
@@ -331,7 +336,7 @@ class KV:
         self._tiers: list[Tier] = []
         self._open: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
         self._recordings: list[Recording] = []
-        self._handing_over = 0  # blocks of `hand_over` that are open
+        self._handing_over: list[None] = []  # blocks of `hand_over` that are open
         self._traces: list[TraceFile] = []
         self.planner: Planner | None = None
         self.prefetches: PrefetchManager | None = None
@@ -367,6 +372,8 @@ class KV:
     def _build(self, geometry: Geometry, whole: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)
         if self.planner is None:
+            places = self.config.places(on_cpu=_on_cpu(geometry))
+            make_way(place.path for place in places if place.kind == "disk")
             self._tiers = open_tiers(
                 *(self.config, self._given, self.clock, self.gate.rates),
                 on_cpu=_on_cpu(geometry),
@@ -375,21 +382,31 @@ class KV:
             self.planner.store.flush(self.config.load_deadline_s)
             self.planner.store.detach_tiers()
         self._introduce(namespace)
+        # The store must not hold the cache, which may go before its last pages are written.
+        config, make_policy, handing_over = self.config, self._make_policy, self._handing_over
         prefetches: PrefetchManager | None = None  # which needs the store that tells it
         store = PageStore(
             geometry,
             pools,
             divided(self._tiers, whole, self.shard),
-            policies=lambda kind, size: policy_of(self.config, kind, size, self._make_policy),
+            policies=lambda kind, size: policy_of(config, kind, size, make_policy),
             clock=self.clock,
             bus=self.bus,
             config=self.config,
             gate=self.gate,
-            sends=lambda: self._handing_over > 0,
+            sends=lambda: bool(handing_over),
             on_drop=lambda slots: prefetches.dropped(slots) if prefetches is not None else None,
             on_unused=lambda block: prefetches.unused(block) if prefetches is not None else None,
             give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - which needs the store
         )
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = (
+            Ending(self, store, self.lock, config.exit_s, over=over, prepare=prepare_exit)
+            if store.tiers
+            else None
+        )
+        self._lost = 0
         self.loader = loader = PageLoader(store)
         self.prefetches = prefetches = self._open_prefetches(store)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
@@ -408,6 +425,7 @@ class KV:
         self.auditor = Auditor(self.restorer, self._like, self.step, self._condemned)
         if self.config.record and not self._recordings:
             self.record(self.config.record)
+        store.check_room()
 
     def _check_policies(self) -> None:
         """Has a wrong option told now, and not when a model is attached."""
@@ -547,15 +565,18 @@ class KV:
         """Whether this process was forked from the one that opened it."""
         return os.getpid() != self._pid
 
-    def _prove(self) -> None:
-        if not self.closed:
-            for callback in self._proofs:
-                callback()
+    def _prove(self, end_s: float = inf) -> bool:
+        return self.closed or all([callback(end_s) is not False for callback in self._proofs])
 
     def detach(self) -> None:
-        """Takes the cache off the model it is attached to; the model is as before."""
+        """Takes the cache off the model it is attached to; the model is as before.
+
+        What is queued is still written, at the end of the process at the latest.
+        """
         self._prove()
         self._proofs.clear()
+        if self._model is not None:
+            self._model = lambda: None
         _run_all(self._detach)
 
     def _alive(self) -> None:
@@ -1222,7 +1243,7 @@ class KV:
                 'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
             )
         self._prove()  # so that no page waits for the first reading of all weights
-        self._handing_over += 1
+        self._handing_over.append(None)
         try:
             try:
                 yield
@@ -1230,7 +1251,7 @@ class KV:
                 if not self.closed:
                     self.flush(self.config.load_deadline_s)
         finally:
-            self._handing_over -= 1
+            self._handing_over.pop()
 
     def take_over(
         self,
@@ -1380,9 +1401,13 @@ class KV:
         return self._bound().defragment()
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Waits until all that was published is written down; False if that took too long.
+        """Waits until all that was published is written down.
 
         Pages that are still to be encoded are written down afterwards.
+
+        Returns:
+            False if that took too long, or if pages were lost since the last call: a tier was full,
+            failed, or was too busy to take them in time.
         """
         if self.inherited:
             return False  # it is the parent that writes
@@ -1393,7 +1418,12 @@ class KV:
         interrupts.cover()
         self.lock.settle()
         with self.lock:
-            return self.planner is None or self._agreed().store.flush(timeout_s)
+            if self.planner is None:
+                return True
+            store = self._agreed().store
+            waiting, told = store.flush(timeout_s), self._lost
+            self._lost = store.lost
+            return not waiting and self._lost == told
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place."""
@@ -1473,6 +1503,8 @@ class KV:
             if self.closed:
                 return
             with ExitStack() as last:  # what closing one of them raises does not keep the others
+                if self._ending is not None:
+                    last.callback(self._ending.cancel)
                 for trace in self._traces:
                     last.callback(trace.close)
                 for tier in self.planner.store.tiers if self.planner else self._tiers:
@@ -1543,10 +1575,25 @@ def drop_unproven(kv: KV) -> None:
             seq.publishable = False
 
 
+def over(kv: KV) -> bool:
+    """Whether the model that a cache was attached to is gone, or was detached."""
+    return kv._model is not None and kv._model() is None
+
+
+def prepare_exit(kv: KV, end_s: float) -> bool:
+    """Bring what a cache knows to where it can be written; whether all was proven by `end_s`."""
+    proven = kv._prove(end_s)
+    kv._tell(learned.save)
+    for recording in kv._recordings:
+        recording.close()
+    return proven
+
+
 def follow(
     kv: KV,
     *,
-    prove: Callable[[], None] | None = None,
+    model: Callable[[], object] | None = None,
+    prove: Callable[[float], object] | None = None,
     detach: Callable[[], None] | None = None,
     close: Callable[[], None] | None = None,
     forget: Callable[[str], int] | None = None,
@@ -1557,13 +1604,16 @@ def follow(
 
     Args:
         kv: The cache.
-        prove: Proves pages that were computed so far, so that they can be kept.
+        model: Returns the model, None once it is gone.
+        prove: Proves pages that were computed so far, so that they can be kept, until a time of
+            `time.monotonic`; False if that did not suffice.
         detach: What `KV.detach` does.
         close: What `KV.close` does before anything is released.
         forget: Erases what is kept beside pages for a tenant, and counts it.
         learn: What `KV.learn` does.
         unlearn: Erases a document, where a prompt to be erased is one, and counts it.
     """
+    kv._model = model or kv._model
     kv._proofs += [prove] if prove else []
     kv._detach += [detach] if detach else []
     kv._closings += [close] if close else []

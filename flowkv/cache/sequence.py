@@ -10,8 +10,9 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
@@ -560,6 +561,17 @@ class Guard(_thread.RLock):  # type: ignore[misc]
                 self._deferred.popleft()()
         finally:
             self.release()
+
+    @contextmanager
+    @interrupts.unbroken
+    def within(self, seconds: float) -> Iterator[bool]:
+        """Hold the lock if it comes free in time; gives whether it is held."""
+        held = self.acquire(timeout=min(max(seconds, 0.0), _thread.TIMEOUT_MAX))
+        try:
+            yield held
+        finally:
+            if held:
+                self.release()
 
     # ---- around a fork
 

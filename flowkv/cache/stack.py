@@ -24,7 +24,7 @@ from flowkv.policy.deferred import behind
 from flowkv.policy.hedge import Hedge
 from flowkv.policy.tenants import Tenants
 from flowkv.residency.places import memory_bytes
-from flowkv.tiers.base import Tier
+from flowkv.tiers.base import Tier, reserved_bytes
 from flowkv.tiers.disk.home import LEARNED
 from flowkv.tiers.io.engine import FileIO, read_file, replace_file
 from flowkv.tiers.sharded import ShardedTier
@@ -224,7 +224,7 @@ def tier_report(store: PageStore, number: int) -> dict[str, Any]:
         "kind": tier.kind,
         "engine": getattr(tier, "engine", ""),
         "writable": tier.writable,
-        "used_bytes": tier.used_bytes(),
+        "used_bytes": max(tier.used_bytes() - reserved_bytes(tier), 0),
         "capacity_bytes": tier.capacity_bytes,
         "answers": store.answers(number),
         "breaker": breaker(store, number),

@@ -6,6 +6,9 @@ slots.
 
 from __future__ import annotations
 
+import errno
+import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,11 +31,11 @@ from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, Geometry, granule_o
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views
-from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
+from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored, Warned
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
-from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer
+from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer, no_room
 from flowkv.tiers.erasure_log import ErasureLog
 from flowkv.tiers.host import HostTier
 from flowkv.tiers.remote.erasures import RemoteErasures
@@ -291,6 +294,9 @@ _REST_S = 1.0
 """So long a tier is left alone that says that it does not answer now."""
 AWAY = ("breaker", "closed")
 """What a tier says that is not there now, and may be later."""
+_CODES = {name: code for code, name in errno.errorcode.items()}
+_NO_ROOM = ("full", "remote")
+"""What an engine says whose memory or disk is full; of a local tier, that is a passing state."""
 
 
 class ReadFrom(NamedTuple):
@@ -389,7 +395,8 @@ class PageStore:
         loaded_bytes: Bytes loaded, by tier name.
         stored_bytes: Bytes stored, by tier name.
         refused: Frames that a tier gave and that were refused, by tier name.
-        dropped: Pages that should have been saved and were not, as a tier was busy or away.
+        dropped: Pages that should have been saved and were not: a tier was busy, away or full.
+        lost: Those of them that the tier which lasts should have got.
         unpaid: Pages that were not saved as loading them could never pay, by tier name.
     """
 
@@ -434,6 +441,8 @@ class PageStore:
         self._strangers: dict[int, list[Block]] = {}
         self.loaded_bytes, self.stored_bytes = Counter[str](), Counter[str]()
         self.refused, self.dropped, self.unpaid = (Counter[str]() for _ in range(3))
+        self.lost = 0
+        self._troubles: dict[str, str] = {}  # why a tier stores nothing; "" once that was said
         self._incoming = Counter[int]()
         self.pools = pools
         self.device_places = {
@@ -774,6 +783,7 @@ class PageStore:
     def miss_out(self, number: int) -> None:
         """Counts a page that a tier should have got."""
         self.dropped[self.tiers[number].name] += 1
+        self.lost += number == self.lasting()
 
     def worth_saving(self, block: Block, number: int) -> bool:
         """Whether a page can ever be worth loading from a tier; if not, that is counted."""
@@ -861,7 +871,7 @@ class PageStore:
 
     def _saved(self, block: Block, number: int, codec: int, answer: TierAnswer) -> None:
         block.moving -= 1
-        tier = self.tiers[number]
+        tier, forgotten = self.tiers[number], block.gone
         if answer.outcome is not Outcome.STORED:
             self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
             if answer.reason in AWAY:
@@ -877,7 +887,53 @@ class PageStore:
                 Stored(tier=tier.name, pages=1, n_bytes=answer.n_bytes, seconds=answer.seconds)
             )
         self.settle(block)
-        self._note_unwritten(block, number, answer)
+        if answer.outcome is not Outcome.STORED and not forgotten:
+            self._not_saved(block, number, answer.reason)
+
+    def _not_saved(self, block: Block, number: int, reason: str) -> None:
+        """Have a page wait for a tier that is away; count what a tier did not take."""
+        again = reason in AWAY and self.writes_back and number == self.lasting()
+        if again and block.page >= 0:
+            self._unwritten[block] = None
+        elif reason != "cancelled":
+            self.miss_out(number)
+            if reason in _CODES or (reason, self.tiers[number].kind) == _NO_ROOM:
+                self._troubles.setdefault(self.tiers[number].name, reason)
+
+    def _say_troubles(self) -> None:
+        """Warn of each tier that cannot store, once; between changes, as warnings may raise."""
+        for name, reason in self._troubles.items():
+            if reason:
+                self._troubles[name] = ""
+                said = f"{name} stores no page now ({reason}"
+                if (code := _CODES.get(reason)) is not None:
+                    said += f": {os.strerror(code)}"
+                self.complain(
+                    "store",
+                    f"{said}): what it lacks is computed anew after a restart. Make room or mend"
+                    ' it; kv.stats()["tiers"] counts such pages as "dropped".',
+                )
+
+    def complain(self, code: str, message: str) -> None:
+        """Warn, and say so on the bus."""
+        self.bus.emit(Warned(code=code, message=message))
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+    @property
+    def unproven(self) -> int:
+        """Pages that would be written if their weights were proven."""
+        return len(self.provisional) if self.writes_back and self.lasting() >= 0 else 0
+
+    def check_room(self) -> None:
+        """Warn of tiers that can store no page of this model, as they are now."""
+        n_bytes = max(self.page_bytes(g, forms.ladder.idle) for g, forms in enumerate(self.forms))
+        for tier in self.tiers:
+            if tier.writable and (why := no_room(tier, n_bytes)):
+                self.complain(
+                    "room",
+                    f"{tier.name} can store no page of this model: {why}. Give it more room, a"
+                    " larger size, or leave it out.",
+                )
 
     def _wipe(self, number: int, keys: list[bytes]) -> None:
         """Erases what was forgotten, as well as that can be done now."""
@@ -1543,27 +1599,35 @@ class PageStore:
             self._give_up_late()
         if self._unwritten:
             self._write_out()
+        if self._troubles:
+            self._say_troubles()
         return handled
 
-    def flush(self, timeout_s: float) -> bool:
-        """Waits until nothing is being stored or waits for that; False if that took too long.
+    def flush(self, timeout_s: float, now_s: Callable[[], float] = compiling.now_s) -> int:
+        """Wait until nothing is being stored or waits for that.
 
         Pages that wait for a tier which is away keep waiting.
+
+        Args:
+            timeout_s: Longest wait.
+            now_s: Its clock; the default one stands still while something is compiled.
+
+        Returns:
+            Pages that still wait, or are on their way.
         """
-        end_s = compiling.now_s() + timeout_s
+        end_s = now_s() + timeout_s
         self.drain()
         while self.mover.storing() or (self._unwritten and not self.rests(self.lasting())):
-            left_s = end_s - compiling.now_s()
+            left_s = end_s - now_s()
             if left_s <= 0 or interrupts.waiting():
-                return False
+                break
             self.drain(min(left_s, _LONGEST_S))
-        return not self._unwritten
+        return self.unsaved
 
-    def _note_unwritten(self, block: Block, number: int, answer: TierAnswer) -> None:
-        """Keeps a page in mind that a tier could not take just now."""
-        again = answer.reason in AWAY and self.writes_back and number == self.lasting()
-        if again and block.page >= 0 and not block.gone:
-            self._unwritten[block] = None
+    @property
+    def unsaved(self) -> int:
+        """Pages that wait to be written, or are on their way."""
+        return self.mover.storing() + len(self._unwritten)
 
     def lasting(self) -> int:
         """Number of the first writable tier that outlives the process, -1 if there is none."""

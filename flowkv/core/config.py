@@ -495,6 +495,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             memory or on disk, and are attended from there.
         max_rows: Most sequences in one step.
         load_deadline_s: Longest wait for a page before it is computed instead.
+        exit_s: Longest time that the end of the process takes to write down what is queued, of a
+            cache that was not closed; 0 writes nothing more.
         audit: Share of restored pages, 0 to 1, that are recomputed and compared with what was
             restored; what is wrong is forgotten everywhere, and told. 0.01 costs about as much as
             recomputing a hundredth of what is restored.
@@ -527,6 +529,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     overflow: bool = False
     max_rows: int = 256
     load_deadline_s: float = 10.0
+    exit_s: float = 2.0
     audit: float = 0.0
 
     def __post_init__(self) -> None:
@@ -557,6 +560,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise _at("max_rows", f"{self.max_rows} rows", "Use at least 1")
         if not 0 < self.load_deadline_s < float("inf"):
             raise _at("load_deadline_s", f"{self.load_deadline_s} seconds", "Use a positive time")
+        if not 0 <= self.exit_s < float("inf"):
+            raise _at("exit_s", f"{self.exit_s} seconds", "Use 0 or more")
         if not 0 <= self.audit <= 1:
             raise _at("audit", f"{self.audit} is no share", "Use 0 (none) to 1 (every page)")
         self._check_frames()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import math
 import sys
 import threading
 import time
@@ -85,7 +86,8 @@ class Identity:
         self.unshared, self._steps = "", _STEPS[0]
         self.namespace = Namespace(model=name)
         self.read(model)
-        weakref.finalize(model, self._forget).atexit = False
+        # Weakly: a model must not keep what its former caches knew of it.
+        weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
 
     def read(self, model: Any, *, anew: bool = False) -> bool:
         """Takes the model as it is now; whether that gave it another name.
@@ -430,6 +432,11 @@ class Identity:
         self._numbers.clear()
 
 
+def _forget(held: weakref.ref[Identity]) -> None:
+    if (identity := held()) is not None:
+        identity._forget()
+
+
 def _stepped(optimizer: Any, *_: Any) -> None:
     if any(group.get("fused") for group in optimizer.param_groups):
         _STEPS[0] += 1
@@ -734,18 +741,34 @@ class Proof:
         self._tell(lambda store: store.reject())
         drop_unproven(self._kv)
 
-    def finish(self) -> None:
-        """Reads all weights from the beginning, so that all that is known by now is proven."""
-        with self._lock:
+    def finish(self, end_s: float = math.inf) -> bool:
+        """Read all weights from the beginning, so that all that is known by now is proven.
+
+        Args:
+            end_s: Give up at this time of `time.monotonic`.
+
+        Returns:
+            Whether nothing is left to be proven; False if that took too long.
+        """
+        left_s = end_s - time.monotonic()
+        if not self._lock.acquire(timeout=min(max(left_s, 0.0), threading.TIMEOUT_MAX)):
+            return False
+        try:
             planner = self._kv.planner
             if planner is None or not planner.store.provisional or self._identity.unnamed:
-                return
+                return True
             self._identity.weights.restart()
             passes = self._identity.weights.passes
+            part_s = 1e9 if end_s == math.inf else _PART_S
             while self._identity.weights.passes == passes:
-                if not self._roll(1e9):
+                if time.monotonic() > end_s:
+                    return False
+                if not self._roll(part_s):
                     self.reject()
-                    return
+                    break
+            return True
+        finally:
+            self._lock.release()
 
     def rest(self) -> None:
         """A call may be over: reads on in the background while nothing else runs."""

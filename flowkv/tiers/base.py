@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from flowkv.core.config import format_size
+
 UNBOUNDED = 1 << 62
 """`Tier.capacity_bytes` of a place whose size only its engine knows."""
 
@@ -234,3 +236,20 @@ class Tier(Protocol):
     def close(self) -> None:
         """Finishes or fails what is in flight, keeps what persists, releases everything."""
         ...
+
+
+# What tiers may say beside the protocol.
+
+
+def reserved_bytes(tier: Tier) -> int:
+    """Return the part of `used_bytes` that no frame takes: kept free for managing frames."""
+    return int(getattr(tier, "reserved_bytes", 0))
+
+
+def no_room(tier: Tier, body_bytes: int) -> str:
+    """Return why a tier can store no frame with such a body, however few it holds; "" if it can."""
+    need, size = tier.frame_bytes(body_bytes), tier.capacity_bytes - reserved_bytes(tier)
+    if need > size:
+        return f"a frame takes {format_size(need)} of the {format_size(max(size, 0))} for frames"
+    own = getattr(tier, "no_room", None)
+    return str(own(need)) if own is not None else ""

@@ -17,7 +17,16 @@ from flowkv.core import compiling
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
 from flowkv.core.keys import KEY_BYTES, Shard
-from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.base import (
+    Entry,
+    FrameInfo,
+    Load,
+    Outcome,
+    Store,
+    Tier,
+    TierAnswer,
+    reserved_bytes,
+)
 from flowkv.tiers.remote.erasures import RemoteErasures
 
 # Which KV heads a frame holds, what it is called for that, and how heads move between frames.
@@ -312,6 +321,16 @@ class ShardedTier:
     def used_bytes(self) -> int:
         """Bytes of everybody's frames."""
         return self.inner.used_bytes()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the inner tier says."""
+        return reserved_bytes(self.inner)
+
+    def no_room(self, n_bytes: int) -> str:
+        """What the inner tier says, if it does."""
+        own: Callable[[int], str] | None = getattr(self.inner, "no_room", None)
+        return "" if own is None else own(n_bytes)
 
     def frame_bytes(self, body_bytes: int) -> int:
         """What the inner tier says."""

@@ -469,6 +469,12 @@ class Workers(RequestQueue):
         self._refill()
         return job
 
+    def start(self) -> None:
+        """Start a thread if there is none: at the end of the process none can be started."""
+        with self._changed:
+            if not self._hands and not self.closing:
+                self._hire()
+
     def expire(self) -> float:
         """Fails overdue items, and does without threads that are stuck with them."""
         self._refill()
@@ -502,17 +508,20 @@ class Workers(RequestQueue):
         with self._changed:
             hands = sum(not hand.overdue for hand in self._hands)
             if hands < self._threads and (self._loads or self._stores) and not self.closing:
-                hand = Hand(stores_first=hands == self._threads - 1)
-                hand.thread = threading.Thread(
-                    target=self._run, args=(hand,), name=f"flowkv {self._name}", daemon=True
-                )
-                self._hands.append(hand)
-                try:
-                    hand.thread.start()
-                except (RuntimeError, MemoryError):  # the system has none now
-                    self._hands.remove(hand)
-                    if all(other.overdue for other in self._hands):
-                        self.fail_waiting("memory")
+                self._hire(stores_first=hands == self._threads - 1)
+
+    def _hire(self, *, stores_first: bool = False) -> None:
+        hand = Hand(stores_first)
+        hand.thread = threading.Thread(
+            target=self._run, args=(hand,), name=f"flowkv {self._name}", daemon=True
+        )
+        self._hands.append(hand)
+        try:
+            hand.thread.start()
+        except (RuntimeError, MemoryError):  # the system has none now
+            self._hands.remove(hand)
+            if all(other.overdue for other in self._hands):
+                self.fail_waiting("memory")
 
     def _run(self, hand: Hand) -> None:
         """The life of a thread, which never dies with an item in its hands."""

@@ -122,7 +122,7 @@ def test_a_second_cache_writes_once_the_first_is_closed(tmp_path: Path) -> None:
     disk = f"{tmp_path}:64MiB"
     first = make_kv(simple(), pages=16, disk=disk)
     published(first, P)
-    with pytest.warns(UserWarning, match="another process owns"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         second = make_kv(simple(), pages=16, disk=disk)
     published(second, Q)
     assert second.flush() and not second.planner.store.tiers[0].writable
@@ -231,7 +231,7 @@ def test_models_that_share_a_directory_keep_their_frames(
 
 def test_what_any_cache_of_the_process_uses_is_in_use(tmp_path: Path) -> None:
     mine = small_disk(tmp_path, "mine")
-    with pytest.warns(UserWarning, match="another process owns"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         beside = small_disk(tmp_path, "other")
     tier = mine.planner.store.tiers[0]
     assert set(inspect(tmp_path).names.values()) == {"mine"}, "a reader writes nothing"

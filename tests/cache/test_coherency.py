@@ -56,7 +56,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
 
 @contextmanager
 def reader() -> Iterator[None]:
-    with pytest.warns(UserWarning, match="another process owns"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         yield
 
 

@@ -305,7 +305,7 @@ def test_pages_are_handed_over_where_nothing_is_written_down_else() -> None:
     with toy.make_kv(toy.simple(), tiers=[tier], write_back=False) as kv:
         toy.published(kv, [99] * 24)
         assert kv.flush() and not list(tier.scan())
-        follow(kv, prove=lambda: proofs.append(len(list(tier.scan()))))
+        follow(kv, prove=lambda _: proofs.append(len(list(tier.scan()))))
         with kv.hand_over():
             assert proofs == [0], "what is computed from here on need not wait for a proof"
             toy.published(kv, [98] * 24)

@@ -138,7 +138,7 @@ def test_a_reader_leaves_it_as_it_is(tmp_path: Path) -> None:
     owner.close()
     before = (tmp_path / "kv" / "learned").read_bytes()
     owner = disk_kv(tmp_path / "kv")
-    with pytest.warns(UserWarning, match="another process"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         reader = disk_kv(tmp_path / "kv")
     published(reader, [1] * 25)
     reader.close()

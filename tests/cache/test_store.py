@@ -109,7 +109,8 @@ def test_a_full_tier_makes_room_by_its_policy() -> None:
 
 
 def test_a_tier_that_is_too_small_for_a_page_is_left_alone() -> None:
-    kv = simple_kv(MemoryTier(4000), pages=4)
+    with pytest.warns(UserWarning, match="memory can store no page of this model: a frame takes"):
+        kv = simple_kv(MemoryTier(4000), pages=4)
     published(kv, P)
     published(kv, Q)
     assert kv.stats()["tiers"]["memory"]["blocks"] == 0 and reused(kv, Q) == 24
@@ -192,7 +193,8 @@ def test_a_store_that_fails_is_reported_and_loses_nothing_else() -> None:
     kv = simple_kv(disk)
     published(kv, P)
     disk.work("ENOSPC")
-    kv.flush()
+    with pytest.warns(UserWarning, match="ENOSPC"):
+        assert not kv.flush()
     assert kv.stats()["events"]['failures_total{operation="store",tier="lasting"}'] == 3
     assert reused(kv, P) == 24
     audit(kv)

@@ -382,7 +382,7 @@ def test_damage_is_healed_from_the_next_tier(tmp_path: Path) -> None:
 
 def test_a_reader_of_a_directory_finds_what_its_owner_stores(tmp_path: Path) -> None:
     owner = Keeper([DiskTier(tmp_path / "kv", 4 << 20)], lru)
-    with pytest.warns(UserWarning, match="another process owns"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         reader = Keeper([DiskTier(tmp_path / "kv", 4 << 20)], lru)
     stored(owner.caller(), ["a"])
     theirs = reader.caller()
@@ -400,7 +400,7 @@ def test_a_reader_of_a_directory_finds_what_its_owner_stores(tmp_path: Path) -> 
 def two(tmp_path: Path) -> Iterator[tuple[Caller, Caller]]:
     """The owner of a directory, and who reads it with memory of its own."""
     owner = Keeper([host(32, "theirs"), DiskTier(tmp_path / "kv", 4 << 20)], lru)
-    with pytest.warns(UserWarning, match="another process owns"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         reader = Keeper([host(32), DiskTier(tmp_path / "kv", 4 << 20)], lru)
     yield owner.caller(), reader.caller()
     reader.close()

@@ -60,7 +60,7 @@ def disks(directory: Path, **options: Any) -> tuple[Callable[[int], Tier], Calla
 
 def reader(tier: Tier) -> Tier:
     """A second handle of a disk tier's directory, as another process has it."""
-    with pytest.warns(UserWarning, match="another process owns"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         return DiskTier(tier.name.removeprefix("disk:"), tier.capacity_bytes)
 
 

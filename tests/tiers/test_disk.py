@@ -44,7 +44,7 @@ MIB = 1 << 20
 
 
 def reader_of(directory: Path) -> DiskTier:
-    with pytest.warns(UserWarning, match="another process owns"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         return DiskTier(directory, MIB)
 
 
@@ -312,7 +312,8 @@ def test_a_reader_may_be_first_to_look(tmp_path: Path) -> None:
 
 def test_F10_exclusive(tmp_path: Path) -> None:
     owner = DiskTier(tmp_path, MIB, exclusive=True)
-    with pytest.raises(StoreError, match=r"another process owns .*\. Close it there"):
+    owned = r"another cache of this process owns .*\. Close the other one"
+    with pytest.raises(StoreError, match=owned):
         DiskTier(tmp_path, MIB, exclusive=True)
     owner.close()
     DiskTier(tmp_path, MIB, exclusive=True).close()

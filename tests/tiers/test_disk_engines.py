@@ -139,7 +139,7 @@ def test_F12_with_the_device(opened: Opener) -> None:
 def test_F12_readers(opened: Opener) -> None:
     owner = opened()
     stored(owner, range(5))
-    with pytest.warns(UserWarning, match="another process owns"):
+    with pytest.warns(UserWarning, match="another cache of this process"):
         reader = opened()
     stored(owner, range(5, 10))
     assert hits(reader, range(10)) == 10

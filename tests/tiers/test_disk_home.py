@@ -233,7 +233,7 @@ def test_only_the_owner_erases(tmp_path: Path) -> None:
     stored(owner, ["a"])
     with pytest.warns(UserWarning):
         reader = DiskTier(tmp_path, MIB)
-    with pytest.raises(StoreError, match="another process owns"):
+    with pytest.raises(StoreError, match="another cache of this process"):
         reader.erase([key_of("a")])
     reader.close()
     owner.close()
@@ -344,7 +344,7 @@ def test_repair_of_a_store_of_both_kinds(tmp_path: Path) -> None:
 def test_repair_wants_the_store_for_itself(tmp_path: Path) -> None:
     filled(tmp_path)
     owner = DiskTier(tmp_path, MIB)
-    with pytest.raises(StoreError, match="another process owns"):
+    with pytest.raises(StoreError, match="another cache of this process"):
         repair(tmp_path)
     owner.close()
     assert msgspec.json.decode(msgspec.json.encode(repair(tmp_path)))["frames"] == 39

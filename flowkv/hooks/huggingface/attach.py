@@ -195,7 +195,7 @@ def install(
     identity.settle(model)  # with the hooks of the door, which are in no name
     bind(kv, found.plan.geometry, identity.namespace)
     door.tried()
-    follow(kv, prove=door.proof.finish)
+    follow(kv, model=weakref.ref(model), prove=door.proof.finish)
     return door
 
 

@@ -134,7 +134,8 @@ class Home:
     Attributes:
         path: The directory.
         owner: Whether this object may write.
-        obstacle: Why it may not, if that is no other process.
+        obstacle: Why it may not, if that is no other owner.
+        title: The model that its frames are of; "" while that is not known.
         superblock: What the directory says; None while its owner is still making it, or if this
             version cannot read it.
         found: Whether the superblock was there before.
@@ -153,7 +154,7 @@ class Home:
         self.superblock: Superblock | None = None
         self.found = False
         self._lock_fd = self._directory_fd = -1
-        self.owner, self.obstacle = False, ""
+        self.owner, self.obstacle, self.title = False, "", ""
         try:
             self._prepare()
             self._lock()
@@ -161,8 +162,8 @@ class Home:
                 raise StoreError(
                     f"{self.path} can only be read ({self.obstacle})"
                     if self.obstacle
-                    else f"another process owns {self.path}",
-                    "Close it there, choose another directory, or open without exclusive=True",
+                    else f"{owner_of(self.path)} {self.path}",
+                    "Close the other one, choose another directory, or open without exclusive=True",
                 )
             self._identify(capacity_bytes)
             if self.obstacle and not self.found:
@@ -357,6 +358,16 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def owner_of(directory: Path) -> str:
+    """Return the subject of a sentence: what owns a directory that is owned."""
+    for home in list(_homes):
+        with contextlib.suppress(OSError):
+            if home.owner and os.path.samefile(home.path, directory):
+                model = f" (of {home.title})" if home.title else ""
+                return f"another cache of this process{model} owns"
+    return "another process owns"
 
 
 def owned(directory: Path) -> bool:

@@ -16,6 +16,7 @@ import errno
 import os
 import re
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import own_memory
@@ -33,6 +35,7 @@ from flowkv.tiers.disk.home import (
     FrameShape,
     Home,
     Superblock,
+    owner_of,
     write_superblock,
 )
 from flowkv.tiers.disk.journal import (
@@ -109,6 +112,7 @@ class DirectoryQuota:
     Attributes:
         capacity_bytes: The same.
         garbage: Dead records that the journal may hold.
+        reserved_bytes: What managing frames may take, without any frame.
 
     Raises:
         ConfigError: The capacity is too small.
@@ -122,12 +126,12 @@ class DirectoryQuota:
         self.capacity_bytes = capacity_bytes
         self.garbage = min(max(capacity_bytes >> 16, 64), 1 << 18)
         reserve = (capacity_bytes >> 9) + min(capacity_bytes >> 4, 1 << 19)
-        self._fixed_bytes = _FIXED_BYTES + reserve + self.garbage * CHARGE_BYTES
+        self.reserved_bytes = _FIXED_BYTES + reserve + self.garbage * CHARGE_BYTES
 
     def overhead_bytes(self, frames: int) -> int:
         """What so many frames take beside their slots."""
         # every frame may stand in the journal twice: a compaction writes a second one
-        return self._fixed_bytes + 2 * CHARGE_BYTES * frames
+        return self.reserved_bytes + 2 * CHARGE_BYTES * frames
 
     def slots_bytes(self, frames: int) -> int:
         """What is left for the slots of so many frames."""
@@ -713,6 +717,7 @@ def agree(header: Header, held: Held) -> Header:
 
 
 _BLANKED_AT_ONCE = 16
+_LOOK_S = 0.01
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()  # that caches are bound to
 
 
@@ -796,14 +801,33 @@ class DiskStore:
 
     @property
     def obstacle(self) -> str:
-        """Why it may not write, if that is no other process."""
+        """Why it may not write, if that is no other owner."""
         return self._home.obstacle
+
+    @property
+    def owned_by(self) -> str:
+        """What owns the directory, as far as that is known here."""
+        return owner_of(self.path)
 
     def used_bytes(self) -> int:
         """Bytes that are charged: frames, and what managing them takes or may take."""
         with self._lock:
             overhead = self._quota.overhead_bytes(self._frames())
             return overhead + self._slabs.allocated_bytes - self._slabs.free_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that are charged without any frame."""
+        return self._quota.reserved_bytes
+
+    def no_room(self, n_bytes: int) -> str:
+        """Return why the file system can take no frame; "" if it can, or frames may give way."""
+        if not self.owner or len(self._index):
+            return ""
+        free = self._files.free_bytes(str(self.path))
+        if free >= n_bytes:
+            return ""
+        return f"a frame takes {format_size(n_bytes)}, and the disk has {format_size(free)} left"
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Upper bound of what one more frame is charged."""
@@ -1108,7 +1132,7 @@ class DiskStore:
     def bind(self, namespace: bytes, name: str) -> None:
         """A cache uses a namespace from now on."""
         with self._lock:
-            self._bound[namespace] = name
+            self._bound[namespace] = self._home.title = name
             _stores.add(self)
             self._note_bound()
 
@@ -1151,15 +1175,36 @@ class DiskStore:
             if there and sizes is not None:
                 there = not journal.replaced() and all(map(self._slabs.there, sizes))
             if not there:
-                self.owner, self.shared = False, True
-                self._drop_journal()
-                self._let_go()
+                self._yield()
         return self.owner
 
     @property
     def _quiet(self) -> bool:
         """Whether nothing that was begun can still read or write a slab file."""
         return not (self._slabs.pinned or self._busy or self._tidying.locked())
+
+    def cede(self, wait_s: float) -> bool:
+        """Give up the directory, and read on; whether nothing of this object can write any more.
+
+        Args:
+            wait_s: Longest wait for what was begun.
+        """
+        end_s = time.monotonic() + wait_s
+        with self._lock:
+            if self._journal is not None and self._leads():
+                with contextlib.suppress(OSError):
+                    self._journal.settle()
+                self._note_contents()
+                self._yield()
+            while self._home.owner and (left_s := end_s - time.monotonic()) > 0:
+                self._unpinned.wait(min(left_s, _LOOK_S))
+                self._let_go()
+            return not self._home.owner
+
+    def _yield(self) -> None:
+        self.owner, self.shared = False, True
+        self._drop_journal()
+        self._let_go()
 
     def _let_go(self) -> None:
         """Leaves the directory to others once nothing that was begun can still be written."""

@@ -1193,7 +1193,8 @@ class DiskTier:
             warnings.warn(
                 f"{self._store.obstacle} in {path}: it is read, and nothing is stored there"
                 if self._store.obstacle
-                else f"another process owns {path}: this one reads it and stores nothing there",
+                else f"{self._store.owned_by} {path}: this one reads it and stores nothing there"
+                " until the other one is closed",
                 UserWarning,
                 stacklevel=2,
             )
@@ -1227,6 +1228,15 @@ class DiskTier:
     def engine(self) -> str:
         """Name of the engine that moves the bytes."""
         return self._engine.name
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of `used_bytes` that are kept for managing frames."""
+        return self._store.reserved_bytes if self._usable() else 0
+
+    def no_room(self, n_bytes: int) -> str:
+        """Return why the file system can take no frame of so many bytes; "" if it can."""
+        return self._store.no_room(n_bytes) if self._usable() else ""
 
     def used_bytes(self) -> int:
         """Bytes charged for frames, and for managing them."""
@@ -1304,7 +1314,7 @@ class DiskTier:
         if not self._usable():
             return 0
         if not self.writable:
-            raise StoreError(f"another process owns {self.name}", "Erase there")
+            raise StoreError(f"{self._store.owned_by} {self.name}", "Erase there")
         try:
             count = self._store.delete(keys)
             self._conductor.known.clear()
@@ -1349,6 +1359,12 @@ class DiskTier:
         """A cache that uses a namespace is about to use this tier; the directory notes its name."""
         if self._usable():
             self._store.bind(namespace, name)
+            if self._threads:  # now: at the end of the process no thread can be started
+                self._conductor.start(f"flowkv {self.name}")
+
+    def cede(self, wait_s: float) -> bool:
+        """Give up the directory, and read on; whether it is free for another owner."""
+        return not self._usable() or self._store.cede(wait_s)
 
     def in_use(self, namespace: bytes) -> bool:
         """Whether a cache of this process uses a namespace, or one did in the last seven days."""

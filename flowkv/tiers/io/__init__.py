@@ -22,18 +22,24 @@ def open_best(arena: Arena, directory: str) -> IOEngine:
         OSError: The directory cannot be written to.
     """
     if not allows_direct(directory):
-        return ThreadsEngine(direct=False, why=f"no O_DIRECT in {directory}")
+        return _threads(f"no O_DIRECT in {directory}", direct=False)
     if code := _probe_ring():
         why = reason_of_ring(OSError(code, os.strerror(code)))
-        return ThreadsEngine(why=f"no io_uring here ({why})")
+        return _threads(f"no io_uring here ({why})")
     from flowkv.core.machine_code import is_kept  # and with it numba
 
     if not is_kept(Path(__file__).parent):  # seconds of compilation in every process
         why = "nowhere to keep what is compiled: set XDG_CACHE_HOME to a directory of this user"
-        return ThreadsEngine(why=f"no io_uring here ({why})")
+        return _threads(f"no io_uring here ({why})")
     from flowkv.tiers.io.uring import open_engine
 
     return open_engine(arena=arena, directory=directory)
+
+
+def _threads(why: str, *, direct: bool = True) -> ThreadsEngine:
+    engine = ThreadsEngine(direct=direct, why=why)
+    engine.start()  # at the end of the process no thread can be started
+    return engine
 
 
 def _probe_ring() -> int:

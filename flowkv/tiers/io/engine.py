@@ -305,12 +305,26 @@ class ThreadsEngine(DirectFiles):
                 raise StateError("the engine is closed", "Open another one")
             self._queue += rows
             wanted = len(self._queue) - self._idle
-            while wanted > 0 and len(self._threads) < self.depth:
-                thread = threading.Thread(target=self._run, name="flowkv io", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            while wanted > 0 and len(self._threads) < self.depth and self._start():
                 wanted -= 1
             self._changed.notify(len(rows))
+
+    def start(self) -> None:
+        """Start a thread if there is none: at the end of the process none can be started."""
+        with self._changed:
+            if not self._threads and not self._closed:
+                self._start()
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self._run, name="flowkv io", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has none now, or the interpreter is about to end
+            if not self._threads:
+                raise
+            return False
+        self._threads.append(thread)
+        return True
 
     def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
         """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
@@ -499,6 +513,11 @@ class FileIO:
     def remove(self, path: str) -> None:
         """Removes a file."""
         os.unlink(path)
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes that the file system of a path can still take."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
 
     def same(self, fd: int, path: str) -> bool:
         """Whether a path leads to an open file."""

@@ -656,6 +656,11 @@ class RemoteTier:
         """Memory in the hands of calls that hang."""
         return self._workers.retired_bytes
 
+    def bind(self, namespace: bytes, name: str) -> None:
+        """A cache is about to use this tier, until the process ends perhaps."""
+        if self._usable():
+            self._workers.start()
+
     def used_bytes(self) -> int:
         """Bytes of the frames that this process knows of."""
         return self.known.used_bytes() if self._usable() else 0

@@ -1,0 +1,219 @@
+"""The end of a cache that was not closed: at the end of the process, or with its last reference.
+
+What is queued then is written down, for as long as `exit_s` says; what is not, is counted in one
+line on stderr. An `Ending` holds what that takes, and not the cache, which may go any time. The
+collector may run in the middle of any change: it only queues the ending for a thread, which writes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
+from typing import Any
+
+from flowkv.cache.sequence import Guard
+from flowkv.cache.store import PageStore
+
+_now_s = time.monotonic  # a compiler at work does not stop this clock
+
+
+class Ending:
+    """Write down what a cache has queued, once the cache or the process is about to be gone.
+
+    Args:
+        kv: The cache, held weakly.
+        store: Its pages and tiers.
+        lock: The KV lock.
+        exit_s: Longest time for it.
+        over: Whether the model that a cache was attached to is gone, or was detached.
+        prepare: Brings what a cache knows to where it can be written; False if a time of
+            `time.monotonic` came before all of it was proven.
+    """
+
+    def __init__(
+        self,
+        kv: Any,
+        store: PageStore,
+        lock: Guard,
+        exit_s: float,
+        *,
+        over: Callable[[Any], bool],
+        prepare: Callable[[Any, float], bool],
+    ) -> None:
+        self._store, self._lock, self.exit_s, self._pid = store, lock, exit_s, os.getpid()
+        self._over, self._prepare, self._lost = over, prepare, 0
+        self._finalizer = weakref.finalize(kv, _REAPER.put, self.end)
+        self._finalizer.atexit = False
+        _ENDINGS.add(self)
+        _REAPER.start()
+
+    @property
+    def kv(self) -> Any:
+        """The cache; None once it is gone."""
+        found = self._finalizer.peek()
+        return found[0] if found else None
+
+    @property
+    def over(self) -> bool:
+        """Whether the cache is gone, or of no model any more."""
+        kv = self.kv
+        return kv is None or self._over(kv)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether another process, of which this one was forked, has to write."""
+        return os.getpid() != self._pid
+
+    def cancel(self) -> None:
+        """Do nothing any more: the cache is closed, or has another store."""
+        self._finalizer.detach()
+        _ENDINGS.discard(self)
+
+    def begin(self, end_s: float) -> int:
+        """Send what can be sent; returns pages that cannot be written, as they are not proven."""
+        kv, proven, self._lost = self.kv, True, self._store.lost
+        with contextlib.suppress(Exception):
+            proven = kv is None or self._prepare(kv, end_s)
+        with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
+            if held and _now_s() < end_s:
+                self._store.drain()
+        return 0 if proven else self._store.unproven
+
+    def write(self, end_s: float) -> int:
+        """Wait until all is written, or it is time; returns pages that are not."""
+        with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
+            if held and _now_s() < end_s:
+                self._store.flush(end_s - _now_s(), _now_s)
+        return self._store.lost - self._lost + self._store.unsaved
+
+    def end(self) -> None:
+        """Write down what a cache left that is gone, and release its tiers and its pools."""
+        if self.inherited or self not in _ENDINGS:
+            return
+        with ExitStack() as last:  # what ending one of them raises does not keep the others
+            last.callback(self.cancel)
+            for tier in self._store.tiers:
+                last.callback(tier.close)
+            last.callback(self._store.close_logs)
+            last.callback(self._store.mover.cancel)
+            end_s = _now_s() + self.exit_s
+            self.begin(end_s)
+            _tell(self.write(end_s), self.exit_s)
+
+    def cede(self, directory: str) -> None:
+        """Give a directory up, once what is queued is written."""
+        end_s = _now_s() + self.exit_s
+        self.begin(end_s)
+        self.write(end_s)
+        for tier in self._owning(directory):
+            tier.cede(max(end_s - _now_s(), 0.0))
+
+    def owns(self, directory: str) -> bool:
+        """Whether a tier of the cache writes to a directory."""
+        return not self.inherited and bool(self._owning(directory))
+
+    def _owning(self, directory: str) -> list[Any]:
+        found = list[Any]()
+        for tier in self._store.tiers:
+            disk: Any = getattr(tier, "inner", tier)  # of a shard
+            with contextlib.suppress(OSError):
+                if hasattr(disk, "cede") and disk.writable:
+                    found += [disk] if os.path.samefile(disk.path, directory) else []
+        return found
+
+
+class _Reaper:
+    """A thread that ends caches, so that no finalizer waits for anything."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.put = self._queue.put  # which may be called in the middle of itself
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            with contextlib.suppress(RuntimeError):  # the system has none: the exit has to do
+                thread = threading.Thread(target=self._run, name="flowkv ends", daemon=True)
+                thread.start()
+                self._thread = thread
+            if parent_process() is not None:  # such a process may end without what `atexit` knows
+                Finalize(None, _exit, exitpriority=0)
+
+    def settle(self, seconds: float) -> None:
+        """Wait until all that is gone by now is ended."""
+        if self._thread is not None:
+            done = threading.Event()
+            self.put(done.set)
+            done.wait(seconds)
+
+    def forked(self) -> None:
+        """Begin anew, in a child."""
+        self.__init__()  # type: ignore[misc]
+
+    def _run(self) -> None:
+        queue = self._queue
+        while True:
+            work = queue.get()
+            with contextlib.suppress(Exception):
+                work()
+            del work  # the cache's pools go now, and not with the next one
+
+
+_ENDINGS: set[Ending] = set()
+_REAPER = _Reaper()
+
+
+def make_way(directories: Iterable[str]) -> None:
+    """Have caches of this process that are gone, or over, give up directories.
+
+    Args:
+        directories: Those that another cache is about to open.
+    """
+    for directory in directories:
+        owners = [one for one in list(_ENDINGS) if one.owns(directory)]
+        if not all(one.over for one in owners):
+            gc.collect()  # it may be garbage that was not looked at yet
+        if any(one.kv is None for one in owners):
+            _REAPER.settle(max(one.exit_s for one in owners))
+        for one in owners:
+            if one.over and one.owns(directory):
+                one.cede(directory)
+
+
+def _tell(lost: int, exit_s: float) -> None:
+    if lost:
+        with contextlib.suppress(Exception):  # stderr may be closed, or None
+            print(
+                f"flowkv: {lost} pages were not written by the end (exit_s={exit_s:g}): they are"
+                " computed anew. Call kv.close() or kv.flush() before, or raise exit_s",
+                file=sys.stderr,
+            )
+
+
+@atexit.register
+def _exit() -> None:
+    """Write what all caches have queued, side by side."""
+    mine, begun_s = [one for one in list(_ENDINGS) if not one.inherited], _now_s()
+    lost = 0
+    for work in (Ending.begin, Ending.write):
+        for one in mine:
+            with contextlib.suppress(Exception):
+                lost += work(one, begun_s + one.exit_s)
+    _tell(lost, max((one.exit_s for one in mine), default=0.0))
+    for one in mine:
+        one.cancel()
+
+
+os.register_at_fork(after_in_child=_REAPER.forked)
