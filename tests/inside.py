@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         ConfigError,
         GeometryError,
         MissingDependencyError,
+        MissingLibraryError,
         NonFiniteError,
         StateError,
         StoreError,
