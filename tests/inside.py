@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         did_you_mean,
     )
+    from flowkv.core.files import open_regular
     from flowkv.core.geometry import (
         CODEC_SHIFT,
         GRANULE_BYTES,
