@@ -1,8 +1,10 @@
 """The test command: `python -m tests [--all | --thorough] [words for pytest]`.
 
-Style, import contracts, types, then the tests (documentation snippets are among them): the fast
-ones, or with `--all` the thorough ones too. With `--thorough` only those run, without the stages
-before. Each stage is timed; the first that fails ends the run.
+Style, import contracts and types, then the rules of the house and the plain tests, so that what
+fails in the first five minutes is most of what fails; then the other tests (documentation snippets
+are among them): the fast ones, or with `--all` the thorough ones too. With `--thorough`, or words
+for pytest, the tests are one stage; with `--thorough` only those run, without the stages before.
+Each stage is timed; a failure is shown when it comes, and ends the run with its stage.
 """
 
 from __future__ import annotations
@@ -11,18 +13,20 @@ import subprocess
 import sys
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-STAGES = {
+STAGES = {  # two at a time, the longest first
+    "types": [sys.executable, "-m", "mypy"],
     "style": [sys.executable, "-m", "ruff", "check"],
     "format": [sys.executable, "-m", "ruff", "format", "--check"],
     "contracts": [str(SCRIPTS / "lint-imports"), "--no-logo"],
-    "types": [sys.executable, "-m", "mypy"],
 }
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
 PYTEST += ["--durations", "40", "--durations-min", "5"]  # where the time goes
+HOUSE = ["tests/test_house.py", "tests/test_surface.py", "tests/test_testing.py", "tests/core"]
 USUAL = "not slow and not matrix and not deep and not nightly"
 SETS = {  # the tests of each, as pytest's -m says it
     "": f"{USUAL} and not thorough",
@@ -48,9 +52,14 @@ def main(arguments: list[str]) -> None:
     start = time.monotonic()
     chosen = next((word for word in arguments if word in SETS), "")
     rest = [word for word in arguments if word not in SETS]
-    for name, command in STAGES.items() if chosen != "--thorough" else ():
-        run(name, command, quiet=True)
-    run("tests", [*PYTEST, "-m", SETS[chosen], *rest], quiet=False)
+    pytest = [*PYTEST, "-m", SETS[chosen]]
+    if chosen != "--thorough":
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda name: run(name, STAGES[name], quiet=True), STAGES))
+    if chosen != "--thorough" and not rest:
+        run("house", [*pytest, *HOUSE], quiet=False)
+        rest = [f"--ignore={path}" for path in HOUSE]
+    run("tests", [*pytest, *rest], quiet=False)
     print(f"{'all':<10} {'ok':<6} {time.monotonic() - start:7.1f} s")
 
 

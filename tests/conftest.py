@@ -38,6 +38,7 @@ test_artifacts.py test_benchmarks.py test_demo.py
 tiers/remote/test_redis_faults.py tiers/test_disk_kill.py tiers/test_disk_power.py
 tiers/test_faults.py tiers/test_interleavings.py tiers/test_simulation.py
 """.split()
+FILES = frozenset(TESTS / name for name in THOROUGH)
 
 # Files of tests that count the pages which are reused: there, what fills none is not. Others, the
 # machine of calls and every architecture above all, reuse it.
@@ -93,9 +94,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class Failures:
+    """Shows each failure when it comes; pytest shows them all at its end, once more."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        screen = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and screen is not None:  # workers of xdist have none
+            screen.ensure_newline()
+            screen.write_line(f"FAILED {report.nodeid}")
+            screen.write_line(report.longreprtext)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tame the thread pools before any model runs: workers share the machine's few cores."""
     watch()
+    config.pluginmanager.register(Failures(config))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -117,6 +134,14 @@ def part_of(item: pytest.Item, parts: int) -> int:
     return 1 + zlib.crc32((path if shared else item.nodeid).encode()) % parts
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files unread of which `-m` with or without `thorough` would choose no test."""
+    chosen, listed = config.option.markexpr, collection_path in FILES
+    if collection_path.name.startswith("test_") and not listed and chosen.endswith("and thorough"):
+        return "thorough" not in collection_path.read_text() or None
+    return True if listed and chosen.endswith("and not thorough") else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep our part, mark the thorough tests; skip what needs a GPU where there is none."""
@@ -125,9 +150,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if part_of(item, parts) != part]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if part_of(item, parts) == part]
-    thorough = {TESTS / name for name in THOROUGH}
     for item in items:
-        if item.path in thorough:
+        if item.path in FILES:
             item.add_marker("thorough")
     if torch.cuda.is_available():
         return

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         ConfigError,
         GeometryError,
         MissingDependencyError,
+        MissingLibraryError,
         NonFiniteError,
         StateError,
         StoreError,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         did_you_mean,
     )
+    from flowkv.core.files import open_regular
     from flowkv.core.geometry import (
         CODEC_SHIFT,
         GRANULE_BYTES,

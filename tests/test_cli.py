@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -368,6 +369,33 @@ def test_prompts_by_line_and_as_json_lines(tmp_path: Path) -> None:
     lines.write_text('{"prompt": "one\\ntwo"}\n{"prompt": "three", "id": 3}\n')
     assert read_prompts(str(plain)) == ["one", "  two "]
     assert read_prompts(str(lines)) == ["one\ntwo", "three"]
+
+
+NO_ENDS = ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_lines_of_prompts_end_as_files_have_it(tmp_path: Path, end: str, mark: str) -> None:
+    plain, lines = tmp_path / "prompts.txt", tmp_path / "prompts"
+    prompts = [f"one{odd}more" for odd in NO_ENDS] + ["caf\u00e9 \ufeff", "two"]
+    plain.write_bytes((mark + end.join(prompts) + end).encode())
+    assert read_prompts(str(plain)) == prompts
+    said = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    lines.write_bytes((mark + end.join(said)).encode())
+    assert read_prompts(str(lines)) == prompts
+    lines.rename(tmp_path / "prompts.jsonl")
+    assert read_prompts(str(tmp_path / "prompts.jsonl")) == prompts
+
+
+@pytest.mark.parametrize("coding", ["ascii", "latin-1", "utf-8", "cp1252"])
+def test_every_stream_takes_the_result(coding: str) -> None:
+    said = {"text": "caf\u00e9 \u4f60\U0001f600 \u2028", "half": "\ud800", "n": 1}
+    for result in (said, {key: said[key] for key in ("text", "n")}):
+        raw = io.BytesIO()
+        stream = io.TextIOWrapper(raw, encoding=coding)
+        command._print_json(result, stream)
+        assert json.loads(raw.getvalue().decode(coding)) == result
 
 
 @pytest.mark.parametrize(

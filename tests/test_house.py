@@ -17,6 +17,7 @@ import pytest
 import flowkv
 from tests import __main__ as command
 from tests import conftest, inside
+from tests.inside import MissingDependencyError, MissingLibraryError
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "flowkv"
@@ -229,9 +230,9 @@ def test_fast_and_thorough_tests_are_all_tests() -> None:
 @pytest.mark.parametrize(
     ("words", "chosen", "rest", "stages"),
     [
-        ([], "", [], 5),
+        ([], "", [f"--ignore={path}" for path in command.HOUSE], 6),
         (["-k", "x"], "", ["-k", "x"], 5),
-        (["--all"], "--all", [], 5),
+        (["--all"], "--all", [f"--ignore={path}" for path in command.HOUSE], 6),
         (["tests/core", "--thorough"], "--thorough", ["tests/core"], 1),
     ],
 )
@@ -243,6 +244,32 @@ def test_the_test_command_runs_what_it_is_asked_for(
     command.main(words)
     assert len(ran) == stages
     assert ran[-1] == [*command.PYTEST, "-m", command.SETS[chosen], *rest]
+    if stages == 6:
+        assert ran[-2] == [*command.PYTEST, "-m", command.SETS[chosen], *command.HOUSE]
+    assert all((ROOT / path).exists() for path in command.HOUSE)
+
+
+def test_a_failure_is_shown_when_it_comes() -> None:
+    lines: list[str] = []
+    screen = SimpleNamespace(ensure_newline=lambda: None, write_line=lines.append)
+    plugins = SimpleNamespace(get_plugin={"terminalreporter": screen}.get)
+    shown = conftest.Failures(SimpleNamespace(pluginmanager=plugins))  # type: ignore[arg-type]
+    shown.pytest_runtest_logreport(SimpleNamespace(failed=False))  # type: ignore[arg-type]
+    assert not lines
+    report = SimpleNamespace(failed=True, nodeid="tests/test_x.py::test", longreprtext="why")
+    shown.pytest_runtest_logreport(report)  # type: ignore[arg-type]
+    assert lines == ["FAILED tests/test_x.py::test", "why"]
+
+
+def test_files_that_a_mark_leaves_out_are_not_imported() -> None:
+    def left(path: str, chosen: str) -> bool:
+        config = SimpleNamespace(option=SimpleNamespace(markexpr=command.SETS[chosen]))
+        return bool(conftest.pytest_ignore_collect(ROOT / "tests" / path, config))  # type: ignore[arg-type]
+
+    some = conftest.THOROUGH[0]
+    assert left(some, "") and not left(some, "--all") and not left(some, "--thorough")
+    assert left("core/test_keys.py", "--thorough") and not left("core/test_keys.py", "")
+    assert not left("conftest.py", "--thorough") and not left("core", "--thorough")
 
 
 def test_parts_are_all_tests_and_share_what_is_made_once() -> None:
@@ -284,5 +311,12 @@ def test_internals_are_named_in_one_place(test: Path) -> None:
 
 
 def test_what_tests_look_at_is_there() -> None:
-    for shown in inside._PLACES:
-        getattr(inside, shown)
+    """Modules of optional libraries are read where these are missing, as on a fresh machine."""
+    for shown, (module, there) in inside._PLACES.items():
+        try:
+            getattr(inside, shown)
+        except (MissingDependencyError, MissingLibraryError):
+            home = ROOT.joinpath(*module.split("."))
+            if not (home / f"{there}.py").is_file():
+                text = home.with_suffix(".py").read_text()
+                assert re.search(rf"^(class|def) {there}\b", text, re.MULTILINE), shown

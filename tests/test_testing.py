@@ -122,7 +122,7 @@ def test_a_plain_install_has_all_that_needs_no_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    extras = {name for extra in EXTRAS if extra != "dev" for name in modules_of(extra)}
+    extras = {name for extra in EXTRAS for name in modules_of(extra)}
     needed = {
         module
         for line in PROJECT["dependencies"]

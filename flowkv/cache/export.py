@@ -22,6 +22,7 @@ from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
 from flowkv.core import compiling
 from flowkv.core.errors import StoreError
+from flowkv.core.files import MALFORMED, open_regular, sensible
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES, ROOT
 from flowkv.tiers.base import FrameInfo, Load, Outcome
@@ -167,7 +168,7 @@ class ArchiveReader:
     def __init__(self, path: str | os.PathLike[str], envelope: Envelope) -> None:
         self.path, self._envelope = Path(path), envelope
         try:
-            self._file: BinaryIO = self.path.open("rb")
+            self._file: BinaryIO = open_regular(self.path)
             self._size = os.fstat(self._file.fileno()).st_size
             first = self._file.read(GRANULE_BYTES)
         except OSError as error:
@@ -254,15 +255,15 @@ class ArchiveReader:
             return None
         try:
             index = msgspec.msgpack.decode(data, type=_Index)
-        except (msgspec.MsgspecError, RecursionError):
+        except MALFORMED:
             return None
-        sound = all(
-            GRANULE_BYTES <= entry.offset < self._size
-            and entry.n_bytes > 0
-            and len(entry.key) == KEY_BYTES
-            for entry in index.entries
-        )
-        return index if sound and index.version == VERSION else None
+        place = GRANULE_BYTES  # frames in their order, none of them twice: the file is read once
+        for entry in index.entries:
+            inside = place <= entry.offset < self._size and entry.n_bytes > 0
+            if not inside or len(entry.key) != KEY_BYTES:
+                return None
+            place = entry.offset + entry.n_bytes
+        return index if index.version == VERSION else None
 
 
 _BUSY_S = 0.1
@@ -481,7 +482,7 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def sound(self, n_bytes: int) -> bool:
-        if self.dtype not in DTYPES or min(self.shape, default=0) < 0 or self.offset < 0:
+        if self.dtype not in DTYPES or not sensible(self.shape) or self.offset < 0:
             return False
         most = math.prod(max(n, 1) for n in self.shape)
         return most <= MOST_ELEMENTS and self.offset + self.n_bytes <= n_bytes
@@ -597,7 +598,7 @@ class Bundles:
             return None
         try:
             table = msgspec.msgpack.decode((head + rest)[4:length], type=_Table)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except MALFORMED:
             return None
         sound = 0 <= table.n_bytes <= _MOST_BYTES and len(table.digest) == 16
         return table if sound and all(one.sound(table.n_bytes) for one in table.tensors) else None

@@ -17,6 +17,7 @@ from flowkv.cache.sequence import Tables
 from flowkv.cache.store import PageStore, PolicyPlace
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError
+from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Shard
 from flowkv.observe.metrics import Level
@@ -146,7 +147,7 @@ def load(directory: Path, places: Iterable[PolicyPlace]) -> int:
         raise ConfigError(f"{path} is damaged, or no such file", "Delete it")
     try:
         found = msgspec.msgpack.decode(body, type=_File)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise ConfigError(f"{path} is of another version ({error})", "Delete it") from None
     if found.version != VERSION:
         raise ConfigError(f"{path} is of version {found.version}", "Delete it")

@@ -20,6 +20,7 @@ from flowkv.cache.restore import PrefixMatcher, RestoreJob
 from flowkv.cache.seal import finite
 from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.core.errors import CapacityError, StateError, StoreError
+from flowkv.core.files import MALFORMED, sensible
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.core.keys import within
 from flowkv.observe.events import Hit
@@ -370,15 +371,15 @@ def decode_state(blob: bytes) -> dict[str, Any]:
     length = int.from_bytes(blob[:4], "little")
     try:
         description = msgspec.msgpack.decode(blob[4 : 4 + length], type=_Description)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise StoreError(f"a stored state is damaged ({error})", "Delete the store") from None
     values: dict[str, Any] = dict(description.plain)
     at = 4 + length
     for tensor in description.tensors:
         dtype = DTYPES.get(tensor.dtype)
         shape = tensor.shape
-        n_bytes = math.prod(shape) * dtype.itemsize if dtype else 0
-        sound = min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) <= MOST_ELEMENTS
+        sound = sensible(shape) and math.prod(max(n, 1) for n in shape) <= MOST_ELEMENTS
+        n_bytes = math.prod(shape) * dtype.itemsize if dtype and sound else 0
         if dtype is None or not sound or at + n_bytes > len(blob):
             raise StoreError(f"stored state {tensor.name!r} is damaged", "Delete the store")
         raw = bytearray(blob[at : at + n_bytes])

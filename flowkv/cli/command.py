@@ -35,6 +35,7 @@ from flowkv.cli.arguments import (
 )
 from flowkv.core.config import format_size, load_config
 from flowkv.core.errors import ConfigError, FlowKVError, MissingDependencyError
+from flowkv.core.files import MALFORMED, open_regular
 from flowkv.demo.run import DemoFailed
 from flowkv.report.charts import MOST_CURVES, Curves
 from flowkv.report.page import Figures, Section, Table, check_installed, write_report
@@ -116,8 +117,12 @@ def _complain(as_json: bool, text: str, *, usage: str = "", status: int = 2) -> 
 
 
 def _print_json(result: Any, stream: Any) -> None:
-    # msgspec writes NaN as null, which JSON knows.
-    stream.write(msgspec.json.encode(result, enc_hook=str).decode() + "\n")
+    try:  # msgspec writes NaN as null, which JSON knows
+        text = msgspec.json.encode(result, enc_hook=str).decode()
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # as \uXXXX, which every stream takes
+        text = json.dumps(msgspec.to_builtins(result, enc_hook=str))
+    stream.write(text + "\n")
     stream.flush()
 
 
@@ -267,6 +272,9 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 def read_prompts(name: str) -> list[str]:
     r"""Prompts of a file: one per line, or JSON lines with {"prompt": "..."}.
 
+    Lines end with "\n" or "\r\n", and with nothing else that Unicode takes for an end; a byte order
+    mark before the first one is left out.
+
     Args:
         name: The file; "-" for standard input. It is read as JSON lines if it ends in ".jsonl", or
             if its first line is a JSON object.
@@ -274,7 +282,8 @@ def read_prompts(name: str) -> list[str]:
     Raises:
         ConfigError: It cannot be read, holds no prompt, or a line is malformed.
     """
-    lines = [(i, line) for i, line in enumerate(_text(name).splitlines(), 1) if line.strip()]
+    every = enumerate(_text(name).replace("\r\n", "\n").split("\n"), 1)
+    lines = [(number, line) for number, line in every if line.strip()]
     if not lines:
         raise ConfigError(f"{name} holds no prompt", "Write one per line")
     if name.endswith(".jsonl") or isinstance(_parsed(lines[0][1]), dict):
@@ -284,30 +293,35 @@ def read_prompts(name: str) -> list[str]:
 
 def _text(name: str) -> str:
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
-        return data.decode()
-    except OSError as error:
-        raise ConfigError(
-            f"{name} cannot be read ({error.strerror or error})", "Correct the path of the prompts"
-        ) from error
+        if name == "-":
+            data = sys.stdin.buffer.read()
+        else:
+            with open_regular(Path(name).expanduser()) as file:
+                data = file.read()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{name} is not UTF-8 text (byte {error.start})", "Save the prompts as UTF-8"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} cannot be read ({getattr(error, 'strerror', None) or error})",
+            "Correct the path of the prompts, or pass - for standard input",
         ) from error
 
 
 def _parsed(line: str) -> Any:
     try:
         return json.loads(line)
-    except (ValueError, RecursionError):
+    except MALFORMED:
         return None
 
 
 def _prompt(name: str, number: int, line: str) -> str:
     found = _parsed(line)
     prompt = found.get("prompt") if isinstance(found, dict) else None
-    if not isinstance(prompt, str) or not prompt:
-        raise ConfigError(
+    if not isinstance(prompt, str) or not prompt or any("\ud800" <= c <= "\udfff" for c in prompt):
+        raise ConfigError(  # half a surrogate pair is no text
             f"line {number} of {name} is no JSON object with a text `prompt`",
             'Write {"prompt": "..."} on every line',
         )
@@ -490,7 +504,7 @@ def _option(text: str) -> tuple[str, object]:
     name, _, value = text.partition("=")
     try:
         return name.strip(), msgspec.json.decode(value)
-    except msgspec.DecodeError:
+    except MALFORMED:
         raise ConfigError(
             f"{text!r} is no option of a generator", "Write options as seed=3,requests=2000"
         ) from None

@@ -17,13 +17,15 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.files import MALFORMED
 from flowkv.core.keys import ROOT, tenant_salt
-from flowkv.sim.formats import Writer
+from flowkv.sim.formats import MOST_BLOCK_TOKENS, Writer
 
 if TYPE_CHECKING:
     from flowkv.cache.index import Block
@@ -49,6 +51,8 @@ __all__ = [
 Hash: TypeAlias = bytes | int
 """How an engine names a block and all above it; of one publisher, never of two kinds."""
 
+TokenId: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
 DEVICE = "GPU"
 """The medium of blocks that attention reads, whatever the device is."""
 
@@ -73,12 +77,12 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
-    token_ids: list[int]
-    block_size: int
+    token_ids: list[TokenId]
+    block_size: Annotated[int, Meta(ge=1, lt=MOST_BLOCK_TOKENS)]
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: list[Any] | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -117,6 +121,10 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     rank: int | None = None
 
 
+MOST_S = 2.0**33
+"""Times are before the year 2242: nanoseconds fit into 63 bits."""
+
+
 def encode(batch: EventBatch) -> bytes:
     """The third part of a message."""
     return msgspec.msgpack.encode(batch)
@@ -131,7 +139,9 @@ def decode(payload: bytes) -> EventBatch:
     try:
         batch = msgspec.msgpack.decode(payload, type=EventBatch)
         batch.events = [event for raw in batch.events if (event := _event(raw)) is not None]
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        if not 0 <= batch.ts < MOST_S:  # nor NaN
+            raise ValueError(f"its time is {batch.ts}")
+    except (*MALFORMED, TypeError) as error:
         raise ConfigError(
             f"these are no KV events ({error})",
             "Subscribe to what vLLM, SGLang, Dynamo or FlowKV publish",
@@ -146,17 +156,28 @@ def _event(raw: Any) -> KVEvent | None:
         name, *values = raw
         kind = _KINDS.get(name)
         said = dict(zip(kind.__struct_fields__ if kind else (), values, strict=False))
-    return None if kind is None else msgspec.convert(said, kind)
+    event = None if kind is None else msgspec.convert(said, kind)
+    if isinstance(event, BlockStored):
+        keys = [key for keys in event.extra_keys or () for key in keys or ()]
+        parts = [part for key in keys if isinstance(key, list) for part in key]
+        if any(isinstance(part, dict) for part in keys) or any(
+            isinstance(part, list | dict) for part in parts
+        ):
+            raise ValueError("keys within keys within keys")
+    return event
 
 
 # Reading them.
+
+_NUMBER_BYTES = 8
 
 
 class EventSubscription:
     """The events of a publisher from now on. For one thread.
 
-    A gap in the numbers is asked for again where the publisher answers that. What stays unknown may
-    have been anything, so it is handed out as an `AllBlocksCleared`, and so is a new beginning.
+    A gap in the numbers is asked for again where the publisher answers that. What stays unknown, or
+    is no batch of events, may have been anything, so it is handed out as an `AllBlocksCleared`, and
+    so is a new beginning.
 
     Args:
         endpoint: "tcp://host:5557".
@@ -165,7 +186,7 @@ class EventSubscription:
         patience_s: Longest wait for missed messages.
 
     Attributes:
-        lost: Messages that were missed for good.
+        lost: Messages that were missed for good, or are no batches of events.
 
     Raises:
         MissingDependencyError: pyzmq is not installed.
@@ -195,7 +216,7 @@ class EventSubscription:
         found: list[EventBatch] = []
         while self._socket.poll(0 if found else round(timeout_s * 1e3)):
             parts = self._socket.recv_multipart()
-            if len(parts) == 3:
+            if len(parts) == 3 and len(parts[1]) == _NUMBER_BYTES:
                 found += self._take(int.from_bytes(parts[1], "big"), parts[2])
         return found
 
@@ -210,13 +231,13 @@ class EventSubscription:
         self.close()
 
     def _take(self, number: int, payload: bytes) -> Iterator[EventBatch]:
-        batch = decode(payload)
+        batch = self._read(payload)
         due, self._next = self._next, number + 1
         if due is None and self._replay:
             due = 0  # what was said before we came
         if due is not None and number > due:
             missed = self._ask(due, number)
-            yield from (decode(missed[n]) for n in sorted(missed) if n < number)
+            yield from (self._read(missed[n]) for n in sorted(missed))
             lost = number - due - len(missed)
         else:
             lost = 0
@@ -225,6 +246,14 @@ class EventSubscription:
         if lost or (due is not None and number < due):  # unknown, or a publisher that begins anew
             batch.events.insert(0, AllBlocksCleared())
         yield batch
+
+    def _read(self, payload: bytes) -> EventBatch:
+        """The batch of a message; of what is none, that nothing is known any more."""
+        try:
+            return decode(payload)
+        except ConfigError:
+            self.lost += 1
+            return EventBatch(time.time(), [AllBlocksCleared()])
 
     def _ask(self, first: int, last: int) -> dict[int, bytes]:
         """Messages of the numbers from `first` to before `last` that the publisher still has."""
@@ -235,9 +264,11 @@ class EventSubscription:
         with self._context.socket(self._zmq.DEALER) as socket:
             socket.setsockopt(self._zmq.LINGER, 0)
             socket.connect(self._replay)
-            socket.send_multipart([b"", first.to_bytes(8, "big")])
+            socket.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")])
             while socket.poll(max(0, round((end_s - time.monotonic()) * 1e3))):
-                *_, number, payload = socket.recv_multipart()
+                *_, number, payload = (b"", b"", *list[bytes](socket.recv_multipart()))
+                if len(number) != _NUMBER_BYTES or len(found) >= MOST_QUEUED:
+                    break
                 if (n := int.from_bytes(number, "big", signed=True)) < 0:
                     break
                 if first <= n < last:
@@ -370,7 +401,7 @@ class EventPublisher:
                 self._send(self._asked, -1, b"", who, b"")
 
     def _send(self, socket: Any, number: int, payload: bytes, *before: bytes) -> None:
-        numbered = number.to_bytes(8, "big", signed=True)
+        numbered = number.to_bytes(_NUMBER_BYTES, "big", signed=True)
         with contextlib.suppress(self._zmq.ZMQError):  # whoever asked is gone
             socket.send_multipart([*before, self._topic, numbered, payload])
 
@@ -403,7 +434,7 @@ class EventPublisher:
                     root, tokens = block.parent == ROOT, _tokens(block)
                     parent = None if root else block.parent
                     whose = block.tenant if root and block.tenant != self._usual else b""
-                    extra = [(whose.hex(),)] if whose else None
+                    extra: list[tuple[Any, ...] | None] | None = [(whose.hex(),)] if whose else None
                     events.append(
                         BlockStored(
                             [block.key],
@@ -425,6 +456,8 @@ def _tokens(block: Block) -> list[int]:
 
 ANSWERING_S, CHUNK_S = 30.0, 2.0
 MOST_KNOWN = 1 << 20
+MOST_TOKENS = (1 << 31) - 1
+"""Of a prompt or answer in a recording."""
 
 
 class _Request:
@@ -535,8 +568,8 @@ class Recorder:
         self._writer.request(
             round(request.began_s * 1e9),
             b"".join(request.chain),
-            input_tokens=prompt * size,
-            output_tokens=request.answered * size,
+            input_tokens=min(prompt * size, MOST_TOKENS),
+            output_tokens=min(request.answered * size, MOST_TOKENS),
             session=request.session.encode(),
         )
         self.requests += 1

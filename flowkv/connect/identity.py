@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import xxhash
 
 from flowkv.core.errors import ConfigError
+from flowkv.core.files import open_regular
 from flowkv.core.keys import Namespace
 
 _READ_BYTES = 1 << 24
@@ -73,11 +75,16 @@ def fingerprint(model: str, revision: str | None = None) -> str:
     home = path.parent if path.is_file() else path
     found += sorted({f for kind in _USES for f in home.glob(kind)})
     digest = xxhash.xxh3_128()
-    for file in found:
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        with file.open("rb") as data:
-            while part := data.read(_READ_BYTES):
-                digest.update(part)
+    try:
+        for file in found:
+            digest.update(os.fsencode(f"{file.name} {file.stat().st_size} "))
+            with open_regular(file) as data:
+                while part := data.read(_READ_BYTES):
+                    digest.update(part)
+    except OSError as error:
+        raise ConfigError(
+            f"the weights of {model!r} cannot be read ({error})", "Correct the path of the model"
+        ) from error
     return digest.hexdigest()
 
 

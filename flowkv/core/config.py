@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from flowkv.core.errors import ConfigError, FlowKVError, did_you_mean
+from flowkv.core.files import MALFORMED, open_regular
 from flowkv.core.geometry import CODECS
 
 # Sizes ("8GiB", "25%") and places ("disk:/nvme/kv:200GiB"), as people write them.
@@ -705,7 +706,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.expanduser().open("rb") as file:
+        with open_regular(path.expanduser()) as file:
             return tomllib.load(file)
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -713,7 +714,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"the configuration file {path} cannot be read ({reason})",
             f"Correct the path, or unset {ENVIRONMENT}",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise ConfigError(f"{path} is not TOML ({error})", "Correct that line") from error
 
 

@@ -19,6 +19,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StoreError
+from flowkv.core.files import MALFORMED, open_regular, sensible
 from flowkv.core.memory import own_memory
 from flowkv.hooks.fingerprint import BLOCK_BYTES, sums_of
 from flowkv.tiers.io.engine import (
@@ -289,24 +291,27 @@ class _File:
         Raises:
             StoreError: The header contradicts itself or the file.
         """
-        found, parts, blocks = {}, 0, 0
+        found, parts, blocks, ranges = {}, 0, 0, list[tuple[int, int]]()
         for name, said in self._header.items():
             if name == "__metadata__":
                 continue
             try:
                 dtype, shape = DTYPES[said["dtype"]], tuple(map(int, said["shape"]))
                 first, end = map(int, said["data_offsets"])
-                n_bytes = dtype.itemsize * math.prod(shape)
-                right = 0 <= first <= end <= self.size - self._data_at and end - first == n_bytes
-            except (KeyError, TypeError, ValueError):
+                right = sensible(shape) and 0 <= first <= end <= self.size - self._data_at
+                n_bytes = dtype.itemsize * math.prod(shape) if right else -1
+            except (KeyError, TypeError, *MALFORMED):
                 right = False
-            if not right or min(shape, default=0) < 0:
+            if not right or end - first != n_bytes:
                 raise StoreError(f"{self.path} says of {name!r} what cannot be", _REMEDY)
+            ranges.append((first, end))
             found[name] = StoredTensor(
                 number, self._data_at + first, n_bytes, dtype, shape, parts, blocks
             )
             parts += -(-n_bytes // PART_BYTES)
             blocks += -(-n_bytes // BLOCK_BYTES)
+        if any(one[1] > other[0] for one, other in pairwise(sorted(ranges))):
+            raise StoreError(f"{self.path} has two tensors in one place", _REMEDY)
         known = self._known((parts + blocks) * _DIGEST_BYTES)
         self._digests = known[: parts * _DIGEST_BYTES]
         self._sums = known[parts * _DIGEST_BYTES :]
@@ -386,14 +391,14 @@ def _state(status: os.stat_result) -> tuple[int, ...]:
 
 def _header(path: str, size: int) -> tuple[dict[str, Any], int, bytes]:
     """The header of a file, where its data begins, and the header's bytes."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         n_bytes = int.from_bytes(file.read(8), "little")
         if size < 8 or n_bytes > min(size - 8, _MOST_HEADER_BYTES):
             raise StoreError(f"{path} is no safetensors file", "Convert the weights first")
         text = file.read(n_bytes)
     try:
         header = json.loads(text)
-    except ValueError:
+    except MALFORMED:
         header = None
     if not isinstance(header, dict):
         raise StoreError(f"{path} is no safetensors file", "Convert the weights first")
@@ -405,17 +410,54 @@ def _paths(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     indexes = sorted(path.glob("*.safetensors.index.json"))
-    if indexes:
-        try:
-            names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise StoreError(f"{indexes[0]} is no index of files", _REMEDY) from error
-        found = [path / name for name in names]
-    else:
-        found = sorted(path.glob("*.safetensors"))
+    found = _indexed(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
     if not found:
         raise StoreError(f"{path} has no safetensors files", "Pass a directory that has")
+    for file in found:
+        _check_within(file, path)
     return found
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names."""
+    try:
+        with open_regular(index) as file:
+            names = sorted(set(json.loads(file.read())["weight_map"].values()))
+        return [index.parent / name for name in names]
+    except (*MALFORMED, KeyError, AttributeError, TypeError) as error:
+        raise StoreError(f"{index} is no index of files", _REMEDY) from error
+
+
+def _check_within(file: Path, folder: Path) -> None:
+    """Raises `StoreError` where a checkpoint's file lies outside its directory.
+
+    The Hugging Face hub's cache keeps files in `blobs`, beside the snapshots that link to them.
+    """
+    homes = [os.path.realpath(folder)]
+    above, name = os.path.split(os.path.dirname(homes[0]))
+    if name == "snapshots":
+        homes.append(os.path.join(above, "blobs"))
+    try:
+        real = os.path.realpath(file)
+    except ValueError:  # a name that no file has
+        real = ""
+    if not any(real.startswith(os.path.join(home, "")) for home in homes):
+        raise StoreError(f"{file} lies outside of {folder}", "Copy the file into that directory")
+
+
+def check_folder(folder: Path) -> None:
+    """Look at a folder that other libraries read: what is there, and what its indexes name.
+
+    Raises:
+        StoreError: Something is no regular file, or an index names a file outside.
+        OSError: The folder or an index cannot be read.
+    """
+    for found in folder.iterdir():
+        if found.exists() and not (found.is_file() or found.is_dir()):
+            raise StoreError(f"{found} is no regular file", "Remove it from the folder")
+    for index in folder.glob("*.index.json"):
+        for file in _indexed(index):
+            _check_within(file, folder)
 
 
 def _engine(directory: str) -> IOEngine:

@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import threading
 import time
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.errors import ConfigError, StateError, StoreError
+from flowkv.core.files import MALFORMED, open_regular
 from flowkv.observe.events import Bus, Closing, RowsRead
 from flowkv.policy import make_policy
 from flowkv.policy.order.compiled import NODE
@@ -73,6 +75,20 @@ class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def blocks(self) -> int:
         return -(-self.rows // self.block_rows)
+
+    @property
+    def sound(self) -> bool:
+        """Whether a table can be so; its file lies in the directory."""
+        counts = self.rows, self.width, self.block_rows, self.block_bytes
+        dtype = getattr(torch, self.dtype, None)
+        return (
+            self.version == VERSION
+            and min(counts) > 0
+            and isinstance(dtype, torch.dtype)
+            and self.width * dtype.itemsize * self.block_rows <= self.block_bytes
+            and self.block_bytes % ALIGNMENT == 0
+            and re.fullmatch(r"[\w-]+", self.table) is not None
+        )
 
 
 def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> None:
@@ -452,7 +468,8 @@ def _read_manifest(folder: Path) -> tuple[_Description, NDArray[np.uint64]]:
         StoreError: There is none, or it is damaged.
     """
     try:
-        raw = (folder / _MANIFEST).read_bytes()
+        with open_regular(folder / _MANIFEST) as file:
+            raw = file.read()
     except OSError as error:
         raise StoreError(
             f"{folder} has no table ({error.strerror})",
@@ -462,9 +479,9 @@ def _read_manifest(folder: Path) -> tuple[_Description, NDArray[np.uint64]]:
     begin, end = 12 + length, len(raw) - 16
     sound = raw.startswith(MAGIC) and begin <= end  # what follows copies nothing: it may be long
     if sound and xxhash.xxh3_128_digest(memoryview(raw)[:end]) == raw[end:]:
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(*MALFORMED):
             said = msgspec.json.decode(raw[12:begin], type=_Description)
-            if said.version == VERSION and end - begin == 8 * said.blocks:
+            if said.sound and end - begin == 8 * said.blocks:
                 return said, np.frombuffer(raw, "<u8", said.blocks, begin)
     raise StoreError(f"{folder / _MANIFEST} is damaged, or of another version", _ANEW)
 

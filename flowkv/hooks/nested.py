@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
+from flowkv.core.files import MALFORMED
 from flowkv.hooks.fingerprint import UnnamedError, bytes_of
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -285,7 +286,7 @@ def decode_row(body: memoryview) -> tuple[StoredRow, int]:
     try:
         head = msgspec.msgpack.decode(body[_SIZE_BYTES:at], type=_Head)
         sizes = [info.n_bytes for info in head.infos]
-    except (msgspec.MsgspecError, TypeError) as error:
+    except (*MALFORMED, TypeError) as error:
         raise ValueError(f"no row: {error}") from error
     if min(sizes, default=0) < 0 or at > len(body):
         raise ValueError("a row whose sizes are none")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
+from flowkv.core.files import MALFORMED
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Lease, Policy, Slots, Visit
 
 # What a tenant may have of a place, and what it has.
@@ -164,7 +165,7 @@ class Tenants(Policy):
         """
         try:
             models = msgspec.msgpack.decode(saved, type=dict[int, bytes])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             raise ConfigError(
                 f"these are no models of tenants ({error})", "Start without them"
             ) from None

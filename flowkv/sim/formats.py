@@ -5,12 +5,14 @@ from __future__ import annotations
 import bisect
 import hashlib
 import io
+import itertools
+import os
 import secrets
 import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO, Self, TypeVar, cast
+from typing import Annotated, BinaryIO, Self, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -20,15 +22,29 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.files import MALFORMED, open_regular
 from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
-from flowkv.sim.trace import Trace, build_trace, read_npz, wide
+from flowkv.sim.trace import LEAST_BYTES, MOST_A_BYTE, Trace, build_trace, read_npz, wide
 
 # JSON lines, plain or zstd-compressed, read one at a time, with a bound on what is believed.
 
 ZSTD = b"\x28\xb5\x2f\xfd"
+#
+# A file of a few bytes can name billions: what is unpacked, and how many blocks requests have
+# together, are bounded by its length. Real traces have up to 60 bytes and 18 blocks a byte.
+
 MOST_LINE_BYTES = 1 << 26
-MOST_BYTES = 1 << 35
+LEAST_BLOCKS = 1 << 16
 REMEDY = "Pass another file, or get it anew"
+
+
+def most_blocks(path: Path) -> int:
+    """Blocks that the requests of a file may have together.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    return LEAST_BLOCKS + MOST_A_BYTE * path.stat().st_size
 
 
 def read_lines(path: Path, kind: type[T], most_line: int = MOST_LINE_BYTES) -> Iterator[T]:
@@ -44,25 +60,26 @@ def read_lines(path: Path, kind: type[T], most_line: int = MOST_LINE_BYTES) -> I
         OSError: The file cannot be read.
     """
     decoder = msgspec.json.Decoder(kind)
-    total = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        left = LEAST_BYTES + MOST_A_BYTE * os.fstat(file.fileno()).st_size
         lines = _opened(file)
-        number = 0
-        while True:
-            number += 1
+        for number in itertools.count(1):
+            most = min(most_line, left)
             try:
-                line = lines.readline(most_line + 1)
-                total += len(line)
-                if len(line) > most_line or total > MOST_BYTES:
-                    raise ConfigError(f"{path}, line {number} is too long to be a trace", REMEDY)
-                if not line:
-                    return
-                if line.strip():
-                    yield decoder.decode(line)
+                line = lines.readline(most + 1)
             except zstandard.ZstdError as error:
                 raise ConfigError(f"{path} is damaged: {error}", REMEDY) from None
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path}, line {number}: {error}", REMEDY) from None
+            left -= len(line)
+            if len(line) > most:
+                raise ConfigError(f"{path}, line {number} is too long to be a trace", REMEDY)
+            if not line:
+                return
+            if line.strip():
+                try:
+                    found = decoder.decode(line)
+                except MALFORMED as error:
+                    raise ConfigError(f"{path}, line {number}: {error}", REMEDY) from None
+                yield found
 
 
 def _opened(file: BinaryIO) -> BinaryIO:
@@ -70,7 +87,8 @@ def _opened(file: BinaryIO) -> BinaryIO:
     file.seek(0)
     if not packed:
         return file
-    stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file)
+    window = min(1 << 27, max(1 << 23, MOST_A_BYTE * os.fstat(file.fileno()).st_size))
+    stream = zstandard.ZstdDecompressor(max_window_size=window).stream_reader(file)
     return cast("BinaryIO", io.BufferedReader(stream, 1 << 20))
 
 
@@ -78,28 +96,49 @@ def _opened(file: BinaryIO) -> BinaryIO:
 #
 #     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 #
-# Times are milliseconds. `session` (a number or a name), `stop` ("tool_use", "end_turn", "length")
-# and `tenant` may be added. R. Qin et al., "Mooncake", FAST 2025.
+# `session` (a number or a name), `stop` ("tool_use", "end_turn", "length") and `tenant` may be
+# added. R. Qin et al., "Mooncake", FAST 2025.
+#
+# Times are whole milliseconds there, and seconds in the traces of Bailian, which have `chat_id` and
+# `parent_chat_id` as well; seconds and milliseconds since 1970 are told by their size. Other traces
+# name their unit: `timestamp_ms`, `timestamp_s`.
 
 STOPS = {
     "": UNKNOWN_STOP, "tool_use": TOOL_USE, "tool_calls": TOOL_USE, "end_turn": TURN_END,
     "stop": TURN_END, "max_tokens": CUT_OFF, "length": CUT_OFF,
 }  # fmt: skip
-MOST_BLOCKS = 1 << 31
-
+MOST_BLOCK_TOKENS = 1 << 20
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
+Time: TypeAlias = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=1e13)]
 
 
 class MooncakeLine(msgspec.Struct):
     """One request."""
 
-    timestamp: Annotated[float, Meta(ge=0, le=1e13)]
     hash_ids: list[int]
+    timestamp: Time | None = None
+    timestamp_ms: Time | None = None
+    timestamp_s: Time | None = None
     input_length: Tokens = 0
     output_length: Tokens = 0
     session: int | str | None = None
     stop: str = ""
     tenant: int | str | None = None
+    chat_id: int | str | None = None
+    parent_chat_id: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp is None and self.timestamp_ms is None and self.timestamp_s is None:
+            raise ValueError("Object missing required field `timestamp`")
+
+    @property
+    def time(self) -> tuple[int | float, int]:
+        """When it came, and the nanoseconds of its unit; 0 if it says none."""
+        if self.timestamp_s is not None:
+            return self.timestamp_s, 10**9
+        if self.timestamp_ms is not None:
+            return self.timestamp_ms, 10**6
+        return self.timestamp or 0, 0 if self.chat_id is None else 10**9
 
 
 def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
@@ -110,38 +149,63 @@ def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
         block_tokens: Tokens of a block; by default the power of two that the input lengths suggest.
 
     Raises:
-        ConfigError: If the file is damaged or no such trace.
+        ConfigError: If the file is damaged or no such trace, if its times may be milliseconds or
+            seconds, or if blocks of one size do not fit its lengths.
         OSError: The file cannot be read.
     """
-    lines: list[tuple[float, int, int, int, int, int]] = []
+    times: list[tuple[int | float, int]] = []
+    lines: list[tuple[int, int, int, int, int]] = []
     ids: list[NDArray[np.int64]] = []
-    sessions: dict[int | str, int] = {}
+    sessions: dict[int | str | None, int] = {}
     tenants: dict[int | str | None, int] = {}
-    total = 0
     for line in read_lines(path, MooncakeLine):
-        total += len(line.hash_ids)
-        if total > MOST_BLOCKS:
-            raise ConfigError(f"{path} names more than {MOST_BLOCKS} blocks", "Cut it in pieces")
-        session = -1 if line.session is None else sessions.setdefault(line.session, len(sessions))
+        name = line.chat_id if line.session is None else line.session
+        session = -1
+        if name is not None:  # of a chat that goes on from another one, that one's
+            session = sessions.setdefault(name, sessions.get(line.parent_chat_id, len(lines)))
         tenant = tenants.setdefault(line.tenant, len(tenants))
         stop = STOPS.get(line.stop, UNKNOWN_STOP)
-        lines.append((line.timestamp, line.input_length, line.output_length, session, tenant, stop))
+        times.append(line.time)
+        lines.append((line.input_length, line.output_length, session, tenant, stop))
         ids.append(_ids(path, line.hash_ids))
-    table = np.array(lines, np.float64).reshape(-1, 6)
+    whole = np.array(lines, np.int64).reshape(-1, 5)
     lengths = np.array(list(map(len, ids)), np.int64)
-    whole = table[:, 1:].astype(np.int64)
     return build_trace(
         _stem(path),
-        np.round(table[:, 0] * 1e6).astype(np.int64),
+        _nanoseconds(path, times),
         lengths,
         wide(np.concatenate([*ids, np.empty(0, np.int64)])),
-        block_tokens or _tokens_of_blocks(whole[:, 0], lengths),
+        block_tokens or _tokens_of_blocks(path, whole[:, 0], lengths),
         input_tokens=whole[:, 0],
         output_tokens=whole[:, 1],
-        sessions=whole[:, 2],
+        sessions=_dense(whole[:, 2]),
         tenants=whole[:, 3],
         stops=whole[:, 4],
     )
+
+
+def _dense(sessions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sessions numbered from 0 on, in the order of their numbers; -1 stays."""
+    different, found = np.unique(sessions, return_inverse=True)
+    return np.asarray(found.ravel() - int((different < 0).any()))
+
+
+def _nanoseconds(path: Path, times: list[tuple[int | float, int]]) -> list[int]:
+    """Times in nanoseconds, by the unit that each says, or that all others together show."""
+    unsaid = [time for time, unit in times if not unit]
+    least, most = min(unsaid, default=0), max(unsaid, default=0)
+    usual = 10**6
+    if least >= 1e9 and most < 1e11:  # since 1970
+        usual = 10**9
+    elif least < 1e12 and any(isinstance(time, float) for time in unsaid):
+        raise ConfigError(
+            f"the times of {path} may be milliseconds or seconds",
+            "Write whole milliseconds, or name them timestamp_ms or timestamp_s",
+        )
+    found = [round(time * (unit or usual)) for time, unit in times]
+    if max(found, default=0) >= 1 << 62:
+        raise ConfigError(f"{path} has times of more than 140 years", REMEDY)
+    return found
 
 
 def _ids(path: Path, numbers: list[int]) -> NDArray[np.int64]:
@@ -163,14 +227,29 @@ def _stem(path: Path) -> str:
     return name
 
 
-def _tokens_of_blocks(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
-    """The power of two nearest to the tokens per block of the longer half of the requests."""
-    known = (tokens > 0) & (lengths > 0)
-    if not known.any():
+def _tokens_of_blocks(path: Path, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+    """The tokens of a block: a power of two, if one fits.
+
+    A request of so many tokens has so many whole blocks, and one more where the rest is named, too.
+    One request in a hundred need not fit.
+    """
+    known = tokens > 0
+    if not (known & (lengths > 0)).any():
         return 512
     tokens, lengths = tokens[known], lengths[known]
-    long = lengths >= np.median(lengths)
-    return 1 << max(0, round(float(np.log2(np.median(tokens[long] / lengths[long])))))
+    least = 1 + int(np.quantile(tokens // (lengths + 1), 0.99, method="higher"))
+    most = np.where(lengths > 1, (tokens - 1) // np.maximum(lengths - 1, 1), MOST_BLOCK_TOKENS)
+    limit = int(np.quantile(most, 0.01, method="lower"))
+    power = 1 << (limit.bit_length() - 1) if limit else 0
+    if least > limit:
+        raise ConfigError(
+            f"blocks of no size fit the requests of {path}: some have blocks of at most {limit} "
+            f"tokens, others of at least {least}",
+            "Correct input_length or hash_ids, or leave input_length out",
+        )
+    if limit == MOST_BLOCK_TOKENS:  # of one block each
+        return 1 << (least - 1).bit_length()
+    return power if power >= least else limit
 
 
 # Recorded sessions without a common clock: started at random, as often as one likes.
@@ -182,7 +261,7 @@ def _tokens_of_blocks(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> 
 # What sessions share is an assumption: with equally long tool prompts they have the same ones, and
 # with equally long system prompts behind them too. Only whole blocks are kept.
 
-Seconds = Annotated[float, Meta(ge=0, le=1e10)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Run = tuple[Annotated[int, Meta(ge=0, lt=2**48)], Annotated[int, Meta(ge=0, lt=2**24)]]
 Ints = NDArray[np.int64]
 
@@ -204,7 +283,7 @@ class SessionLine(msgspec.Struct):
     """A line."""
 
     requests: list[SessionTurn]
-    block_size: Annotated[int, Meta(ge=1, lt=2**20)]
+    block_size: Annotated[int, Meta(ge=1, lt=MOST_BLOCK_TOKENS)]
     tool_tokens: Tokens = 0
     system_tokens: Tokens = 0
 
@@ -231,7 +310,7 @@ def read_sessions(
     common: dict[tuple[int, ...], int] = {}
     rows: list[tuple[int, int, int, int, int, int]] = []
     pairs: list[NDArray[np.uint64]] = []
-    total = 0
+    left = most_blocks(path)
     for s, (session, start) in enumerate(zip(sessions, starts.tolist(), strict=True)):
         step, rest = divmod(block_tokens, session.block_size)
         if rest or step < 1:
@@ -240,10 +319,10 @@ def read_sessions(
                 f"Use a multiple of {session.block_size}",
             )
         for turn, at, tools, system in _turns(session):
-            ids = _sessions_ids(turn.runs, step)
-            total += len(ids)
-            if total > MOST_BLOCKS or (ids < 0).any():
+            left -= sum(count for _, count in turn.runs) // step
+            if left < 0:
                 raise ConfigError(f"{path}, line {s + 1} names too many blocks", REMEDY)
+            ids = _sessions_ids(turn.runs, step)
             spaces = [
                 2 * common.setdefault(key, len(common)) + 1 for key in _prompts(tools, system)
             ]
@@ -278,10 +357,11 @@ def _turns(session: SessionLine) -> Iterator[tuple[SessionTurn, float, int, int]
 
 def _sessions_ids(runs: list[Run], step: int) -> Ints:
     """The last number of each whole block of `step`: numbers are chain-correct in a session."""
-    if sum(count for _, count in runs) > 1 << 28:
-        return np.array([-1])
-    every = [np.arange(first, first + count) for first, count in runs]
-    return np.concatenate([*every, np.empty(0, np.int64)])[step - 1 :: step]
+    starts, counts = np.array(runs, np.int64).reshape(-1, 2).T
+    ends = np.cumsum(counts)
+    last = np.arange(step - 1, int(ends[-1]) if len(ends) else 0, step)
+    run = np.searchsorted(ends, last, side="right")
+    return np.asarray(starts[run] + last - (ends - counts)[run])
 
 
 def _prompts(tools: int, system: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -317,7 +397,6 @@ def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[n
 
 MAGIC = b"FLOWKV recording 1\n"
 _HEAD = struct.Struct("<IIQ")
-_MOST_BYTES = 1 << 26
 _MOST_KNOWN = 1 << 19  # some 60 MB; beyond that, ids are written anew
 _FRAME_REQUESTS, _FRAME_BLOCKS = 4096, 1 << 16
 _ID_BYTES = 16
@@ -339,14 +418,14 @@ class RecordedRequest(msgspec.Struct, array_like=True, frozen=True):
         stop: See `flowkv.policy.base`.
     """
 
-    time_ns: int
+    time_ns: Annotated[int, Meta(ge=-(2**62), lt=2**62)]
     above: int
     ids: bytes
-    input_tokens: int = 0
-    output_tokens: int = 0
-    session: int = -1
-    tenant: int = 0
-    stop: int = 0
+    input_tokens: Tokens = 0
+    output_tokens: Tokens = 0
+    session: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
+    tenant: Tokens = 0
+    stop: Annotated[int, Meta(ge=0, lt=2**7)] = 0
 
 
 class About(msgspec.Struct, frozen=True):
@@ -492,7 +571,7 @@ class Reader:
         if frame is None:
             raise ConfigError(f"{path} is no recording", _REMEDY)
         self.about = self._decode(frame, About)
-        if self.about.version != 1 or self.about.block_tokens < 1:
+        if self.about.version != 1 or not 1 <= self.about.block_tokens < MOST_BLOCK_TOKENS:
             raise ConfigError(
                 f"{path} is a recording of version {self.about.version}, "
                 f"with {self.about.block_tokens} tokens a block",
@@ -514,8 +593,9 @@ class Reader:
         """
         parents: list[int] = []
         ids: list[bytes] = []
-        chains: list[NDArray[np.int64]] = []
-        requests = list(self)
+        tips: list[int] = []
+        depths: list[int] = []
+        requests, left = list(self), most_blocks(self.path)
         for request in requests:
             above, count = request.above, len(ids)
             if not -1 <= above < count or len(request.ids) % _ID_BYTES:
@@ -523,16 +603,15 @@ class Reader:
             for at in range(0, len(request.ids), _ID_BYTES):
                 ids.append(request.ids[at : at + _ID_BYTES])
                 parents.append(above)
+                depths.append(depths[above] + 1 if above >= 0 else 1)
                 above = len(ids) - 1
-            chain = []
-            while above >= 0:
-                chain.append(above)
-                above = parents[above]
-            chains.append(np.array(chain[::-1], np.int64))
+            left -= depths[above] if above >= 0 else 0
+            if left < 0:
+                raise ConfigError(f"{self.path} names too many blocks", _REMEDY)
+            tips.append(above)
+        chains = [_chain_to(tip, parents) for tip in tips]
         pairs = np.frombuffer(b"".join(ids), "<u8").reshape(-1, 2).astype(np.uint64)
         times = np.array([request.time_ns for request in requests], np.int64)
-        _, sessions = np.unique([request.session for request in requests], return_inverse=True)
-        unknown = int(any(request.session < 0 for request in requests))
         return build_trace(
             self.path.stem,
             times - times.min(initial=times[0]) if len(times) else times,
@@ -541,20 +620,23 @@ class Reader:
             self.about.block_tokens,
             input_tokens=[request.input_tokens for request in requests],
             output_tokens=[request.output_tokens for request in requests],
-            sessions=sessions.ravel() - unknown,
+            sessions=_dense(np.array([request.session for request in requests], np.int64)),
             stops=[request.stop for request in requests],
             tenants=[request.tenant for request in requests],
         )
 
     def _frames(self) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ConfigError(f"{self.path} is no recording of FlowKV", _REMEDY)
+            size = os.fstat(file.fileno()).st_size
+            left = LEAST_BYTES + MOST_A_BYTE * size
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 packed_bytes, n_bytes, digest = _HEAD.unpack(head)
-                if max(packed_bytes, n_bytes) > _MOST_BYTES:
+                left -= n_bytes
+                if left < 0:
                     raise ConfigError(f"{self.path} has a frame of {n_bytes} bytes", _REMEDY)
-                packed = file.read(packed_bytes)
+                packed = file.read(min(packed_bytes, size))
                 if len(packed) < packed_bytes:
                     return  # a crash cut it off
                 yield self._unpack(packed, n_bytes, digest)
@@ -572,8 +654,17 @@ class Reader:
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.msgpack.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             raise ConfigError(f"{self.path} is no recording: {error}", _REMEDY) from None
+
+
+def _chain_to(tip: int, parents: list[int]) -> NDArray[np.int64]:
+    """The blocks from a root to `tip`."""
+    chain = []
+    while tip >= 0:
+        chain.append(tip)
+        tip = parents[tip]
+    return np.array(chain[::-1], np.int64)
 
 
 class _Probe(msgspec.Struct):
@@ -597,11 +688,17 @@ def read_trace(path: str | Path) -> Trace:
         ConfigError: If it is missing, damaged or none of these.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}", "Name a trace, or use flowkv.sim.generate")
-    if zipfile.is_zipfile(path):
-        return read_npz(path)
-    with path.open("rb") as file:
+    try:
+        file = open_regular(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"there is no file {path} that can be read ({error})",
+            "Name a trace, or use flowkv.sim.generate",
+        ) from error
+    with file:
+        if zipfile.is_zipfile(file):
+            return read_npz(path)
+        file.seek(0)
         if file.read(len(MAGIC)) == MAGIC:
             return Reader(path).trace()
     probe = next(read_lines(path, _Probe), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -14,12 +16,13 @@ from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
 from flowkv.core.errors import ConfigError
+from flowkv.core.files import MALFORMED, open_regular
 from flowkv.policy.base import NEVER_NS
 from flowkv.policy.order.compiled import Array, kernel
 from flowkv.residency.blocks import KEY, factors, find, put
 
-LARGEST_BYTES = 1 << 34
-"""No array of a trace may be larger, whatever a file says."""
+LEAST_BYTES, MOST_A_BYTE = 1 << 18, 256
+"""Bytes that a file may unpack to: so many, and so many for each of its own. Real ones take 60."""
 
 COLUMNS = {
     "input_tokens": np.int32,
@@ -36,8 +39,8 @@ _ARRAYS = {
     "outl": ("output_tokens", np.int32), "sess": ("sessions", np.int64), "kind": ("stops", np.int8),
 }  # fmt: skip
 _DAMAGE = (
-    zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, NotImplementedError,
-    RuntimeError, OverflowError,
+    *MALFORMED, OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError,
+    RuntimeError, TypeError, SyntaxError, MemoryError, struct.error,
 )  # fmt: skip
 _REMEDY = "Pass another file, or make it anew"
 
@@ -156,11 +159,15 @@ def read_npz(path: Path) -> Trace:
     """Reads a trace of `ts, off, blk, parent, depth, inl, outl, sess, kind, btok` arrays.
 
     Raises:
-        ConfigError: If the file is damaged, or no trace.
-        OSError: The file cannot be read.
+        ConfigError: If the file cannot be read, is damaged, or no trace.
     """
     try:
-        with zipfile.ZipFile(path) as file:
+        with open_regular(path) as whole, zipfile.ZipFile(whole) as file:
+            room = LEAST_BYTES + MOST_A_BYTE * os.fstat(whole.fileno()).st_size
+            if sum(one.file_size for one in file.infolist()) > room:
+                raise ValueError("it unpacks to more than its length accounts for")
+            if {one.compress_type for one in file.infolist()} - {0, zipfile.ZIP_DEFLATED}:
+                raise ValueError("it is compressed in a way that numpy does not use")
             a = {name: _array(file, name, "iu") for name in (*_ARRAYS, "btok")}
             times = _array(file, "ts", "f").astype(np.float64)
     except _DAMAGE as error:
@@ -188,7 +195,7 @@ def _array(file: zipfile.ZipFile, name: str, kinds: str) -> NDArray[np.generic]:
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, kind = read(stream)
         size = int(np.prod(shape, dtype=object)) * kind.itemsize
-        if kind.kind not in kinds or len(shape) > 1 or size > LARGEST_BYTES:
+        if kind.kind not in kinds or len(shape) > 1:
             raise ValueError(f"{name} is an array of {kind} {shape}")
         left = file.getinfo(f"{name}.npy").file_size - stream.tell()
         if left != size:

@@ -19,7 +19,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import stat
 import struct
 import time
 import weakref
@@ -30,6 +29,7 @@ from typing import NamedTuple
 import xxhash
 
 from flowkv.core.errors import StoreError
+from flowkv.core.files import open_descriptor
 
 FILE_BYTES, WORD_BYTES = 16 << 10, 64
 CELLS = FILE_BYTES // WORD_BYTES - 1
@@ -280,8 +280,7 @@ class ErasureLog:
         self._fd, self._let_go = fd, weakref.finalize(self, os.close, fd)
         status = os.fstat(fd)
         self._file = status.st_dev, status.st_ino
-        plain = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-        if not plain or status.st_mode & 0o022:  # others may write to it
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:  # others may write to it
             self.close()
             if anew:
                 self._replace()
@@ -297,11 +296,10 @@ class ErasureLog:
         Raises:
             OSError: It cannot be opened.
         """
-        flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            return os.open(self.path, flags | os.O_RDWR | os.O_CREAT, 0o600), True
+            return open_descriptor(self.path, os.O_RDWR | os.O_CREAT, follow=False), True
         except OSError:
-            return os.open(self.path, flags | os.O_RDONLY), False
+            return open_descriptor(self.path, follow=False), False
 
     def _replace(self) -> None:
         """Takes away what lies there and cannot be used, once."""

@@ -252,3 +252,100 @@ def test_raw_sessions_are_the_published_trace_but_for_their_starts():
     other = read_sessions(path, seed=7, span_s=7200.0)
     assert other.unique == raw.unique
     assert other.times_ns[-1] < raw.times_ns[-1]
+
+
+# ---- units
+
+
+def write_lines(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def of_chats(n):
+    """As Bailian publishes them: seconds, and which chat goes on from which."""
+    for i in range(n):
+        blocks = 3 + i % 5
+        yield {
+            "chat_id": i,
+            "parent_chat_id": i - 1 if i % 5 else -1,
+            "timestamp": 36.5 * i,
+            "input_length": 16 * blocks - 7,
+            "output_length": 20,
+            "type": "text",
+            "turn": 1 + i % 5,
+            "hash_ids": [i // 5 * 10 + k for k in range(blocks)],
+        }
+
+
+def test_chats_are_in_seconds_and_are_sessions(tmp_path):
+    trace = read_trace(write_lines(tmp_path / "chats.jsonl", *of_chats(50)))
+    assert trace.times_ns[-1] == 49 * 36.5 * S and trace.block_tokens == 16
+    assert trace.sessions.tolist() == [i // 5 for i in range(50)]
+    trace.check()
+
+
+EPOCH = 1_764_000_000
+TIMES = {  # as they are written, and the second one after the first
+    "whole": ([0, 1500], 1.5),
+    "seconds since 1970": ([EPOCH, EPOCH + 90], 90.0),
+    "seconds since 1970, in parts": ([EPOCH + 0.25, EPOCH + 90.5], 90.25),
+    "milliseconds since 1970": ([EPOCH * 1000, EPOCH * 1000 + 90], 0.09),
+    "milliseconds since 1970, in parts": ([EPOCH * 1e3 + 0.25, EPOCH * 1e3 + 90.5], 0.09025),
+}
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_units_are_seen(tmp_path, times):
+    written, gap_s = TIMES[times]
+    lines = [{"timestamp": time, "hash_ids": [1]} for time in written]
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", *lines))
+    assert abs(int(np.diff(trace.times_ns)[0]) / S - gap_s) < 1e-3
+
+
+@pytest.mark.parametrize("times", [[0.0, 36.0], [0, 7.25], [0.5, 5e8]])
+def test_units_that_cannot_be_seen_are_asked_for(tmp_path, times):
+    path = tmp_path / "t.jsonl"
+    lines = [{"timestamp": time, "hash_ids": [1]} for time in times]
+    with pytest.raises(ConfigError, match=r"milliseconds or seconds.*timestamp_s"):
+        read_trace(write_lines(path, *lines))
+    for name, unit_ns in (("timestamp_ms", 10**6), ("timestamp_s", S)):
+        lines = [{name: time, "hash_ids": [1]} for time in times]
+        found = read_trace(write_lines(path, *lines)).times_ns
+        assert found.tolist() == [round(time * unit_ns) for time in times]
+
+
+@given(
+    size=st.integers(1, 4096),
+    lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=30),
+    whole=st.booleans(),
+)
+def test_the_size_of_blocks_fits_all_lengths(folder, size, lengths, whole):
+    """Whether a rest that fills no block has an id, or not."""
+    lines = [
+        {
+            "timestamp": i,
+            "input_length": tokens,
+            "hash_ids": [0] * (tokens // size if whole else -(-tokens // size)),
+        }
+        for i, tokens in enumerate(lengths)
+    ]
+    found = read_trace(write_lines(folder / "sizes.jsonl", *lines)).block_tokens
+    if any(line["hash_ids"] for line in lines):
+        for line in lines:
+            blocks, tokens = len(line["hash_ids"]), line["input_length"]
+            assert tokens // found <= blocks <= max(1, -(-tokens // found))
+    if size.bit_count() == 1 and max(lengths) > size * size * 4:
+        assert found == size
+
+
+@pytest.mark.parametrize(
+    "lengths", [[(10, 3), (10, 7)], [(10, 40)], [(5000, 10), (5000, 1)], [(1, 1), (1, 2)]]
+)
+def test_lengths_that_no_block_fits(tmp_path, lengths):
+    lines = [
+        {"timestamp": i, "input_length": tokens, "hash_ids": list(range(blocks))}
+        for i, (tokens, blocks) in enumerate(lengths)
+    ]
+    with pytest.raises(ConfigError, match="blocks of no size fit"):
+        read_trace(write_lines(tmp_path / "t.jsonl", *lines))

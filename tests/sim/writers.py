@@ -28,7 +28,7 @@ def write_mooncake(path: Path, trace: Trace) -> None:
 
 def _line(trace: Trace, r: int) -> bytes:
     line: dict[str, object] = {
-        "timestamp": _milliseconds(int(trace.times_ns[r])),
+        **_milliseconds(int(trace.times_ns[r])),
         "input_length": int(trace.input_tokens[r]),
         "output_length": int(trace.output_tokens[r]),
         "hash_ids": trace.blocks[trace.offsets[r] : trace.offsets[r + 1]].tolist(),
@@ -42,9 +42,9 @@ def _line(trace: Trace, r: int) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def _milliseconds(time_ns: int) -> int | float:
+def _milliseconds(time_ns: int) -> dict[str, int | float]:
     whole, rest = divmod(time_ns, 10**6)
-    return time_ns / 1e6 if rest else whole
+    return {"timestamp_ms": time_ns / 1e6} if rest else {"timestamp": whole}
 
 
 def write_npz(path: Path, trace: Trace) -> None:

@@ -20,8 +20,10 @@ from flowkv.core.errors import (
     ConfigError,
     FlowKVError,
     MissingDependencyError,
+    StoreError,
     UnsupportedModelError,
 )
+from flowkv.hooks.checkpoint import check_folder
 from flowkv.hooks.huggingface.smollm2 import NAME, smollm2_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -131,6 +133,10 @@ def _folder(name: str) -> Path | None:
                 f"folder {name} holds no config.json",
                 "Give the folder that model.save_pretrained(...) wrote",
             )
+        try:
+            check_folder(path)
+        except StoreError as error:
+            raise ConfigError(error.problem, error.remedy) from error
         return path
     if path.exists():
         raise ConfigError(f"{name} is a file", "Give the folder that holds config.json")

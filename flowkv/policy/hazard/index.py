@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
+from flowkv.core.files import MALFORMED
 from flowkv.policy.base import (
     NEVER_NS,
     NO_SLOTS,
@@ -220,7 +221,7 @@ def model_of(saved: bytes) -> NDArray[np.float64]:
     wrong = "It comes from another version or is damaged: start without it"
     try:
         image = msgspec.msgpack.decode(saved, type=_Model)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise ConfigError(f"this is no hazard model: {error}", wrong) from None
     shape = [BINS, KNOTS, *SIZES.values()]
     sizes = len(image.weights), len(image.bases), len(image.reach)

@@ -25,12 +25,13 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from flowkv.core.errors import StoreError
+from flowkv.core.files import MALFORMED, open_descriptor
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.disk.journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
 from flowkv.tiers.frame import VERSION
@@ -111,7 +112,7 @@ def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
     try:
         superblock = msgspec.json.decode(body, type=Superblock)
         return superblock if superblock.store == "flowkv" else None
-    except (msgspec.DecodeError, RecursionError):  # or it nests too deep
+    except MALFORMED:
         return None
 
 
@@ -373,12 +374,16 @@ def owner_of(directory: Path) -> str:
 def owned(directory: Path) -> bool:
     """Whether a living process owns the directory; does not disturb it."""
     real = os.path.realpath(directory)
-    return any(_locked(path) for path in (os.path.join(real, LOCK), real))
+    return _locked(os.path.join(real, LOCK), open_descriptor) or _locked(real, _open_directory)
 
 
-def _locked(path: str) -> bool:
+def _open_directory(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _locked(path: str, opening: Callable[[str], int]) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = opening(path)
     except OSError:
         return False
     try:

@@ -18,7 +18,6 @@ import fcntl
 import os
 import platform
 import secrets
-import stat
 import struct
 import threading
 import time
@@ -32,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.files import open_descriptor
 from flowkv.core.memory import address_of, own_memory
 
 READ, WRITE, SYNC = 0, 1, 2
@@ -426,13 +426,8 @@ class FileIO:
             OSError: It cannot be opened, is no regular file, or belongs to another user.
         """
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
-        # O_NONBLOCK, without effect on files, keeps a pipe of that name from blocking us
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        if write and status.st_uid != os.geteuid():
+        fd = open_descriptor(path, flags, follow=False)
+        if write and os.fstat(fd).st_uid != os.geteuid():
             os.close(fd)
             raise OSError(errno.EPERM, "the file belongs to another user", path)
         return fd

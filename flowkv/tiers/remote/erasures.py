@@ -22,6 +22,7 @@ import xxhash
 
 from flowkv.core.clock import Clock
 from flowkv.core.errors import StoreError
+from flowkv.core.files import MALFORMED
 from flowkv.tiers.erasure_log import ALL, KEY_NAME_BYTES, Erased
 from flowkv.tiers.remote.backend import Backend
 
@@ -192,7 +193,7 @@ class RemoteErasures:
             if xxhash.xxh3_64_digest(body) != check:
                 return None
             told = msgspec.msgpack.decode(body, type=_Told)
-        except (msgspec.MsgspecError, RecursionError):
+        except MALFORMED:
             return None
         return told if told.version == _VERSION else None
 

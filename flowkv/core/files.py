@@ -1,0 +1,59 @@
+"""Files that others name or write: what may be opened, and what damage raises."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+MALFORMED = (ValueError, RecursionError, OverflowError)
+"""What parsers of JSON, TOML and msgpack raise on bytes that are none, or go too deep."""
+
+MOST_DIMENSIONS = 64
+"""Of a tensor, as torch has it; the product of more takes long."""
+
+
+def open_descriptor(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = True
+) -> int:
+    """Open a regular file, never a FIFO or a device: opening those may wait for ever, or act.
+
+    Args:
+        path: The file.
+        flags: As for `os.open`; with O_CREAT the file is made for its owner only.
+        follow: Whether the path may be a symbolic link.
+
+    Raises:
+        OSError: The path cannot be opened, or leads to no regular file.
+    """
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        mode = os.stat(path, follow_symlinks=follow).st_mode
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    else:  # a link is left to O_NOFOLLOW
+        _refuse(stat.S_ISREG(mode) or stat.S_ISLNK(mode), path)
+    fd = os.open(path, flags, 0o600)
+    try:
+        _refuse(stat.S_ISREG(os.fstat(fd).st_mode), path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sensible(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor can have that shape: of few dimensions, none of them negative."""
+    return len(shape) <= MOST_DIMENSIONS and min(shape, default=0) >= 0
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; see `open_descriptor`."""
+    return os.fdopen(open_descriptor(path), "rb")
+
+
+def _refuse(regular: bool, path: str | os.PathLike[str]) -> None:
+    if not regular:
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
