@@ -376,8 +376,8 @@ class ForwardHook:
             problem = "its code draws random numbers by itself"
         elif self.identity.compiled:
             problem = "parts of the model are compiled"
-        elif not problem and pads is None:
-            problem = _PADDING
+        elif not problem and (pads is None or (call.unplaced and any(pads))):
+            problem = _PADDING if pads is None else "it has padding and no position_ids"
         elif not problem and not usual(
             0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
         ):
@@ -614,6 +614,7 @@ class ForwardHook:
         if (
             training
             or not (filled or call.continues)
+            or (call.unplaced and rows.base and not whole)
             or not (self.names.encoder or call.conditioned(cache.options))
             or modes()
             or not rows.padded_by(call.mask, rows.base + call.columns)

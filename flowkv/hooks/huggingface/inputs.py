@@ -369,12 +369,14 @@ class Names:
         positions: The positions.
         embeds: Embeddings given instead of token ids.
         cache: The cache: `past_key_values` up to transformers 5.23.
+        counts: Without positions, the model counts on from what its cache holds.
     """
 
     def __init__(
         self, parameters: dict[str, Any], encoder: bool, placeholders: dict[str, int]
     ) -> None:
         self.parameters, self.encoder, self.placeholders = parameters, encoder, placeholders
+        self.counts = True
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
@@ -448,6 +450,11 @@ class ForwardCall:
     def wants_weights(self) -> bool:
         """The caller asks for attention weights."""
         return bool(self.given.get("output_attentions"))
+
+    @property
+    def unplaced(self) -> bool:
+        """It has no positions, and the model would count from 0 again behind a cache."""
+        return self.positions is None and not self.names.counts
 
     @property
     def skippable(self) -> bool:
@@ -552,6 +559,9 @@ class ForwardCall:
             for name in (self.names.ids, self.names.positions, *self.types):
                 if isinstance(given.get(name), torch.Tensor):
                     given[name] = given[name][..., columns:]
+            if self.unplaced and self.ids is not None:
+                places = torch.arange(columns, self.columns, device=self.ids.device)
+                given[self.names.positions] = places[None]
         if modal is not None:
             for name in self.modal:
                 del given[name]
