@@ -44,7 +44,7 @@ from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.hooks.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
-_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
+_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile")
 _HOOKS = frozenset(
     f"_forward_{kind}{flags}"
     for kind in ("hooks", "pre_hooks")
@@ -55,6 +55,7 @@ _LEARNS = 4
 _PATIENCE_S = 10.0
 """Longest that closing waits for forwards of other threads."""
 _MIXED = "the rows of a batch look at each other"
+COMPILED = "compiles it whole, and a compiled forward calls no hooks"
 _PADDING = "its mask is more than left padding"
 
 
@@ -134,7 +135,17 @@ class ForwardHook:
         if hasattr(type(model), "__deepcopy__"):
             # Only then: wrappers that pass on what they lack, as PEFT's, would be copied by it.
             model.__dict__["__deepcopy__"] = self._copy_model
+        model.__dict__["compile"] = self._compile
         follow(self.kv, close=self.release)
+
+    def _compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model as its class does, and say that its forwards pass the door by."""
+        type(self.model).compile(self.model, *args, **kwargs)
+        self.warn_compiled("model.compile()")
+
+    def warn_compiled(self, how: str) -> None:
+        """Warn that forwards of a compiled model do not run the hooks of this door."""
+        self._refuse(f"{how} {COMPILED}", "compiled")
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
         """`copy.deepcopy` of a model whose class copies itself, without the hooks of this door."""

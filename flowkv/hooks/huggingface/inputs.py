@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.keys import Salt
 from flowkv.hooks.fingerprint import parts_of
-from flowkv.hooks.huggingface.versions import MODAL_INPUTS
+from flowkv.hooks.huggingface.versions import MODAL_INPUTS, PreTrainedTokenizerBase
 
 # What keys and values depend on beside token ids and images: encoder outputs, options, types.
 
@@ -353,6 +353,8 @@ _NEUTRAL = frozenset(
     output_hidden_states output_router_logits output_logits""".split()
 )
 """Arguments that do not change K and V."""
+_SPEECH = frozenset({"tokenizer", "assistant_tokenizer"})
+"""Tokenizers that `generate` takes, for `stop_strings`, and hands on to every forward."""
 
 _PAST = "past_key_values"
 
@@ -498,6 +500,10 @@ class ForwardCall:
 
     def _absent(self, name: str, value: Any) -> bool:
         """Whether an argument is as if it were not given."""
+        if name in _SPEECH and isinstance(value, PreTrainedTokenizerBase):
+            return name not in self.names.parameters
+        if name == ENCODED and isinstance(value, Mapping) and not value:
+            return True  # a prompt of text alone
         default = self.names.parameters.get(name)
         unsaid = default is None or default is inspect.Parameter.empty
         return value is None if unsaid else value is default
