@@ -389,7 +389,9 @@ class ForwardHook:
             problem = "parts of the model are compiled"
         elif not problem and (pads is None or (call.unplaced and any(pads))):
             problem = _PADDING if pads is None else "it has padding and no position_ids"
-        elif not problem and not usual(
+        elif not problem and call.unplaced and call.modal:
+            problem = "it has images, and no position_ids"
+        elif not problem and call.shifts(pads) is None and not usual(
             0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
         ):
             problem = "its positions do not count a row's tokens from 0"
@@ -407,13 +409,15 @@ class ForwardHook:
             )
         try:
             most = call.columns - max(call.keep, self._asked) if call.skippable else 0
-            found, fill = self._admit(call, pads, ReuseLimits(most, wait=self._waits(call)))
+            shifted = self._shifted(call, pads)
+            waits = shifted or self._waits(call)
+            found, fill = self._admit(call, pads, ReuseLimits(most, wait=waits))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             nested = Nested(self, call, call.types, fill)
             if restoring:
                 found = restoring.restore(found, nested)
             found, blended = self._blended(found, call, nested, most)
-            if self._overflows and most:
+            if self._overflows and most and not shifted:
                 found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
@@ -428,7 +432,7 @@ class ForwardHook:
         if unsteady != self.identity.unsteady:
             paged.rows.disable_publishing()
         self._watch(paged)
-        paged.audits = nested if self.kv.config.audit else None
+        paged.audits = nested if self.kv.config.audit and not shifted else None
         if not self._begin(paged, call, call.columns - found.base):
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
@@ -534,6 +538,11 @@ class ForwardHook:
         """Whether all that is known of a call has to be there before its forward begins."""
         return self.blending is not None or not self._divides(call)
 
+    def _shifted(self, call: ForwardCall, pads: list[int]) -> bool:
+        """Whether positions are others than a part of the prompt would be given by itself."""
+        shifts = call.shifts(pads)
+        return shifts is not None and bool(shifts.any())
+
     def _watch(self, cache: PagedCache) -> None:
         """A forward begins: by what it draws from generators it is told whether it is random."""
         cache.drawn = drawn() if self.identity.draws else None
@@ -573,6 +582,10 @@ class ForwardHook:
         if restoring is None:
             restoring = Restoring(self.kv, rows.seqs, pads, call.types)
         rows.by_column = call.positions is None and any(pads)
+        if (shifts := call.shifts(pads)) is not None:
+            rows.shifts = shifts[0, :, -1]
+            if (shifts[:, :, -1] != rows.shifts).any():
+                rows.disable_publishing()  # it ends within an image
         rows.restoring, rows.uneven = restoring or None, bool(restoring)
         if self.plan.stateful and any(pads):
             rows.disable_publishing()

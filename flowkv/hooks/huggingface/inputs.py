@@ -44,6 +44,20 @@ def type_salts(name: str, types: NDArray[np.int64]) -> list[Salt]:
     return [Salt(int(at), digest_of("type", name, int(types[at]))) for at in changes]
 
 
+def shift_salts(shifts: NDArray[np.int64]) -> list[Salt]:
+    """Salts for what a row's positions `[D, n]` add to the usual ones, wherever that changes.
+
+    Tokens one after the other with shifts of their own, those of an image, have one salt.
+    """
+    steps = np.diff(shifts, axis=1, prepend=0).any(0)
+    edges = np.flatnonzero(np.diff(steps.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    spans = [(first, shifts[:, first:stop]) for first, stop in edges.tolist()]
+    return [
+        Salt(first, digest_of("shift", span[:1] if (span == span[0]).all() else span))
+        for first, span in spans
+    ]
+
+
 def _flat(value: Any, rows: int) -> Any:
     """What may have a number for each row, or as many for all of them."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -398,7 +412,10 @@ class Names:
         signature = list(inspect.signature(type(model).forward).parameters.values())[1:]
         parameters = {one.name: one.default for one in signature}
         encoder = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters
-        return cls(parameters, bool(encoder), placeholder_ids(config))
+        names = cls(parameters, bool(encoder), placeholder_ids(config))
+        # Those count on from where their last prompt ended, whichever it was.
+        names.counts = not any("rope_deltas" in vars(module) for module in model.modules())
+        return names
 
 
 class Prompt(NamedTuple):
@@ -540,6 +557,7 @@ class ForwardCall:
         tokens = [row[pad:].astype(np.uint32) for row, pad in zip(ids, pads, strict=True)]
         fill = Fill(tokens, self.modal, self.names.placeholders)
         types = {name: value.cpu().numpy() for name, value in self.types.items()}
+        shifts = self.shifts(pads)
         found = []
         for row, pad in enumerate(pads):
             salts = condition_salts(self.condition, row, len(pads)) + fill.salts(row)
@@ -547,6 +565,8 @@ class ForwardCall:
                 salts.append(Salt(0, digest_of("columns", pad)))
             if by_place:
                 salts.append(Salt(0, digest_of("place", row, len(pads))))
+            if shifts is not None:
+                salts += shift_salts(shifts[:, row, pad:])
             for name, value in types.items():
                 salts += type_salts(name, value[min(row, len(value) - 1), pad:].astype(np.int64))
             salts.sort(key=lambda salt: (salt.position, salt.digest))
@@ -573,6 +593,22 @@ class ForwardCall:
                 del given[name]
             given.update(modal)
         return given
+
+    def shifts(self, pads: Sequence[int]) -> NDArray[np.int64] | None:
+        """Return what positions in several dimensions (M-RoPE) add to the usual ones, `[D, B, T]`.
+
+        None where positions have one dimension, or are not one for each token.
+        """
+        given = self.positions
+        if given is None or given.dim() != 3 or given.shape[-1] != self.columns:
+            return None
+        if given.shape[1] not in (1, self.rows):
+            return None
+        own = np.arange(self.columns) - np.asarray(pads, np.int64)[:, None]
+        found = given.detach().cpu().numpy().astype(np.int64) - own
+        if len(found) == 4 and not found[0][own >= 0].any():
+            found = found[1:]  # the first dimension counts tokens, for masks
+        return found
 
     # ---- later forwards
 

@@ -66,6 +66,7 @@ class Rows:
         forwards: Forwards that are over.
         wants_weights: The caller asked for attention weights, which pages do not give.
         blind: Something the cache does not know went into K and V: nothing is published any more.
+        shifts: What is added to the usual positions of each row's next columns.
         by_column: Positions count columns, padding included: the model was given none.
         prefilling: Every forward so far was as long as a page.
         promised: Columns of a prompt whose ids no hook will show, of a model not attached.
@@ -91,7 +92,7 @@ class Rows:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling uneven switch restoring promised lost pads most_pad views _last taken
+        by_column prefilling uneven switch restoring promised lost pads shifts most_pad views _last taken
         thinning _index _notes _one _left _known _next_full __weakref__""".split()
     )
 
@@ -121,6 +122,7 @@ class Rows:
         self._last: Step | None = None
         self._index: torch.Tensor | None = None
         self._notes = Notes()
+        self.shifts = np.zeros(len(self.seqs), np.int64)
         self._pad(pads)
 
     def _pad(self, pads: Items[int]) -> None:
@@ -319,7 +321,7 @@ class Rows:
         """Tells the sequences the ids noted so far; goes blind if their positions are unusual."""
         if not self._notes or self.blind:
             return
-        low, ids, ordinary = self._notes.take(self.pads, self.by_column)
+        low, ids, ordinary = self._notes.take(self.pads - self.shifts, self.by_column)
         if not ordinary:
             self.disable_publishing()
             return
@@ -342,7 +344,8 @@ class Rows:
 
     def usual(self, columns: int, positions: torch.Tensor | None) -> bool:
         """Whether the positions of the next columns are the usual ones."""
-        return usual(self.base, columns, positions, self.pads, by_column=self.by_column)
+        pads = self.pads - self.shifts
+        return usual(self.base, columns, positions, pads, by_column=self.by_column)
 
     def disable_publishing(self) -> None:
         """Publishes nothing more: K and V depend on something that keys do not say."""
@@ -439,6 +442,7 @@ class Rows:
         for index, seq in enumerate(old):
             if index not in taken:
                 seq.close()
+        self.shifts = self.shifts[list(indices)]
         self._pad([int(self.pads[index]) for index in indices])
         if self.thinning is not None:
             self.thinning.select(list(indices))
