@@ -58,7 +58,8 @@ def attention(  # noqa: PLR0913 - the switches of attention belong to one call
     Raises:
         GeometryError: Shapes or dtypes do not fit the step or the geometry, a mask asks for what
             pages do not serve, or a window for more than they keep.
-        StateError: `softcap`, `sinks` or latents outside a step, or the step is over.
+        StateError: `softcap`, `sinks` or latents outside a step, or the step is over; gradients
+            are wanted inside one.
 
     Example:
         >>> with kv.step([seq], [tokens]) as step:  # doctest: +SKIP
@@ -134,6 +135,12 @@ def _attend(
     step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
     n_tokens, given = int(step.counts.sum()), [q, k] if v is None else [q, k, v]
+    inputs = [x for x in (*given, *options.values()) if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise StateError(
+            "gradients are wanted in a step, and keys and values in pages pass none on",
+            "Call the model under torch.no_grad(), or outside the step to train it",
+        )
     if any(x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != n_tokens for x in given):
         shapes = ", ".join(str(tuple(x.shape)) for x in given)
         raise GeometryError(

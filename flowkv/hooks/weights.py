@@ -41,6 +41,8 @@ MOST_UNIT_BYTES = 4 << 20
 _SMALL_BYTES = 64 << 10
 _SMALL_SHARE = 16
 """Weights of up to 64 KiB stay, if all of them take no more than a sixteenth of the budget."""
+_SAMPLE = 64
+"""Bytes of each weight that stays which are looked at before a forward."""
 _HANDED_UP = (nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: their parameters are read with the module above."""
 
@@ -111,7 +113,7 @@ class _Entry:
     ) -> None:
         self.names, self.parameter, self.stored, self._sums = names, parameter, stored, sums
         self.device = device
-        self.version = self.address = self._turns = 0
+        self.version = self.address = self._turns = self._storage = 0
         self._layout: Any = None
         # Of a shape that nothing takes for something else: `cat` would pass over one of [0].
         self.empty = torch.empty((0,) * 9, dtype=stored.dtype, device=device)
@@ -122,12 +124,16 @@ class _Entry:
         self.parameter.data = data
         self.version, self.address = self.parameter._version, self.parameter.data_ptr()
         self._layout = data.dtype, data.shape, data.stride()
+        self._storage = self.parameter.untyped_storage()._cdata
         self._turns += 1
 
     @property
     def changed(self) -> bool:
         p = self.parameter
         written = p._version != self.version or p.data_ptr() != self.address
+        written = (
+            written or p.untyped_storage()._cdata != self._storage
+        )  # an empty one has no address
         return written or (p.dtype, p.shape, p.stride()) != self._layout
 
     def stays(self) -> bool:
@@ -183,6 +189,7 @@ class _Unit:
         self.pins, self.uses = 0, 1
         self.buffer: _Buffer | None = None
         self.reading: Future[torch.Tensor] | None = None
+        self._sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def bind(self, base: torch.Tensor) -> None:
         """Sets the parameters to what was read.
@@ -195,11 +202,34 @@ class _Unit:
                 if entry.parameter.numel() == 0 and entry.stored.n_bytes:
                     raise StateError(
                         f"{entry.names[0]} was written to while it was not in memory",
-                        "Call detach(), change it, and attach the weights again",
+                        "Load the model anew, change it, and attach the weights then",
                     )
                 continue  # somebody gave it memory of its own, which stays
             entry.set(view_of(base, place, entry.stored).to(entry.device))
         self.bound = True
+        if self.resident and self.entries:
+            places = self._sampled().to(base.device)
+            self._sample = base, places, base[places]
+
+    def _sampled(self) -> torch.Tensor:
+        """`[entries, _SAMPLE]` places of bytes of whole elements, spread over each entry."""
+        found = []
+        for entry, place in zip(self.entries, self.layout.places, strict=True):
+            size = entry.stored.dtype.itemsize
+            last = max(entry.stored.n_bytes // size - 1, 0)
+            elements = torch.linspace(0, last, _SAMPLE // size, dtype=torch.float64).long()
+            found.append((place + elements[:, None] * size + torch.arange(size)).flatten())
+        return torch.stack(found).clamp_max(max(self.n_bytes - 1, 0))
+
+    def written(self) -> int:
+        """Entries whose memory was written to in a way that PyTorch does not count."""
+        if not self.bound or self._sample is None:
+            return 0
+        base, places, known = self._sample
+        if torch.equal(now := base[places], known):
+            return 0
+        other = (now != known).any(1).tolist()
+        return sum(o and not e.changed for o, e in zip(other, self.entries, strict=True))
 
     @property
     def changed(self) -> bool:
@@ -209,7 +239,7 @@ class _Unit:
         for entry in self.entries:
             if not entry.changed:
                 entry.set(entry.empty)
-        self.bound, self.reading = False, None
+        self.bound, self.reading, self._sample = False, None, None
 
 
 def view_of(base: torch.Tensor, place: int, stored: StoredTensor) -> torch.Tensor:
@@ -349,6 +379,8 @@ class StreamedWeights:
         try:
             if self._state != "attached":
                 raise StateError("the weights of this model are closed", "Attach them again")
+            if not self._stack:
+                self._refuse_half()
             for unit in self._units_of.get(module, ()):
                 self._acquire(unit)
                 taken.append(unit)
@@ -360,6 +392,20 @@ class StreamedWeights:
                 unit.pins -= 1
             self._lock.release()
             raise
+
+    def _refuse_half(self) -> None:
+        """Sees that nobody changed the whole model, of which only a part is in memory.
+
+        Raises:
+            StateError: Several weights that stay were written to without a count.
+        """
+        written = sum(unit.written() for unit in self._units if unit.resident)
+        if written > 1 and not all(unit.bound for unit in self._units):
+            raise StateError(
+                f"{written} weights were written to through `.data` or numpy while others were not "
+                "in memory, so that a part of the model would be changed",
+                "Load the model anew, change it, and attach the weights then",
+            )
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._stack or self._stack[-1] is not module:
@@ -617,6 +663,7 @@ class StreamedWeights:
                 return
             if self._stack or self._state != "attached":
                 raise StateError("weights are in use or closed", "Detach between forwards")
+            self._refuse_half()
             self._last = None
             with torch.inference_mode(False), torch.no_grad():
                 for unit in self._units:

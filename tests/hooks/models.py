@@ -131,6 +131,104 @@ def _qwen3_next() -> torch.nn.Module:
     return transformers.Qwen3NextForCausalLM(config)
 
 
+_MAMBA2 = dict(
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_d_state=8,
+    mamba_n_groups=1,
+    mamba_expand=2,
+    mamba_chunk_size=16,
+)
+_LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention"] * 2,
+)
+_CONV = dict(layer_types=["conv", "full_attention"] * 2, conv_L_cache=4)
+
+
+def _jamba() -> torch.nn.Module:
+    config = transformers.JambaConfig(
+        **SMALL,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    )
+    return transformers.JambaForCausalLM(config)
+
+
+def _bamba() -> torch.nn.Module:
+    config = transformers.BambaConfig(**SMALL, **_MAMBA2, attn_layer_indices=[1, 3])
+    return transformers.BambaForCausalLM(config)
+
+
+def _granite_hybrid() -> torch.nn.Module:
+    config = transformers.GraniteMoeHybridConfig(
+        **SMALL,
+        **_MAMBA2,
+        layer_types=["mamba", "attention"] * 2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        shared_intermediate_size=64,
+    )
+    return transformers.GraniteMoeHybridForCausalLM(config)
+
+
+def _nemotron_h() -> torch.nn.Module:
+    config = transformers.NemotronHConfig(
+        **SMALL,
+        hybrid_override_pattern="M*-M*",
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=16,
+        head_dim=16,
+    )
+    return transformers.NemotronHForCausalLM(config)
+
+
+def _zamba() -> torch.nn.Module:
+    config = transformers.ZambaConfig(
+        **SMALL | dict(num_hidden_layers=6),
+        attn_layer_period=3,
+        attn_layer_offset=2,
+        n_mamba_heads=2,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    )
+    return transformers.ZambaForCausalLM(config)
+
+
+def _qwen3_5() -> torch.nn.Module:
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**GROUPED, **_LINEAR))
+
+
+def _olmo_hybrid() -> torch.nn.Module:
+    return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**SMALL, **_LINEAR))
+
+
+def _lfm2() -> torch.nn.Module:
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SMALL, **_CONV))
+
+
+def _lfm2_moe() -> torch.nn.Module:
+    config = transformers.Lfm2MoeConfig(
+        **SMALL,
+        **_CONV,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
+    )
+    return transformers.Lfm2MoeForCausalLM(config)
+
+
 def whisper() -> torch.nn.Module:
     """A speech model: its decoder's K and V depend on the encoder's input."""
     config = transformers.WhisperConfig(
@@ -227,14 +325,26 @@ _CAUSAL = {
     "bloom": _bloom,
 }
 _HYBRID = {"falcon_h1": _falcon_h1, "qwen3_next": _qwen3_next}
-CAUSAL, HYBRID = sorted(_CAUSAL), sorted(_HYBRID)
+_RECURRENT = _HYBRID | {
+    "bamba": _bamba,
+    "granite_hybrid": _granite_hybrid,
+    "jamba": _jamba,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
+    "nemotron_h": _nemotron_h,
+    "olmo_hybrid": _olmo_hybrid,
+    "qwen3_5": _qwen3_5,
+    "zamba": _zamba,
+}
+CAUSAL, HYBRID, RECURRENT = sorted(_CAUSAL), sorted(_HYBRID), sorted(_RECURRENT)
+"""Models by what their layers keep: keys and values; a state beside them. `HYBRID` are a few."""
 
 
 def causal(name: str) -> torch.nn.Module:
     """A decoder-only model by its architecture's name."""
     torch.manual_seed(0)
     tied = dict(factor=8.0, embeddings=1.0) if name == "bloom" else {}
-    return sharpen((_CAUSAL | _HYBRID)[name](), **tied)
+    return sharpen((_CAUSAL | _RECURRENT)[name](), **tied)
 
 
 def prompt(length: int, seed: int = 1) -> torch.Tensor:

@@ -101,6 +101,35 @@ def test_training_code_outside_steps_keeps_its_gradients(kv: KV, model: Nano) ->
     assert kv.stats()["devices"]["cpu"]["used_bytes"] == 0
 
 
+def test_gradients_through_pages_are_refused_before_anything_is_written(
+    kv: KV, model: Nano
+) -> None:
+    model.requires_grad_(True)
+    with kv.open(PROMPTS[2]) as seq:
+        with pytest.raises(StateError, match=r"torch\.no_grad\(\)"), torch.enable_grad():
+            for step in kv.prefill([seq]):
+                model(step.tokens, step.positions)
+        assert seq.length == 0
+        with torch.no_grad():
+            for step in kv.prefill([seq]):
+                logits = model(step.tokens, step.positions)
+            want = make_nano()(torch.tensor([PROMPTS[2]]))
+        torch.testing.assert_close(logits[:, -1], want[:, -1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks", "alibi"])
+def test_whatever_wants_gradients_in_a_step_is_refused(kv: KV, wanted: str) -> None:
+    given = {name: torch.ones(1, 2, 3, 8) for name in "qkv"}
+    given |= {name: torch.ones(2) for name in ("sinks", "alibi")}
+    given[wanted].requires_grad_(True)
+    with kv.open([1, 2, 3]) as seq, pytest.raises(StateError, match="gradients"):
+        with kv.step([seq], [[1, 2, 3]]):
+            flowkv.attention(**given, layer=0)
+    with kv.open([4, 5, 6], limit=0) as seq, torch.no_grad(), kv.step([seq], [[4, 5, 6]]):
+        for layer in range(2):
+            flowkv.attention(**given, layer=layer)
+
+
 def test_attention_outside_a_step_is_causal_attention() -> None:
     q, k, v = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
     got = flowkv.attention(q, k, v, layer=0, scale=0.3)

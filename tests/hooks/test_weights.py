@@ -270,6 +270,67 @@ def test_a_weight_that_is_not_there_computes_nothing(tmp_path: Path) -> None:
     weights.close()
 
 
+def _vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 1.5, model.parameters())
+
+
+def _each(change: Any) -> Any:
+    return lambda model: [change(p) for p in model.parameters()]
+
+
+HALVES = {
+    "half and float": lambda model: (model.half(), model.float()),
+    "bfloat16 and float": lambda model: (model.bfloat16(), model.float()),
+    "half": lambda model: model.half(),
+    "vector_to_parameters": _vector,
+    "data in place": _each(lambda p: p.data.mul_(1.5)),
+    "data replaced": _each(lambda p: setattr(p, "data", p.data * 1.5)),
+    "numpy": _each(lambda p: np.multiply(p.data.numpy(), 1.5, out=p.data.numpy())),
+    "detached": _each(lambda p: p.detach().data.add_(1e-3)),
+    "counted": _each(lambda p: p.mul_(1.5)),
+    "initialised": lambda model: [nn.init.normal_(layer.weight) for layer in model],
+}
+
+
+@pytest.mark.parametrize("change", HALVES)
+@pytest.mark.parametrize("used", [False, True])
+def test_the_whole_model_changed_while_a_part_is_in_memory(
+    tmp_path: Path, change: str, *, used: bool
+) -> None:
+    model, x = stack(20), torch.rand(1, 128)
+    weights = flowkv.attach_weights(model, budget="50%", disk=str(tmp_path))
+    if used:
+        model(x)
+        assert 1 < sum(bool(p.numel()) for p in model.parameters()) < 20
+    plain = model(x) if used else None
+    with torch.no_grad():
+        HALVES[change](model)
+    if not used and change in ("data in place", "numpy", "detached"):
+        assert torch.isfinite(model(x)).all(), "there was nothing yet that could be written to"
+    else:
+        for call in (lambda: model(x), weights.detach, lambda: model(x)):
+            with pytest.raises((StateError, RuntimeError), match=r"written to|dtype"):
+                call()
+        assert plain is None or torch.isfinite(plain).all()
+    weights.close()
+
+
+@pytest.mark.parametrize("change", HALVES)
+def test_a_model_that_is_in_memory_whole_is_changed_whole(tmp_path: Path, change: str) -> None:
+    model, twin, x = stack(6), stack(6), torch.rand(1, 128)
+    twin.load_state_dict(model.state_dict())
+    with flowkv.attach_weights(model, budget="64MiB", disk=str(tmp_path)):
+        model(x)
+        assert all(p.numel() for p in model.parameters())
+        for one in (model, twin):
+            torch.manual_seed(1)
+            with torch.no_grad():
+                HALVES[change](one)
+        at = x.to(next(twin.parameters()).dtype)
+        assert torch.equal(model(at), twin(at))
+
+
 def test_what_a_forward_hands_out_stays_as_it_was(tmp_path: Path) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:

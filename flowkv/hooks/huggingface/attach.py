@@ -27,7 +27,7 @@ from flowkv.hooks.embedding import AttachedEmbedding
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.blend import Blending
 from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
-from flowkv.hooks.huggingface.door import ForwardHook, warn_inherited
+from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, warn_inherited
 from flowkv.hooks.huggingface.inputs import ForwardCall, Names
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
@@ -74,7 +74,7 @@ def attach(
     cannot be served (see `flowkv.verify`) is left to the model's own cache, with one warning.
 
     Args:
-        model: A transformers model; of an adapter-wrapped model, its base is taken.
+        model: A transformers model; of one that adapters or `torch.compile` wrap, what is in it.
         reads: "auto" reads pages where they lie, wherever the model's attention allows it; "dense"
             gathers K and V for the model's own attention.
         memo: Places, as "host:256MiB", in which encoders of images, of sound, or of what a decoder
@@ -102,7 +102,7 @@ def attach(
         >>> kv = flowkv.attach(model, disk="./kv:20GiB")  # doctest: +SKIP
         >>> model.generate(**inputs)
     """
-    model = base_model(model)
+    compiled, model = hasattr(model, "_orig_mod"), base_model(model)
     sparsifier = None if sparsify is None else make_sparsifier(sparsify)
     if sparsifier is not None:
         experimental("attach(sparsify=)", "it is new, and approximate by nature")
@@ -131,6 +131,8 @@ def attach(
             _hear(model, kv)
             follow(kv, detach=partial(_forget, weakref.ref(model)))
             _ATTACHED[model] = door
+            if compiled:
+                door.warn_compiled("torch.compile(model), where it is called itself,")
         except UnsupportedModelError as error:
             warn(kv, "unsupported", f"FlowKV leaves the model to its own cache: {error}")
         except BaseException:
@@ -169,6 +171,9 @@ def install(
     Raises:
         UnsupportedModelError: The model cannot be served from pages.
     """
+    if model._compiled_call_impl is not None:
+        remedy = "Use the model without FlowKV, or attach one that is not compiled"
+        raise UnsupportedModelError(f"model.compile() {COMPILED}", remedy)
     switch = Switch(model)
     in_pages = not switch.reason
     for _ in range(2):
@@ -285,11 +290,12 @@ def _unattached(
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model itself, out of what adapter libraries wrap around it.
+    """The transformers model itself, out of what adapters and `torch.compile` wrap around it.
 
     Raises:
         ConfigError: There is none.
     """
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):

@@ -784,11 +784,21 @@ class Recurrent:
         for index, layer in self.layers.items():
             held = vars(LinearAttentionLayer()) if isinstance(layer, PagedLayer) else vars(layer)
             for name in held:
+                if name == "record_past":  # said of one call, not of its tokens
+                    continue
                 value = getattr(layer, name)
                 if isinstance(value, dict):
                     yield from ((f"{index}.{name}.{part}", item) for part, item in value.items())
                 else:
                     yield f"{index}.{name}", value
+
+    def _convolutions(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """What convolutions have seen, and how many of its last columns they look at."""
+        for layer in self.layers.values():
+            sizes = getattr(layer, "conv_kernel_size", {})  # since 5.2x
+            for part, kept in layer.conv_states.items():
+                if kept is not None and sizes.get(part) is not None:
+                    yield kept, int(sizes[part])
 
     def save(self, every: int = 1) -> None:
         """Keeps the state of every row after exactly its tokens, if they are known.
@@ -808,6 +818,8 @@ class Recurrent:
         if self.edited():
             rows.disable_publishing()
             return
+        if any(kept.shape[-1] < size for kept, size in self._convolutions()):
+            return  # a recorded past is not padded
         rows.flush()
         self._saved = rows.base
         for row, (seq, pad) in enumerate(rows.padded):
@@ -816,7 +828,9 @@ class Recurrent:
 
     def _take(self, row: int) -> dict[str, Any]:
         values: dict[str, Any] = {_MAKER: transformers.__version__}
+        ends = {id(kept): kept[..., -size:] for kept, size in self._convolutions()}
         for name, value in self._items():
+            value = ends.get(id(value), value)  # of a recorded past, what the next token needs
             if isinstance(value, torch.Tensor):
                 values[name] = value[row : row + 1].detach().cpu()
             elif isinstance(value, PLAIN):
@@ -951,9 +965,12 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     @classmethod
     def take_over(cls, cache: Any, rows: Rows, plan: ModelPlan, door: Any) -> PagedCache:
         """Turns a fresh native cache into a paged one, in place."""
+        records = any(getattr(layer, "record_past", False) for layer in cache.layers)
         cache.__dict__.clear()
         cache.__class__ = cls
         cls.__init__(cache, rows, plan, door)
+        if records:  # drafts will be taken back
+            cache.activate_past_recording()
         return cache  # type: ignore[no-any-return]
 
     def restore(self, states: Sequence[Mapping[str, Any]] | None) -> None:

@@ -46,7 +46,7 @@ from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.hooks.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
-_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
+_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile")
 _HOOKS = frozenset(
     f"_forward_{kind}{flags}"
     for kind in ("hooks", "pre_hooks")
@@ -59,6 +59,7 @@ _LEARNS = 4
 _PATIENCE_S = 10.0
 """Longest that closing waits for forwards of other threads."""
 _MIXED = "the rows of a batch look at each other"
+COMPILED = "compiles it whole, and a compiled forward calls no hooks"
 _PADDING = "its mask is more than left padding"
 
 
@@ -138,7 +139,17 @@ class ForwardHook:
         if hasattr(type(model), "__deepcopy__"):
             # Only then: wrappers that pass on what they lack, as PEFT's, would be copied by it.
             model.__dict__["__deepcopy__"] = self._copy_model
+        model.__dict__["compile"] = self._compile
         follow(self.kv, close=self.release)
+
+    def _compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model as its class does, and say that its forwards pass the door by."""
+        type(self.model).compile(self.model, *args, **kwargs)
+        self.warn_compiled("model.compile()")
+
+    def warn_compiled(self, how: str) -> None:
+        """Warn that forwards of a compiled model do not run the hooks of this door."""
+        self._refuse(f"{how} {COMPILED}", "compiled")
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
         """`copy.deepcopy` of a model whose class copies itself, without the hooks of this door."""
@@ -392,10 +403,16 @@ class ForwardHook:
             problem = "its code draws random numbers by itself"
         elif self.identity.compiled:
             problem = "parts of the model are compiled"
-        elif not problem and pads is None:
-            problem = _PADDING
-        elif not problem and not usual(
-            0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
+        elif not problem and (pads is None or (call.unplaced and any(pads))):
+            problem = _PADDING if pads is None else "it has padding and no position_ids"
+        elif not problem and call.unplaced and call.modal:
+            problem = "it has images, and no position_ids"
+        elif (
+            not problem
+            and call.shifts(pads) is None
+            and not usual(
+                0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
+            )
         ):
             problem = "its positions do not count a row's tokens from 0"
         elif not problem and self._alike_rows(call) == "mixed":
@@ -412,13 +429,15 @@ class ForwardHook:
             )
         try:
             most = call.columns - max(call.keep, self._asked) if call.skippable else 0
-            found, fill = self._admit(call, pads, ReuseLimits(most, wait=self._waits(call)))
+            shifted = self._shifted(call, pads)
+            waits = shifted or self._waits(call)
+            found, fill = self._admit(call, pads, ReuseLimits(most, wait=waits))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             nested = Nested(self, call, call.types, fill)
             if restoring:
                 found = restoring.restore(found, nested)
             found, blended = self._blended(found, call, nested, most)
-            if self._overflows and most:
+            if self._overflows and most and not shifted:
                 found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
@@ -433,10 +452,8 @@ class ForwardHook:
         if unsteady != self.identity.unsteady:
             paged.rows.disable_publishing()
         self._watch(paged)
-        paged.audits = nested if self.kv.config.audit else None
-        assert call.ids is not None
-        shown = None if call.positions is None else call.positions[..., found.base :]
-        paged.rows.note(call.ids[:, found.base :], shown)
+        paged.audits = nested if self.kv.config.audit and not shifted else None
+        paged.rows.noted = call.columns  # the sequences were opened with these ids
         if not self._begin(paged, call, call.columns - found.base):
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
@@ -542,6 +559,11 @@ class ForwardHook:
         """Whether all that is known of a call has to be there before its forward begins."""
         return self.blending is not None or not self._divides(call)
 
+    def _shifted(self, call: ForwardCall, pads: list[int]) -> bool:
+        """Whether positions are others than a part of the prompt would be given by itself."""
+        shifts = call.shifts(pads)
+        return shifts is not None and bool(shifts.any())
+
     def _watch(self, cache: PagedCache) -> None:
         """A forward begins: by what it draws from generators it is told whether it is random."""
         cache.drawn = drawn() if self.identity.draws else None
@@ -581,6 +603,10 @@ class ForwardHook:
         if restoring is None:
             restoring = Restoring(self.kv, rows.seqs, pads, call.types)
         rows.by_column = call.positions is None and any(pads)
+        if (shifts := call.shifts(pads)) is not None:
+            rows.shifts = shifts[0, :, -1]
+            if (shifts[:, :, -1] != rows.shifts).any():
+                rows.disable_publishing()  # it ends within an image
         rows.restoring, rows.uneven = restoring or None, bool(restoring)
         if self.plan.stateful and any(pads):
             rows.disable_publishing()
@@ -633,6 +659,7 @@ class ForwardHook:
         if (
             training
             or not (filled or call.continues)
+            or (call.unplaced and rows.base and not whole)
             or not (self.names.encoder or call.conditioned(cache.options))
             or modes()
             or not rows.padded_by(call.mask, rows.base + call.columns)

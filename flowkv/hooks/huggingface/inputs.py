@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.keys import Salt
 from flowkv.hooks.fingerprint import parts_of
-from flowkv.hooks.huggingface.versions import MODAL_INPUTS
+from flowkv.hooks.huggingface.versions import MODAL_INPUTS, PreTrainedTokenizerBase
 
 # What keys and values depend on beside token ids and images: encoder outputs, options, types.
 
@@ -42,6 +42,20 @@ def type_salts(name: str, types: NDArray[np.int64]) -> list[Salt]:
     """Salts for a row's token types: one wherever the type changes, none while it is zero."""
     changes = np.flatnonzero(np.diff(types, prepend=0))
     return [Salt(int(at), digest_of("type", name, int(types[at]))) for at in changes]
+
+
+def shift_salts(shifts: NDArray[np.int64]) -> list[Salt]:
+    """Salts for what a row's positions `[D, n]` add to the usual ones, wherever that changes.
+
+    Tokens one after the other with shifts of their own, those of an image, have one salt.
+    """
+    steps = np.diff(shifts, axis=1, prepend=0).any(0)
+    edges = np.flatnonzero(np.diff(steps.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    spans = [(first, shifts[:, first:stop]) for first, stop in edges.tolist()]
+    return [
+        Salt(first, digest_of("shift", span[:1] if (span == span[0]).all() else span))
+        for first, span in spans
+    ]
 
 
 def _flat(value: Any, rows: int) -> Any:
@@ -353,6 +367,8 @@ _NEUTRAL = frozenset(
     output_hidden_states output_router_logits output_logits""".split()
 )
 """Arguments that do not change K and V."""
+_SPEECH = frozenset({"tokenizer", "assistant_tokenizer"})
+"""Tokenizers that `generate` takes, for `stop_strings`, and hands on to every forward."""
 
 _PAST = "past_key_values"
 
@@ -369,12 +385,14 @@ class Names:
         positions: The positions.
         embeds: Embeddings given instead of token ids.
         cache: The cache: `past_key_values` up to transformers 5.23.
+        counts: Without positions, the model counts on from what its cache holds.
     """
 
     def __init__(
         self, parameters: dict[str, Any], encoder: bool, placeholders: dict[str, int]
     ) -> None:
         self.parameters, self.encoder, self.placeholders = parameters, encoder, placeholders
+        self.counts = True
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
@@ -394,7 +412,10 @@ class Names:
         signature = list(inspect.signature(type(model).forward).parameters.values())[1:]
         parameters = {one.name: one.default for one in signature}
         encoder = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters
-        return cls(parameters, bool(encoder), placeholder_ids(config))
+        names = cls(parameters, bool(encoder), placeholder_ids(config))
+        # Those count on from where their last prompt ended, whichever it was.
+        names.counts = not any("rope_deltas" in vars(module) for module in model.modules())
+        return names
 
 
 class Prompt(NamedTuple):
@@ -450,6 +471,11 @@ class ForwardCall:
         return bool(self.given.get("output_attentions"))
 
     @property
+    def unplaced(self) -> bool:
+        """It has no positions, and the model would count from 0 again behind a cache."""
+        return self.positions is None and not self.names.counts
+
+    @property
     def skippable(self) -> bool:
         """Nobody misses what a forward that skips known tokens would not compute."""
         return (
@@ -491,6 +517,10 @@ class ForwardCall:
 
     def _absent(self, name: str, value: Any) -> bool:
         """Whether an argument is as if it were not given."""
+        if name in _SPEECH and isinstance(value, PreTrainedTokenizerBase):
+            return name not in self.names.parameters
+        if name == ENCODED and isinstance(value, Mapping) and not value:
+            return True  # a prompt of text alone
         default = self.names.parameters.get(name)
         unsaid = default is None or default is inspect.Parameter.empty
         return value is None if unsaid else value is default
@@ -527,6 +557,7 @@ class ForwardCall:
         tokens = [row[pad:].astype(np.uint32) for row, pad in zip(ids, pads, strict=True)]
         fill = Fill(tokens, self.modal, self.names.placeholders)
         types = {name: value.cpu().numpy() for name, value in self.types.items()}
+        shifts = self.shifts(pads)
         found = []
         for row, pad in enumerate(pads):
             salts = condition_salts(self.condition, row, len(pads)) + fill.salts(row)
@@ -534,6 +565,8 @@ class ForwardCall:
                 salts.append(Salt(0, digest_of("columns", pad)))
             if by_place:
                 salts.append(Salt(0, digest_of("place", row, len(pads))))
+            if shifts is not None:
+                salts += shift_salts(shifts[:, row, pad:])
             for name, value in types.items():
                 salts += type_salts(name, value[min(row, len(value) - 1), pad:].astype(np.int64))
             salts.sort(key=lambda salt: (salt.position, salt.digest))
@@ -552,11 +585,30 @@ class ForwardCall:
             for name in (self.names.ids, self.names.positions, *self.types):
                 if isinstance(given.get(name), torch.Tensor):
                     given[name] = given[name][..., columns:]
+            if self.unplaced and self.ids is not None:
+                places = torch.arange(columns, self.columns, device=self.ids.device)
+                given[self.names.positions] = places[None]
         if modal is not None:
             for name in self.modal:
                 del given[name]
             given.update(modal)
         return given
+
+    def shifts(self, pads: Sequence[int]) -> NDArray[np.int64] | None:
+        """Return what positions in several dimensions (M-RoPE) add to the usual ones, `[D, B, T]`.
+
+        None where positions have one dimension, or are not one for each token.
+        """
+        given = self.positions
+        if given is None or given.dim() != 3 or given.shape[-1] != self.columns:
+            return None
+        if given.shape[1] not in (1, self.rows):
+            return None
+        own = np.arange(self.columns) - np.asarray(pads, np.int64)[:, None]
+        found = given.detach().cpu().numpy().astype(np.int64) - own
+        if len(found) == 4 and not found[0][own >= 0].any():
+            found = found[1:]  # the first dimension counts tokens, for masks
+        return found
 
     # ---- later forwards
 

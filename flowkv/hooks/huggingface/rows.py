@@ -66,8 +66,10 @@ class Rows:
         forwards: Forwards that are over.
         wants_weights: The caller asked for attention weights, which pages do not give.
         blind: Something the cache does not know went into K and V: nothing is published any more.
+        shifts: What is added to the usual positions of each row's next columns.
         by_column: Positions count columns, padding included: the model was given none.
         prefilling: Every forward so far was as long as a page.
+        noted: Columns whose ids a forward has said; pages behind them are not published.
         promised: Columns of a prompt whose ids no hook will show, of a model not attached.
         switch: Length from which positions are encoded otherwise, if there is one.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
@@ -91,8 +93,8 @@ class Rows:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling uneven switch restoring promised lost pads most_pad views _last taken
-        thinning _index _notes _noted _one _left _known _next_full __weakref__""".split()
+        by_column prefilling uneven switch restoring promised lost pads shifts most_pad views _last
+        taken thinning noted _index _notes _one _left _known _next_full __weakref__""".split()
     )
 
     def __init__(
@@ -120,7 +122,8 @@ class Rows:
         self.views: dict[int, Any] = {}
         self._last: Step | None = None
         self._index: torch.Tensor | None = None
-        self._notes, self._noted = Notes(), base
+        self._notes, self.noted = Notes(), base
+        self.shifts = np.zeros(len(self.seqs), np.int64)
         self._pad(pads)
 
     def _pad(self, pads: Items[int]) -> None:
@@ -208,7 +211,7 @@ class Rows:
         if full and not self.blind:
             self.flush()
             # A page is named by the ids that forwards were given, and by nothing else.
-            given = self.driven or step.tokens is not None or self._noted >= self.total
+            given = self.driven or step.tokens is not None or self.noted >= self.total
             if not self.blind and not (given and self.trusted(self)):
                 self.disable_publishing()
         step.commit()
@@ -231,7 +234,7 @@ class Rows:
                 self.thinning.forget()
             self.total = self.base
             self._notes.drop(self.base)
-            self._noted = min(self._noted, self.base)
+            self.noted = min(self.noted, self.base)
             self.land(wait=False)
 
     def land(self, *, wait: bool = True) -> bool:
@@ -314,7 +317,7 @@ class Rows:
         """
         if not self.blind:
             self._notes.add(self.base, ids, positions)
-            self._noted = self.base + ids.shape[1]
+            self.noted = self.base + ids.shape[1]
             if self.base < self._known:
                 self.flush()  # a prompt is known ahead: compare before it is believed
                 self._look()
@@ -323,7 +326,7 @@ class Rows:
         """Tells the sequences the ids noted so far; goes blind if their positions are unusual."""
         if not self._notes or self.blind:
             return
-        low, ids, ordinary = self._notes.take(self.pads, self.by_column)
+        low, ids, ordinary = self._notes.take(self.pads - self.shifts, self.by_column)
         if not ordinary:
             self.disable_publishing()
             return
@@ -346,7 +349,8 @@ class Rows:
 
     def usual(self, columns: int, positions: torch.Tensor | None) -> bool:
         """Whether the positions of the next columns are the usual ones."""
-        return usual(self.base, columns, positions, self.pads, by_column=self.by_column)
+        pads = self.pads - self.shifts
+        return usual(self.base, columns, positions, pads, by_column=self.by_column)
 
     def disable_publishing(self) -> None:
         """Publishes nothing more: K and V depend on something that keys do not say."""
@@ -384,7 +388,7 @@ class Rows:
     def rebase(self, base: int) -> None:
         """Other sequences, with more columns known, took the place of the old ones."""
         self.base = self.total = base
-        self._noted = min(self._noted, base)
+        self.noted = min(self.noted, base)
         self._look()
 
     def crop(self, columns: int) -> None:
@@ -397,7 +401,7 @@ class Rows:
         if self.thinning is not None:
             self.thinning.forget()
         self.base = self.total = min(self.base, left)
-        self._noted = min(self._noted, self.base)
+        self.noted = min(self.noted, self.base)
         self.lost = left - self.base
         for seq, pad in self.padded:
             length = max(self.base - pad, 0)
@@ -445,6 +449,7 @@ class Rows:
         for index, seq in enumerate(old):
             if index not in taken:
                 seq.close()
+        self.shifts = self.shifts[list(indices)]
         self._pad([int(self.pads[index]) for index in indices])
         if self.thinning is not None:
             self.thinning.select(list(indices))

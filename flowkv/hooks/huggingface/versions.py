@@ -16,6 +16,7 @@ from transformers import (
     AttentionMaskInterface,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -58,6 +59,7 @@ __all__ = [
     "MaxLengthCriteria",
     "PreTrainedConfig",
     "PreTrainedModel",
+    "PreTrainedTokenizerBase",
     "causal_mask_function",
     "chosen_functions",
     "layer_types",
@@ -135,7 +137,8 @@ BOOKKEEPING = frozenset(
     _tp_size _device_mesh _weight_conversions _compiled_call _last_compile_config _loss_function
     loss_type gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
     _output_capturing_hooks_installed peft_config _hf_peft_config_loaded tokenizer processor
-    _name_or_path _commit_hash _auto_class __deepcopy__ __reduce_ex__""".split()
+    _name_or_path _commit_hash _auto_class __deepcopy__ __reduce_ex__ compile
+    rope_deltas""".split()
 )
 """Attributes of models that say nothing about what a forward computes."""
 

@@ -1,0 +1,173 @@
+"""Image-text models: text alone, and images whose positions have several dimensions (M-RoPE)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+
+IMAGE, START, END = 190, 192, 193
+_ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
+_TEXT = models.GROUPED | dict(num_hidden_layers=3, rope_parameters=_ROPE)
+_TOKENS = dict(
+    image_token_id=IMAGE, video_token_id=191, vision_start_token_id=START, vision_end_token_id=END
+)
+_SIGHT = dict(depth=2, num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)
+
+
+def _qwen2_vl() -> torch.nn.Module:
+    sight = _SIGHT | dict(embed_dim=32, hidden_size=64, mlp_ratio=2, in_channels=3)
+    config = transformers.Qwen2VLConfig(text_config=_TEXT, vision_config=sight, **_TOKENS)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen2_5_vl() -> torch.nn.Module:
+    sight = _SIGHT | dict(
+        hidden_size=32,
+        intermediate_size=48,
+        out_hidden_size=64,
+        window_size=16,
+        fullatt_block_indexes=[1],
+    )
+    config = transformers.Qwen2_5_VLConfig(text_config=_TEXT, vision_config=sight, **_TOKENS)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl() -> torch.nn.Module:
+    sight = _SIGHT | dict(
+        hidden_size=32,
+        intermediate_size=48,
+        out_hidden_size=64,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[0, 1],
+    )
+    rope = _ROPE | dict(mrope_interleaved=True)
+    text = _TEXT | dict(rope_parameters=rope)
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=sight, **_TOKENS)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+M_ROPE = {"qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(3)
+    return models.sharpen(M_ROPE[name](), factor=2.0)
+
+
+def text(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(5, 180, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+class Image:
+    """A picture of `rows x columns` patches, by seed."""
+
+    def __init__(self, rows: int, columns: int, seed: int) -> None:
+        seeded = torch.Generator().manual_seed(seed)
+        self.grid = torch.tensor([[1, rows, columns]])
+        self.pixels = 3 * torch.randn(rows * columns, 96, generator=seeded)
+        self.ids = torch.tensor([[START, *[IMAGE] * (rows * columns // 4), END]])
+
+
+def asked(*parts: torch.Tensor | Image) -> dict[str, torch.Tensor]:
+    """What `generate` is given for texts and images one after the other."""
+    images = [part for part in parts if isinstance(part, Image)]
+    ids = torch.cat([part.ids if isinstance(part, Image) else part for part in parts], 1)
+    given = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    if images:
+        given |= dict(
+            pixel_values=torch.cat([image.pixels for image in images]),
+            image_grid_thw=torch.cat([image.grid for image in images]),
+            mm_token_type_ids=(ids == IMAGE).long(),
+        )
+    return given
+
+
+CAT, DOG, WIDE = Image(8, 8, seed=1), Image(8, 8, seed=2), Image(4, 12, seed=3)
+
+
+@pytest.mark.parametrize("name", M_ROPE)
+def test_positions_in_several_dimensions(name: str, tmp_path: Path) -> None:
+    model, twin, other = made(name), made(name), made(name)
+    before, behind = text(30, 1), text(20, 2)
+    talks = [
+        asked(before, CAT, behind),
+        asked(before, WIDE, behind),  # another end of its positions
+        asked(before, DOG, behind),
+        asked(torch.cat([before, text(24, 3)], 1)),
+        asked(before, CAT, behind, DOG, behind),
+        asked(before, WIDE, CAT, text(3, 4)),
+        asked(before, CAT),
+    ]
+    wanted = [generate(twin, 5, **given) for given in talks]
+    assert not torch.equal(wanted[0].logits[0], wanted[2].logits[0])
+    second = asked(before, CAT, torch.cat([behind, wanted[0].sequences[:, -5:], text(9, 5)], 1))
+    talks, wanted = [*talks, second], [*wanted, generate(twin, 5, **second)]
+    for served in (model, other):  # the second from a disk
+        with attached(served, disk=f"{tmp_path}/kv:64MiB") as kv:
+            for again in range(2):
+                for given, want in zip(talks, wanted, strict=True):
+                    known = reused(kv)
+                    assert_same(generate(served, 5, **given), want, 1e-4)
+                    if again and not (given["input_ids"][0, -1] == END):
+                        length = given["input_ids"].shape[1]
+                        assert reused(kv) - known >= length - 16, "of any other prompt meanwhile"
+    last = talks[0] | dict(num_beams=3)
+    want = generate(twin, 4, **last).sequences
+    with attached(model) as kv:
+        for _ in range(2):
+            assert torch.equal(generate(model, 4, **last).sequences, want)
+        assert reused(kv) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_a_padded_pair_of_images(name: str) -> None:
+    model, twin = made(name), made(name)
+    first, second = asked(text(30, 1), CAT, text(20, 2)), asked(text(13, 3), WIDE, text(9, 4))
+    pad = first["input_ids"].shape[1] - second["input_ids"].shape[1]
+    given = {
+        key: torch.cat([first[key], torch.nn.functional.pad(second[key], (pad, 0))])
+        for key in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
+    for key in ("pixel_values", "image_grid_thw"):
+        given[key] = torch.cat([first[key], second[key]])
+    want = generate(twin, 5, **given)
+    with attached(model) as kv:
+        for _ in range(2):
+            assert_same(generate(model, 5, **given), want, 1e-4)
+        assert_same(generate(model, 5, **first), generate(twin, 5, **first), 1e-4)
+        assert reused(kv) > 0
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_forwards_without_positions_count_anew(name: str) -> None:
+    """Behind a cache, such a model counts from where its last prompt with images ended."""
+    model, twin = made(name), made(name)
+    calls = [
+        asked(text(40, 1)),
+        asked(text(20, 2), CAT, text(9, 3)),
+        asked(torch.cat([text(40, 1), text(7, 4)], 1)),
+        asked(text(20, 2), WIDE, text(9, 3)),
+        asked(text(20, 2), CAT, text(9, 3)),
+        asked(torch.cat([text(40, 1), text(7, 4)], 1)),
+    ]
+
+    def answer(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        cache = DynamicCache(config=model.config.get_text_config())
+        more = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with torch.no_grad():
+            return model(**given, **more).logits[:, -1]
+
+    wanted = [answer(twin, given) for given in calls]
+    with attached(model) as kv:
+        for given, want in zip(calls, wanted, strict=True):
+            torch.testing.assert_close(answer(model, given), want, rtol=0, atol=1e-3)
+        assert reused(kv) > 0

@@ -1,0 +1,104 @@
+"""Models with recurrent layers: few tokens behind a state, drafts, positions, half precision."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import flowkv
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+
+REFUSED = {"jamba": "does not continue from a cache as it answers in one pass"}
+"""Whose own code goes on from a state otherwise than in one pass."""
+SUFFIXES = range(1, 6)
+
+
+def attached_or_refused(model: torch.nn.Module, name: str, **options: object) -> flowkv.KV:
+    """The cache of an attached model, which warned if and only if it is to be refused."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kv = flowkv.attach(model, gpu="64MiB", page_size=16, **options)
+    said = " ".join(str(one.message) for one in caught if "FlowKV leaves" in str(one.message))
+    assert REFUSED.get(name, "") in said
+    assert bool(said) == (name in REFUSED)
+    return kv
+
+
+@pytest.mark.parametrize("name", models.RECURRENT)
+def test_few_tokens_behind_a_state(name: str, tmp_path: Path) -> None:
+    model, twin = models.causal(name), models.causal(name)
+    bases = [models.prompt(20, seed=n) for n in SUFFIXES]
+    prompts = [torch.cat([b, models.prompt(n, seed=9)], 1) for n, b in enumerate(bases, 1)]
+    wanted = [generate(twin, 3, input_ids=ids) for ids in prompts]
+    for known in (False, True):  # the second time from a disk
+        kv = attached_or_refused(model, name, disk=f"{tmp_path}/kv:64MiB")
+        try:
+            for base, ids, want in zip(bases, prompts, wanted, strict=True):
+                if not known:
+                    generate(model, 1, input_ids=base)
+                assert_same(generate(model, 3, input_ids=ids), want, 1e-5)
+            assert bool(reused(kv)) == (name not in REFUSED)
+        finally:
+            kv.close()
+
+
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "jamba", "lfm2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_no_lost_convolution(name: str, dtype: torch.dtype) -> None:
+    model = models.causal(name).to(dtype)
+    before = dict(model.named_parameters())
+    kv = attached_or_refused(model, name)
+    assert all(before[path] is value for path, value in model.named_parameters())
+    assert not any(module._forward_pre_hooks for module in list(model.modules())[1:])
+    generate(model, 1, input_ids=models.prompt(40))
+    longer = torch.cat([models.prompt(40), models.prompt(3, seed=9)], 1)
+    generate(model, 2, input_ids=longer)
+    assert (reused(kv) > 0) == (name not in REFUSED)
+    kv.close()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_that_counts_from_zero_behind_its_cache(*, padded: bool) -> None:
+    """Bamba without positions: a user's own loop gets what one pass over the prompt gives."""
+    model, twin = models.causal("bamba"), models.causal("bamba")
+    base, longer = models.prompt(40), torch.cat([models.prompt(40), models.prompt(9, seed=3)], 1)
+    mask = torch.ones_like(longer)
+    if padded:
+        longer, mask = longer.roll(4, 1), mask.clone()
+        mask[:, :4] = 0
+
+    def one_pass(model: torch.nn.Module) -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        given = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return model(input_ids=longer, **given).logits[:, -1]
+
+    wanted = one_pass(twin)
+    with attached(model) as kv:
+        generate(model, 1, input_ids=base)
+        for _ in range(2):
+            torch.testing.assert_close(one_pass(model), wanted, rtol=0, atol=1e-4)
+        assert bool(reused(kv)) != padded
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+def test_drafts_are_taken_back_from_convolutions(name: str, tmp_path: Path) -> None:
+    model, twin, other = (models.causal(name) for _ in range(3))
+    helper, talks = models.causal("llama"), []
+    for how in (dict(prompt_lookup_num_tokens=4), dict(assistant_model=helper), dict()):
+        ids = models.prompt(12, seed=3 + len(talks)).repeat(1, 3)
+        for turn in range(3):
+            talks.append((ids, how, generate(twin, 6, input_ids=ids, **how)))
+            ids = torch.cat([talks[-1][2].sequences, models.prompt(2 + turn, seed=turn)], 1)
+            how = how if turn else {}
+    for served in (model, other):  # the second goes on from states that drafts left on disk
+        with attached(served, disk=f"{tmp_path}/kv:64MiB") as kv:
+            for ids, how, want in talks:
+                assert_same(generate(served, 6, input_ids=ids, **how), want, 1e-5)
+            assert reused(kv) > 0
