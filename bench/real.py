@@ -325,25 +325,46 @@ def _resident() -> int:
 
 
 def restart(given: argparse.Namespace) -> Iterator[Row]:
-    """Prompts that an earlier process stored, beside computing them and beside the lower bound."""
+    """Prompts that an earlier process stored, beside computing them and beside the lower bound.
+
+    Each is the first call of a process of its own: neither model has run before.
+    """
     with tempfile.TemporaryDirectory() as folder:
         stored = _child(given, "store", folder)
-        for row in _child(given, "restored", folder):
-            yield {**row, "store_bytes_a_token": stored["bytes_a_token"]}
+        for n in _restarted(given):
+            places = [f"{n}:{number}:{folder}" for number in range(given.rounds)]
+            calls = [_child(given, "restored", place) for place in places]
+            n_bytes = sum(call["loaded_bytes"] for call in calls) / len(calls)
+            attached = spread([call["attached_ms"] for call in calls])
+            bound_ms = median(call["bound_ms"] for call in calls)
+            yield {
+                "what": "ttft, restarted",
+                "tokens": n,
+                "identical": all(call["identical"] for call in calls),
+                "plain_ms": spread([call["plain_ms"] for call in calls]),
+                "attached_ms": attached,
+                "ratio": spread([call["plain_ms"] / call["attached_ms"] for call in calls]),
+                "loaded_bytes": n_bytes,
+                "bound_ms": bound_ms,
+                "over_bound": attached[1] / bound_ms,
+                "store_bytes_a_token": stored["bytes_a_token"],
+            }
+
+
+def _restarted(given: argparse.Namespace) -> list[int]:
+    """Lengths of the prompts that are stored."""
+    return sorted({min(n, given.longest) for n in RESTARTED})
 
 
 def _stored(texts: Texts, given: argparse.Namespace) -> dict[int, list[list[int]]]:
-    """Prompts that both processes know, by length."""
-    lengths = sorted({min(n, given.longest) for n in RESTARTED})
-    return {n: [texts.next(n) for _ in range(given.rounds)] for n in lengths}
+    """Prompts that all processes know, by length."""
+    return {n: [texts.next(n) for _ in range(given.rounds)] for n in _restarted(given)}
 
 
 def _store(given: argparse.Namespace, folder: str) -> Row:
     loaded = load(given)
     kv = flowkv.attach(loaded.model, gpu=POOL, disk=f"{folder}/kv:8GiB")
-    texts = Texts(loaded.encode)
-    texts.next(WARM)  # which `Pair` warms up with
-    prompts = [p for n in _stored(texts, given).values() for p in n]
+    prompts = [p for n in _stored(Texts(loaded.encode), given).values() for p in n]
     for prompt in prompts:
         timed_generate(loaded.model, [prompt], max_new_tokens=1)
     kv.flush()
@@ -352,29 +373,30 @@ def _store(given: argparse.Namespace, folder: str) -> Row:
     return {"bytes_a_token": kept / sum(map(len, prompts))}
 
 
-def _restored(given: argparse.Namespace, folder: str) -> list[Row]:
-    pair = Pair(given, disk=f"{folder}/kv:8GiB")
-    stored = _stored(pair.texts, given)
-    rows = []
-    for n, prompts in stored.items():
-        step = pair.compare("", [pair.texts.next(n)] * 2, 9, "tpot_s")["plain_ms"][0] / 1e3
-        before = Reuse.of(pair.kv)
-        row = pair.compare("ttft, restarted", prompts, 1, "ttft_s")
-        loaded = Reuse.of(pair.kv).since(before).loaded_bytes
-        n_bytes = sum(loaded.values()) / len(prompts)
-        load_s, compute_s = n_bytes / _disk_rate(Path(folder), n_bytes), row["plain_ms"][0] / 1e3
+def _restored(given: argparse.Namespace, place: str) -> Row:
+    """The first call of the attached model, and then that of the plain one."""
+    length, number, folder = place.split(":", 2)
+    plain, served = load(given), load(given)
+    kv = flowkv.attach(served.model, gpu=POOL, disk=f"{folder}/kv:8GiB")
+    prompt = _stored(Texts(plain.encode), given)[int(length)][int(number)]
+    before = Reuse.of(kv)
+    one = timed_generate(served.model, [prompt], max_new_tokens=1)
+    n_bytes = sum(Reuse.of(kv).since(before).loaded_bytes.values())
+    other = timed_generate(plain.model, [prompt], max_new_tokens=1)
+    step_s = timed_generate(plain.model, [prompt[:64]], max_new_tokens=9).tpot_s
+    kv.close()
+    compute_s, bound_s = other.ttft_s, other.ttft_s
+    if n_bytes:
+        load_s = n_bytes / _disk_rate(Path(folder), n_bytes)
         # Loading from one end, computing from the other, then the step that makes the token.
-        bound = 1 / (1 / load_s + 1 / compute_s) + step if load_s else compute_s
-        rows.append(
-            {
-                **row,
-                "loaded_bytes": n_bytes,
-                "bound_ms": 1e3 * bound,
-                "over_bound": row["attached_ms"][1] / (1e3 * bound),
-            }
-        )
-    pair.kv.close()
-    return rows
+        bound_s = 1 / (1 / load_s + 1 / compute_s) + step_s
+    return {
+        "identical": one.answers == other.answers,
+        "plain_ms": 1e3 * other.ttft_s,
+        "attached_ms": 1e3 * one.ttft_s,
+        "loaded_bytes": n_bytes,
+        "bound_ms": 1e3 * bound_s,
+    }
 
 
 def _disk_rate(folder: Path, n_bytes: float) -> float:

@@ -314,7 +314,7 @@ if TYPE_CHECKING:
         RegretGuard,
         class_of,
     )
-    from flowkv.policy.restore.costs import Rates
+    from flowkv.policy.restore.costs import LoadGate, Rates
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling.turns import WaitingLine, Worth
     from flowkv.policy.tenants import Quota, Tenants
@@ -383,7 +383,7 @@ if TYPE_CHECKING:
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
     from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
-    from flowkv.tiers import envelope, erasure_log, host
+    from flowkv.tiers import digest, envelope, erasure_log, host
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128
     from flowkv.tiers.disk import journal

@@ -419,6 +419,7 @@ class KV:
         self.restorer = PrefixMatcher(self.planner, self.gate, self.bus, loader)
         self.snapshots = Snapshots(self.restorer)
         self.restores = RestoreScheduler(self.restorer)
+        self.gate.model = learned.computes(namespace, geometry)
         self._tell(learned.load)
         self.visits = RequestTracker(self.planner, prefetches)
         self.queue = Queue(self.visits, self.lock)
@@ -457,12 +458,12 @@ class KV:
         disks = (tier for tier in ours if isinstance(tier, DiskTier) and tier.writable)
         return next((disk.path for disk in disks), None) if self.config.learned else None
 
-    def _tell(self, work: Callable[[Path, Iterable[PolicyPlace]], object]) -> None:
-        """Reads or writes what policies learned; if that fails, an event says so."""
+    def _tell(self, work: Callable[[Path, Iterable[PolicyPlace], LoadGate], object]) -> None:
+        """Reads or writes what was learned; if that fails, an event says so."""
         directory = self._learned()
         try:
             if directory is not None and self.planner is not None:
-                work(directory, self.planner.store.places)
+                work(directory, self.planner.store.places, self.gate)
         except (ConfigError, OSError) as error:
             self.bus.emit(Warned(code="learned", message=str(error)))
 

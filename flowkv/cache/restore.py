@@ -499,8 +499,9 @@ _LEAST_S = 1e-9
 class Prior:
     """Costs (`policy.restore.Costs`) from what steps and loads took so far, and guesses.
 
-    What nothing is known of is guessed: a link of 1 GB/s, and that computing takes as long as
-    loading, so that both are tried. A belief is kept once it was asked for: what was measured since
+    What was not measured yet in this process is believed to be as earlier ones found it, and else
+    guessed: a link of 1 GB/s, and that computing takes as long as loading, so that both are tried.
+    A belief is kept once it was asked for: what was measured since
     is held against it by `Measured`.
 
     Args:
@@ -515,7 +516,9 @@ class Prior:
     def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """So many layers of these tokens."""
         if not self._token_s:
-            self._token_s = self._gate.seconds_per_token or self._guess_s(request)
+            gate = self._gate
+            earlier_s = gate.earlier.computes.get(gate.model, 0.0)
+            self._token_s = gate.seconds_per_token or earlier_s or self._guess_s(request)
         return self._token_s * tokens.size * layers / request.layers
 
     def suffix_s(self, request: RestoreRequest) -> float:
@@ -529,7 +532,8 @@ class Prior:
         if tier not in self._links:
             rates = self._gate.rates.get(tier)
             known = (rates.latency_s, rates.bytes_per_s) if rates is not None else (0.0, 0.0)
-            self._links[tier] = known if known[1] else (0.0, _BYTES_PER_S)
+            guess = self._gate.earlier.links.get(tier, (0.0, _BYTES_PER_S))
+            self._links[tier] = known if known[1] else guess
         latency_s, bytes_per_s = self._links[tier]
         return latency_s + cells * cell_bytes / bytes_per_s
 
@@ -663,6 +667,10 @@ class RestoreScheduler:
     def add(self, restoration: RestoreJob) -> Progress:
         """A restore begins."""
         self._active[restoration.request.number] = restoration
+        for tier in {source.tier for source in restoration.request.sources}:
+            rates = self.gate.rates.get(tier)
+            if rates is None or not rates.samples:
+                self.state.untold.add(tier)
         return self.state.add(restoration.request)
 
     def remove(self, restoration: RestoreJob) -> None:
@@ -685,6 +693,15 @@ class RestoreScheduler:
         """
         left = 0.0 if self._allowance_s == math.inf else min(self._allowance_s, seconds)
         self._allowance_s = left + seconds
+
+    def page_s(self, request: RestoreRequest) -> float:
+        """What computing the first page should take."""
+        first = Span(request.resident, request.resident + request.unit)
+        return self.costs.compute_s(request, request.layers, first)
+
+    def tries(self) -> bool:
+        """Whether no forward of this process says yet what computing takes."""
+        return not (self.gate.seconds_per_token or self.costs.tried)
 
     @property
     def paused(self) -> bool:
@@ -804,6 +821,7 @@ class RestoreScheduler:
         counted_s = compiling.measured_s(begun_s, begun_s + seconds)
         if n_bytes and counted_s > 0 and not flight.lost:
             source = request.sources[op.source]
+            self.state.untold.discard(source.tier)
             self.costs.loaded(request, op.source, round(n_bytes / source.cell_bytes), counted_s)
             if len(flight.n_bytes) == 1:
                 (number,) = flight.n_bytes
@@ -1296,7 +1314,23 @@ class RestoreJob:
             most: Compute no more than that at once, or a page.
         """
         found = choose([self], most)
+        while found is None and self._hopes():
+            self._rest()
+            found = choose([self], most)
         return found[1] if found is not None else 0
+
+    def _hopes(self) -> bool:
+        """Whether the first load from a tier should show in a moment if it is as fast as believed.
+
+        Once the front is left to come, a slow tier is waited for. To look first costs no more than
+        the computing of a page would.
+        """
+        with self._guard:
+            restores, waited_s = self._restores, time.perf_counter() - self.request.arrived_s
+            tiers = (source.tier for source in self.request.sources)
+            if self.settled or self._progress.met or restores.state.untold.isdisjoint(tiers):
+                return False
+            return not restores.still and waited_s < restores.page_s(self.request)
 
     def pump(self) -> None:
         """Takes what has come, and asks for more. Never waits."""
@@ -1308,6 +1342,8 @@ class RestoreJob:
     def take(self, op: Compute, most: int | None) -> int:
         """Hands out an op of the policy; returns its tokens. Callers hold the KV lock."""
         first, stop = op.tokens
+        if self._restores.tries():
+            most = self._size
         if most is not None:
             stop = min(stop, first + max(most // self._size, 1) * self._size)
         if op.layers != Span(0, self.request.layers) or first != self.seq.length:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +22,11 @@ from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import Geometry
-from flowkv.core.keys import Shard
+from flowkv.core.keys import Namespace, Shard
 from flowkv.observe.metrics import Level
 from flowkv.policy.deferred import behind
 from flowkv.policy.hedge import Hedge
+from flowkv.policy.restore import EarlierRates, LoadGate
 from flowkv.policy.tenants import Tenants
 from flowkv.residency.places import memory_bytes
 from flowkv.tiers.base import Tier, reserved_bytes
@@ -75,16 +79,30 @@ def divided(tiers: Sequence[Tier], geometry: Geometry, shard: Shard | None) -> l
     ]
 
 
+def computes(namespace: Namespace, geometry: Geometry) -> str:
+    """Name of what computes: this model, by its title and geometry, on this machine."""
+    devices = sorted({group.device for group in geometry.groups})
+    names = [
+        torch.cuda.get_device_name(device)
+        if torch.device(device).type == "cuda"
+        else f"{platform.machine()} {os.cpu_count()} {torch.get_num_threads()}"
+        for device in devices
+    ]
+    said = "\n".join([namespace.title, namespace.geometry, *names])
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
 def _device_bytes(device: str) -> int:
     return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
 
 
 # What policies learned, kept in a small file within a disk tier's directory.
 #
-# Models only: how soon conversations go on, after what kind of turn. No block, no key, no tenant
-# and no time is in it; which pages lie where is the tiers' own business.
+# Models: how soon conversations go on, after what kind of turn; and rates of tiers and models, with
+# which the first restore of a process is planned. No block, no key, no tenant and no time of day is
+# in it; which pages lie where is the tiers' own business.
 #
-#     16 bytes xxh3_128 of what follows | MessagePack: version, and a model for each kind of place
+#     16 bytes xxh3_128 of what follows | MessagePack: version, models by kind of place, rates
 
 VERSION = 1
 _CHECK_BYTES, _MOST_BYTES = 16, 1 << 24
@@ -106,14 +124,16 @@ class Learner(Protocol):
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     models: dict[str, bytes]
+    rates: EarlierRates = EarlierRates()
 
 
-def save(directory: Path, places: Iterable[PolicyPlace]) -> bool:
+def save(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None = None) -> bool:
     """Writes what the policies of places learned; the file appears whole or not at all.
 
     Args:
         directory: Of a disk tier, which this process owns.
         places: Whose policies.
+        gate: Whose rates.
 
     Returns:
         Whether there was anything to write.
@@ -123,15 +143,16 @@ def save(directory: Path, places: Iterable[PolicyPlace]) -> bool:
     """
     learned = {name: learner.save_model() for name, learner in _learners(places).items()}
     models = {name: model for name, model in learned.items() if model}
-    if not models:
+    rates = gate.learned() if gate is not None else EarlierRates()
+    if not (models or rates.links or rates.computes):
         return False
-    body = msgspec.msgpack.encode(_File(VERSION, models))
+    body = msgspec.msgpack.encode(_File(VERSION, models, rates))
     replace_file(FileIO(), str(directory / LEARNED), xxhash.xxh3_128_digest(body) + body)
     return True
 
 
-def load(directory: Path, places: Iterable[PolicyPlace]) -> int:
-    """Has policies begin with what was learned before; returns how many do.
+def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None = None) -> int:
+    """Has policies, and a gate, begin with what was learned before; returns how many policies do.
 
     Raises:
         ConfigError: The file is damaged, of another version, or a model does not fit its policy.
@@ -151,6 +172,8 @@ def load(directory: Path, places: Iterable[PolicyPlace]) -> int:
         raise ConfigError(f"{path} is of another version ({error})", "Delete it") from None
     if found.version != VERSION:
         raise ConfigError(f"{path} is of version {found.version}", "Delete it")
+    if gate is not None:
+        gate.earlier = found.rates.sane()
     learners = _learners(places)
     started = 0
     for name in learners.keys() & found.models.keys():

@@ -8,7 +8,7 @@ import pytest
 
 from flowkv.tiers import Envelope, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from tests.inside import SAMPLES, Keyring, Lossless, transfer
+from tests.inside import SAMPLES, Keyring, Lossless, digest, transfer
 
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 
@@ -92,3 +92,20 @@ def test_a_frame_whose_integrity_was_damaged_is_dropped(
     stored(tier, ["a"])
     assert hits(tier, ["a"]) == 1
     tier.close()
+
+
+def test_what_checks_large_batches_is_compiled_when_a_tier_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it was compiled, for seconds, in the first restore on a machine, and then once more."""
+    monkeypatch.setattr(transfer, "COMPILED_BYTES", 0)
+    names = [f"{n}" for n in range(9)]
+    for known in (False, True):  # frames whose headers are read first, and those of this process
+        tier = DiskTier(tmp_path, 8 << 20)
+        compiled = list(digest._check_all.signatures)
+        assert compiled
+        if not known:
+            stored(tier, names)
+        assert hits(tier, names) == len(names)
+        assert list(digest._check_all.signatures) == compiled
+        tier.close()

@@ -20,6 +20,7 @@ from flowkv.core.errors import FlowKVError, UnsupportedModelError
 from flowkv.hooks.huggingface.cache import (
     ModelPlan,
     PagedCache,
+    PagedLayer,
     configured_layers,
     place_layers,
     read_layers,
@@ -176,7 +177,11 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
     rows.disable_publishing()
     cache = PagedCache(rows, door.plan, door)
     try:
-        return _continues(model, found, cache, door.names)
+        agrees = _continues(model, found, cache, door.names)
+        layer = next((one for one in cache.layers if type(one) is PagedLayer), None)
+        if agrees and layer is not None:
+            layer.gather(layer.columns)  # compiled here, not in the first forward behind a prefix
+        return agrees
     finally:
         cache.close()
 

@@ -1,6 +1,6 @@
 """Restores: what is computed, what is loaded, and in which order (DESIGN D7)."""
 
-from flowkv.policy.restore.costs import LoadGate, Measured, lower_bound
+from flowkv.policy.restore.costs import EarlierRates, LoadGate, Measured, lower_bound
 from flowkv.policy.restore.policy import (
     RESTORE_POLICIES,
     Compute,
@@ -21,6 +21,7 @@ __all__ = [
     "RESTORE_POLICIES",
     "Compute",
     "Costs",
+    "EarlierRates",
     "LoadGate",
     "Measured",
     "Op",

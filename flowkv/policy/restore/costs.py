@@ -47,6 +47,11 @@ class Measured:
 
     # ---- what was measured
 
+    @property
+    def tried(self) -> bool:
+        """Whether anything was computed."""
+        return self._compute.samples > 0
+
     def computed(self, request: RestoreRequest, layers: int, tokens: Span, seconds: float) -> None:
         """Computing so many layers of these tokens took so long; nothing of it is no sample."""
         if layers > 0 and tokens.size > 0 and seconds > 0:
@@ -238,8 +243,39 @@ _MARGIN = 8.0
 both go on at once: of T_c alone, T_c * T_l / (T_c + T_l) is left."""
 _GATE_ENOUGH = 8
 _STORE_DOUBT = 0.999
+_SLOWEST_S, _FASTEST, _MOST_EARLIER = 60.0, 1e14, 64
+"""What rates kept with a store may say: nothing slower, nothing faster, no more of them."""
 _LONG_PAGES = 256
 """What does not pay for a prompt of so many pages never does."""
+
+
+class EarlierRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rates that earlier processes measured, as they are kept with a store.
+
+    Attributes:
+        links: Seconds before the first byte, and bytes a second, of each tier by its name.
+        computes: Seconds a token, by what computes them: a model on a machine.
+    """
+
+    links: dict[str, tuple[float, float]] = {}
+    computes: dict[str, float] = {}
+
+    def sane(self) -> EarlierRates:
+        """Return those that can be true, the newest few of them."""
+        links = {
+            name: (latency_s, bytes_per_s)
+            for name, (latency_s, bytes_per_s) in self.links.items()
+            if 0.0 <= latency_s <= _SLOWEST_S and 1.0 <= bytes_per_s <= _FASTEST
+        }
+        computes = {
+            name: token_s
+            for name, token_s in self.computes.items()
+            if 1.0 / _FASTEST <= token_s <= _SLOWEST_S
+        }
+        return EarlierRates(
+            dict(list(links.items())[-_MOST_EARLIER:]),
+            dict(list(computes.items())[-_MOST_EARLIER:]),
+        )
 
 
 class LoadGate:
@@ -251,10 +287,13 @@ class LoadGate:
 
     Attributes:
         rates: What loads from each tier take, by its name.
+        earlier: What earlier processes measured. Plans begin with it; nothing is refused by it.
+        model: What computes here, as `earlier` names it.
     """
 
     def __init__(self) -> None:
         self.rates: dict[str, Rates] = {}
+        self.earlier, self.model = EarlierRates(), ""
         self._compute_s_per_token, self._chunks = 0.0, _Chunks()
         # Per tier: the loads that were measured, and the pages refused, since they were.
         self._refused: dict[str, tuple[int, int]] = {}
@@ -284,6 +323,18 @@ class LoadGate:
         """What one more token takes there: the later, the more it attends to; 0 if unknown."""
         _, each, pair = self._chunks.form
         return each + pair * position or self._compute_s_per_token
+
+    def learned(self) -> EarlierRates:
+        """Return the rates for later processes: measured here, or before where they were not."""
+        links = self.earlier.links | {
+            tier: (rates.latency_s, rates.bytes_per_s)
+            for tier, rates in self.rates.items()
+            if rates.samples
+        }
+        computes = {k: v for k, v in self.earlier.computes.items() if k != self.model}
+        if token_s := self._compute_s_per_token or self.earlier.computes.get(self.model, 0.0):
+            computes[self.model] = token_s
+        return EarlierRates(links, computes).sane()
 
     @property
     def seconds_per_token(self) -> float:

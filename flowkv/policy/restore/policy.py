@@ -209,12 +209,14 @@ class State:
         now_s: The time, as whoever executes tells it.
         requests: By number, in order of arrival.
         link_cells: Cells of loads under way, by tier.
+        untold: Tiers of which no load has ended yet: what costs say of them is hearsay.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.now_s = costs, 0.0
         self.requests: dict[int, Progress] = {}
         self.link_cells: dict[str, int] = {}
+        self.untold = set[str]()
 
     def add(self, request: RestoreRequest) -> Progress:
         """A request arrived."""
@@ -495,7 +497,8 @@ class Aim:
         suffix_s: To compute what is left of the suffix, as of the last plan; below 0 before it.
         set: Whether there is a goal.
         busy_until_s: When the compute that was begun last should end.
-        loads_until_s: When the load that was begun last should.
+        loads_from_s: When the link began with those under way.
+        loads_until_s: When the load that was begun last should end.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -505,7 +508,15 @@ class Aim:
             self.sources.setdefault(source.tier, index)
         self.stripe, self.group, self.cell_s, self.suffix_s = 0, -1, 0.0, -1.0
         self.set = self._known = False
-        self.busy_until_s = self.loads_until_s = 0.0
+        self.busy_until_s = self.loads_from_s = self.loads_until_s = 0.0
+
+    def late(self, state: State) -> float:
+        """How much longer loads under way take than they should; 0.0 without any, or in time."""
+        until_s, from_s = self.loads_until_s, self.loads_from_s
+        flying = any(isinstance(op, RestoreLoad) for op in self.progress.flying)
+        if not flying or state.now_s <= until_s or until_s <= from_s:
+            return 0.0
+        return (state.now_s - from_s) / (until_s - from_s)
 
     def known(self, costs: Costs) -> bool:
         """Whether it is known what computing takes."""
@@ -694,11 +705,14 @@ def _block(state: State, aim: Aim, gap: int, sizes: ChunkSizes) -> int:
     if aim.suffix_s < 0:
         aim.suffix_s = suffix_left_s(state, aim.progress)
     tail = _TAIL * aim.suffix_s / (aim.cell_s * request.layers)
+    if not state.untold.isdisjoint(aim.sources):
+        tail = 0.0  # what is asked for by layers cannot be computed any more
     part = 0.0 if aim.progress.back[0] == request.tokens else (gap - tail) / _BLOCKS
     size = min(max(_LEAST * request.unit, part), gap - tail, sizes.block)
     return max(0, int(size // request.unit) * request.unit)
 
 
+_LATE = 2.0
 _STEPS = 3
 _LITTLE, _BEARABLE = 1.01, 1.1
 
@@ -777,6 +791,8 @@ class TwoPointer(RestorePolicy):
                     took_s = (high - low) * (stop - first) * aim.cell_s
                     queued = state.link_cells.get(tier, 0) > 0
                     begins_s = max(state.now_s, aim.loads_until_s) if queued else state.now_s
+                    if not queued:
+                        aim.loads_from_s = begins_s
                     aim.loads_until_s = begins_s + took_s
                     return op
                 before.append(aim)
@@ -855,6 +871,8 @@ class TwoPointer(RestorePolicy):
         if free_s > state.now_s:
             flying = sum([state.link_cells.get(tier, 0) for tier in aim.sources])
             link_s += min(free_s - state.now_s, flying * cell_s)
+        elif (late := aim.late(state)) > _LATE:  # the link is no faster than that shows
+            cell_s *= late
         input_s = self._inputs_s.get(request.number, 0.0)
         aim.suffix_s = suffix_left_s(state, progress)
         prices = Prices(cell_s, aim.suffix_s, busy_s, link_s, input_s)

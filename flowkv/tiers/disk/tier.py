@@ -383,11 +383,19 @@ def _read_header(envelope: Envelope, flight: Flight) -> Header:
     return agree(envelope.head(data, flight.item.key, generation=held.seq), held)
 
 
+def _load_checks() -> None:
+    """Loads the compiled check, or compiles it once on a machine: the first restore has no wait."""
+    from flowkv.tiers.digest import check_known
+
+    check_known(())
+
+
 def _open_compiled(flights: Sequence[Flight]) -> list[str]:
     from flowkv.tiers.digest import REASONS, check_frames, checks_of
 
     checks = checks_of([flight.check for flight in flights])
-    fields = np.frombuffer(b"".join(flight.fields for flight in flights), np.uint8)
+    # Writable, as all that is checked: of another type, it would be compiled once more.
+    fields = np.frombuffer(bytearray().join(flight.fields for flight in flights), np.uint8)
     reasons = check_frames(checks, fields.reshape(-1, 256))
     return [REASONS[reason] for reason in reasons.tolist()]
 
@@ -1173,6 +1181,7 @@ class DiskTier:
             staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             if engine is None:
                 engine = open_best(staging.arena, str(self._store.path))
+                _load_checks()
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
