@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from flowkv.engine.runner import Forward, OpenRow, PackedRunner, Runner, own_model
     from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks import identity
+    from flowkv.hooks import computation, identity
     from flowkv.hooks import weights as weights_module
     from flowkv.hooks.blend import Rewrite
     from flowkv.hooks.checkpoint import Checkpoint

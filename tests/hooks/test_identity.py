@@ -25,6 +25,7 @@ from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.inside import Identity, identity
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
 Undo = Callable[[], None]
 
 

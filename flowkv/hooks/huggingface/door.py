@@ -50,8 +50,6 @@ _HOOKS = frozenset(
     for kind in ("hooks", "pre_hooks")
     for flags in ("", "_with_kwargs", "_always_called")
 )
-_LEARNS = 4
-"""So many calls are watched for one more forward than the first: what decoding writes."""
 _PATIENCE_S = 10.0
 """Longest that closing waits for forwards of other threads."""
 _MIXED = "the rows of a batch look at each other"
@@ -76,7 +74,7 @@ class ForwardHook:
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
-        _aside _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem
+        _aside _attends _reads _verdicts _alike _live _caches _inside _leaving _problem
         _handles __weakref__""".split()
     )
 
@@ -97,7 +95,7 @@ class ForwardHook:
         self.proof.watch()
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
-        self._learns, self._alike = _LEARNS, dict[tuple[bytes, int], Alike]()
+        self._alike = dict[tuple[bytes, int], Alike]()
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._inside: set[tuple[int, int]] = set()
@@ -127,8 +125,6 @@ class ForwardHook:
         self._handles = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
-            model.register_forward_pre_hook(self._first, prepend=True),
-            model.register_forward_hook(self._last, always_call=True),
         ]
         model.__dict__["__reduce_ex__"] = self._reduce_model
         if hasattr(type(model), "__deepcopy__"):
@@ -210,25 +206,6 @@ class ForwardHook:
 
     # ---- hooks
 
-    def _first(self, module: Any, args: Any) -> None:
-        """Before the model's other hooks, which are part of its forward."""
-        if torch.compiler.is_compiling():
-            return
-        handles: list[Any] = self._handles
-        own = self.model
-        if module is own and handles:
-            first, last = handles[2].id, handles[3].id
-            if next(iter(module._forward_pre_hooks)) != first:
-                module._forward_pre_hooks.move_to_end(first, last=False)
-            if next(reversed(module._forward_hooks)) != last:
-                module._forward_hooks.move_to_end(last)
-            self.identity.begin()
-
-    def _last(self, module: Any, args: Any, output: Any) -> None:
-        """Behind the model's other hooks."""
-        if module is self.model and not torch.compiler.is_compiling():
-            self.identity.end()
-
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
         if module is not self.model or torch.compiler.is_compiling():
@@ -297,24 +274,7 @@ class ForwardHook:
                 if isinstance(cache, PagedCache):  # else somebody wrote to its keys meanwhile
                     if cache.audits is not None:
                         audit_rows(cache)
-                    self._learn(module, cache)
                 self.proof.rest()
-
-    def _learn(self, model: Any, cache: PagedCache) -> None:
-        """What the model's own forward writes does not change who it is."""
-        if cache.watched:
-            with self._lock:
-                try:
-                    known = self._verdicts.get(self.identity.kind)
-                    if self.identity.learn(model):
-                        self._rename()
-                    if known is not None:
-                        self._verdicts.setdefault(self.identity.kind, known)
-                except UnsupportedModelError:
-                    cache.rows.disable_publishing()
-            if cache.rows.forwards > 1:
-                self._learns -= 1
-        cache.watched = False
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
         """Whether a forward begins a cache that nobody else has plans for; warns if that is why."""
@@ -362,18 +322,20 @@ class ForwardHook:
     def start(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
         try:
-            self.refresh()
+            self.refresh(private=False)
         except FlowKVError as error:
             problem = f"it has changed, and cannot be served any more: {error}"
             return self._pass(cache, given, problem, "changed")
-        unsteady = self.identity.unsteady
+        if self.identity.foreign:
+            self.passes.add(cache)
+            return given
         call = ForwardCall(self.names, given)
         if self.names.encoder and not call.keep and wants_last(self.model):
             call.keep = 1
         pads = None if call.problem else call.pads()
-        problem = call.problem or self.identity.unshared or modes()
-        if self.identity.random:
-            problem = "its code draws random numbers by itself"
+        problem = call.problem or modes()
+        if not self.identity.settled:
+            problem = "its frequencies are not those that they are made from"
         elif self.identity.compiled:
             problem = "parts of the model are compiled"
         elif not problem and pads is None:
@@ -413,9 +375,6 @@ class ForwardHook:
         paged.rows.uneven |= self._overflows or (self.blending is not None and further)
         if blended:
             paged.rows.disable_publishing()
-        paged.watched = True
-        if unsteady != self.identity.unsteady:
-            paged.rows.disable_publishing()
         self._watch(paged)
         paged.audits = nested if self.kv.config.audit else None
         if not self._begin(paged, call, call.columns - found.base):
@@ -453,7 +412,6 @@ class ForwardHook:
                 one that cannot be served.
         """
         try:
-            self.identity.begin()
             self.refresh()
         except UnsupportedModelError as error:
             raise StateError(error.problem, "Call generate without past_key_values") from error
@@ -508,7 +466,7 @@ class ForwardHook:
         key = self.kv.namespace, call.rows
         if key not in self._alike:
             lines = ((p.dim(), p.shape[:1]) for p in model.parameters())
-            suspect = self.identity.foreign or any(n == 3 and k == (call.rows,) for n, k in lines)
+            suspect = self.identity.suspect or any(n == 3 and k == (call.rows,) for n, k in lines)
             with self.aside():
                 tried = rows_alike(model, self.names, call.rows) if suspect else "alike"
             self._alike[key] = tried
@@ -590,10 +548,8 @@ class ForwardHook:
         rows = cache.rows
         rows.alive()
         cache.fail()
-        watched = not rows.forwards or (rows.forwards == 1 and self._learns > 0)
-        if cache.unsteady != self.identity.unsteady:
-            rows.disable_publishing()  # a write where forwards write: that is in another name
-        cache.watched = watched and self.identity.same(self.model)
+        if not rows.blind and not self.identity.same(self.model):
+            rows.disable_publishing()  # what it computes from here on is in another name
         self._watch(cache)
         call = ForwardCall(self.names, given)
         if call.columns == 0:
@@ -664,8 +620,15 @@ class ForwardHook:
 
     # ---- identity
 
-    def refresh(self) -> None:
-        """Notices a changed model, and from then on names its pages otherwise."""
+    def refresh(self, *, private: bool = True) -> None:
+        """Notice a changed model, and from then on name its pages otherwise.
+
+        Args:
+            private: A foreign model is served from pages, too: that is tried.
+
+        Raises:
+            UnsupportedModelError: It cannot be served.
+        """
         model = self.model
         if model is None:
             return
@@ -673,13 +636,13 @@ class ForwardHook:
             same = self.identity.same(model)
             if not (same and self.proof.read()):
                 self._reread(model, same=same)
-            elif self.identity.restate():
-                self._rename()
+            if private and self.identity.foreign and not self.identity.compiled:
+                self._try(model)
             if self._problem:
                 raise UnsupportedModelError(self._problem, "Use the model without FlowKV")
 
     def _reread(self, model: torch.nn.Module, *, same: bool) -> None:
-        unnamed, self._problem = bool(self.identity.unnamed), ""
+        self._problem = ""
         drop_unproven(self.kv)  # nobody looked at the model between the forwards of a page
         try:
             moved = self.identity.moved(model)
@@ -690,11 +653,11 @@ class ForwardHook:
             self._problem = error.problem
             return
         # Without a count nobody knows since when; with one, not what came before it.
-        if same or unnamed or self.identity.weights_changed:
+        if same or self.identity.weights_changed:
             self.proof.reject()
         if changed:
             self._rename()
-        if (changed or moved) and not self.identity.compiled:
+        if (changed or moved) and not (self.identity.compiled or self.identity.foreign):
             self._try(model)
 
     def tried(self) -> None:
@@ -712,16 +675,14 @@ class ForwardHook:
         kind = self.identity.kind
         if kind not in self._verdicts:
             self.switch.reason, problem = self._reads, ""
-            attends, code = self.identity.attends(model)
-            known = self._attends[1]
             for place in self.plan.placed.values():
                 place.in_pages, place.contradicted = not self._reads, False
-            if attends != self._attends[0] or any(known.get(p, t) != t for p, t in code.items()):
+            if self.identity.attends(model) != self._attends:
                 self.read_dense("its attention is not what it was when FlowKV was attached")
             try:
-                with self.identity.paused(), unwritten(model):
+                with unwritten(model):
                     with self.aside():
-                        long = bool(self.identity.foreign)
+                        long = self.identity.suspect
                         found = probe(model, self.kv.page_size, in_pages=False, long=long)
                     settle(model, self.kv, found, self)
             except UnsupportedModelError as error:
@@ -738,7 +699,7 @@ class ForwardHook:
             placed.in_pages = False
 
     def _rename(self) -> None:
-        bind(self.kv, self.plan.geometry, self.identity.namespace)
+        name_pages(self.kv, self.plan, self.identity)
         self.proof.watch()
 
     def planned(self) -> ModelPlan:
@@ -747,10 +708,25 @@ class ForwardHook:
         with self.aside():
             return probe(self.model, self.kv.page_size, in_pages=in_pages).plan
 
-    def trusted(self, rows: Rows) -> bool:
+    def trusted(self, rows: Rows | None = None) -> bool:
         """Whether the model still is what the pages of these rows will be named after."""
         model = self.model
-        return model is not None and self.identity.same(model) and self.identity.same_content()
+        if model is None or self.identity.foreign:
+            return False
+        if not self.identity.same(model):
+            if not self._lock.acquire(blocking=False):  # possibly in a finalizer
+                return False
+            try:
+                kept = self.identity.kept(model)
+                if not kept and not self.kv.closed:
+                    self._rename()
+            except UnsupportedModelError as error:
+                self._problem, kept = error.problem, False
+            finally:
+                self._lock.release()
+            if not kept:
+                return False
+        return self.identity.same_content()
 
     def _refuse(self, problem: str, code: str = "") -> None:
         warn(
@@ -767,10 +743,23 @@ def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool
         return False
     given_ones = (v for v in given.values() if isinstance(v, torch.Tensor))
     return (
-        bool(door.identity.foreign)  # hooks may hold parameters of their own
+        door.identity.suspect  # hooks may hold parameters of their own
         or any(p.requires_grad for p in model.parameters())
         or any(v.requires_grad for v in given_ones)
     )
+
+
+def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:
+    """Bind a cache to a model as it is named; of a foreign one, nothing is shared or stored."""
+    bind(kv, plan.geometry, identity.namespace, private=identity.foreign)
+    if identity.foreign:
+        warn(
+            kv,
+            "foreign",
+            f"FlowKV shares nothing of this model: no name says what it computes ({identity.foreign}"
+            "). The result is the same, nothing is reused. Take that out of the model, or attach it "
+            'with revision="...", a text that you change whenever it computes something else.',
+        )
 
 
 @contextmanager

@@ -41,6 +41,7 @@ __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
     "BOOKKEEPING",
+    "UNIMPORTANT",
     "CACHES",
     "MODAL_INPUTS",
     "PREFILL",
@@ -139,7 +140,7 @@ BOOKKEEPING = frozenset(
 )
 """Attributes of models that say nothing about what a forward computes."""
 
-_UNIMPORTANT = BOOKKEEPING | frozenset(
+UNIMPORTANT = BOOKKEEPING | frozenset(
     """transformers_version architectures dtype torch_dtype id2label label2id problem_type use_cache
     return_dict output_attentions output_hidden_states task_specific_params auto_map
     chunk_size_feed_forward _output_attentions _post_init_done""".split()
@@ -160,7 +161,7 @@ def _important(held: dict[str, Any], config: Any) -> dict[str, Any]:
     """A configuration's dict, and those of the ones in it, without what decides nothing."""
     found = {}
     for name, value in held.items():
-        if name not in _UNIMPORTANT:
+        if name not in UNIMPORTANT:
             inner = getattr(config, name, None)
             nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
             found[name] = _important(value, inner) if nested else value
