@@ -116,10 +116,11 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface import door, load, restore, smollm2
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
-    from flowkv.hooks.huggingface.cache import PagedCache, place_layers, read_layer
+    from flowkv.hooks.huggingface.cache import PagedCache, PagedLayer, place_layers, read_layer
     from flowkv.hooks.huggingface.door import ForwardHook
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids
     from flowkv.hooks.huggingface.load import load_model
+    from flowkv.hooks.huggingface.packed import PackedLayer
     from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
     from flowkv.hooks.huggingface.restore import Part as restore_Part
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows

@@ -1534,6 +1534,16 @@ def drop_unproven(kv: KV) -> None:
             seq.publishable = False
 
 
+def forget_name(kv: KV, namespace: bytes) -> None:
+    """Erase on every tier what was published under a name of a model.
+
+    Raises:
+        StoreError: A tier cannot erase it.
+    """
+    with kv.lock, kv._purged():
+        kv._forget_realm(erasure.Realm(None, namespace))
+
+
 def follow(
     kv: KV,
     *,

@@ -20,11 +20,13 @@ import logging
 import operator
 import re
 import sys
+import sysconfig
 import threading
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -83,9 +85,9 @@ _CLASS_ITEMS = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__
     __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __slots__
     __match_args__ __dataclass_fields__ __dataclass_params__ __parameters__ __orig_bases__
-    __abstractmethods__ _abc_impl __hash__ __slotnames__ __init__ __new__ __repr__ __str__
-    __init_subclass__ __del__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __deepcopy__
-    extra_repr""".split()
+    __abstractmethods__ _abc_impl __hash__ __slotnames__ __init__ __new__
+    __init_subclass__ __del__ __reduce__ __reduce_ex__ __getstate__ __setstate__
+    __deepcopy__""".split()
 )
 """Attributes of classes that no forward runs."""
 _MARKS = frozenset(
@@ -93,6 +95,10 @@ _MARKS = frozenset(
     _output_capturing_hooks_installed __deepcopy__""".split()
 )
 """Attributes that transformers gives to every module; they decide nothing."""
+_UNSAID = _MARKS | {"_hf_hook", "_old_forward"} | _STANDARD - {"training", *_TENSORS, "_modules"}
+"""Attributes of modules that are in no name."""
+_SWITCHED = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
+"""Settings that FlowKV changes for the time of a forward; the name has them otherwise."""
 
 _NO_TRANSFORMERS = types.SimpleNamespace(
     BOOKKEEPING=frozenset(),
@@ -152,7 +158,6 @@ class Walk:
         self._passed: list[tuple[Any, str]] = []
         self._configs: list[tuple[str, Any]] = []
         self._inert: list[tuple[str, Any]] = []  # what libraries alone may look at
-        self._reads_configs = False
         # What reads what was met again, and what it read.
         self._readers: list[Callable[[], Iterable[Any]]] = []
         self._known: list[Any] = []
@@ -268,7 +273,9 @@ class Walk:
             return
         held, cls = module.__dict__, cast("Any", type(module))
         if not all(isinstance(held.get(kind), dict) for kind in _WATCHED):
-            self._reject(path, f"a {cls.__name__}, compiled by TorchScript or without what modules have")
+            self._reject(
+                path, f"a {cls.__name__}, compiled by TorchScript or without what modules have"
+            )
             self.training |= bool(getattr(module, "training", False))
             return
         self.leaves[path] = f"module {self._class(path, cls)}"
@@ -420,9 +427,13 @@ class Walk:
         kind: Any = type(value)
         if isinstance(value, types.FunctionType):
             self.leaves[path] = f"function {self._function(path, value)}"
+            if _genuine(value):
+                self._callable(path, value)
         elif isinstance(value, type):
             self.leaves[path] = f"class {self._class(path, value)}"
+            self._callable(path, value)
         elif isinstance(value, types.BuiltinFunctionType):
+            self._callable(path, value)
             return self._builtin(path, value)
         elif isinstance(value, types.MethodType):
             self._value(f"{path}/function", value.__func__)
@@ -432,7 +443,7 @@ class Walk:
                 self._value(f"{path}/{name}", getattr(value, name))
         elif isinstance(value, _INERT) or _ours(value):
             self.leaves[path] = _name(kind)
-            self._inert.append((path, kind))
+            self._inert.append((path, value))
         elif not self._released(kind) or _standard(kind.__module__):
             return False
         elif isinstance(value, enum.Enum):
@@ -442,6 +453,11 @@ class Walk:
         else:
             return False
         return True
+
+    def _callable(self, path: str, value: Any) -> None:
+        """A function or class of a library's: what is not pure, the user's code may not call."""
+        if not pure(value) and not self._deep(value):
+            self._inert.append((path, value))
 
     def _object(self, path: str, value: Any) -> None:
         """An object of a known package: its class and its attributes."""
@@ -519,12 +535,15 @@ class Walk:
             if (not text or not library.settled(value)) and name not in library.UNIMPORTANT:
                 self._value(f"{path}.{name}", value)
         self._configs.append((path, config))
-        self._watch(
-            lambda: (
-                vars(config) == frozen
-                or (bool(text) and not self._reads_configs and library.settings(config) == text),
-            )
-        )
+
+        def same() -> bool:
+            if vars(config) == frozen:
+                return True
+            if self.own or not text:
+                return _without(vars(config), _SWITCHED) == _without(frozen, _SWITCHED)
+            return bool(library.settings(config) == text)
+
+        self._watch(lambda: (same(),))
 
     # ---- code
 
@@ -560,20 +579,19 @@ class Walk:
             elif library:
                 look(f"{label}/{name}", content)
             else:
-                self._closed(path, label, name, content)
+                self._reached(path, "closure over", f"{label}/{name}", content)
         if not library:
             self._simple(path, label, function)
         elif home.startswith(_DEEP):
             self._globals(function)
         return label
 
-    def _closed(self, path: str, label: str, name: str, content: Any) -> None:
-        """What a function of the user's closes over."""
+    def _reached(self, path: str, how: str, label: str, value: Any) -> None:
+        """Something that a function of the user's reaches: a reason says where the function is."""
         before = self.foreign
-        self._value(f"{label}/{name}", content)
+        self._value(label, value)
         if self.foreign and not before:
-            what = self.foreign.partition(": ")[2]
-            self.foreign = f"{path}: closure over {what} ({name})"
+            self.foreign = f"{path}: {how} {self.foreign.partition(': ')[2]} ({label})"
 
     def _simple(self, path: str, label: str, function: types.FunctionType) -> None:
         """See that all that a function of the user's can reach is in the name."""
@@ -583,8 +601,7 @@ class Walk:
             return
         names = names_of(function.__code__)
         self._names |= names
-        self._reads_configs |= "config" in names
-        barred = names & transformers().BOOKKEEPING
+        barred = names & (_UNSAID | transformers().BOOKKEEPING)
         if barred:
             self._reject(path, f"{label} reads {min(barred)}")
         for kind, name, chain in uses(function.__code__):
@@ -615,7 +632,7 @@ class Walk:
             if library and not pure(value) and not self._deep(value):
                 self._reject(path, f"{label} uses {said}")
                 return
-        self._value(f"{label}:{said}", value)
+        self._reached(path, "global", f"{label}:{said}", value)
 
     def _deep(self, value: Any) -> bool:
         """Whether code is followed on as a model's own is."""
@@ -721,9 +738,9 @@ class Walk:
         if known is not None:
             return known
         label = self._label(f"<{_name(cls)}>", cls)
-        if _standard(cls.__module__):
+        if _of_python(cls):
             return label
-        lineage = [c for c in cls.__mro__ if c is not object and not _standard(c.__module__)]
+        lineage = [c for c in cls.__mro__ if not _of_python(c)]
         self.leaves[label] = " ".join(_name(c) for c in cls.__mro__)
         todo = {"forward", "__call__"} if issubclass(cls, torch.nn.Module) else set[str]()
         for owner in lineage:
@@ -736,6 +753,7 @@ class Walk:
                 self._reject(path, f"the class {_name(owner)}")
                 return label
             self.own.append(label)
+            todo |= {"extra_repr", "__repr__", "__str__"}
             self._watch(lambda owner=owner: (_size(owner),))
             todo |= {n for n in vars(owner) if n.startswith("__") and n not in _CLASS_ITEMS}
             todo |= {"__slots__"} & vars(owner).keys()
@@ -780,7 +798,7 @@ class Walk:
 
     def _released(self, cls: Any) -> bool:
         """Whether a class is of a package whose code is what its release says."""
-        return _released_name(cls.__module__)
+        return _of_python(cls) or (_released_name(cls.__module__) and not _standard(cls.__module__))
 
     def _release_of(self, path: str, module: str) -> None:
         """Note a package that takes part: its release, or its files, are in the name."""
@@ -797,16 +815,17 @@ class Walk:
 
     def _releases(self) -> None:
         if self.own and self._inert:
-            path, kind = self._inert[0]
-            self._reject(path, f"a {_name(kind)}")
+            path, value = self._inert[0]
+            named = hasattr(value, "__qualname__")
+            self._reject(path, f"{_name(value)}" if named else f"a {_name(type(value))}")
         for root in sorted(self._roots - {"flowkv"}):
             release = _release(root)
             self.leaves[f"release {root}"] = release
             if not release:
                 self._reject(root, "a package that names no release of it")
-        if self._reads_configs:
-            for path, config in self._configs:
-                for name in sorted(transformers().UNIMPORTANT & vars(config).keys()):
+        if self.own:  # which may read what no code of transformers' does
+            for path, config in self._configs:  # grows: configurations hold others
+                for name in sorted(vars(config).keys() - _SWITCHED):
                     self._value(f"{path}.{name}", vars(config)[name])
 
     def _environment(self, model: torch.nn.Module) -> None:
@@ -823,7 +842,8 @@ class Walk:
                 self._value(f"{kind}/{i}", hook)
             self._watch(lambda hooks=hooks: [*hooks.values()])
         every = vars(torch.Tensor)
-        self._watch(lambda n=len(every): (len(every) == n,))
+        size, overridden = len(every), len(torch.library._impls)
+        self._watch(lambda: (len(every) == size, len(torch.library._impls) == overridden))
         named = [n for n in every if n in self._names or n.startswith("__")]
         for name in sorted(set(named) - _CLASS_ITEMS):
             own = _TENSOR.get(name) is every[name] and _root(every[name]) in ("torch", "builtins")
@@ -834,8 +854,9 @@ class Walk:
             self._watch_names(torch.Tensor, [name])
         overrides = _overrides()
         if overrides:
-            self._reject(f"torch.library: {min(overrides)}", "an override of an operator of torch's")
-        self._watch(lambda n=len(torch.library._impls): (len(torch.library._impls) == n,))
+            self._reject(
+                f"torch.library: {min(overrides)}", "an override of an operator of torch's"
+            )
         library = transformers() if self.pretrained else _NO_TRANSFORMERS
         for cls in library.CACHES:  # FlowKV's own stand in for theirs
             for owner in [c for c in cls.__mro__ if "update" in vars(c)]:
@@ -876,10 +897,19 @@ def _flag(read: Callable[[], Any]) -> Any:
         return None
 
 
-def _overrides() -> list[str]:
-    """Operators of torch's that Python code computes otherwise; torch has some for other devices."""
+def _overrides() -> set[str]:
+    """Operators of torch's that Python code computes otherwise; torch has some for other devices.
+
+    One that was seen counts for good: torch may forget one that is made again.
+    """
     found = [name for name in torch.library._impls if name.startswith("aten/")]
-    return [n for n in found if not n.startswith("aten/_") and n.rpartition("/")[2] not in _APART]
+    _SEEN.update(
+        n for n in found if not n.startswith("aten/_") and n.rpartition("/")[2] not in _APART
+    )
+    return _SEEN
+
+
+_SEEN: set[str] = set()
 
 
 _APART = frozenset({"Meta", "MPS", "AutogradMeta", "Python", "Functionalize"})
@@ -890,7 +920,13 @@ _APART = frozenset({"Meta", "MPS", "AutogradMeta", "Python", "Functionalize"})
 
 @functools.cache
 def _standard(module: Any) -> bool:
-    return str(module).partition(".")[0] in sys.stdlib_module_names
+    """Whether a module is Python's own, and no file of the user's that is called like one."""
+    root = str(module).partition(".")[0]
+    file = getattr(sys.modules.get(root), "__file__", None) or _STANDARD_PLACES[0]
+    return root in sys.stdlib_module_names and str(file).startswith(_STANDARD_PLACES)
+
+
+_STANDARD_PLACES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
 @functools.cache
@@ -934,8 +970,10 @@ def _genuine(function: types.FunctionType) -> bool:
 
 def _generated(function: types.FunctionType) -> bool:
     """Whether Python made a method of a class, as for a dataclass."""
-    name = function.__code__.co_filename
-    return name.startswith("<") and not name.startswith("<frozen")
+    code, space = function.__code__, function.__globals__
+    home = sys.modules.get(str(space.get("__name__")))
+    made = code.co_filename.startswith("<") and code.co_name.startswith("__")
+    return made and home is not None and vars(home) is space and _released_name(home.__name__)
 
 
 def _root(value: Any) -> str:
@@ -984,13 +1022,21 @@ def _file_of(module: str) -> str | None:
 
 @functools.cache
 def _text_of(module: str) -> str:
-    """Digest of a file's text."""
-    with open(str(_file_of(module)), "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+    """Digest of the text of all files that lie beside a module's."""
+    state = hashlib.sha256()
+    for path in sorted(Path(str(_file_of(module))).parent.glob("*.py")):
+        text = path.read_bytes()
+        state.update(f"{path.name} {len(text)}\0".encode() + text)
+    return state.hexdigest()
 
 
 def _name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _of_python(cls: Any) -> bool:
+    """Whether a class is of Python's own library, which has no modules of torch's."""
+    return _standard(cls.__module__) and not issubclass(cls, torch.nn.Module)
 
 
 def _keeps_books(cls: type) -> bool:
@@ -1112,7 +1158,11 @@ def _alike(a: Any, b: Any) -> bool:
         if type(a) is dict:  # default values by name
             return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
         return bool(a == b)
-    return type(a) in (*PLAIN, *_TEXTS) and bool(a == b or (a != a and b != b))
+    return type(a) in (*PLAIN, *_TEXTS) and (bool(a == b) or repr(a) == repr(b) == "nan")
+
+
+def _without(held: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if name not in names}
 
 
 def _frozen(value: Any) -> Any:

@@ -9,7 +9,6 @@ before pages become known, by comparing what was met with what is there.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import sys
 import threading
 import time

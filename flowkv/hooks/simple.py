@@ -1,8 +1,8 @@
 """What small code of a user's own may do, so that a name can say all that it computes.
 
 Code is read by its instructions. It may use its arguments, its globals and what it closes over, as
-far as these are of known kinds, torch's functions of tensors, and a few builtins. It may not import,
-write globals, look attributes up by computed names, or reach what keeps state elsewhere.
+far as these are of known kinds, torch's functions of tensors, and a few builtins. It may not
+import, write globals, look attributes up by computed names, or reach what keeps state elsewhere.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ _BARRED_STEPS = {
     "STORE_GLOBAL": "writes the global",
     "DELETE_GLOBAL": "deletes the global",
     "LOAD_BUILD_CLASS": "makes a class",
+    "MATCH_CLASS": "matches a class",
 }
 _BARRED = frozenset(
     """grad data numpy storage untyped_storage data_ptr apply_ map_ grad_fn f_globals f_locals
-    gi_frame cr_frame tb_frame func_globals seed initial_seed share_memory_ set_ resize_""".split()
+    gi_frame cr_frame tb_frame func_globals format format_map seed initial_seed share_memory_ set_
+    resize_""".split()
 )
 """Attributes that lead to what no name says, or write where nothing counts."""
 _BARRED_TORCH = frozenset(
@@ -68,9 +70,9 @@ def pure(value: Any) -> bool:
     name = value.__name__
     if getattr(value, "__module__", None) == "math":
         return True
-    owner = getattr(value, "__self__", None)
-    home = str(getattr(value, "__module__", None) or getattr(owner, "__name__", ""))
-    known = "_VariableFunctions" in home or home.startswith(("torch._C._", "torch._VF"))
+    functions: Any = torch._C._VariableFunctions
+    known = getattr(functions, name, None) is value
+    known = known or str(value.__module__).startswith("torch._C._")
     return known and name not in _BARRED_TORCH
 
 
@@ -95,7 +97,9 @@ def uses(code: types.CodeType) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
         for at, step in enumerate(steps):
             name = str(step.argval)
             if (why := _BARRED_STEPS.get(step.opname)) is not None:
-                found.append((why, name if step.opname != "LOAD_BUILD_CLASS" else "", ()))
+                found.append(
+                    (why, name if "GLOBAL" in step.opname or "IMPORT" in step.opname else "", ())
+                )
             elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
                 chain = []
                 for after in steps[at + 1 :]:

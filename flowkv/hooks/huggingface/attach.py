@@ -448,7 +448,7 @@ def _door(model: Any, kv: KV) -> Iterator[ForwardHook]:
             return
     plan = other.planned()
     identity = Identity(model)  # of a cache that is about to be closed
-    bind(kv, plan.geometry, identity.namespace)
+    bind(kv, plan.geometry, identity.namespace, private=identity.foreign)
     yield ForwardHook(model, kv, plan, identity, other.switch)
 
 
@@ -460,6 +460,8 @@ def _ways(door: ForwardHook) -> tuple[str, ...]:
 
 
 def _reasons(model: Any, door: ForwardHook) -> Iterator[str]:
+    if door.identity.foreign:
+        yield f"nothing of it is shared: {door.identity.foreign}"
     if door.switch.reason:
         yield door.switch.reason
     elif any(not placed.was_read for placed in door.plan.placed.values()):

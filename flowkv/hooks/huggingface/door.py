@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowkv.cache.kv import KV, bind, drop_unproven, follow, warn
+from flowkv.cache.kv import KV, bind, drop_unproven, follow, forget_name, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
@@ -74,7 +74,8 @@ class ForwardHook:
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
-        _aside _attends _reads _verdicts _alike _live _caches _inside _leaving _problem
+        _aside _names_used _doubted
+        _attends _reads _verdicts _alike _live _caches _inside _leaving _problem
         _handles __weakref__""".split()
     )
 
@@ -93,6 +94,7 @@ class ForwardHook:
         self._lock, self._aside = threading.RLock(), threading.local()
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
+        self._names_used, self._doubted = {kv.namespace}, False
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
@@ -271,9 +273,10 @@ class ForwardHook:
                 cache.fail()
             else:
                 cache.finish()
-                if isinstance(cache, PagedCache):  # else somebody wrote to its keys meanwhile
-                    if cache.audits is not None:
-                        audit_rows(cache)
+                # Else somebody wrote to its keys meanwhile.
+                if isinstance(cache, PagedCache) and cache.audits is not None:
+                    audit_rows(cache)
+                self.retract()
                 self.proof.rest()
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
@@ -632,6 +635,7 @@ class ForwardHook:
         model = self.model
         if model is None:
             return
+        self.retract()
         with self._lock:
             same = self.identity.same(model)
             if not (same and self.proof.read()):
@@ -692,6 +696,18 @@ class ForwardHook:
         for index, place in self.plan.placed.items():
             place.in_pages = index in pages
 
+    def retract(self) -> None:
+        """Erase what was named by a model that was seen to change while it runs.
+
+        What was changed and changed back within an earlier forward left no trace.
+        """
+        if not self._doubted or self.kv.closed:
+            return
+        self._doubted = False
+        with suppress(FlowKVError):  # what a tier cannot erase, nobody finds by this door
+            for name in self._names_used:
+                forget_name(self.kv, name)
+
     def read_dense(self, note: str) -> None:
         """Layers are read as dense tensors from now on."""
         self.switch.reason = note
@@ -700,6 +716,7 @@ class ForwardHook:
 
     def _rename(self) -> None:
         name_pages(self.kv, self.plan, self.identity)
+        self._names_used.add(self.kv.namespace)
         self.proof.watch()
 
     def planned(self) -> ModelPlan:
@@ -718,6 +735,7 @@ class ForwardHook:
                 return False
             try:
                 kept = self.identity.kept(model)
+                self._doubted |= not kept and bool(self.identity.foreign)
                 if not kept and not self.kv.closed:
                     self._rename()
             except UnsupportedModelError as error:
@@ -756,9 +774,10 @@ def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:
         warn(
             kv,
             "foreign",
-            f"FlowKV shares nothing of this model: no name says what it computes ({identity.foreign}"
-            "). The result is the same, nothing is reused. Take that out of the model, or attach it "
-            'with revision="...", a text that you change whenever it computes something else.',
+            "FlowKV shares nothing of this model: no name says what it computes "
+            f"({identity.foreign}). The result is the same, nothing is reused. Take that out of "
+            'the model, or attach it with revision="...", a text that you change whenever it '
+            "computes something else.",
         )
 
 

@@ -128,6 +128,7 @@ class PackedForward:
             RUNNING.reset(running)
         # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
         odd = odd or (step.fills and (modes(own=False) or not door.trusted()))
+        door.retract()
         if model.training or odd:
             for seq in step.seqs:
                 seq.publishable = False
