@@ -119,7 +119,7 @@ if TYPE_CHECKING:
     from flowkv.engine.runner import Forward, OpenRow, PackedRunner, Runner, own_model
     from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks import identity
+    from flowkv.hooks import computation, identity
     from flowkv.hooks import weights as weights_module
     from flowkv.hooks.blend import Rewrite
     from flowkv.hooks.checkpoint import Checkpoint
@@ -130,10 +130,11 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
-    from flowkv.hooks.huggingface.cache import PagedCache, place_layers, read_layer
+    from flowkv.hooks.huggingface.cache import PagedCache, PagedLayer, place_layers, read_layer
     from flowkv.hooks.huggingface.door import ForwardHook
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids
     from flowkv.hooks.huggingface.load import load_model
+    from flowkv.hooks.huggingface.packed import PackedLayer
     from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
     from flowkv.hooks.huggingface.restore import Part as restore_Part
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows

@@ -321,7 +321,7 @@ class KV:
         self.tenants = Tenancy(self.bus)
         self.lock, self.closed, self._pid = Guard(), False, os.getpid()
         self.gate = LoadGate()
-        self.namespace = b""
+        self.namespace, self.private = b"", ""  # why nothing is shared; "" where it is
         self._warned: set[str] = set()
         self._detach: list[Callable[[], None]] = []
         self._proofs: list[Callable[[float], object]] = []
@@ -516,7 +516,8 @@ class KV:
         return trace
 
     def _may_publish(self, seq: Sequence) -> bool:
-        return seq.publishable and seq.namespace == self.namespace and not self.closed
+        named = seq.namespace == self.namespace and not self.private
+        return seq.publishable and named and not self.closed
 
     def _condemned(self, tier: str, verdict: Verdict) -> None:
         """A page was found wrong, and is forgotten with all that continues it."""
@@ -663,7 +664,7 @@ class KV:
                 most = len(ids) - 1 if limit is None else min(limit, len(ids))
                 with planner.store.moment():
                     self._begin(seq, request)
-                    if reuse and most > 0:
+                    if reuse and most > 0 and not self.private:
                         if wait:
                             source = self.snapshots if state else self.restorer
                             seq.reused = source.restore(seq, most)
@@ -799,6 +800,9 @@ class KV:
     ) -> Explanation:
         """How much of a prompt is known now, and what prevents more."""
         with self._probe(tokens, tenant, salts) as seq:
+            if self.private:
+                why = f"nothing of this model is shared: {self.private}"
+                return Explanation(len(seq.tokens), 0, {}, why)
             return explain(self.restorer, seq, len(seq.tokens) - 1)
 
     def warm(self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()) -> int:
@@ -1438,6 +1442,7 @@ class KV:
                 "tokens_reused": reused,
                 "hit_rate": reused / seen if seen else 0.0,
                 "hits": {tier: tokens / known for tier, tokens in found.items() if known},
+                "foreign": self.private,
                 "tenants": self.tenants.report(),
                 "sequences": len(self._open),
                 "blocks": 0,
@@ -1543,11 +1548,17 @@ class KV:
 # What only those need who attach a cache to a model: no business of its users.
 
 
-def bind(kv: KV, geometry: Geometry, namespace: Namespace) -> None:
+def bind(kv: KV, geometry: Geometry, namespace: Namespace, *, private: str = "") -> None:
     """Says which model a cache serves from now on.
 
     Sequences that are open keep their pages, but what they compute is not published any more.
     A new geometry gets fresh pools; the tiers stay.
+
+    Args:
+        kv: The cache.
+        geometry: The model's.
+        namespace: Its name.
+        private: Why nothing of it may be shared or stored; "" if it may.
 
     Raises:
         CapacityError: The device pool is too small for the geometry.
@@ -1563,7 +1574,7 @@ def bind(kv: KV, geometry: Geometry, namespace: Namespace) -> None:
             kv._build(local, geometry, exact)
         else:
             kv._introduce(exact)
-        kv.namespace = exact.digest()
+        kv.namespace, kv.private = exact.digest(), private
         drop_unproven(kv)  # also if the old name comes back while sequences are open
 
 
@@ -1588,6 +1599,16 @@ def prepare_exit(kv: KV, end_s: float) -> bool:
     for recording in kv._recordings:
         recording.close()
     return proven
+
+
+def forget_name(kv: KV, namespace: bytes) -> None:
+    """Erase on every tier what was published under a name of a model.
+
+    Raises:
+        StoreError: A tier cannot erase it.
+    """
+    with kv.lock, kv._purged():
+        kv._forget_realm(erasure.Realm(None, namespace))
 
 
 def follow(

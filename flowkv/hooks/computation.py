@@ -1,68 +1,62 @@
-"""A model's computation beside its weights: code, settings, hooks, and all that they refer to.
+"""A model's computation beside its weights: what can be named of it, and why the rest cannot.
 
-A `Walk` goes from the modules through whatever decides what they compute: their classes and the
-code of what these run, numbers, strings, lists and tensors in attributes, instance methods, hooks
-with their closures, module globals that the code names, the registered attention function, flags of
-precision. It writes down *leaves*, a path and a text each, of which a name is made that is the same
-in every process; the tensors it meets; and what must still be there for the name to hold.
-
-What cannot be looked into (an object of C without a way to reduce it) gets the next number of a
-counter: nobody ever has that name again, and it stays out of lasting tiers.
+A `Walk` goes over the modules of a model and all that these refer to. It knows few kinds of things:
+code of known packages as it was released, small code of the user's own (`simple`), numbers, texts,
+tensors, and tuples, lists and dicts of them. Of these it writes down *leaves*, a path and a text
+each, of which a name is made that is the same in every process. Anything else makes the model
+*foreign*: no name says what it computes, so nothing of it may be shared.
 """
 
 from __future__ import annotations
 
 import builtins
-import concurrent.futures
-import contextvars
-import copyreg
-import dis
 import enum
 import functools
 import hashlib
-import importlib.util
-import inspect
-import io
+import importlib
+import importlib.metadata
 import itertools
-import json
 import logging
-import multiprocessing.synchronize
 import operator
-import os
-import random
+import re
 import sys
 import sysconfig
 import threading
-import time
 import types
-import uuid
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 
 from flowkv.hooks.fingerprint import Weights, readable
+from flowkv.hooks.simple import BUILTINS, MODULES, codes, names_of, pure, text_of, uses
 
 MISSING: Any = object()
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 """Types of values that are compared, not told by identity."""
-LONG = 64
-"""Longer lists and dicts of plain values are one leaf."""
-_PROCESS = uuid.uuid4().hex
-_COUNTER = itertools.count(1)
+MOST_VALUES = 4096
+"""Values in containers of a model, at most: all are looked at whenever pages become known."""
 _ROOT = "model"
-_MOST_LEAVES = 200_000
-_DEEPEST = 100
+_CONTAINERS = (tuple, list, set, frozenset, dict, OrderedDict)
 
+LIBRARIES = frozenset(
+    """torch transformers numpy flowkv accelerate peft bitsandbytes torchao optimum hqq
+    compressed_tensors gptqmodel awq auto_round kernels flash_attn causal_conv1d mamba_ssm fla
+    triton huggingface_hub safetensors tokenizers packaging tqdm regex typing_extensions""".split()
+)
+"""Packages whose code is what their release says, as long as it is what their files say."""
+_CHECKPOINTS = "transformers_modules"
+"""Where transformers puts code that came with a checkpoint."""
+_COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
 _OWN = ("transformers", "accelerate", "flowkv")
 """Their hooks and instance methods move data and record outputs; their releases are in the name."""
-_TOOLS = frozenset({"packaging", "huggingface_hub", "safetensors", "tokenizers", "tqdm", "regex"})
-_LIBRARIES = _TOOLS | {"torch", "transformers", "numpy", "flowkv", "accelerate", "peft"}
+_MOVERS = frozenset({"AlignDevicesHook", "SequentialHook", "ModelHook"})
+"""Hooks of accelerate's that only move data."""
 _DEEP = (
     "torch.nn.modules.",
     "transformers.activations",
@@ -71,6 +65,7 @@ _DEEP = (
     "transformers.modeling_layers",
     "transformers.modeling_rope_utils",
     "transformers.models.",
+    _CHECKPOINTS,
 )
 """Library modules whose functions' globals are followed: others patch them there."""
 _STANDARD = frozenset(vars(torch.nn.Module()))
@@ -82,53 +77,28 @@ _HOOK_FLAGS = (
 )
 _TENSORS = ("_parameters", "_buffers")
 _WATCHED = (*_HOOKS, *_TENSORS, "_modules")
-_INERT = (
-    logging.Logger,
-    weakref.ref,
-    weakref.ProxyType,
-    type(threading.Lock()),
-    type(threading.RLock()),
-    threading.local,
-    threading.Event,
-    threading.Condition,
-    torch.cuda.Stream,
-    torch.cuda.Event,
-    types.ModuleType,
-)
-"""Objects that decide nothing about numbers."""
-_WORKERS = (concurrent.futures.Executor, threading.Thread, multiprocessing.synchronize.SemLock)
-"""They run what others give them; what that is shows where it is given."""
-_BOUND = {"func": "func", "args": "args", "keywords": "keywords"}
-_MADE_OF: dict[type, dict[str, str]] = {
-    property: {"fget": "fget", "fset": "fset"},
-    staticmethod: {"function": "__func__"},
-    classmethod: {"function": "__func__"},
-    types.MethodType: {"function": "__func__", "self": "__self__"},
-    functools.partial: _BOUND,
-    functools.partialmethod: _BOUND,
-}
-"""Objects of Python's that are their parts: labels of these, and the attributes that hold them."""
-_TEXTS = (
-    *(inspect.Signature, types.GenericAlias, types.UnionType, range),
-    *(torch.dtype, torch.Size, torch.layout, torch.memory_format),
-)
+_TEXTS = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 """Values that are what they say."""
-_ELSEWHERE = (weakref.ref, threading.local, threading.Event, contextvars.ContextVar)
-_PLAIN_BASES = (int, float, complex, str, bytes)
-_COMPILERS = frozenset({"numba", "triton", "torch"})
-_RANDOM = frozenset({"random", "numpy.random", "secrets"})
-_GENERATORS = (
-    torch.Generator,
-    random.Random,
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
+_INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
+"""Objects that say nothing about numbers, where a library keeps them."""
+_CLASS_ITEMS = frozenset(
+    """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__
+    __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __slots__
+    __match_args__ __dataclass_fields__ __dataclass_params__ __parameters__ __orig_bases__
+    __abstractmethods__ _abc_impl __hash__ __slotnames__ __init__ __new__
+    __init_subclass__ __del__ __reduce__ __reduce_ex__ __getstate__ __setstate__
+    __deepcopy__""".split()
 )
-_CLOCKS = (
-    *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"),
-    *("process_time", "process_time_ns"),
+"""Attributes of classes that no forward runs."""
+_MARKS = frozenset(
+    """_is_hf_initialized gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
+    _output_capturing_hooks_installed __deepcopy__""".split()
 )
-
+"""Attributes that transformers gives to every module; they decide nothing."""
+_UNSAID = _MARKS | {"_hf_hook", "_old_forward"} | _STANDARD - {"training", *_TENSORS, "_modules"}
+"""Attributes of modules that are in no name."""
+_SWITCHED = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
+"""Settings that FlowKV changes for the time of a forward; the name has them otherwise."""
 
 _NO_TRANSFORMERS = types.SimpleNamespace(
     BOOKKEEPING=frozenset(),
@@ -141,7 +111,7 @@ _NO_TRANSFORMERS = types.SimpleNamespace(
 
 
 def transformers() -> Any:
-    """What is known of transformers' releases; while it is not loaded, nothing that is met is its.
+    """Return what is known of transformers' releases; of none while it is not loaded.
 
     Only its own door imports it, and that stands on this module.
     """
@@ -150,93 +120,51 @@ def transformers() -> Any:
     return importlib.import_module("flowkv.hooks.huggingface.versions")
 
 
-class Written(dict[str, tuple[tuple[str, str], ...]]):
-    """Paths that forwards write, and the leaves that stand for them in the name.
-
-    Attributes:
-        grown: Mappings to which forwards add keys, by path: the keys that were there before.
-    """
-
-    def __init__(self, other: Mapping[str, tuple[tuple[str, str], ...]] | None = None) -> None:
-        super().__init__(other or {})
-        self.grown: dict[str, frozenset[str]] = dict(getattr(other, "grown", {}))
-
-
 class Walk:
     """One look at what a model computes.
-
-    What was met is watched: a reading of something, and what it gave. `same` reads again.
 
     Attributes:
         leaves: Path and text of everything in the name.
         tensors: Parameters, buffers and other tensors, by path.
-        held: Containers and objects, by path.
-        spots: What asks for what is at a path that forwards write, by path.
-        mappings: Keys of mappings, by path.
-        configs: Configurations and what was in them, by path.
-        rings: Paths of queues, whose items move when one is added.
-        unnamed: Paths of what cannot be named: it has a number that nobody has again.
-        foreign: What is neither torch's nor transformers' and takes part.
-        random: Code is seen that draws random numbers behind torch's back.
+        foreign: Why no name says what the model computes, as a path and what lies there; the
+            first reason only, "" for none.
+        own: Code that takes part and is no library's.
         compiled: Parts are compiled by `torch.compile`.
         training: Submodules are in training mode.
         pretrained: Submodules are of transformers, whose release is a part of what they compute.
 
     Args:
         model: The model.
-        written: Paths that the model's own forward writes, and the leaves that stand for them.
         passing: Suffix of buffers that every forward rewrites; "" for none.
-        numbers: Numbers of unnamed objects, by id; kept by the caller from walk to walk.
-        part: A path and what is there, to look at nothing else.
+        offloaded: What was read of tensors in files, by map and name; kept by the caller.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        written: Mapping[str, tuple[tuple[str, str], ...]],
-        passing: str,
-        numbers: dict[Any, tuple[Any, Any]],
-        *,
-        part: tuple[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, model: Any, passing: str, offloaded: dict[Any, tuple[Any, str]]) -> None:
         self.leaves: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self.held: dict[str, Any] = {}
-        self.spots: dict[str, Callable[[], Any]] = {}
-        self.mappings: dict[str, frozenset[str]] = {}
-        self.configs: dict[str, tuple[Any, dict[str, Any]]] = {}
-        self.rings: set[str] = set()
-        self.unnamed: list[str] = []
-        self.foreign: list[str] = []
-        self.random = self.compiled = self.training = self.pretrained = False
-        self._written, self._passing, self._numbers = Written(written), passing, numbers
-        self._unused: set[str] = set()
-        self._foreign_names: frozenset[str] = frozenset()
-        self._library = False  # what is looked at is a library's own
+        self.foreign = ""
+        self.own: list[str] = []
+        self.compiled = self.training = self.pretrained = False
+        self._passing, self._offloads = passing, offloaded
         self._seen: dict[int, str] = {}
-        self._kept: list[Any] = []
+        self._kept: list[Any] = []  # so that no other object gets an id that was seen
         self._labels: dict[str, int] = {}
-        self._members_seen: set[tuple[int, int]] = set()
-        self._asked: set[tuple[int, str]] = set()
-        self._named: set[str] = set()
-        self._places: dict[int, str] | None = None
-        self._spaces: dict[str, Any] = {}
-        self._modules: list[Callable[[], bool]] = []
-        # By reading, and how deep its answers are compared: of what, and what it gave.
-        self._watched: dict[tuple[Any, int], tuple[list[tuple[Any, ...]], list[Any]]] = {}
-        self._tree: torch.nn.Module | None = model
-        limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(limit, 10_000))
-        try:
-            if part is None:
-                self._module(_ROOT, model)
-                self._environment(model)
-                self.random |= any(name in self._foreign_names for name in self._unused)
-            else:
-                self._value(*part)
-        finally:
-            self._tree = None
-            sys.setrecursionlimit(limit)
+        self._spaces: dict[int, tuple[Any, dict[str, Any]]] = {}  # what names meant, by mapping
+        self._codes: list[tuple[types.FunctionType, list[Any]]] = []
+        self._members: set[tuple[int, frozenset[str]]] = set()
+        self._names: set[str] = set()
+        self._roots: set[str] = set()
+        self._values = 0
+        self._passed: list[tuple[Any, str]] = []
+        self._configs: list[tuple[str, Any]] = []
+        self._inert: list[tuple[str, Any]] = []  # what libraries alone may look at
+        # What reads what was met again, and what it read.
+        self._readers: list[Callable[[], Iterable[Any]]] = []
+        self._known: list[Any] = []
+        self._module(_ROOT, model)
+        self._environment(model)
+        self._releases()
+        self._watch_rest()
 
     @property
     def digest(self) -> str:
@@ -248,806 +176,706 @@ class Walk:
             state.update(len(line).to_bytes(4, "little") + line)
         return state.hexdigest()
 
-    @property
-    def libraries(self) -> dict[str, str]:
-        """The leaves of torch's and transformers' own code, and of what was put in its place."""
-        own = ("<torch.", "<transformers.")
-        return {path: text for path, text in self.leaves.items() if path.startswith(own)}
-
     @functools.cached_property
     def kind(self) -> str:
-        """Digest of all leaves but numbers with fractions and events: how much and when, not what.
-
-        Whoever waits for an event is told by a trial as well, and would not wait for the call.
-        """
-        state = hashlib.sha256()
+        """Digest of all leaves but numbers with fractions: how much, not what."""
+        state = hashlib.sha256(self.foreign.encode("utf-8", "replace"))
         for path, text in sorted(self.leaves.items()):
-            if path.endswith("/set"):
-                continue
             amount = text.startswith("float ") and text not in ("float 0.0", "float -0.0")
             state.update(f"{path}\0{'float' if amount else text}\0".encode("utf-8", "replace"))
         return state.hexdigest()
 
-    def frequencies(self) -> Iterator[tuple[str, Any, Any]]:
-        """(path, what is there, what it is made from) of encodings that depend on length."""
-        for path, get in self.spots.items():
-            ending = self._passing
-            original = self.tensors.get(f"{path.removesuffix(ending)}original_{ending}")
-            if ending and path.endswith(ending) and "long_" not in path and original is not None:
-                yield path, get(), original
-
     def same(self) -> bool:
-        """Whether everything that was met is still there; what tensors hold is not read."""
+        """Return whether all that was met is still there; what tensors hold is not read."""
         try:
-            return all(check() for check in self._modules) and all(
-                _alike([*itertools.starmap(read, subjects)], known, depth + 1)
-                for (read, depth), (subjects, known) in self._watched.items()
-            )
-        except Exception:  # whatever an object raises that is asked: another look tells
+            now = list(itertools.chain.from_iterable([read() for read in self._readers]))
+        except Exception:  # something is gone
             return False
+        known = self._known
+        if len(now) != len(known):
+            return False
+        if all(map(operator.is_, now, known)):
+            return True
+        return all(_alike(a, b) for a, b in zip(now, known, strict=True) if a is not b)
+
+    def settled(self) -> bool:
+        """Return whether buffers that forwards rewrite hold what they are made from."""
+        return all(_settled(module, name) for module, name in self._passed)
 
     def forget(self) -> None:
-        """Lets go of a model that is gone."""
-        mappings = self.spots, self.configs, self.tensors, self.held, self._watched
-        for held in (*mappings, self._modules, self._kept):
-            held.clear()
+        """Release a model that is gone."""
+        held: tuple[Any, ...] = self._readers, self._known, self._kept, self._passed, self.tensors
+        for each in held:
+            each.clear()
 
-    # ---- what is watched
+    # ---- what is watched, and what cannot be named
 
-    def _watch(self, read: Callable[..., Any], *subject: Any, depth: int = 0) -> None:
-        """Reads something, now and whenever it is asked whether all is as it was.
+    def _watch(self, read: Callable[[], Iterable[Any]]) -> None:
+        """Compare, whenever it is asked whether all is as it was, the things that are read."""
+        self._readers.append(read)
+        self._known.extend(read())
 
-        Args:
-            read: Gives the very thing, or an equal number or text, as long as nothing changed.
-            *subject: What it reads.
-            depth: How deep the lists, tuples and dicts that it gives are made anew each time.
-        """
-        subjects, known = self._watched.setdefault((read, depth), ([], []))
-        known.append(read(*subject))
-        subjects.append(subject)
+    def _watch_names(self, space: Any, names: Iterable[str]) -> None:
+        """Watch what names mean in a mapping, or that they mean nothing."""
+        held = vars(space) if isinstance(space, type) else space
+        _, known = self._spaces.setdefault(id(space), (held, {}))
+        for name in names:
+            if name not in known:
+                known[name] = held.get(name, MISSING)
 
-    def _spot(self, path: str, read: Callable[..., Any], *subject: Any) -> bool:
-        """Whether a place is one that forwards write; then it is remembered how to look there."""
-        if path not in self._written:
-            return False
-        self.leaves |= self._written[path]
-        self.spots.setdefault(path, functools.partial(read, *subject))
-        return True
+    def _watch_rest(self) -> None:
+        """Watch what was collected, in a few readings: a decode step pays for them."""
+        functions = [function for function, _ in self._codes]
+        if functions:
+            self._readers += [
+                lambda: [f.__code__ for f in functions],
+                lambda: [f.__defaults__ for f in functions],
+            ]
+            self._known += [code for _, (code, _) in self._codes]
+            self._known += [defaults for _, (_, defaults) in self._codes]
+        kept = [f for f in functions if f.__kwdefaults__ is not None]
+        self._watch(lambda: [tuple(f.__kwdefaults__.items()) for f in kept])
+        for space, known in self._spaces.values():
+            present = [name for name, value in known.items() if value is not MISSING]
+            absent = frozenset(name for name, value in known.items() if value is MISSING)
+            if present:  # with one name, a getter gives no tuple
+                read = functools.partial(operator.itemgetter(*present, present[0]), space)
+                self._readers.append(read)
+                self._known += [*map(known.get, present), known[present[0]]]
+            if absent:
+                self._readers.append(lambda a=absent, s=space: (a.isdisjoint(s),))
+                self._known.append(True)
 
-    def _part(self, path: str, read: Callable[..., Any], *subject: Any) -> None:
-        """What is read of something: named, and watched unless forwards write it."""
-        found = read(*subject)
-        if found is not MISSING:
-            self._value(path, found)
-        if not self._spot(path, read, *subject):
-            self._watch(read, *subject)
+    def _reject(self, path: str, why: str) -> None:
+        self.foreign = self.foreign or f"{path}: {why}"
 
-    def _space(self, path: str, read: Callable[..., Any], *subject: Any) -> None:
-        """Named things in a mapping that is read; others may come and go."""
-        held = read(*subject)
-        for name, item in list(held.items()):
-            self._value(f"{path}.{name}", item)
-            self._spot(f"{path}.{name}", lambda name=name: read(*subject).get(name, MISSING))
-        self._contents(self._free(path, held), None, read, *subject)
-
-    def _contents(
-        self,
-        free: set[Any],
-        grown: frozenset[str] | None,
-        read: Callable[..., Any],
-        *subject: Any,
-    ) -> None:
-        """Watches that a container holds the very things that it holds now.
-
-        Args:
-            free: Keys or places that forwards write.
-            grown: The only keys that matter, if forwards add others.
-            read: Gives the container.
-            *subject: What it reads.
-        """
-
-        def now() -> dict[Any, Any]:
-            held = items_of(read(*subject))
-            if grown is not None:
-                return {k: v for k, v in held.items() if _key(k) in grown and k not in free}
-            return {k: v for k, v in held.items() if k not in free} if free else held
-
-        held = read(*subject)
-        # A mapping of its own kind may make what it gives anew each time.
-        own = isinstance(held, Mapping) and type(held).get is not dict.get
-        self._watch(now, depth=_DEEPEST if own else 1)
-
-    def _free(self, path: str, names: Iterable[str]) -> set[str]:
-        """Attributes of what is at a path that forwards write."""
-        return {name for name in names if f"{path}.{name}" in self._written}
-
-    # ---- leaves
-
-    def _numbered(self, key: Any, what: Any, make: Callable[[], Any]) -> Any:
-        """What was made of something in an earlier walk, or is made now."""
-        known = self._numbers.get(key)
-        if known is None or known[0] is not what:
-            known = self._numbers[key] = (what, make())
-        return known[1]
-
-    def _leaf(self, path: str, text: str) -> None:
-        if path in self._written:
-            self.leaves |= self._written[path]
-        elif len(self.leaves) >= _MOST_LEAVES:
-            self._unname("model", "too much to look at", self)
-        else:
-            self.leaves[path] = text
-
-    def _unname(self, path: str, why: str, what: Any) -> None:
-        """Gives something a number that nobody has again; what a library keeps is its release's."""
-        if self._library:
-            self.leaves[path] = _name(type(what))
-            return
-        number = self._numbered(id(what), what, lambda: next(_COUNTER))
-        self.unnamed.append(f"{path}: {why}")
-        self.leaves[path] = f"unnamed {_PROCESS} {number}"
-
-    def _visited(self, path: str, what: Any, label: str) -> bool:
-        """Whether something was met before, and then is named by where; else it is from now on."""
+    def _visited(self, path: str, what: Any) -> bool:
+        """Return whether something was met before, and then is named by where."""
         first = self._seen.get(id(what))
         if first is not None:
-            self._leaf(path, f"=> {first}")
+            self.leaves[path] = f"=> {first}"
             return True
-        count = self._labels[label] = self._labels.get(label, 0) + 1
-        self._seen[id(what)] = label if count == 1 else f"{label}#{count}"
-        if path != _ROOT:  # nobody keeps the model alive by looking at it
+        self._seen[id(what)] = path
+        if path != _ROOT:  # the walk does not keep the model alive
             self._kept.append(what)
         return False
+
+    def _label(self, base: str, what: Any) -> str:
+        """A label that no other function or class of this walk has."""
+        count = self._labels[base] = self._labels.get(base, 0) + 1
+        label = self._seen[id(what)] = base if count == 1 else f"{base}#{count}"
+        self._kept.append(what)
+        return label
 
     # ---- modules
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
-        if self._visited(path, module, path):
+        if self._visited(path, module):
             return
-        held = module.__dict__
+        held, cls = module.__dict__, cast("Any", type(module))
         if not all(isinstance(held.get(kind), dict) for kind in _WATCHED):
-            self._compiled_module(path, module)
+            self._reject(
+                path, f"a {cls.__name__}, compiled by TorchScript or without what modules have"
+            )
+            self.training |= bool(getattr(module, "training", False))
             return
-        children = module._modules
-        cls: Any = type(module)
-        self._leaf(path, f"module {self._class(cls)}")
-        if path == _ROOT:  # not kept alive
-            self._watch(_type_of, weakref.ref(module))
-        else:
-            self._watch(type, module)
-        self._leaf(f"{path}/training", str(module.training))
+        self.leaves[path] = f"module {self._class(path, cls)}"
+        self.leaves[f"{path}/training"] = str(module.training)
         self.training |= module.training
-        compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in children
+        compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in held["_modules"]
         self.compiled |= compiled or hasattr(held.get("forward"), "_torchdynamo_orig_callable")
-        for name in _stores(cls):
-            if not settles(held.get(name)):
-                self._written.setdefault(f"{path}.{name}", ())
-        for name in (*held, *held["_buffers"]):  # what encodings that depend on length rewrite
-            passes = self._passing and name.endswith((self._passing, "max_seq_len_cached"))
-            if passes and not name.endswith(f"original_{self._passing}"):
-                self._written.setdefault(f"{path}.{name}", ())
-        tensors = [item for kind in _TENSORS for item in held[kind].items()]
-        free = self._free(path, [*held, *held["_buffers"], *held["_parameters"]])
-        free |= {name for name, t in tensors if _offloaded(module, name, t) is not None}
         books = _keeps_books(cls)
         self.pretrained |= books
+        free = self._free(module)
         skipped = (transformers().BOOKKEEPING if books else _MARKS) | _STANDARD | free
-        own = {name: value for name, value in held.items() if name not in skipped}
-        for name in free:
-            self._spot(f"{path}.{name}", _attribute_of, held, name)
-        for name, value in own.items():
-            self._attribute(f"{path}.{name}", module, name, value)
-            if type(value) not in PLAIN:
-                self.held[f"{path}.{name}"] = value
-        for name, tensor in tensors:
-            self._stored(f"{path}.{name}", module, name, tensor)
+        own = [name for name in held if name not in skipped]
+        for name in own:
+            self._attribute(f"{path}.{name}", module, name, held[name])
+        for kind in _TENSORS:
+            for name, tensor in held[kind].items():
+                if name not in free:
+                    self._stored(f"{path}.{name}", module, name, tensor)
         self._hooks(path, held)
-        self._modules.append(_module_stays(held, own, free))
-        for name, child in children.items():
-            if child is None:
-                self._leaf(f"{path}.{name}", "no module")
-            else:
-                self._child(f"{path}.{name}", child)
-        self._leaf(f"{path}/children", " ".join(children))
+        self._watch_module(module, own, free)
+        for name, child in held["_modules"].items():
+            if child is not None:
+                self._module(f"{path}.{name}", child)
+        self.leaves[f"{path}/children"] = " ".join(
+            name if child is not None else f"{name}-" for name, child in held["_modules"].items()
+        )
 
-    def _child(self, path: str, module: torch.nn.Module) -> None:
-        try:
-            self._module(path, module)
-        except Exception as error:
-            self._unname(
-                path, f"a {type(module).__name__} that raises {type(error).__name__}", module
-            )
+    def _free(self, module: torch.nn.Module) -> frozenset[str]:
+        """Names of a module that a forward rewrites: those of encodings that depend on length."""
+        names = [*module.__dict__, *module._buffers]
+        if not self._passing or _root(type(module)) not in LIBRARIES:
+            return frozenset()
+        free = [
+            name
+            for name in names
+            if name.endswith((self._passing, "max_seq_len_cached"))
+            and not name.endswith(f"original_{self._passing}")
+        ]
+        me = weakref.ref(module)
+        self._passed += [(me, name) for name in free if name.endswith(self._passing)]
+        return frozenset(free)
 
-    def _compiled_module(self, path: str, module: torch.nn.Module) -> None:
-        """A module that TorchScript compiled or traced: its code and what that reads."""
-        if not isinstance(module, torch.jit.ScriptModule):
-            self._unname(path, f"a {type(module).__name__} without what modules have", module)
-            return
-        script: Any = getattr(module, "_actual_script_module", module)
-        methods = [(name, script._c._get_method(name)) for name in script._c._method_names()]
-        self._leaf(path, f"script {_name(type(module))}")
-        training = bool(getattr(module, "training", False))  # frozen ones have none
-        self._leaf(f"{path}/training", str(training))
-        self.training |= training
-        self.foreign.append(path)
-        for name, method in methods:
-            code, constants = method.code_with_constants
-            self._leaf(f"{path}/{name}/code", code)
-            constants = getattr(constants, "const_mapping", constants)
-            for key, constant in sorted(constants.items()):
-                self._value(f"{path}/{name}/{key}", constant)
-        read = {n.s("name") for _, m in methods for n in m.graph.findAllNodes("prim::GetAttr")}
-        names = sorted(name for name in read if script._c.hasattr(name))
+    def _watch_module(self, module: Any, own: list[str], free: frozenset[str]) -> None:
+        held = module.__dict__
+        # What is there to be seen: the containers, whether it trains, and its own attributes.
+        get = operator.itemgetter(*_WATCHED, "training", *own)
+        filled = [held[name] for name in _WATCHED if held[name]]
+        empty = [held[name] for name in _WATCHED if not held[name]]
+        moving = [n for k in _TENSORS for n, t in held[k].items() if _offload(module, n, t)]
+        skip = free.union(moving)
+        me = weakref.ref(module)
 
-        def state() -> list[Any]:
-            own = [(name, script._c.getattr(name)) for name in names]
-            own = [(n, v) for n, v in own if not isinstance(v, torch._C.ScriptModule)]
-            tensors = [
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            ]
-            inner = list(module.named_children())
-            return [*own, *tensors, *inner, ("training", getattr(module, "training", False))]
+        def read() -> list[Any]:
+            size = len(held) - len(free & held.keys()) if free else len(held)
+            found = [type(me()), size, any(empty), *get(held)]
+            for space in filled:
+                if skip:
+                    found += [x for name, t in space.items() if name not in skip for x in (name, t)]
+                else:
+                    found += space
+                    found += space.values()
+            return found
 
-        for name, value in state():
-            if isinstance(value, torch.nn.Module):
-                self._child(f"{path}.{name}", value)
-            else:
-                self._value(f"{path}.{name}", value)
-        self._hooks(path, module.__dict__)
-        for kind in _HOOKS:
-            self._contents(set(), None, module.__dict__.get, kind)
-        self._watch(state, depth=_DEEPEST)
+        self._watch(read)
 
     def _attribute(self, path: str, module: torch.nn.Module, name: str, value: Any) -> None:
+        if name == "_hf_hook":
+            self._mover(path, value)
+            return
+        if name == "_old_forward" and "_hf_hook" in vars(module):
+            return
         placed = _root(value) in ("accelerate", "flowkv")  # around the model's own
         original = _around(module, value) if name == "forward" and placed else None
-        if original is not None:
-            if getattr(original, "__func__", None) is not type(module).forward:
-                self._value(path, original)
-        elif isinstance(value, _GENERATORS) and _root(type(module)) in _LIBRARIES:
-            self._leaf(path, "generator")  # of use only to who names it
-            self.random |= name in _names(type(module).forward.__code__)
-            self._unused.add(name)
-        elif not (name == "_hf_hook" or (name == "_old_forward" and "_hf_hook" in vars(module))):
+        if original is None:
             if name == "forward":
-                self.foreign.append(path)
+                self.own.append(path)
             self._value(path, value)
+        elif getattr(original, "__func__", None) is not type(module).forward:
+            self._value(path, original)
+
+    def _mover(self, path: str, hook: Any) -> None:
+        """A hook of accelerate's, which only moves data if it is of a known class."""
+        cls = type(hook)
+        if _root(cls) != "accelerate" or cls.__name__ not in _MOVERS:
+            self._reject(path, f"a hook of class {_name(cls)}")
+            return
+        self.leaves[path] = f"hook {self._class(path, cls)}"
+        for i, one in enumerate(getattr(hook, "hooks", ())):
+            self._mover(f"{path}[{i}]", one)
 
     def _stored(self, path: str, module: torch.nn.Module, name: str, tensor: Any) -> None:
         """A parameter or buffer, wherever accelerate keeps it."""
-        where = _offloaded(module, name, tensor)
+        where = _offload(module, name, tensor)
         if where is None:
             self._value(path, tensor)
         elif (held := where[name]) is where[name]:
             self._value(path, held)
         else:  # read from files anew each time: once is enough
-            read = self._numbered((id(where), name), where, lambda: Weights().read({"": held}))
-            self._leaf(path, f"offloaded {read}")
+            known = self._offloads.get((id(where), name))
+            if known is None or known[0] is not where:
+                known = where, Weights().read({"": held})
+                self._offloads[id(where), name] = known
+            self.leaves[path] = f"offloaded {known[1]}"
 
-    def _hooks(self, path: str, held: dict[str, Any]) -> None:
+    def _hooks(self, path: str, held: Mapping[str, Any]) -> None:
         for kind in _HOOKS:
-            foreign = [(k, h) for k, h in held[kind].items() if _root(h) not in _OWN]
-            for i, (key, hook) in enumerate(foreign):
-                self.foreign.append(f"{path}/{kind}/{i}")
+            others = [(key, hook) for key, hook in held[kind].items() if _root(hook) not in _OWN]
+            for i, (key, hook) in enumerate(others):
+                self.own.append(f"{path}/{kind}/{i}")
                 flags = [flag for flag in _HOOK_FLAGS if key in held[flag]]
-                self._leaf(f"{path}/{kind}/{i}/flags", " ".join(flags))
+                self.leaves[f"{path}/{kind}/{i}/flags"] = " ".join(flags)
                 self._value(f"{path}/{kind}/{i}", hook)
 
     # ---- values
 
     def _value(self, path: str, value: Any) -> None:
-        if path in self._written:
-            self.leaves |= self._written[path]
-            return
+        """Write down a value that code may read, or reject what is of no known kind."""
         try:
-            self._look(path, value)
+            if not self._plain(path, value) and not self._known_object(path, value):
+                self._reject(path, f"a {_name(type(value))}")
+        except RecursionError:
+            self._reject(path, f"a {type(value).__name__} that is nested too deep")
         except Exception as error:  # nothing that is met may keep a model from being served
-            self._unname(
-                path, f"a {type(value).__name__} that raises {type(error).__name__}", value
-            )
+            self._reject(path, f"a {type(value).__name__} that raises {type(error).__name__}")
 
-    def _look(self, path: str, value: Any) -> None:  # noqa: PLR0912 (one branch for each kind)
+    def _plain(self, path: str, value: Any) -> bool:
+        """Write down numbers, texts, tensors, modules and containers; False for anything else."""
         kind: Any = type(value)
-        if kind not in PLAIN and "/reduced" not in path:  # which is made anew each time
-            self.held.setdefault(path, value)
         if kind in PLAIN:
-            self._leaf(path, f"{kind.__name__} {value!r}")
-        elif isinstance(value, enum.Enum):
-            self._leaf(path, f"{_name(kind)} {value.name}")
-        elif isinstance(value, _PLAIN_BASES) and not isinstance(value, np.generic):
-            base: Any = next(base for base in _PLAIN_BASES if isinstance(value, base))
-            self._leaf(path, f"{self._class(kind)} {base.__repr__(value)}")
-            if not self._visited(f"{path}/held", value, path):
-                self._held(path, value)
+            self.leaves[path] = f"{kind.__name__} {value!r}"
+        elif kind in _CONTAINERS:
+            self._container(path, value)
         elif isinstance(value, torch.Tensor):
             self._tensor(path, value)
-        elif isinstance(value, (np.ndarray, np.generic)):
-            self._array(path, value)
         elif isinstance(value, torch.nn.Module):
             self._module(path, value)
-        elif isinstance(value, torch.device):
-            self._leaf(path, "device")  # the same model has the same name wherever it lies
-        elif isinstance(value, _TEXTS):
-            self._leaf(path, str(value))
+        elif kind is torch.device:
+            self.leaves[path] = "device"  # the same model has the same name wherever it lies
+        elif kind in _TEXTS:
+            self.leaves[path] = str(value)
         elif isinstance(value, transformers().PreTrainedConfig):
             self._config(path, value)
-        elif not self._library and isinstance(value, _ELSEWHERE):
-            self._elsewhere(path, value)
-        elif isinstance(value, (*_INERT, *_WORKERS)):
-            self._leaf(path, _name(kind))
-        elif _ours(value):  # what a cache knows says nothing; what somebody put beside it may
-            self._leaf(path, _name(kind))
-            if hasattr(value, "__dict__") and not self._visited(f"{path}/held", value, path):
-                self._space(path, _without, vars(value), _assigned(kind))
-        elif isinstance(value, _GENERATORS):
-            self.random = True
-            self._leaf(path, "generator")
-        elif isinstance(value, type):
-            self._leaf(path, f"class {self._class(value)}")
-        elif parts := next((p for k, p in _MADE_OF.items() if isinstance(value, k)), None):
-            if not isinstance(value, (types.MethodType, functools.partial)):
-                self._leaf(path, _name(kind))
-            for label, name in parts.items():
-                self._value(f"{path}/{label}", getattr(value, name))
-        elif callable(value) and self._callable(path, value):
-            pass
-        elif isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
-            self._container(path, value)
-        else:
-            self._object(path, value)
-
-    def _elsewhere(self, path: str, value: Any) -> None:
-        """What is kept for a thread, a context, or by somebody else."""
-        if isinstance(value, weakref.ref):
-            self._leaf(path, "weak reference")
-            kept, found = len(self._kept), value()
-            self._value(f"{path}/referent", found)
-            self.held.pop(f"{path}/referent", None)
-            del self._kept[kept:]  # nobody keeps it alive by looking at it
-            self._watch(lambda: id(value()))
-        elif isinstance(value, threading.local):
-            self._leaf(path, _name(type(value)))
-            self._space(path, vars, value)  # of the thread that asks
-        elif isinstance(value, threading.Event):
-            self._part(f"{path}/set", value.is_set)
-        else:
-            self._part(f"{path}/content", value.get, MISSING)
-
-    def _variables(self, code: types.CodeType) -> None:
-        """Variables of the environment that code names; all of them if it names none."""
-        texts = {
-            text
-            for part in _codes(code)
-            for text in part.co_consts
-            if isinstance(text, str) and text.replace("_", "").isalnum()
-        }
-        for text in sorted(texts):
-            found = os.environ.get(text, MISSING)
-            self._leaf(f"<environ>:{text}", "none" if found is MISSING else found)
-            self._watch(_get, os.environ, text)
-        if not texts & os.environ.keys():
-            self._leaf("<environ>", _short(repr(sorted(os.environ.items()))))
-            self._watch(dict, os.environ, depth=1)
-
-    def _held(self, path: str, value: Any) -> None:
-        """Class, attributes and slots of an object."""
-        self._watch(type, value)
-        if hasattr(value, "__dict__"):
-            self._space(path, vars, value)
-        for name in [s for c in type(value).__mro__ for s in _slots(c)]:
-            self._part(f"{path}.{name}", getattr, value, name, MISSING)
-
-    def _tensor(self, path: str, tensor: torch.Tensor) -> None:
-        kind = type(tensor)
-        if readable(tensor):
-            self.tensors[path] = tensor
-            self._leaf(path, "tensor" if _root(kind) == "torch" else f"tensor {self._class(kind)}")
-        else:
-            one = self._numbered((id(tensor), _count(tensor)), tensor, object)
-            self._unname(path, f"a tensor of type {kind.__name__}", one)
-            self._watch(_count, tensor, depth=1)
-        beside = tensor.__dict__
-        self._watch(len, beside)
-        books = {*transformers().BOOKKEEPING, "streamed_weight"}
-        if beside.keys() - books:
-            self._space(path, _without, beside, books)
-
-    def _array(self, path: str, array: Any) -> None:
-        plain, layout = np.asarray(array), _layout_of(array)
-        self._watch(_layout_of, array, depth=2)
-        head = f"array {array.dtype} {array.shape}"
-        if plain.dtype.hasobject:
-            self._leaf(path, head)
-            self._value(f"{path}/items", list(plain.flat))
-            self._watch(lambda: list(plain.flat), depth=1)
-        else:
-            turned = tuple(slice(None, None, -1 if step < 0 else 1) for step in plain.strides)
-            view = plain[turned] if plain.ndim else plain
-            if not view.dtype.isnative and view.dtype.names is None:
-                view = view.view(view.dtype.newbyteorder("="))
-            try:
-                # The same tensor over the same array from walk to walk: its content is compared.
-                key = "array", id(array), layout
-                same = self._numbered(key, array, lambda: torch.from_numpy(view))
-                self.tensors[path] = same
-                turns = "".join("-" if step < 0 else "+" for step in plain.strides)
-                self._leaf(path, f"{head} {turns}")
-            except (TypeError, ValueError):  # a dtype that torch does not have
-                self._leaf(path, f"{head} {hashlib.sha256(plain.tobytes()).hexdigest()}")
-                self._watch(plain.tobytes)
-        if type(array) is not np.ndarray and hasattr(array, "__dict__"):
-            self._space(path, vars, array)
-
-    def _config(self, path: str, config: Any) -> None:
-        if self._visited(path, config, path):
-            return
-        held = vars(config)
-        free = self._free(path, held)
-        for name in free:
-            self._spot(f"{path}.{name}", _get, held, name)
-        try:
-            text = _settings(config, free)
-        except Exception:  # something in it cannot be copied
-            text = ""
-        self._leaf(path, f"config {self._class(type(config))} {text}")
-        for name, value in held.items():
-            if name not in free and (not transformers().settled(value) or not text):
-                self._value(f"{path}.{name}", value)
-        frozen = {name: _frozen(value) for name, value in held.items()}
-        self.configs[path] = config, frozen
-        self._watch(lambda: vars(config) == frozen or _settings(config, free) == text)
-
-    def _container(self, path: str, value: Any) -> None:
-        if self._visited(path, value, path):
-            return
-        kind, mapping = type(value), isinstance(value, Mapping)
-        label = self._class(kind) if _written(kind) else _name(kind)
-        self._leaf(path, f"{label} {'' if mapping else len(value)}")
-        free, grown = set[Any](), self._written.grown.get(path) if mapping else None
-        if isinstance(value, (set, frozenset)):
-            self._set(path, value)
-        else:
-            try:
-                items = items_of(value)
-            except Exception:  # a mapping that cannot be listed
-                self._unname(path, f"a {kind.__name__} that cannot be listed", value)
-                return
-            labels: list[Any] = self._keys(path, items) if mapping else [*range(len(items))]
-            named = [(label, *item) for label, item in zip(labels, items.items(), strict=True)]
-            if mapping:
-                self.mappings[path] = frozenset(labels)
-            if grown is not None:  # a forward adds to it: other keys than those are its own
-                self.spots[f"{path}/new"] = functools.partial(_others, value, grown)
-                named = [each for each in named if each[0] in grown]
-            if len(named) > LONG and all(type(item) in PLAIN for _, _, item in named):
-                pairs = [(label, item) for label, _, item in named]
-                self._leaf(f"{path}/all", _short(repr(pairs if mapping else [*items.values()])))
-            else:
-                for label, _, item in named:
-                    self._value(f"{path}[{label}]", item)
-            for label, key, _ in named:
-                if self._spot(f"{path}[{label}]", _item_of, value, key):
-                    free.add(key)
-            if mapping and grown is None and not self._library:
-                self._order(path, value, [each for each in named if each[1] not in free], free)
-        if kind not in (tuple, frozenset):
-            self._contents(free, grown, _itself, value)
-        if isinstance(value, defaultdict):
-            self._part(f"{path}/factory", getattr, value, "default_factory")
-        elif isinstance(value, deque):
-            self.rings.add(path)
-            self._leaf(f"{path}/maxlen", str(value.maxlen))
-        if kind.__module__ not in ("builtins", "collections"):
-            self._held(path, value)
-
-    def _keys(self, path: str, keys: Iterable[Any]) -> list[str]:
-        """A label for each key, no two alike; what a label does not say is written down."""
-        labels, counts = [], dict[str, int]()
-        for key in keys:
-            label = _key(key) or _title(key)
-            if isinstance(key, torch.nn.Module):  # where it lies in the model; "" if it does not
-                if self._places is None:
-                    tree: Any = self._tree
-                    self._places = {id(each): name for name, each in tree.named_modules()}
-                label = f"module {self._places.get(id(key), '')}"
-            count = counts[label] = counts.get(label, 0) + 1
-            if count > 1:
-                label = f"{label}#{count}"
-            if _key(key) is None:
-                self._value(f"{path}/key {label}", key)
-            labels.append(label)
-        return labels
-
-    def _order(self, path: str, value: Any, named: list[Any], free: set[Any]) -> None:
-        """The order in which a mapping lists its keys, which code may follow."""
-        if len(named) > 1 and f"{path}/order" not in self._written:
-            self._leaf(f"{path}/order", _short(repr([label for label, _, _ in named])))
-            self._watch(lambda: [key for key in value if key not in free], depth=1)
-
-    def _set(self, path: str, value: Any) -> None:
-        members = sorted(((_key(item) or _title(item), item) for item in value), key=_first)
-        self._leaf(f"{path}/all", _short(repr([label for label, _ in members])))
-        vague = [(label, item) for label, item in members if _key(item) is None]
-        if len({label for label, _ in vague}) < len(vague):
-            self._unname(f"{path}/all", "a set of objects of one kind", value)
-            return
-        for label, item in vague:
-            self._value(f"{path}[{label}]", item)
-
-    def _object(self, path: str, value: Any) -> None:
-        if self._visited(path, value, path):
-            return
-        kind = type(value)
-        self._leaf(path, f"object {self._class(kind)}")
-        self._held(path, value)
-        in_c = _in_c(kind)
-        if in_c is object and (hasattr(value, "__dict__") or any(map(_slots, kind.__mro__))):
-            return
-        try:
-            content = _bytes_of(value)
-        except Exception:  # no buffer
-            self._reduced(path, value, watched=in_c is not object and not self._library)
-        else:
-            self._leaf(f"{path}/bytes", f"{len(content)} {hashlib.sha256(content).hexdigest()}")
-            if f"{path}/bytes" not in self._written:
-                self._watch(_bytes_of, value)
-
-    def _reduced(self, path: str, value: Any, *, watched: bool) -> None:
-        """What an object is made of, as `copy` and `pickle` ask for it."""
-        try:
-            reduced = _reduced(value)
-        except Exception:  # whatever it raises: it cannot be looked into
-            if not isinstance(value, io.IOBase):  # a file says nothing of what is computed
-                self._unname(path, f"a {type(value).__name__}", value)
-            return
-        if watched and not any(known.startswith(f"{path}/reduced") for known in self._written):
-            self._watch(lambda: _settled(_reduced(value)), depth=_DEEPEST)
-        if isinstance(reduced, str):
-            self._leaf(f"{path}/reduced", reduced)
-        else:
-            for i, part in enumerate(reduced):
-                part = list(part) if isinstance(part, Iterator) else part
-                self._value(f"{path}/reduced[{i}]", part)
-
-    # ---- code
-
-    def _callable(self, path: str, value: Any) -> bool:
-        """Names a function or what stands for one; False if it is an object like any other."""
-        if isinstance(value, types.FunctionType):
-            self._leaf(path, f"function {self._function(value)}")
-        elif isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
-            self._builtin(path, value)
-        elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            self._leaf(path, f"op {value}")
-        elif isinstance(value, torch.jit.ScriptFunction):
-            self._leaf(path, f"script {value.code}")
-        elif (inner := _wrapped(value)) is not None:
-            self._value(f"{path}/wrapped", inner)
-            return _in_c(type(value)) is not object or _root(type(value)) in _COMPILERS
         else:
             return False
         return True
 
-    def _builtin(self, path: str, value: Any) -> None:
-        self._leaf(path, f"builtin {getattr(value, '__module__', '')}.{value.__qualname__}")
-        owner = getattr(value, "__self__", None)
-        bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
-        if bound and not type(owner).__module__.startswith("pybind11"):
-            self._value(f"{path}/self", owner)
+    def _known_object(self, path: str, value: Any) -> bool:
+        """Write down code, and objects of known packages; False for anything else."""
+        kind: Any = type(value)
+        if isinstance(value, types.FunctionType):
+            self.leaves[path] = f"function {self._function(path, value)}"
+            if _genuine(value):
+                self._callable(path, value)
+        elif isinstance(value, type):
+            self.leaves[path] = f"class {self._class(path, value)}"
+            self._callable(path, value)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self._callable(path, value)
+            return self._builtin(path, value)
+        elif isinstance(value, types.MethodType):
+            self._value(f"{path}/function", value.__func__)
+            self._value(f"{path}/self", value.__self__)
+        elif kind is functools.partial:
+            for name in ("func", "args", "keywords"):
+                self._value(f"{path}/{name}", getattr(value, name))
+        elif isinstance(value, _INERT) or _ours(value):
+            self.leaves[path] = _name(kind)
+            self._inert.append((path, value))
+        elif not self._released(kind) or _standard(kind.__module__):
+            return False
+        elif isinstance(value, enum.Enum):
+            self.leaves[path] = f"{self._class(path, kind)} {value.name}"
+        elif _in_c(kind) is object:
+            self._object(path, value)
+        else:
+            return False
+        return True
 
-    def _function(self, function: types.FunctionType) -> str:
-        """Writes a function's code and all that it refers to down; its label."""
+    def _callable(self, path: str, value: Any) -> None:
+        """A function or class of a library's: what is not pure, the user's code may not call."""
+        if not pure(value) and not self._deep(value):
+            self._inert.append((path, value))
+
+    def _object(self, path: str, value: Any) -> None:
+        """An object of a known package: its class and its attributes."""
+        if self._visited(path, value):
+            return
+        kind = type(value)
+        self.leaves[path] = f"object {self._class(path, kind)}"
+        slots = [name for cls in kind.__mro__ for name in _slots(cls)]
+        held = getattr(value, "__dict__", {})
+        for name in (*held, *slots):
+            self._value(f"{path}.{name}", getattr(value, name, None))
+        if slots:
+            self._watch(lambda: [getattr(value, name, None) for name in slots])
+        if held:
+            self._watch(lambda: [*held, *held.values()])
+
+    def _container(self, path: str, value: Any) -> None:
+        if self._visited(path, value):
+            return
+        kind: Any = type(value)
+        self._values += len(value)
+        if self._values > MOST_VALUES:
+            self._reject(path, f"more than {MOST_VALUES:,} values to look at")
+            return
+        if kind in (set, frozenset):
+            if all(type(item) in PLAIN for item in value):
+                self.leaves[path] = f"{kind.__name__} {sorted(map(repr, value))}"
+                self._watch(lambda: (frozenset(value),))
+            else:
+                self._reject(path, f"a {kind.__name__} of objects")
+            return
+        mapping = issubclass(kind, dict)
+        items = list(value.items()) if mapping else list(enumerate(value))
+        keys = [key_text(key) for key, _ in items] if mapping else []
+        if None in keys:
+            self._reject(path, f"a {kind.__name__} whose keys are objects")
+            return
+        self.leaves[path] = f"{kind.__name__} {keys if mapping else len(items)}"
+        for i, (_, item) in enumerate(items):
+            self._value(f"{path}[{keys[i] if mapping else i}]", item)
+        if mapping:
+            self._watch(lambda: [*value, *value.values()])
+        elif kind is list:
+            self._watch(lambda: value)
+
+    def _tensor(self, path: str, tensor: torch.Tensor) -> None:
+        kind: Any = type(tensor)
+        if not readable(tensor):
+            self._reject(path, f"a tensor of class {_name(kind)} that cannot be read")
+            return
+        if _root(kind) != "torch" and not self._released(kind):
+            self._reject(path, f"a tensor of class {_name(kind)}")
+        self.tensors[path] = tensor
+        self.leaves[path] = "tensor" if _root(kind) == "torch" else f"tensor {_name(kind)}"
+        beside = tensor.__dict__
+        if beside and not self._visited(f"{path}/beside", tensor):
+            books = {*transformers().BOOKKEEPING, "streamed_weight", "_wrapped_in"}
+            for name in sorted(beside.keys() - books):
+                self._value(f"{path}.{name}", beside[name])
+            self._watch(lambda: [*beside, *beside.values()])
+        elif not beside:
+            self._watch(lambda: (bool(beside),))
+
+    def _config(self, path: str, config: Any) -> None:
+        if self._visited(path, config):
+            return
+        library, held = transformers(), vars(config)
+        frozen = {name: _frozen(value) for name, value in held.items()}
+        try:
+            text = library.settings(config)
+        except Exception:  # some of its settings are for each layer
+            text = ""
+        self.leaves[path] = f"config {self._class(path, type(config))} {text}"
+        for name, value in held.items():
+            if (not text or not library.settled(value)) and name not in library.UNIMPORTANT:
+                self._value(f"{path}.{name}", value)
+        self._configs.append((path, config))
+
+        def same() -> bool:
+            if vars(config) == frozen:
+                return True
+            if self.own or not text:
+                return _without(vars(config), _SWITCHED) == _without(frozen, _SWITCHED)
+            return bool(library.settings(config) == text)
+
+        self._watch(lambda: (same(),))
+
+    # ---- code
+
+    def _function(self, path: str, function: types.FunctionType) -> str:
+        """Write down a function's code and all that it refers to; return its label."""
         known = self._seen.get(id(function))
         if known is not None:
             return known
-        module, code = str(function.__module__), function.__code__
-        base = f"<{module}.{function.__qualname__}>"
-        self._visited(base, function, base)
-        label = self._seen[id(function)]
-        library = module.partition(".")[0] in _LIBRARIES or _standard(module)
-        library = library and _genuine(function)
-        self._leaf(label, _code(code))
-        self._value(f"{label}/defaults", function.__defaults__)
-        self._value(f"{label}/kwdefaults", function.__kwdefaults__)
-        for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._watch(getattr, function, name)
-        around, self._library = self._library, library
-        if not library:  # `__wrapped__` is in a cell, where it is called
-            self.foreign.append(label)
-            self._space(label, _without, vars(function), ("__wrapped__",))
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        home = str(function.__globals__.get("__name__"))
+        library = _genuine(function)
+        label = self._label(f"<{home}.{function.__code__.co_qualname}>", function)
+        self._codes.append((function, [function.__code__, function.__defaults__]))
+        if library:
+            self._release_of(label, home)
+        elif _released_name(home):
+            self._reject(label.strip("<>"), "patched")
+            return label
+        else:
+            self.own.append(label)
+            self.leaves[label] = text_of(function.__code__)
+            if function.__dict__.keys() - {"__wrapped__"}:
+                self._reject(path, f"attributes of the function {label}")
+        look = self._shipped if library else self._value
+        for part in ("__defaults__", "__kwdefaults__"):
+            look(f"{label}/{part}", getattr(function, part))
+        cells = function.__closure__ or ()
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             content = _content_of(cell)
-            if isinstance(content, types.ModuleType):
-                self._members(content, _names(code), library)
-            self._part(f"{label}/{name}", _content_of, cell)
-        if not library or module.startswith(_DEEP):
-            self._globals(function, library=library)
+            self._watch(lambda cell=cell: (_content_of(cell),))
+            if isinstance(content, types.ModuleType) or content is MISSING:
+                if not library:
+                    self._reject(f"{path}: closure", f"{name} is a Python module")
+            elif library:
+                look(f"{label}/{name}", content)
+            else:
+                self._reached(path, "closure over", f"{label}/{name}", content)
         if not library:
-            self._foreign_code(function)
-        self._library = around
+            self._simple(path, label, function)
+        elif home.startswith(_DEEP):
+            self._globals(function)
         return label
 
-    def _foreign_code(self, function: types.FunctionType) -> None:
-        """What code that is no library's does when it runs."""
-        code = function.__code__
-        self._foreign_names |= _names(code)
-        for name in sorted(_mentioned(code, "IMPORT_NAME")):
-            found = sys.modules.get(name)
-            self._leaf(f"<{name}>", "not imported yet" if found is None else "python module")
-            if found is not None:
-                self._members(found, _names(code), library=False)
-            self._ask(sys.modules, name)
-        if not _names(code).isdisjoint(("environ", "getenv", "environb")):
-            self._variables(code)
-        draws = not _names(code).isdisjoint(("urandom", "getrandom"))
-        self.random |= draws or (_clock(function) and _answers(code))
+    def _reached(self, path: str, how: str, label: str, value: Any) -> None:
+        """Something that a function of the user's reaches: a reason says where the function is."""
+        before = self.foreign
+        self._value(label, value)
+        if self.foreign and not before:
+            self.foreign = f"{path}: {how} {self.foreign.partition(': ')[2]} ({label})"
 
-    def _globals(self, function: types.FunctionType, *, library: bool) -> None:
-        names, space = _names(function.__code__), function.__globals__
-        loaded = _mentioned(function.__code__, "LOAD_GLOBAL", "LOAD_NAME")  # not as attributes
-        self._named |= names
-        home = str(space.get("__name__"))  # which `functools.wraps` does not change
-        count = 1
-        while self._spaces.setdefault(home, space) is not space:
-            count += 1
-            home = f"{home.partition('#')[0]}#{count}"
-        for name in sorted(names):
-            builtin = name in vars(builtins)
-            if name in space:
-                self._global(home, space, name, names, library)
-                continue
-            if builtin:
-                self._ask(vars(builtins), name)
-            if builtin if library else name in loaded:
-                self._ask(space, name)  # once it is there, it means something
-
-    def _global(
-        self, module: str, space: Mapping[str, Any], name: str, names: frozenset[str], library: bool
-    ) -> None:
-        """Something that code names, among the globals of a Python module."""
-        path, value = f"<{module}>:{name}", space[name]
-        if self._spot(path, _get, space, name):
+    def _simple(self, path: str, label: str, function: types.FunctionType) -> None:
+        """See that all that a function of the user's can reach is in the name."""
+        space = function.__globals__
+        if function.__builtins__ is not vars(builtins):
+            self._reject(path, f"{label} has builtins of its own")
             return
-        self.random |= not self._library and isinstance(value, _GENERATORS)
-        known = path in self.leaves
-        self._ask(space, name)
-        if isinstance(value, types.ModuleType):
-            self._leaf(path, f"python module {value.__name__}")
-            self._members(value, names, library)
-        elif known:
-            pass
+        names = names_of(function.__code__)
+        self._names |= names
+        barred = names & (_UNSAID | transformers().BOOKKEEPING)
+        if barred:
+            self._reject(path, f"{label} reads {min(barred)}")
+        for kind, name, chain in uses(function.__code__):
+            if kind:
+                self._reject(path, f"{label} {kind} {name}".rstrip())
+            elif name not in space:
+                self._watch_names(space, [name])
+                if name not in BUILTINS:
+                    self._reject(path, f"{label} uses {name}")
+                self._released_builtin(name)
+            else:
+                self._watch_names(space, [name])
+                self._chain(path, label, space[name], name, chain)
+
+    def _chain(self, path: str, label: str, value: Any, name: str, chain: tuple[str, ...]) -> None:
+        """A global of a user's function, and what it is asked for if it is a Python module."""
+        said = name
+        while isinstance(value, types.ModuleType):
+            home = value.__name__
+            genuine = type(value) is types.ModuleType and sys.modules.get(home) is value
+            if home not in MODULES or not genuine or not chain or chain[0] not in vars(value):
+                self._reject(path, f"{label} uses the module {home}")
+                return
+            self._watch_names(vars(value), [chain[0]])
+            said, value, chain = f"{home}.{chain[0]}", vars(value)[chain[0]], chain[1:]
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            library = not isinstance(value, types.FunctionType) or _genuine(value)
+            if library and not pure(value) and not self._deep(value):
+                self._reject(path, f"{label} uses {said}")
+                return
+        self._reached(path, "global", f"{label}:{said}", value)
+
+    def _deep(self, value: Any) -> bool:
+        """Whether code is followed on as a model's own is."""
+        module = str(getattr(value, "__module__", ""))
+        return module.startswith(_DEEP) or (isinstance(value, type) and not _released_name(module))
+
+    def _shipped(self, path: str, value: Any) -> None:
+        """What code of a library refers to: only what was put in its place is looked for."""
+        kind: Any = type(value)
+        if isinstance(value, types.FunctionType):
+            if _genuine(value):
+                self.leaves[path] = f"function {self._function(path, value)}"
+            elif not _generated(value):
+                self._reject(path.replace(">:", ".").strip("<>"), "patched")
+        elif isinstance(value, types.BuiltinFunctionType):
+            if not self._builtin(path, value) and value.__module__:
+                self._release_of(path, value.__module__)
+        elif kind in PLAIN:
+            self.leaves[path] = f"{kind.__name__} {value!r}"
         elif isinstance(value, type):
-            self._leaf(path, f"class {self._class(value) if _written(value) else _name(value)}")
-        elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-            self._callable(path, value)
-        elif (
-            library
-            and not isinstance(value, functools.partial)
-            and _defined(module, name)
-            and (
-                isinstance(value, (Mapping, list, set))
-                or (type(value) not in PLAIN and not _written(value))
-            )
-        ):
-            self._leaf(path, _name(type(value)))  # tables and caches are their release's
+            self._shipped_class(path, value)
+        elif isinstance(value, types.MethodType):
+            self._shipped(path, value.__func__)
+        elif kind is functools.partial:
+            for name in ("func", "args", "keywords"):
+                self._shipped(f"{path}/{name}", getattr(value, name))
+        elif isinstance(value, torch.nn.Module):
+            self._class(path, kind)
+        elif kind in _CONTAINERS and len(value) <= _TABLE:
+            self.leaves[path] = kind.__name__
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in list(items):
+                if isinstance(item, (types.FunctionType, type)) and type(key) in PLAIN:
+                    self._shipped(f"{path}[{key!r}]", item)
         else:
-            self._value(path, value)
+            self._shipped_class(path, kind)
 
-    def _ask(self, space: Mapping[str, Any], name: str) -> None:
-        """Watches what a name means, or that it means nothing."""
-        if (id(space), name) not in self._asked:
-            self._asked.add((id(space), name))
-            self._watch(_get, space, name)
+    def _shipped_class(self, path: str, cls: Any) -> None:
+        self.leaves[path] = f"class {_name(cls)}"
+        if not _standard(cls.__module__) and not _released_name(cls.__module__):
+            self._release_of(path, cls.__module__)
 
-    def _members(self, module: types.ModuleType, names: frozenset[str], library: bool) -> None:
-        """What code names of a module, such as the functions of `torch.nn.functional`."""
-        self.random |= not self._library and module.__name__ in _RANDOM
-        met = id(module), id(names)
-        if _standard(module.__name__) or met in self._members_seen:
+    def _globals(self, function: types.FunctionType) -> None:
+        """What code of a library names, among the globals of its module."""
+        space, names = function.__globals__, names_of(function.__code__)
+        home = str(space.get("__name__"))
+        self._names |= names
+        self._watch_names(space, sorted(names & (space.keys() | vars(builtins).keys())))
+        for name in sorted(names):
+            if name in space:
+                self._global(f"<{home}>:{name}", space[name], names)
+            elif name in vars(builtins):
+                self._released_builtin(name)
+
+    def _global(self, path: str, value: Any, names: frozenset[str]) -> None:
+        if path in self.leaves:
+            if not isinstance(value, types.ModuleType):
+                return
+        elif not isinstance(value, types.ModuleType):
+            self._shipped(path, value)
             return
-        self._members_seen.add(met)
-        foreign = module.__name__.partition(".")[0] not in _LIBRARIES
-        space = vars(module)
-        for name in sorted(names & space.keys()):
-            self._global(module.__name__, space, name, names, library or not foreign)
-        if foreign and not library and type(module) is types.ModuleType:
-            for name in names - space.keys() if "__getattr__" not in space else ():
-                self._ask(space, name)
+        self.leaves[path] = f"python module {value.__name__}"
+        if (id(value), names) in self._members:
+            return
+        self._members.add((id(value), names))
+        space = vars(value)
+        found = sorted(names & space.keys())
+        self._watch_names(space, found)
+        for name in found:
+            if not isinstance(space[name], types.ModuleType):
+                inner = f"<{value.__name__}>:{name}"
+                if inner not in self.leaves:
+                    self._shipped(inner, space[name])
+            elif space[name].__name__ in MODULES and space[name] is not value:
+                self._global(f"<{value.__name__}>:{name}", space[name], names)
 
-    def _class(self, cls: type) -> str:
-        """Writes a class and the code that it may run down; its label."""
+    def _released_builtin(self, name: str) -> None:
+        """See that a builtin is Python's own."""
+        value = vars(builtins)[name]
+        self._watch_names(vars(builtins), [name])
+        own = type(value) in PLAIN or getattr(value, "__module__", "builtins") == "builtins"
+        if not own and name not in ("open", "exit", "quit", "copyright", "credits", "license"):
+            self._reject(f"<builtins>:{name}", "patched")
+        elif isinstance(value, (types.BuiltinFunctionType, type)) and value.__name__ != name:
+            if name not in ("EnvironmentError", "IOError", "WindowsError"):
+                self._reject(f"<builtins>:{name}", "patched")
+        elif isinstance(value, types.FunctionType):
+            self._reject(f"<builtins>:{name}", "patched")
+
+    def _builtin(self, path: str, value: Any) -> bool:
+        """A function of C; False if it is bound to an object of no known kind."""
+        owner = getattr(value, "__self__", None)
+        module = str(getattr(value, "__module__", None) or "")
+        self.leaves[path] = f"builtin {module}.{value.__qualname__}"
+        if owner is None or isinstance(owner, (types.ModuleType, type)):
+            root = module.partition(".")[0] or _root(owner)
+            return not root or root in LIBRARIES or _standard(root)
+        return _root(type(owner)) in LIBRARIES
+
+    def _class(self, path: str, cls: Any) -> str:
+        """Write down a class and the code that it may run; return its label."""
         known = self._seen.get(id(cls))
         if known is not None:
             return known
-        base = f"<{_name(cls)}>"
-        self._visited(base, cls, base)
-        label = self._seen[id(cls)]
+        label = self._label(f"<{_name(cls)}>", cls)
         if _of_python(cls):
             return label
-        lineage = [c for c in cls.__mro__ if c is not object and not _of_python(c)]
-        self._leaf(label, " ".join(_name(c) for c in cls.__mro__))
+        lineage = [c for c in cls.__mro__ if not _of_python(c)]
+        self.leaves[label] = " ".join(_name(c) for c in cls.__mro__)
         todo = {"forward", "__call__"} if issubclass(cls, torch.nn.Module) else set[str]()
-        if type(cls) is not type and not _of_python(type(cls)):
-            self._leaf(f"{label}/made by", self._class(type(cls)))
         for owner in lineage:
-            if _root(owner) not in _LIBRARIES or not _own_code(owner):
-                self.foreign.append(label)
-                books = transformers().BOOKKEEPING if _keeps_books(owner) else frozenset()
-                skipped = _CLASS_ITEMS | books
-                todo |= vars(owner).keys() - skipped
-            self._watch(_size, owner)
+            if self._released(owner):
+                self._release_of(label, owner.__module__)
+                if not issubclass(owner, torch.nn.Module):
+                    todo |= vars(owner).keys() - _CLASS_ITEMS
+                continue
+            if not issubclass(owner, torch.nn.Module) or type(owner) is not type:
+                self._reject(path, f"the class {_name(owner)}")
+                return label
+            self.own.append(label)
+            todo |= {"extra_repr", "__repr__", "__str__"}
+            self._watch(lambda owner=owner: (_size(owner),))
+            todo |= {n for n in vars(owner) if n.startswith("__") and n not in _CLASS_ITEMS}
+            todo |= {"__slots__"} & vars(owner).keys()
         done = set[str]()
         while todo:
             name = min(todo)
             todo.discard(name)
             done.add(name)
             home = next((c for c in lineage if name in vars(c)), None)
-            if home is None:
+            if home is None or (name in _CLASS_ITEMS and name != "__slots__"):
                 continue
-            value = vars(home)[name]
-            path = f"{label}.{name}"
-            if self._spot(path, _get, vars(home), name):
-                continue
-            self._watch(_get, vars(home), name)
-            functions = list(_functions(value))
-            if functions:
-                named = [self._function(f) for f in functions]
-                self._leaf(path, f"{type(value).__name__} {named}")
-                if isinstance(value, (functools.partialmethod, functools.partial)):
-                    self._value(f"{path}/bound", (value.func, value.args, value.keywords))
-                for function in functions:
-                    todo |= (_names(function.__code__) | _inner(function)) - done
-            elif isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType)):
-                self._leaf(path, "slot")
-            elif type(value).__module__ == "_ctypes":  # where a field of a structure lies
-                self._leaf(path, repr(value))
-            elif (
-                _root(home) in _LIBRARIES
-                and type(value) not in PLAIN
-                and _defined(home.__module__, name)
-            ):
-                self._leaf(path, _name(type(value)))
-            else:
-                self._value(path, value)
+            todo |= self._member(path, f"{label}.{name}", home, name) - done
         return label
 
-    # ---- around the model
+    def _member(self, path: str, label: str, home: Any, name: str) -> set[str]:
+        """An attribute of a class; returns the names that its code mentions."""
+        value = vars(home)[name]
+        self._watch_names(home, [name])
+        library = self._released(home)
+        functions = list(_functions(value))
+        mentioned = set[str]()
+        if functions:
+            found = []
+            for function in functions:
+                if library and not _genuine(function) and not _generated(function):
+                    self._reject(label.strip("<>"), "patched")
+                    continue
+                if not _generated(function):
+                    found.append(self._function(path, function))
+                    mentioned |= names_of(function.__code__) | _inner(function)
+            self.leaves[label] = f"{type(value).__name__} {found}"
+        elif name == "__slots__" and not library:
+            self._reject(path, f"slots of the class {_name(home)}")
+        elif library:
+            if type(value) in PLAIN:
+                self.leaves[label] = f"{type(value).__name__} {value!r}"
+        elif name != "__slots__":
+            self._value(label, value)
+        return mentioned
+
+    # ---- packages
+
+    def _released(self, cls: Any) -> bool:
+        """Whether a class is of a package whose code is what its release says."""
+        return _of_python(cls) or (_released_name(cls.__module__) and not _standard(cls.__module__))
+
+    def _release_of(self, path: str, module: str) -> None:
+        """Note a package that takes part: its release, or its files, are in the name."""
+        root = module.partition(".")[0]
+        if _standard(module):
+            return
+        if root != _CHECKPOINTS:
+            self._roots.add(root)
+            return
+        commit = _COMMIT.search(module) or _COMMIT.search(str(_file_of(module)))
+        if commit is None:
+            self._reject(path, f"{module}: code of a checkpoint that was loaded without a commit")
+        self.leaves[f"<{module}>/text"] = f"{commit and commit[0]} {_text_of(module)}"
+
+    def _releases(self) -> None:
+        if self.own and self._inert:
+            path, value = self._inert[0]
+            named = hasattr(value, "__qualname__")
+            self._reject(path, f"{_name(value)}" if named else f"a {_name(type(value))}")
+        for root in sorted(self._roots - {"flowkv"}):
+            release = _release(root)
+            self.leaves[f"release {root}"] = release
+            if not release:
+                self._reject(root, "a package that names no release of it")
+        if self.own:  # which may read what no code of transformers' does
+            for path, config in self._configs:  # grows: configurations hold others
+                for name in sorted(vars(config).keys() - _SWITCHED):
+                    self._value(f"{path}.{name}", vars(config)[name])
 
     def _environment(self, model: torch.nn.Module) -> None:
-        self._leaf("python", f"{sys.version_info.major}.{sys.version_info.minor}")
-        self._leaf("torch", str(torch.__version__).partition("+")[0])
-        for name, value in _flags().items():
-            self._leaf(f"torch/{name}", str(value))
-        self._watch(_flags, depth=1)
+        self.leaves["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+        self._roots.add("torch")
+        flags = _flags()
+        for name, value in flags.items():
+            self.leaves[f"torch/{name}"] = str(value)
+        self._watch(lambda: (_flags() == flags,))
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             hooks = getattr(torch_module, kind)
-            foreign = [hook for hook in hooks.values() if _root(hook) not in _OWN]
-            for i, hook in enumerate(foreign):
-                self.foreign.append(f"{kind}/{i}")
+            for i, hook in enumerate(hook for hook in hooks.values() if _root(hook) not in _OWN):
+                self.own.append(f"{kind}/{i}")
                 self._value(f"{kind}/{i}", hook)
-            self._contents(set(), None, _itself, hooks)
+            self._watch(lambda hooks=hooks: [*hooks.values()])
         every = vars(torch.Tensor)
-        for name, value in every.items():
-            own = _TENSOR.get(name) is value and _root(value) in ("torch", "builtins")
-            if name in self._named or (name.startswith("__") and name not in _CLASS_ITEMS):
-                self._watch(_get, every, name)
-                if not own:
-                    self._value(f"torch.Tensor.{name}", value)
-        self._watch(_size, torch.Tensor)
+        size, overridden = len(every), len(torch.library._impls)
+        self._watch(lambda: (len(every) == size, len(torch.library._impls) == overridden))
+        named = [n for n in every if n in self._names or n.startswith("__")]
+        for name in sorted(set(named) - _CLASS_ITEMS):
+            own = _TENSOR.get(name) is every[name] and _root(every[name]) in ("torch", "builtins")
+            if not own and isinstance(every[name], types.FunctionType):
+                own = _genuine(every[name])
+            if not own:
+                self._reject(f"torch.Tensor.{name}", "patched")
+            self._watch_names(torch.Tensor, [name])
+        overrides = _overrides()
+        if overrides:
+            self._reject(
+                f"torch.library: {min(overrides)}", "an override of an operator of torch's"
+            )
         library = transformers() if self.pretrained else _NO_TRANSFORMERS
         for cls in library.CACHES:  # FlowKV's own stand in for theirs
-            self._part(f"{cls.__name__}.update", getattr, cls, "update")
-        for registry, name, _ in library.chosen_functions(model):
-            self._part(f"{type(registry).__name__} {name}", registry.get, name)
+            for owner in [c for c in cls.__mro__ if "update" in vars(c)]:
+                self._member(_name(cls), f"<{_name(owner)}>.update", owner, "update")
+        for registry, name, function in library.chosen_functions(model):
+            self._value(f"{type(registry).__name__} {name}", function)
+            self._watch(lambda registry=registry, name=name: (registry.get(name),))
 
 
 _TENSOR = dict(vars(torch.Tensor))
 """What every tensor can do, as torch brings it."""
+_TABLE = 256
+"""Tables of libraries up to this length are searched for what was put into them."""
+_TINY, _HALF = sys.float_info.min, 0.5
 
 
 def _flags() -> dict[str, Any]:
-    """Flags of precision, which change what the same code computes."""
+    """Read the switches that change what the same code computes."""
     matmul, mkldnn = torch.backends.cuda.matmul, cast("Any", torch.backends.mkldnn)
     return {
         "matmul": _flag(torch.get_float32_matmul_precision),
@@ -1057,6 +885,9 @@ def _flags() -> dict[str, Any]:
         "bf16": _flag(lambda: matmul.allow_bf16_reduced_precision_reduction),
         "mkldnn": _flag(lambda: mkldnn.matmul.fp32_precision),
         "dtype": _flag(torch.get_default_dtype),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "denormals": _TINY * _HALF != 0.0,  # of the calling thread
     }
 
 
@@ -1067,17 +898,100 @@ def _flag(read: Callable[[], Any]) -> Any:
         return None
 
 
-_CLASS_ITEMS = frozenset(
-    """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__
-    __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __slots__
-    __match_args__ __dataclass_fields__ __dataclass_params__ __parameters__ __orig_bases__
-    __abstractmethods__ _abc_impl __hash__ __slotnames__""".split()
-)
-_is = operator.is_
+def _overrides() -> set[str]:
+    """Operators of torch's that Python code computes otherwise; torch has some for other devices.
+
+    One that was seen counts for good: torch may forget one that is made again.
+    """
+    found = [name for name in torch.library._impls if name.startswith("aten/")]
+    _SEEN.update(
+        n for n in found if not n.startswith("aten/_") and n.rpartition("/")[2] not in _APART
+    )
+    return _SEEN
 
 
-def _name(cls: Any) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+_SEEN: set[str] = set()
+
+
+_APART = frozenset({"Meta", "MPS", "AutogradMeta", "Python", "Functionalize"})
+
+
+# ---- what is a library's own
+
+
+@functools.cache
+def _standard(module: Any) -> bool:
+    """Whether a module is Python's own, and no file of the user's that is called like one."""
+    root = str(module).partition(".")[0]
+    file = getattr(sys.modules.get(root), "__file__", None) or _STANDARD_PLACES[0]
+    return root in sys.stdlib_module_names and str(file).startswith(_STANDARD_PLACES)
+
+
+_STANDARD_PLACES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
+@functools.cache
+def _released_name(module: str) -> bool:
+    root = str(module).partition(".")[0]
+    return root in LIBRARIES or root == _CHECKPOINTS or (root != "__main__" and _standard(root))
+
+
+@functools.cache
+def _codes_of(module: str) -> Mapping[str, tuple[types.CodeType, ...]]:
+    """The code of a library's file by qualified name, read anew."""
+    found: dict[str, tuple[types.CodeType, ...]] = {}
+    try:
+        loader: Any = sys.modules[module].__spec__.loader  # type: ignore[union-attr]
+        for code in codes(loader.get_code(module)):
+            found[code.co_qualname] = (*found.get(code.co_qualname, ()), code)
+    except Exception:  # no file, or none with code
+        return {}
+    return found
+
+
+_GENUINE: dict[int, types.CodeType] = {}
+"""Code that was found in its file, by id; kept, so that no other code gets that id."""
+
+
+def _genuine(function: types.FunctionType) -> bool:
+    """Return whether a function is a library's or Python's, as its file says it."""
+    space: Any = function.__globals__
+    home = str(space.get("__name__"))
+    module = sys.modules.get(home)
+    if module is None or vars(module) is not space or not _released_name(home):
+        return False
+    code = function.__code__
+    if _GENUINE.get(id(code)) is code:
+        return True
+    if code not in _codes_of(home).get(code.co_qualname, ()):
+        return False
+    _GENUINE[id(code)] = code
+    return True
+
+
+def _generated(function: types.FunctionType) -> bool:
+    """Whether Python made a method of a class, as for a dataclass."""
+    code, space = function.__code__, function.__globals__
+    home = sys.modules.get(str(space.get("__name__")))
+    made = code.co_filename.startswith("<") and code.co_name.startswith("__")
+    return made and home is not None and vars(home) is space and _released_name(home.__name__)
+
+
+def _root(value: Any) -> str:
+    """The package in which something was written; "" for what only says that it is a library's."""
+    inner = value
+    while isinstance(inner, (functools.partial, types.MethodType)):
+        if isinstance(inner, types.MethodType):
+            kind = type(inner.__self__)  # a door, whatever counts or traces what its class does
+            if _ours(inner.__self__) and any(inner.__func__ is one for one in vars(kind).values()):
+                return "flowkv"
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    if isinstance(inner, types.FunctionType):
+        return str(inner.__globals__.get("__name__")).partition(".")[0] if _genuine(inner) else ""
+    module = getattr(inner, "__module__", None)
+    if not isinstance(module, str):
+        module = type(inner).__module__
+    return module.partition(".")[0]
 
 
 def _ours(value: Any) -> bool:
@@ -1091,89 +1005,44 @@ def _ours(value: Any) -> bool:
 
 
 @functools.cache
-def _assigned(cls: Any) -> frozenset[str]:
-    """Attributes that a class's own methods assign to something, or keep what they computed in."""
-    found = set[str]()
-    for name, value in itertools.chain.from_iterable(vars(c).items() for c in cls.__mro__):
-        if isinstance(value, functools.cached_property):
-            found.add(name)
-        for function in _functions(value):
-            found |= _mentioned(function.__code__, "STORE_ATTR")
-    return frozenset(found)
-
-
-def _layout_of(array: Any) -> tuple[Any, ...]:
-    """How an array's elements lie, and where."""
-    return array.shape, array.strides, array.dtype, array.__array_interface__["data"][0]
-
-
-def _root(value: Any) -> str:
-    """The package in which something was written."""
-    inner = value
-    while isinstance(inner, (functools.partial, types.MethodType)):
-        if isinstance(inner, types.MethodType):
-            kind = type(inner.__self__)  # a door, whoever counts or traces what its class does
-            if _ours(inner.__self__) and any(inner.__func__ is one for one in vars(kind).values()):
-                return "flowkv"
-        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
-    if isinstance(inner, types.FunctionType) and not _genuine(inner):
+def _release(root: str) -> str:
+    """The release of a package."""
+    loaded = [sys.modules.get(name) for name in (root, f"{root}.quanto")]
+    for module in loaded:
+        if found := getattr(module, "__version__", ""):
+            return str(found).partition("+")[0]
+    try:
+        return importlib.metadata.version(root.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
         return ""
-    module = getattr(inner, "__module__", None)
-    if not isinstance(module, str):
-        module = type(inner).__module__
-    return module.partition(".")[0]
 
 
-def _genuine(function: types.FunctionType) -> bool:
-    """Whether a function that says it is a library's, or Python's, was written there."""
-    space: Any = function.__globals__
-    home = str(space.get("__name__"))
-    if not (home.partition(".")[0] in _LIBRARIES | _HELPERS or _standard(home)):
-        return False
-    file = getattr(sys.modules.get(home.partition(".")[0]), "__file__", None)
-    known = sys.modules.get(home)
-    if known is None or vars(known) is not space:
-        return False
-    return not _standard(home) or file is None or str(file).startswith(_STANDARD_PLACES)
+def _file_of(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
 
 
-_HELPERS = frozenset({"typing_extensions", "triton", "numba"})
-_STANDARD_PLACES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+@functools.cache
+def _text_of(module: str) -> str:
+    """Digest of the text of all files that lie beside a module's."""
+    state = hashlib.sha256()
+    for path in sorted(Path(str(_file_of(module))).parent.glob("*.py")):
+        text = path.read_bytes()
+        state.update(f"{path.name} {len(text)}\0".encode() + text)
+    return state.hexdigest()
 
 
-def _standard(module: Any) -> bool:
-    return str(module).partition(".")[0] in sys.stdlib_module_names
+def _name(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _of_python(cls: type) -> bool:
-    """Whether a class is of Python's own library."""
-    return _standard(cls.__module__) and _own_code(cls)
+def _of_python(cls: Any) -> bool:
+    """Whether a class is of Python's own library, which has no modules of torch's."""
+    return _standard(cls.__module__) and not issubclass(cls, torch.nn.Module)
 
 
-def _own_code(cls: type) -> bool:
-    """Whether no method of a class says that it is a library's, and is not."""
-    return all(
-        _genuine(value)
-        for value in vars(cls).values()
-        if isinstance(value, types.FunctionType) and value.__qualname__.startswith(cls.__qualname__)
-    )
-
-
-def _reduced(value: Any) -> Any:
-    """What an object of C is made of, as `copy` and `pickle` ask for it."""
-    if isinstance(value, torch.ScriptObject):
-        return (value.__getstate__(),)
-    reducer = copyreg.dispatch_table.get(type(value))
-    return value.__reduce_ex__(2) if reducer is None else reducer(value)
-
-
-def _settled(reduced: Any) -> Any:
-    """What an object was reduced to, with iterators read out, apart from what changes later."""
-    if isinstance(reduced, tuple):
-        return tuple(_settled(part) for part in reduced)
-    if isinstance(reduced, Iterator):
-        return list(reduced)
-    return _frozen(reduced)
+def _keeps_books(cls: type) -> bool:
+    """Whether attributes of a class have the meanings that `BOOKKEEPING` says."""
+    return issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
 
 
 def _in_c(cls: type) -> Any:
@@ -1186,307 +1055,13 @@ def _own_new(cls: type) -> bool:
     return isinstance(new, types.BuiltinFunctionType) and new.__self__ is cls
 
 
-def _count(tensor: torch.Tensor) -> tuple[int, int]:
-    """How often a tensor was written to, and where it lies; as far as it says so."""
-    found = []
-    for read in (lambda: tensor._version, tensor.data_ptr):
-        try:
-            found.append(int(read()))
-        except Exception:
-            found.append(-1)
-    return found[0], found[1]
-
-
-def _keeps_books(cls: type) -> bool:
-    """Whether attributes of a class have the meanings that `BOOKKEEPING` says."""
-    return issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
-
-
-_MARKS = frozenset(
-    """_is_hf_initialized gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
-    _output_capturing_hooks_installed __deepcopy__""".split()
-)
-"""Attributes that transformers gives to every module; they decide nothing."""
-
-
-@functools.cache
-def _source(module: str) -> types.CodeType | None:
-    """What a library's module runs when it is imported; None if nobody knows what that names."""
-    try:
-        spec = importlib.util.find_spec(module)
-        loader: Any = spec.loader if spec is not None else None
-        code: types.CodeType = loader.get_code(module)
-        steps = list(dis.get_instructions(code))  # stars are imported nowhere else
-    except Exception:  # no source
-        return None
-    stars = {"IMPORT_STAR", "INTRINSIC_IMPORT_STAR"}
-    return None if any({step.opname, step.argrepr} & stars for step in steps) else code
-
-
-def _defined(module: str, name: str) -> bool:
-    """Whether a library's module, or its classes, gives a name something itself."""
-    code = _source(module)
-    stores = "STORE_NAME", "STORE_GLOBAL", "STORE_ATTR"
-    return code is None or any(  # without source, whatever lies there is its release's
-        name in part.co_names and name in _operands(part, *stores) for part in _codes(code)
-    )
-
-
-def _written(value: Any) -> bool:
-    """Whether something comes from neither Python nor a library whose release is in the name."""
-    return not _standard(_root(value)) and _root(value) not in _LIBRARIES
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are one; anything else is told by identity."""
-    return type(a) is type(b) and type(a) in PLAIN and bool(a == b)
-
-
-def _key(key: Any) -> str | None:
-    """All that a key of a mapping is, as text; None for objects, which have more to them."""
-    kind = type(key)
-    if kind in PLAIN:
-        return f"{kind.__name__} {key!r}"
-    if isinstance(key, enum.Enum):
-        return f"{_name(kind)} {key.name}"
-    if kind in (tuple, frozenset):
-        parts = [_key(item) for item in key]
-        if any(part is None for part in parts):
-            return None
-        order = sorted(map(str, parts)) if kind is frozenset else parts
-        return f"{kind.__name__} {order!r}"
-    if isinstance(key, (torch.dtype, torch.device, torch.Size)):
-        return repr(key)
-    return None
-
-
-def _title(key: Any) -> str:
-    """What an object is called, which may not be all that it is."""
-    named = isinstance(key, (type, types.FunctionType, types.BuiltinFunctionType))
-    return f"{_name(type(key))} {_name(key) if named else ''}"
-
-
-_first = operator.itemgetter(0)
-key_text = _key
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    own = f"_{cls.__name__.lstrip('_')}"  # as Python writes private names
-    return tuple(
-        own + name if name.startswith("__") and not name.endswith("__") else name
-        for name in names
-        if name not in ("__dict__", "__weakref__")
-    )
-
-
-def _around(module: torch.nn.Module, forward: Any) -> Any:
-    """The forward that one of accelerate's, or of FlowKV's, stands in for; None if it does not."""
-    own = vars(module).get("_old_forward")
-    return own if own is not None else getattr(getattr(forward, "__self__", None), "around", None)
-
-
-def _offloaded(module: torch.nn.Module, name: str, tensor: Any) -> Any:
-    """The map in which accelerate keeps a tensor of a module; None if it lies in the module."""
-    where = getattr(module.__dict__.get("_hf_hook"), "weights_map", None)
-    if tensor is None or not tensor.is_meta or where is None or name not in where:
-        return None
-    return where
-
-
-def _alike(a: Any, b: Any, depth: int) -> bool:
-    """Whether two readings gave the very same things, in containers down to some depth."""
-    if a is b or _equal(a, b):
-        return True
-    if depth == 0 or type(a) is not type(b):
-        return False
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and (
-            all(map(operator.is_, a, b))
-            or all(_alike(x, y, depth - 1) for x, y in zip(a, b, strict=True))
-        )
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_alike(x, b[key], depth - 1) for key, x in a.items())
-    if isinstance(a, (bytearray, set, frozenset, str, bytes, int, float)):
-        return bool(a == b)
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    return False
-
-
-def _frozen(value: Any) -> Any:
-    """A copy of nested containers, which equals them while nothing in them was replaced."""
-    if type(value) in (dict, OrderedDict, defaultdict):
-        return {key: _frozen(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_frozen(item) for item in value)
-    return set(value) if type(value) is set else value
-
-
-def _module_stays(
-    held: dict[str, Any], own: Mapping[str, Any], free: set[str]
-) -> Callable[[], bool]:
-    """Asks whether a module is as it is now, quickly: a decode step pays for this.
-
-    Args:
-        held: Its attributes.
-        own: Those that are in the name.
-        free: Names that forwards write.
-    """
-    items, training, size = tuple(own.items()), held.get("training"), len(held.keys() - free)
-    empty = [kind for kind in _WATCHED if not held[kind]]
-    spaces = [(k, tuple(held[k]), tuple(held[k].values())) for k in _WATCHED if held[k]]
-
-    def same() -> bool:
-        if held.get("training") is not training:
-            return False
-        if len(held) != size and len(held) - size != sum(name in held for name in free):
-            return False
-        for name, value in items:
-            found = held.get(name, MISSING)
-            if found is not value and not _equal(found, value):
-                return False
-        for kind in empty:
-            if held[kind]:
-                return False
-        for kind, names, values in spaces:
-            now = held[kind]
-            if tuple(now) == names and all(map(_is, now.values(), values)):
-                continue
-            if kind not in _TENSORS or len(now) != len(names):  # others run in their order
-                return False
-            known = dict(zip(names, values, strict=True))
-            if any(known.get(n, MISSING) is not t and n not in free for n, t in now.items()):
-                return False
-        return True
-
-    return same
-
-
-def items_of(held: Any) -> dict[Any, Any]:
-    """What a container holds, by key or place."""
-    if isinstance(held, Mapping):
-        return dict(held.items())
-    return dict.fromkeys(held) if isinstance(held, (set, frozenset)) else dict(enumerate(held))
-
-
-def _without(held: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    return {name: item for name, item in held.items() if name not in names}
-
-
-def _get(space: Mapping[str, Any], name: str) -> Any:
-    return space.get(name, MISSING)
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _type_of(model: weakref.ref[Any]) -> type:
-    return type(model())
-
-
-def _bytes_of(value: Any) -> bytes:
-    return bytes(memoryview(value))
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of the functions and classes in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-@functools.cache
-def _operands(code: types.CodeType, *operations: str) -> frozenset[str]:
-    """Names that some operations of code are about, but for the functions and classes in it."""
-    steps = dis.get_instructions(code)
-    return frozenset(step.argval for step in steps if step.opname in operations)
-
-
-def _mentioned(code: types.CodeType, *operations: str) -> frozenset[str]:
-    """Names that some operations of code are about."""
-    return frozenset().union(*(_operands(part, *operations) for part in _codes(code)))
-
-
-def _clock(function: types.FunctionType) -> bool:
-    """Whether a function asks what time it is."""
-    names, space = _names(function.__code__), function.__globals__
-    if any(getattr(space.get(name), "__module__", "") == "time" for name in names & space.keys()):
-        return True
-    clock = any(space.get(name) is time for name in names) or "time" in _mentioned(
-        function.__code__, "IMPORT_NAME"
-    )
-    return clock and not names.isdisjoint(_CLOCKS)
-
-
-def _answers(code: types.CodeType) -> bool:
-    """Whether a function gives something back, and does not only record."""
-    if code.co_name == "<lambda>":
-        return _names(code).isdisjoint(("append", "add", "put", "update", "__setitem__"))
-    last = None
-    for step in dis.get_instructions(code):
-        if step.opname == "RETURN_VALUE" and not (
-            last is not None and last.opname == "LOAD_CONST" and last.argval is None
-        ):
-            return True
-        last = step
-    return False
-
-
-def settles(value: Any) -> bool:
-    """Whether an attribute is no cache of a forward: a number or text, which it sets only once."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return type(value) in (bool, float, complex, str)
-
-
-def _settings(config: Any, free: set[str]) -> str:
-    """The settings of a configuration without those that forwards write."""
-    text = transformers().settings(config)
-    if not free:
-        return text
-    held = {name: value for name, value in json.loads(text).items() if name not in free}
-    return json.dumps(held, sort_keys=True, separators=(",", ":"))
-
-
-def _attribute_of(held: Mapping[str, Any], name: str) -> Any:
-    for space in (held, held["_buffers"], held["_parameters"]):
-        if name in space:
-            return space[name]
-    return MISSING
-
-
-def _others(mapping: Mapping[Any, Any], known: frozenset[str]) -> Any:
-    """What is in a mapping under other keys than those; only how much, if that is a lot."""
-    if len(mapping) > len(known) + LONG:
-        return len(mapping)
-    return {key: item for key, item in list(mapping.items()) if _key(key) not in known}
-
-
-def _item_of(held: Any, key: Any) -> Any:
-    try:  # not `get`: mappings of their own kind may make one
-        return held[key] if not isinstance(held, Mapping) or key in held else MISSING
-    except Exception:  # whatever such a mapping raises, or a sequence that is shorter
-        return MISSING
-
-
-def _content_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
 def _size(cls: type) -> int:
     """How many attributes a class has, but what Python notes when one is copied first."""
     return len(vars(cls)) - ("__slotnames__" in vars(cls))
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    return tuple(n for n, v in vars(cls).items() if isinstance(v, types.MemberDescriptorType))
 
 
 _AROUND = (functools.cached_property, functools.partialmethod, functools.partial)
@@ -1506,80 +1081,6 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
         yield value
 
 
-def _wrapped(value: Any) -> Any:
-    """The Python function inside a compiled or cached one; None if there is none."""
-    for name in ("py_func", "__wrapped__"):
-        if isinstance(inner := getattr(value, name, None), types.FunctionType):
-            return inner
-    if type(value).__module__.partition(".")[0] == "triton":
-        return getattr(value, "fn", None)
-    return None
-
-
-@functools.cache
-def _stores(cls: Any) -> frozenset[str]:
-    """Attributes that a module's forward assigns to itself, by the code of its own class."""
-    found, done, todo = set[str](), set[str](), {"forward"}
-    lineage = [c for c in cls.__mro__ if issubclass(c, torch.nn.Module) and _root(c) != "torch"]
-    while todo:
-        name = todo.pop()
-        done.add(name)
-        home = next((c for c in lineage if name in vars(c)), None)
-        if home is None or name == "__init__":
-            continue
-        for function in _functions(vars(home)[name]):
-            code = function.__code__
-            for last, step in itertools.pairwise(dis.get_instructions(code)):
-                to_self = last.opname.startswith("LOAD_FAST") and code.co_varnames[:1] == (
-                    last.argval,
-                )
-                if step.opname == "STORE_ATTR" and to_self:
-                    found.add(step.argval)
-            todo |= _names(code) - done
-    return frozenset(found)
-
-
-_CODES: dict[int, tuple[types.CodeType, str, frozenset[str]]] = {}
-"""Digest and names by code object; the objects are kept, so that no other gets their id."""
-
-
-def _read_code(code: types.CodeType) -> tuple[types.CodeType, str, frozenset[str]]:
-    known = _CODES.get(id(code))
-    if known is None:
-        state, names = hashlib.sha256(), set(code.co_names)
-        state.update(code.co_code)
-        counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
-        state.update(repr((counts, code.co_names, code.co_varnames, code.co_freevars)).encode())
-        state.update(getattr(code, "co_exceptiontable", b""))
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                _, digest, inner = _read_code(constant)
-                names |= inner
-                state.update(digest.encode())
-            else:
-                state.update(_constant(constant).encode("utf-8", "surrogatepass"))
-                if isinstance(constant, str) and constant.isidentifier():
-                    names.add(constant)  # getattr(self, "name")
-        known = _CODES[id(code)] = (code, state.hexdigest(), frozenset(names))
-    return known
-
-
-def _constant(value: Any) -> str:
-    if isinstance(value, (tuple, frozenset)):
-        items = [_constant(item) for item in value]
-        order = sorted(items) if isinstance(value, frozenset) else items
-        return f"{type(value).__name__}({','.join(order)})"
-    return f"{type(value).__name__} {value!r}"
-
-
-def _code(code: types.CodeType) -> str:
-    return _read_code(code)[1]
-
-
-def _names(code: types.CodeType) -> frozenset[str]:
-    return _read_code(code)[2]
-
-
 def _inner(function: types.FunctionType) -> set[str]:
     """Names that functions inside a decorated one refer to."""
     found, todo, seen = set[str](), [function], set[int]()
@@ -1588,8 +1089,87 @@ def _inner(function: types.FunctionType) -> set[str]:
         if id(current) in seen:
             continue
         seen.add(id(current))
-        found |= _names(current.__code__)
+        found |= names_of(current.__code__)
         for cell in current.__closure__ or ():
             if isinstance(content := _content_of(cell), types.FunctionType):
                 todo.append(content)
     return found
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+# ---- what accelerate, and encodings that depend on length, do to modules
+
+
+def _around(module: torch.nn.Module, forward: Any) -> Any:
+    """The forward that one of accelerate's, or of FlowKV's, stands in for; None if it does not."""
+    own = vars(module).get("_old_forward")
+    return own if own is not None else getattr(getattr(forward, "__self__", None), "around", None)
+
+
+def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
+    """The map in which accelerate keeps a tensor of a module; None if it lies in the module."""
+    where = getattr(module.__dict__.get("_hf_hook"), "weights_map", None)
+    if tensor is None or not tensor.is_meta or where is None or name not in where:
+        return None
+    return where
+
+
+def _settled(module: weakref.ref[Any], name: str) -> bool:
+    """Whether frequencies are those that they are made from, or the next forward makes them so."""
+    held = module()
+    if held is None or "long_" in name:
+        return True
+    prefix = name.removesuffix("inv_freq")
+    now = getattr(held, name, None)
+    first = getattr(held, f"{prefix}original_inv_freq", None)
+    grown = getattr(held, f"{prefix}max_seq_len_cached", 0) or 0
+    most = getattr(held, "original_max_seq_len", 0) or 0
+    return first is None or grown > most or torch.equal(now, first)
+
+
+# ---- comparing
+
+
+def key_text(key: Any) -> str | None:
+    """All that a key of a mapping is, as text; None for objects, which have more to them."""
+    kind = type(key)
+    if kind in PLAIN:
+        return f"{kind.__name__} {key!r}"
+    if kind is tuple:
+        parts = [key_text(item) for item in key]
+        return None if None in parts else f"tuple {parts!r}"
+    return repr(key) if kind in (torch.dtype, torch.device, torch.Size) else None
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two readings gave the very same thing, or equal numbers or texts."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) in (tuple, frozenset, dict):
+        if type(a) is tuple:
+            return len(a) == len(b) and all(map(_alike, a, b))
+        if type(a) is dict:  # default values by name
+            return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+        return bool(a == b)
+    return type(a) in (*PLAIN, *_TEXTS) and (bool(a == b) or repr(a) == repr(b) == "nan")
+
+
+def _without(held: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if name not in names}
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of nested containers, which equals them while nothing in them was replaced."""
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_frozen(item) for item in value)
+    return set(value) if type(value) is set else value

@@ -9,20 +9,14 @@ before pages become known, by comparing what was met with what is there.
 from __future__ import annotations
 
 import atexit
-import hashlib
-import itertools
 import math
 import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
@@ -31,18 +25,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from flowkv.cache.kv import KV, drop_unproven
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
-from flowkv.hooks.computation import (
-    LONG,
-    MISSING,
-    PLAIN,
-    Walk,
-    Written,
-    items_of,
-    key_text,
-    settles,
-    transformers,
-)
-from flowkv.hooks.fingerprint import Weights, bytes_of, version_of
+from flowkv.hooks.computation import Walk, transformers
+from flowkv.hooks.fingerprint import Weights
 
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""
@@ -63,34 +47,28 @@ class Identity:
         model: The model.
         name: Name given by the user, which replaces the model's own and its weights', as long as
             those are what they were; "" for the model's own, with a digest of its weights.
+        revision: The user's name for all that no other part of the name says; "" for none.
 
     Attributes:
         namespace: Its name, for the keys of pages.
         switch: Length from which positions are encoded otherwise, if there is one.
-        unnamed: What cannot be named, and why; then nothing outlives the process.
-        unshared: Why nothing may be shared; "" if it may.
-        foreign: What takes part that is neither torch's nor transformers'.
     """
 
-    def __init__(self, model: Any, name: str = "") -> None:
+    def __init__(self, model: Any, name: str = "", revision: str = "") -> None:
         self.switch = _switch(getattr(model, "config", None))
         # Encodings that depend on length rewrite these in every forward.
         self._passing = "inv_freq" if self.switch is not None else ""
-        self._name, self._first_weights = name, ""
-        self._written, self._places_written = Written(), Places()
-        self._learnt: dict[str, Any] = {}
-        self._settled = self._paused = False
-        self._parts: list[tuple[str, Walk, str]] = []
-        self._numbers: dict[Any, tuple[Any, Any]] = {}
-        self._weights = Weights()
-        self.unshared, self._steps = "", _STEPS[0]
+        self._name, self._revision, self._first_weights = name, revision, ""
+        self._moving, self._moved = "", set[str]()
+        self._offloaded: dict[Any, tuple[Any, str]] = {}
+        self._weights, self._steps = Weights(), _STEPS[0]
         self.namespace = Namespace(model=name)
         self.read(model)
         # Weakly: a model must not keep what its former caches knew of it.
         weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
 
     def read(self, model: Any, *, anew: bool = False) -> bool:
-        """Takes the model as it is now; whether that gave it another name.
+        """Take the model as it is now; return whether that gave it another name.
 
         Args:
             model: The model.
@@ -111,234 +89,67 @@ class Identity:
         if anew:
             self._weights.forget()
         self._steps = _STEPS[0]
-        self._walk = walk = Walk(model, self._written, self._passing, self._numbers)
+        was = self.foreign if hasattr(self, "_walk") else ""
+        self._walk = walk = Walk(model, self._passing, self._offloaded)
+        for path in self._moved:  # the user's revision says what these are
+            walk.leaves.pop(path, None)
+            walk.tensors.pop(path, None)
         weights = self._weights.read(walk.tensors)
         self._first_weights = self._first_weights or weights
         self._places = _places(model)
-        self._take(walk)
         config: Any = getattr(model, "config", None)
         own_name = str(getattr(config, "_name_or_path", "")) or type(model).__name__
-        release = transformers().library_release() if walk.pretrained else ""
+        commit = "" if self._name else str(getattr(config, "_commit_hash", None) or "")
         trusted = bool(self._name) and weights == self._first_weights
-        self._plain = Namespace(
+        name = Namespace(
             model=self._name or own_name,
-            revision="" if self._name else str(getattr(config, "_commit_hash", None) or ""),
+            revision=" ".join(filter(None, (commit, self._revision))),
             weights="" if trusted else weights,
-            computation=f"{release} {walk.digest}",
+            computation=walk.digest,
         )
-        name = self._with_edits()
         self.weights_changed = weights != getattr(self, "_last_weights", weights)
         self._last_weights = weights
-        changed, self.namespace = name != self.namespace, name
+        changed, self.namespace = name != self.namespace or was != self.foreign, name
         return changed
-
-    def _take(self, walk: Walk, seen_once: Iterable[str] = ()) -> None:
-        for path in walk.spots:
-            if not path.endswith("/new"):
-                self._written.setdefault(path, ())
-        self._places_written.take(walk.spots, seen_once)
-
-    def _with_edits(self) -> Namespace:
-        """The name, with what somebody else wrote where forwards write."""
-        edited = dict(self._places_written.edited)
-        self._parts = parts = []
-        for path, value in sorted(edited.items(), key=lambda item: item[0]):
-            part = Walk(None, {}, "", self._numbers, part=(path, value))
-            leaves = part.leaves
-            if value is MISSING:
-                leaves = {path: "missing"}
-            kept = self._written.get(path, ())
-            if not part.tensors and tuple(sorted(leaves.items())) == tuple(sorted(kept)):
-                continue  # it is what the name says
-            parts.append((path, part, f"{part.digest} {Weights().read(part.tensors)}"))
-        self._places_written.foreign = set(edited)
-        texts = [f"{path} {digest}" for path, _, digest in parts]
-        # What such a place held once is in the name: as forwards leave it, it is something else.
-        texts += [
-            f"{p} left"
-            for p in sorted(self._places_written.touched - edited.keys())
-            if p in self._places_written and self._written.get(p)
-        ]
-        if not texts:
-            return self._plain
-        text = " ".join(texts)
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        computation = f"{self._plain.computation} {digest}"
-        return msgspec.structs.replace(self._plain, computation=computation)
-
-    def begin(self) -> None:
-        """A forward begins, of whatever cache."""
-        if not self._paused:
-            self._places_written.follow(ended=False)
-
-    def end(self) -> None:
-        """A forward has ended, of whatever cache."""
-        if not self._paused:
-            self._places_written.follow(ended=True)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What forwards write meanwhile is taken back: they are of a trial."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     @property
-    def unsteady(self) -> int:
-        """Another number than when a cache began: it computes by now what its name does not say."""
-        return self._places_written.unsteady
+    def foreign(self) -> str:
+        """Why no name says what the model computes, so that nothing is shared; "" if one does."""
+        return "" if self._revision else self._walk.foreign or self._moving
 
-    def restate(self) -> bool:
-        """Names what somebody else wrote where forwards write; whether the name is another one."""
-        name = self._with_edits()
-        changed, self.namespace = name != self.namespace, name
-        return changed
+    def kept(self, model: Any) -> bool:
+        """Return whether a forward, or the time since one, left the model as it was named.
 
-    def settle(self, model: Any) -> None:
-        """Names what the first forwards set once, and left as it was in later ones.
-
-        A scale that a module makes for itself when it is first called is a setting like any other:
-        somebody may have made it before. What holds more than a number or a text stays out: caches
-        of masks are as long as what was seen.
-        """
-        for path, state in self._learnt.items():
-            if path not in self._places_written:
-                continue
-            now = self._places_written.value(path)
-            if path.endswith("/new"):
-                known = self._written.grown[path.removesuffix("/new")]
-                values = (
-                    {str(key_text(k)): v for k, v in now.items()} if isinstance(now, dict) else {}
-                )
-                keep = {k for k, v in values.items() if settles(v) and state.get(k) == state_of(v)}
-                self._written.grown[path.removesuffix("/new")] = known | keep
-                if len(keep) == len(values):
-                    del self._written.grown[path.removesuffix("/new")]
-            elif settles(now) and state == state_of(now):
-                self._written.pop(path)
-        self._learnt.clear()
-        self._settled = True
-        self.read(model)
-        for path, inv_freq, original in self._walk.frequencies():
-            if not torch.equal(inv_freq, original):
-                self._places_written.distrust(path)
-        self.restate()
-
-    def learn(self, model: Any, *, named: bool = True) -> bool:
-        """Notes, right after a forward, what that forward wrote itself, and will write again.
-
-        Counters, masks and activations that are kept, tables that grow: they say nothing about what
-        the next forward computes that its inputs do not say. Parameters do. What was seen to be
-        written only once, by a model that serves, is named by what is there until a forward writes
-        it again: another thread may have written it.
-
-        Args:
-            model: The model.
-            named: What it wrote stays in the name as it was before; otherwise it is in no name.
-
-        Returns:
-            Whether the name is another one.
+        What then is in a page, no name says: a model that changes in its forwards, or by another
+        thread meanwhile, is foreign until it is attached again. With a revision of the user's the
+        places that change are in no name.
 
         Raises:
-            UnsupportedModelError: It wrote what cannot even be looked at.
+            UnsupportedModelError: It holds now what cannot be looked at.
         """
-        try:
-            return self._learn(model, named=named and self._settled)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:  # whatever odd attributes raise
-            raise UnsupportedModelError(
-                f"what {type(model).__name__} writes cannot be named ({error})",
-                "Use the model without FlowKV",
-            ) from error
+        if self.same(model):
+            return True
+        name, before, tensors = self.namespace, self._walk.leaves, self._walk.tensors
+        weights = self._weights
+        written = {p for p, t in tensors.items() if not weights.counted(t)}
+        self.read(model)
+        now, other = self._walk.leaves, self._walk.tensors
+        found = written | {p for p in before.keys() | now.keys() if before.get(p) != now.get(p)}
+        found |= {p for p in tensors.keys() & other.keys() if tensors[p] is not other[p]}
+        if self.namespace == name:
+            return True  # replaced by the like
+        if self._revision:
+            self._moved |= found
+            self.read(model)
+        elif not self._moving:
+            self._moving = f"{min(found, default='its tensors')}: changed during a forward"
+        return False
 
-    def _learn(self, model: Any, *, named: bool) -> bool:
-        if not named:  # forwards that no door has seen
-            self._places_written.follow(ended=True)
-        uncounted = self._uncounted(always=not named)
-        if not uncounted and self.same(model):
-            return False
-        before, after = self._walk, Walk(model, self._written, self._passing, self._numbers)
-        leaves = before.leaves.keys() | after.leaves.keys()
-        written = {path for path in leaves if before.leaves.get(path) != after.leaves.get(path)}
-        written |= {  # replaced by another with the same content, and so again
-            path for path, value in after.held.items() if before.held.get(path, value) is not value
-        }
-        for path, tensor in after.tensors.items():
-            old = before.tensors.get(path)
-            if old is not tensor or not self._weights.counted(tensor) or id(tensor) in uncounted:
-                if isinstance(tensor, torch.nn.Parameter):
-                    self.unshared = f"its forward writes to its parameter {path}"
-                else:
-                    written.add(path)
-                    if old is tensor and self._weights.counted(tensor):
-                        self._places_written.uncounted.add(path)
-        for path, keys in after.mappings.items():
-            known = before.mappings.get(path)
-            if known is not None and keys - known and path not in self._written.grown:
-                self._written.grown[path] = known & keys
-        written = {path for path in written if not self._added(path)}
-        written = set(itertools.chain.from_iterable(_whole(p, before, after) for p in written))
-        fresh = written - self._written.keys()
-        for path in written:
-            kept = [(q, t) for q, t in before.leaves.items() if _within(q, path)]
-            self._written[path] = tuple(kept) if named else ()
-        if named:
-            self._walk = Walk(model, self._written, self._passing, self._numbers)
-            self._take(self._walk, (path for path in self._walk.spots if path in fresh))
-        changed = self.read(model)
-        if not named:
-            for path in self._walk.spots:
-                self._learnt.setdefault(path, self._first(path))
-        return changed
-
-    def _added(self, path: str) -> bool:
-        """Whether a forward added what is at a path to a mapping, which is one place then."""
-        return any(
-            path.startswith(f"{above}[") and not any(_within(path, f"{above}[{k}]") for k in known)
-            for above, known in self._written.grown.items()
-        )
-
-    def _first(self, path: str) -> Any:
-        value = self._places_written.value(path)
-        if path.endswith("/new") and isinstance(value, dict):
-            return {key_text(key): state_of(item) for key, item in value.items()}
-        return {} if path.endswith("/new") else state_of(value)
-
-    def _uncounted(self, *, always: bool) -> set[int]:
-        """Ids of buffers and other small tensors that were written to without a count.
-
-        Args:
-            always: Asks of library models as well, whose own forwards count what they write.
-        """
-        if not (always or self.foreign):
-            return set()
-        asked: dict[int, torch.Tensor] = {}
-        n_bytes = 0
-        for tensor in self._walk.tensors.values():
-            size = tensor.numel() * tensor.element_size()
-            small = not isinstance(tensor, torch.nn.Parameter) and n_bytes + size <= SMALL_BYTES
-            if small and id(tensor) not in asked and self._weights.counted(tensor):
-                asked[id(tensor)] = tensor
-                n_bytes += size
-        return self._weights.differing(asked.values()) if asked else set()
-
-    def attends(self, model: Any) -> tuple[list[Any], dict[str, str]]:
-        """The functions that attend, and by path whatever code of libraries refers to.
-
-        FlowKV's own attention stands in only for what was tried.
-        """
-        own = [
-            getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
-            for module in model.modules()
-        ]
-        functions = [
-            *(f for _, _, f in transformers().chosen_functions(model)),
-            *dict.fromkeys(own),
-        ]
-        return functions, self._walk.libraries
+    def attends(self, model: Any) -> list[Any]:
+        """Return the functions that attend: FlowKV's own stands in only for what was tried."""
+        modules = dict.fromkeys(type(module).__module__ for module in model.modules())
+        own = [getattr(sys.modules.get(name), "eager_attention_forward", None) for name in modules]
+        return [*(f for _, _, f in transformers().chosen_functions(model)), *own]
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -351,14 +162,9 @@ class Identity:
         return self._weights.n_bytes
 
     @property
-    def unnamed(self) -> list[str]:
-        """What cannot be named, and why; then nothing outlives the process."""
-        return [*self._walk.unnamed, *(why for _, part, _ in self._parts for why in part.unnamed)]
-
-    @property
-    def foreign(self) -> list[str]:
-        """What takes part that is neither torch's nor transformers'."""
-        return self._walk.foreign
+    def own(self) -> list[str]:
+        """Code that takes part and is neither torch's nor transformers'."""
+        return self._walk.own
 
     @property
     def training(self) -> bool:
@@ -373,12 +179,17 @@ class Identity:
     @property
     def draws(self) -> bool:
         """Whether a forward may draw random numbers: something trains, or is not transformers'."""
-        return self._walk.training or bool(self._walk.foreign)
+        return self._walk.training or self.suspect
 
     @property
-    def random(self) -> bool:
-        """Whether code draws random numbers where torch's own generator does not show it."""
-        return self._walk.random or any(part.random for _, part, _ in self._parts)
+    def suspect(self) -> bool:
+        """Whether code takes part that is neither torch's nor transformers'."""
+        return bool(self._walk.own or self._walk.foreign)
+
+    @property
+    def settled(self) -> bool:
+        """Whether encodings that depend on length are as a fresh model has them."""
+        return self._walk.settled()
 
     @property
     def compiled(self) -> bool:
@@ -426,10 +237,7 @@ class Identity:
     def _forget(self) -> None:
         self._weights.forget()
         self._walk.forget()
-        self._places_written.forget()
-        self._parts.clear()
-        self._learnt.clear()
-        self._numbers.clear()
+        self._offloaded.clear()
 
 
 def _forget(held: weakref.ref[Identity]) -> None:
@@ -476,23 +284,6 @@ def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
     return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
 
-def _whole(path: str, before: Walk, after: Walk) -> Iterator[str]:
-    """The places of which it is said that a forward writes them, for a leaf that it changed."""
-    if path.endswith("/all"):  # a container that is one leaf
-        path = path.removesuffix("/all")
-    if path in after.configs:
-        (_, old), (_, new) = before.configs.get(path, (None, {})), after.configs[path]
-        names = {name for name in new if name not in old or old[name] != new[name]}
-        yield from (f"{path}.{name}" for name in names)
-        return
-    above = path.rpartition("[")[0]
-    yield above if above in after.rings else path
-
-
-def _within(path: str, above: str) -> bool:
-    return path == above or path.startswith((f"{above}.", f"{above}[", f"{above}/"))
-
-
 def _switch(config: Any) -> int | None:
     """Length from which positions are encoded otherwise, for encodings that depend on length."""
     if not hasattr(config, "get_text_config"):  # no model of transformers
@@ -508,162 +299,6 @@ def _switch(config: Any) -> int | None:
         if isinstance(kind, str) and any(name in kind for name in _ROPE_BY_LENGTH):
             lengths.append(part.get("original_max_position_embeddings") or trained or 1)
     return min(int(n) for n in (*lengths, trained or lengths[0])) if lengths else None
-
-
-# What a model's own forward writes, and whether somebody else wrote to it since.
-#
-# A counter that a forward moves is no part of a model's name: it says nothing that the inputs do
-# not say. But the same place may be set by hand afterwards. So the state in which each forward
-# left such a place is remembered; whoever finds it in another one before the next forward knows
-# that somebody else wrote, and names what is there.
-
-_MOST = 256
-_DEEP = 6
-_SMALL_TENSOR = 1 << 16
-
-
-class _Who:
-    """The identity of an object, without keeping it alive."""
-
-    __slots__ = ("_met",)
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any) -> None:
-        try:
-            self._met: Any = weakref.ref(value)
-        except TypeError:  # it cannot be referred to weakly
-            self._met = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        found = self._met()
-        return found is not None and isinstance(other, _Who) and found is other._met()
-
-
-def state_of(value: Any) -> Any:
-    """What equals its like as long as nothing was replaced or written to; keeps nothing alive.
-
-    Of containers of more than `LONG` items it is the length and both ends.
-    """
-    return _state(value, [_MOST], 0)
-
-
-def _state(value: Any, left: list[int], depth: int) -> Any:
-    left[0] -= 1
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if isinstance(value, torch.Tensor):
-        return _Who(value), version_of(value)
-    if isinstance(value, np.ndarray):
-        small = value.nbytes <= _SMALL_TENSOR and not value.dtype.hasobject
-        return _Who(value), value.tobytes() if small else None
-    if depth >= _DEEP or left[0] <= 0:
-        return _Who(value)
-    if isinstance(value, (set, frozenset)):
-        return kind, len(value), frozenset(map(id, value)) if len(value) <= LONG else None
-    if isinstance(value, (Mapping, list, tuple, deque)):
-        if len(value) <= LONG:
-            items = items_of(value).items()
-            return kind, {key: _state(item, left, depth + 1) for key, item in items}
-        ends = () if isinstance(value, Mapping) else (value[0], value[-1])
-        return kind, len(value), [_state(end, [0], 0) for end in ends]
-    held = getattr(value, "__dict__", None)
-    return _Who(value), _state(held, left, depth + 1) if type(held) is dict else None
-
-
-def _content_of(value: Any) -> Any:
-    """The state of a small tensor to which somebody writes without a count."""
-    if not isinstance(value, torch.Tensor) or value.nbytes > _SMALL_TENSOR:
-        return state_of(value)
-    # Bytes alone do not say that they are read as another dtype or shape now.
-    content = bytes_of(value.detach()).cpu().numpy().tobytes()
-    return _Who(value), value.dtype, tuple(value.shape), content
-
-
-class Places:
-    """The places that a model's forwards write, and in which state each was left.
-
-    Attributes:
-        touched: Places to which somebody else ever wrote.
-        uncounted: Places of tensors that are written to without a count.
-        foreign: Places that were not as a forward left them, when they were named last.
-        edited: What was at the places that were not as a forward left them when one began.
-        unsteady: Grows whenever somebody else wrote to such a place, or a forward did to one that
-            somebody else had written to: what is computed from now on is another thing than the
-            name says which a call began with.
-    """
-
-    def __init__(self) -> None:
-        self.unsteady = 0
-        self.edited: dict[str, Any] = {}
-        self.uncounted: set[str] = set()
-        self.touched: set[str] = set()
-        self.foreign: set[str] = set()
-        self._spots: dict[str, Callable[[], Any]] = {}
-        self._left: dict[str, Any] = {}
-        self._own: dict[str, Any] = {}
-
-    def take(self, spots: Mapping[str, Callable[[], Any]], learnt: Iterable[str] = ()) -> None:
-        """Takes the places of a walk.
-
-        Args:
-            spots: What is at each place, by path.
-            learnt: Places at which a write was seen only once: they are named by what is there,
-                until a forward writes to them again.
-        """
-        self._spots = dict(spots)
-        for path in spots.keys() - self._left.keys():
-            self._left[path] = self._own[path] = self._state(path, self.value(path))
-        for path in learnt:
-            self.distrust(path)
-        for gone in self._left.keys() - spots.keys():
-            for held in (self._left, self._own, self.edited):
-                held.pop(gone, None)
-
-    def distrust(self, path: str) -> None:
-        """What is at a place now was not left by a forward."""
-        self._own[path] = None
-        self.edited[path] = self.value(path)
-
-    def follow(self, *, ended: bool) -> None:
-        """A forward begins, or has ended: what differs by then, it has written.
-
-        Whatever odd values raise, nothing is shared then.
-        """
-        try:
-            for path, get in self._spots.items():
-                now = get()
-                state = self._state(path, now)
-                if state == self._left[path]:
-                    continue
-                self._left[path] = state
-                if ended:
-                    self._own[path] = state
-                    self.unsteady += path in self.foreign
-                else:
-                    self.touched.add(path)
-                    self.unsteady += 1
-                if state == self._own[path]:
-                    self.edited.pop(path, None)
-                else:
-                    self.edited[path] = now
-        except Exception:
-            self.unsteady += 1
-
-    def __contains__(self, path: str) -> bool:
-        return path in self._spots
-
-    def _state(self, path: str, value: Any) -> Any:
-        return _content_of(value) if path in self.uncounted else state_of(value)
-
-    def value(self, path: str) -> Any:
-        """What is at a place."""
-        return self._spots[path]()
-
-    def forget(self) -> None:
-        """Lets go of everything."""
-        for held in (self._spots, self._left, self._own, self.edited):
-            held.clear()
 
 
 # Proves pages by reading weights again: a little in every call, more while nothing runs.
@@ -719,7 +354,7 @@ class Proof:
         passes = weights.passes
         if not self._identity.roll(max(seconds, 0.0)):
             return False
-        if weights.passes > passes and not self._identity.unnamed:
+        if weights.passes > passes and not self._identity.foreign:
             self._tell(lambda store: None if self._kv.closed else store.confirm())
         return True
 
@@ -733,7 +368,7 @@ class Proof:
 
     def watch(self) -> None:
         """From now on pages are proven or not as the identity, which is new, asks for."""
-        proves = self._identity.n_bytes > SMALL_BYTES or bool(self._identity.unnamed)
+        proves = self._identity.n_bytes > SMALL_BYTES or bool(self._identity.foreign)
         self._tell(lambda store: setattr(store.provisional, "active", proves))
 
     def reject(self) -> None:
@@ -755,7 +390,7 @@ class Proof:
             return False
         try:
             planner = self._kv.planner
-            if planner is None or not planner.store.provisional or self._identity.unnamed:
+            if planner is None or not planner.store.provisional or self._identity.foreign:
                 return True
             self._identity.weights.restart()
             passes = self._identity.weights.passes
@@ -773,7 +408,7 @@ class Proof:
     def rest(self) -> None:
         """A call may be over: reads on in the background while nothing else runs."""
         planner = self._kv.planner
-        if planner is None or not planner.store.provisional or self._identity.unnamed:
+        if planner is None or not planner.store.provisional or self._identity.foreign:
             return
         if not any(map(planner.store.outlives, range(len(planner.store.tiers)))):
             return
@@ -793,7 +428,7 @@ class Proof:
             return True
         if self._lock.acquire(blocking=False):
             try:
-                if self._identity.unnamed or self._identity.n_bytes <= SMALL_BYTES:
+                if self._identity.foreign or self._identity.n_bytes <= SMALL_BYTES:
                     return False
                 if not self._roll(0.0):
                     self.reject()

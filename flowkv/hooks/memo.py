@@ -189,17 +189,16 @@ class Memo(Closing):
         self._callers: list[Caller] = []
         self._rows = WriteBehind(keeper, self._proven)
         self._epoch, self._rest_until_s, self._named, self._changed = 0, 0.0, b"", False
-        self._computed, self._pid = 0, os.getpid()
+        self._pid = os.getpid()
         self._target = function if isinstance(function, torch.nn.Module) else _Called(function)
         self._identity = None if key is not None else self._identify()
         _OPEN.add(self)
 
     def _identify(self) -> Identity:
         identity = Identity(self._target)
-        why = [*identity.unnamed, *(["it draws random numbers"] if identity.random else [])]
-        if why:
+        if identity.foreign:
             raise UnsupportedModelError(
-                f"{self.name} cannot be named by what it computes ({'; '.join(why[:3])})",
+                f"{self.name} cannot be named by what it computes ({identity.foreign})",
                 "Pass key='...', a name that you change whenever it computes something else",
             )
         return identity
@@ -382,18 +381,14 @@ class Memo(Closing):
         assert identity is not None
         with self._lock:
             try:
-                identity.begin()
-                same = identity.same(self._target)
-                if not same or self._changed:
+                if not identity.same(self._target) or self._changed:
                     identity.read(self._target, anew=self._changed)
                     self._changed = False
-                else:
-                    identity.restate()
             except UnsupportedModelError:
                 return b""
             if identity.training:
                 raise _Declined("training")
-            if identity.unnamed or identity.unshared or identity.random:
+            if identity.foreign:
                 return b""
             self._named = identity.namespace.digest()
             return self._named
@@ -491,15 +486,7 @@ class Memo(Closing):
             return True
         with self._lock:
             try:
-                identity.end()
-                if self._computed < 2:
-                    identity.learn(self._target, named=False)
-                    self._computed += 1
-                    if self._computed == 2:
-                        identity.settle(self._target)
-                else:
-                    identity.learn(self._target)
-                return not identity.unshared and identity.namespace.digest() == name
+                return identity.kept(self._target) and identity.namespace.digest() == name
             except UnsupportedModelError:
                 return False
 

@@ -44,3 +44,8 @@ def attached(model: torch.nn.Module, **options: Any) -> Iterator[flowkv.KV]:
 def reused(kv: flowkv.KV) -> int:
     """Tokens that did not have to be computed so far."""
     return int(kv.stats()["tokens_reused"])
+
+
+def foreign(kv: flowkv.KV) -> str:
+    """Why nothing of the attached model is shared; "" if its pages are."""
+    return str(kv.stats()["foreign"])

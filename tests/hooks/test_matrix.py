@@ -149,7 +149,7 @@ def test_keeps_its_name(name: str, elsewhere: dict[str, str], tmp_path: Path) ->
         except Exception as error:
             pytest.skip(f"cannot be built small: {type(error).__name__}: {str(error)[:80]}")
         place, reuse = f"{tmp_path}/kv:64MiB", []
-        assert Identity(model).unnamed == []
+        assert Identity(model).foreign == ""
         with attached(model, disk=place) as kv:
             assert named(model) == elsewhere[name]
             for _ in range(2):

@@ -27,7 +27,7 @@ from flowkv.hooks.embedding import AttachedEmbedding
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.blend import Blending
 from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
-from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, warn_inherited
+from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
 from flowkv.hooks.huggingface.inputs import ForwardCall, Names
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
@@ -61,6 +61,7 @@ def attach(
     model: Any,
     *,
     reads: Reads = "auto",
+    revision: str = "",
     memo: str | Sequence[str] | None = None,
     sparsify: str | Sparsifier | None = None,
     reuse: Literal["exact", "blend"] = "exact",
@@ -77,6 +78,9 @@ def attach(
         model: A transformers model; of one that adapters or `torch.compile` wrap, what is in it.
         reads: "auto" reads pages where they lie, wherever the model's attention allows it; "dense"
             gathers K and V for the model's own attention.
+        revision: Your name for all of the model that FlowKV cannot name: hooks, patched functions,
+            objects of your own. Such a model shares nothing without one. Change it whenever the
+            model computes something else.
         memo: Places, as "host:256MiB", in which encoders of images, of sound, or of what a decoder
             attends to keep their results: rows seen before are not computed again (`flowkv.memo`).
         sparsify: Experimental: which tokens of a prompt stay once it is computed, as "snapkv:0.5",
@@ -121,7 +125,7 @@ def attach(
             if memo is not None:
                 remember(model, kv, memo)
             share_of = None if sparsifier is None else sparsifier.share_of
-            door = install(model, kv, reads=reads, share_of=share_of)
+            door = install(model, kv, reads=reads, share_of=share_of, revision=revision)
             if sparsifier is not None:
                 check_thinnable(door, sparsifier, reads)
                 door.sparsifier = sparsifier
@@ -159,6 +163,7 @@ def install(
     *,
     reads: Reads = "auto",
     share_of: Callable[[int], float] | None = None,
+    revision: str = "",
 ) -> ForwardHook:
     """Probes a model, binds the cache to it, and hangs the door.
 
@@ -167,6 +172,7 @@ def install(
         kv: The cache.
         reads: See `attach`.
         share_of: What part of a prompt a layer keeps; those of one part form groups.
+        revision: See `attach`.
 
     Raises:
         UnsupportedModelError: The model cannot be served from pages.
@@ -177,16 +183,16 @@ def install(
     switch = Switch(model)
     in_pages = not switch.reason
     for _ in range(2):
-        identity, modules = Identity(model, kv.config.namespace), list(model.modules())
-        long = bool(identity.foreign)
+        identity = Identity(model, kv.config.namespace, revision)
+        modules, long = list(model.modules()), identity.suspect
         found = probe(model, kv.page_size, in_pages=in_pages, long=long, share_of=share_of)
         if list(map(id, modules)) == list(map(id, model.modules())):
             break  # else its first forward rebuilt it, as BigBird's does: it is what it has become
-    identity.learn(model, named=False)
     bind(kv, found.plan.geometry, identity.namespace)
     door = ForwardHook(model, kv, found.plan, identity, switch)
     follow(kv, detach=door.remove)
     door.install()
+    identity.read(model)  # what its first forward made is a setting as any other
     try:
         settle(model, kv, found, door)
     except BaseException:
@@ -197,8 +203,8 @@ def install(
     if kv.config.overflow:
         _check_overflow(door)
     _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
-    identity.settle(model)  # with the hooks of the door, which are in no name
-    bind(kv, found.plan.geometry, identity.namespace)
+    identity.kept(model)
+    name_pages(kv, found.plan, identity)
     door.tried()
     follow(kv, model=weakref.ref(model), prove=door.proof.finish)
     return door
@@ -448,7 +454,7 @@ def _door(model: Any, kv: KV) -> Iterator[ForwardHook]:
             return
     plan = other.planned()
     identity = Identity(model)  # of a cache that is about to be closed
-    bind(kv, plan.geometry, identity.namespace)
+    bind(kv, plan.geometry, identity.namespace, private=identity.foreign)
     yield ForwardHook(model, kv, plan, identity, other.switch)
 
 
@@ -460,6 +466,8 @@ def _ways(door: ForwardHook) -> tuple[str, ...]:
 
 
 def _reasons(model: Any, door: ForwardHook) -> Iterator[str]:
+    if door.identity.foreign:
+        yield f"nothing of it is shared: {door.identity.foreign}"
     if door.switch.reason:
         yield door.switch.reason
     elif any(not placed.was_read for placed in door.plan.placed.values()):

@@ -938,7 +938,6 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         fresh: Whoever made it saw it empty until its first forward was over.
         audits: Computes restored pages once more after the first forward, or None.
         drawn: Where random generators stood when its forward began; None where nobody draws.
-        watched: Its forward began with a model as it was named.
         close: Releases it now instead of when nobody holds it any more.
     """
 
@@ -954,8 +953,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.options: dict[str, Any] = {}
         self.audits: Any = None  # a `restore.Nested` that computes sampled pages once more
         self.drawn: tuple[bytes, ...] | None = None
-        self.fresh = self.watched = False
-        self.unsteady = 0 if door is None else door.identity.unsteady
+        self.fresh = False
         self.recurrent = Recurrent(plan, rows, layers)
         self.close: Callable[[], object] = int  # nothing, where the sequences are not its own
         if owns:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowkv.cache.kv import KV, bind, drop_unproven, follow, warn
+from flowkv.cache.kv import KV, bind, drop_unproven, follow, forget_name, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
@@ -54,8 +54,6 @@ _HOOKS = frozenset(
 )
 _ASIDE: ContextVar[frozenset[Any]] = ContextVar("flowkv_aside", default=frozenset())
 """Doors that let this thread's forwards pass."""
-_LEARNS = 4
-"""So many calls are watched for one more forward than the first: what decoding writes."""
 _PATIENCE_S = 10.0
 """Longest that closing waits for forwards of other threads."""
 _MIXED = "the rows of a batch look at each other"
@@ -81,8 +79,8 @@ class ForwardHook:
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
-        _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem
-        _handles __weakref__""".split()
+        _attends _reads _verdicts _alike _live _caches _inside _leaving _problem _names_used
+        _doubted _handles __weakref__""".split()
     )
 
     def __init__(
@@ -100,9 +98,10 @@ class ForwardHook:
         self._lock = threading.RLock()
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
+        self._names_used, self._doubted = {kv.namespace}, False
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
-        self._learns, self._alike = _LEARNS, dict[tuple[bytes, int], Alike]()
+        self._alike = dict[tuple[bytes, int], Alike]()
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._inside: set[tuple[int, int]] = set()
@@ -132,8 +131,6 @@ class ForwardHook:
         self._handles = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
-            model.register_forward_pre_hook(self._first, prepend=True),
-            model.register_forward_hook(self._last, always_call=True),
         ]
         model.__dict__["__reduce_ex__"] = self._reduce_model
         if hasattr(type(model), "__deepcopy__"):
@@ -220,25 +217,6 @@ class ForwardHook:
 
     # ---- hooks
 
-    def _first(self, module: Any, args: Any) -> None:
-        """Before the model's other hooks, which are part of its forward."""
-        if torch.compiler.is_compiling():
-            return
-        handles: list[Any] = self._handles
-        own = self.model
-        if module is own and handles:
-            first, last = handles[2].id, handles[3].id
-            if next(iter(module._forward_pre_hooks)) != first:
-                module._forward_pre_hooks.move_to_end(first, last=False)
-            if next(reversed(module._forward_hooks)) != last:
-                module._forward_hooks.move_to_end(last)
-            self.identity.begin()
-
-    def _last(self, module: Any, args: Any, output: Any) -> None:
-        """Behind the model's other hooks."""
-        if module is self.model and not torch.compiler.is_compiling():
-            self.identity.end()
-
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
         if module is not self.model or torch.compiler.is_compiling():
@@ -321,27 +299,11 @@ class ForwardHook:
                 cache.fail()
             else:
                 cache.finish()
-                if isinstance(cache, PagedCache):  # else somebody wrote to its keys meanwhile
-                    if cache.audits is not None:
-                        audit_rows(cache)
-                    self._learn(module, cache)
+                # Else somebody wrote to its keys meanwhile.
+                if isinstance(cache, PagedCache) and cache.audits is not None:
+                    audit_rows(cache)
+                self.retract()
                 self.proof.rest()
-
-    def _learn(self, model: Any, cache: PagedCache) -> None:
-        """What the model's own forward writes does not change who it is."""
-        if cache.watched:
-            with self._lock:
-                try:
-                    known = self._verdicts.get(self.identity.kind)
-                    if self.identity.learn(model):
-                        self._rename()
-                    if known is not None:
-                        self._verdicts.setdefault(self.identity.kind, known)
-                except UnsupportedModelError:
-                    cache.rows.disable_publishing()
-            if cache.rows.forwards > 1:
-                self._learns -= 1
-        cache.watched = False
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
         """Whether a forward begins a cache that nobody else has plans for; warns if that is why."""
@@ -389,34 +351,18 @@ class ForwardHook:
     def start(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
         try:
-            self.refresh()
+            self.refresh(private=False)
         except FlowKVError as error:
             problem = f"it has changed, and cannot be served any more: {error}"
             return self._pass(cache, given, problem, "changed")
-        unsteady = self.identity.unsteady
+        if self.identity.foreign:
+            self.passes.add(cache)
+            return given
         call = ForwardCall(self.names, given)
         if self.names.encoder and not call.keep and wants_last(self.model):
             call.keep = 1
         pads = None if call.problem else call.pads()
-        problem = call.problem or self.identity.unshared or modes()
-        if self.identity.random:
-            problem = "its code draws random numbers by itself"
-        elif self.identity.compiled:
-            problem = "parts of the model are compiled"
-        elif not problem and (pads is None or (call.unplaced and any(pads))):
-            problem = _PADDING if pads is None else "it has padding and no position_ids"
-        elif not problem and call.unplaced and call.modal:
-            problem = "it has images, and no position_ids"
-        elif (
-            not problem
-            and call.shifts(pads) is None
-            and not usual(
-                0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
-            )
-        ):
-            problem = "its positions do not count a row's tokens from 0"
-        elif not problem and self._alike_rows(call) == "mixed":
-            problem = _MIXED
+        problem = self._obstacle(call, pads)
         if problem:
             return self._pass(cache, given, problem)
         assert pads is not None
@@ -448,15 +394,32 @@ class ForwardHook:
         paged.rows.uneven |= self._overflows or (self.blending is not None and further)
         if blended:
             paged.rows.disable_publishing()
-        paged.watched = True
-        if unsteady != self.identity.unsteady:
-            paged.rows.disable_publishing()
         self._watch(paged)
         paged.audits = nested if self.kv.config.audit and not shifted else None
         paged.rows.noted = call.columns  # the sequences were opened with these ids
         if not self._begin(paged, call, call.columns - found.base):
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
+
+    def _obstacle(self, call: ForwardCall, pads: list[int] | None) -> str:
+        """Return why a prompt is left to the model's own cache; "" if it is served."""
+        if not self.identity.settled:
+            return "its frequencies are not those that they are made from"
+        if self.identity.compiled:
+            return "parts of the model are compiled"
+        if problem := call.problem or modes():
+            return problem
+        if pads is None:
+            return _PADDING
+        if call.unplaced and (any(pads) or call.modal):
+            return f"it has {'padding' if any(pads) else 'images'} and no position_ids"
+        by_column = call.positions is None
+        counted = call.shifts(pads) is not None or usual(
+            0, call.columns, call.positions, np.array(pads), by_column=by_column
+        )
+        if not counted:
+            return "its positions do not count a row's tokens from 0"
+        return _MIXED if self._alike_rows(call) == "mixed" else ""
 
     def _blended(
         self, found: AdmittedRows, call: ForwardCall, nested: Nested, most: int
@@ -489,7 +452,6 @@ class ForwardHook:
                 one that cannot be served.
         """
         try:
-            self.identity.begin()
             self.refresh()
         except UnsupportedModelError as error:
             raise StateError(error.problem, "Call generate without past_key_values") from error
@@ -544,7 +506,7 @@ class ForwardHook:
         key = self.kv.namespace, call.rows
         if key not in self._alike:
             lines = ((p.dim(), p.shape[:1]) for p in model.parameters())
-            suspect = self.identity.foreign or any(n == 3 and k == (call.rows,) for n, k in lines)
+            suspect = self.identity.suspect or any(n == 3 and k == (call.rows,) for n, k in lines)
             with self.aside():
                 tried = rows_alike(model, self.names, call.rows) if suspect else "alike"
             self._alike[key] = tried
@@ -635,10 +597,8 @@ class ForwardHook:
         rows = cache.rows
         rows.alive()
         cache.fail()
-        watched = not rows.forwards or (rows.forwards == 1 and self._learns > 0)
-        if cache.unsteady != self.identity.unsteady:
-            rows.disable_publishing()  # a write where forwards write: that is in another name
-        cache.watched = watched and self.identity.same(self.model)
+        if not rows.blind and not self.identity.same(self.model):
+            rows.disable_publishing()  # what it computes from here on is in another name
         self._watch(cache)
         call = ForwardCall(self.names, given)
         if call.columns == 0:
@@ -710,22 +670,30 @@ class ForwardHook:
 
     # ---- identity
 
-    def refresh(self) -> None:
-        """Notices a changed model, and from then on names its pages otherwise."""
+    def refresh(self, *, private: bool = True) -> None:
+        """Notice a changed model, and from then on name its pages otherwise.
+
+        Args:
+            private: A foreign model is served from pages, too: that is tried.
+
+        Raises:
+            UnsupportedModelError: It cannot be served.
+        """
         model = self.model
         if model is None:
             return
+        self.retract()
         with self._lock:
             same = self.identity.same(model)
             if not (same and self.proof.read()):
                 self._reread(model, same=same)
-            elif self.identity.restate():
-                self._rename()
+            if private and self.identity.foreign and not self.identity.compiled:
+                self._try(model)
             if self._problem:
                 raise UnsupportedModelError(self._problem, "Use the model without FlowKV")
 
     def _reread(self, model: torch.nn.Module, *, same: bool) -> None:
-        unnamed, self._problem = bool(self.identity.unnamed), ""
+        self._problem = ""
         drop_unproven(self.kv)  # nobody looked at the model between the forwards of a page
         try:
             moved = self.identity.moved(model)
@@ -736,11 +704,11 @@ class ForwardHook:
             self._problem = error.problem
             return
         # Without a count nobody knows since when; with one, not what came before it.
-        if same or unnamed or self.identity.weights_changed:
+        if same or self.identity.weights_changed:
             self.proof.reject()
         if changed:
             self._rename()
-        if (changed or moved) and not self.identity.compiled:
+        if (changed or moved) and not (self.identity.compiled or self.identity.foreign):
             self._try(model)
 
     def tried(self) -> None:
@@ -758,16 +726,14 @@ class ForwardHook:
         kind = self.identity.kind
         if kind not in self._verdicts:
             self.switch.reason, problem = self._reads, ""
-            attends, code = self.identity.attends(model)
-            known = self._attends[1]
             for place in self.plan.placed.values():
                 place.in_pages, place.contradicted = not self._reads, False
-            if attends != self._attends[0] or any(known.get(p, t) != t for p, t in code.items()):
+            if self.identity.attends(model) != self._attends:
                 self.read_dense("its attention is not what it was when FlowKV was attached")
             try:
-                with self.identity.paused(), unwritten(model):
+                with unwritten(model):
                     with self.aside():
-                        long = bool(self.identity.foreign)
+                        long = self.identity.suspect
                         found = probe(model, self.kv.page_size, in_pages=False, long=long)
                     settle(model, self.kv, found, self)
             except UnsupportedModelError as error:
@@ -777,6 +743,18 @@ class ForwardHook:
         for index, place in self.plan.placed.items():
             place.in_pages = index in pages
 
+    def retract(self) -> None:
+        """Erase what was named by a model that was seen to change while it runs.
+
+        What was changed and changed back within an earlier forward left no trace.
+        """
+        if not self._doubted or self.kv.closed:
+            return
+        self._doubted = False
+        with suppress(FlowKVError):  # what a tier cannot erase, nobody finds by this door
+            for name in self._names_used:
+                forget_name(self.kv, name)
+
     def read_dense(self, note: str) -> None:
         """Layers are read as dense tensors from now on."""
         self.switch.reason = note
@@ -784,7 +762,8 @@ class ForwardHook:
             placed.in_pages = False
 
     def _rename(self) -> None:
-        bind(self.kv, self.plan.geometry, self.identity.namespace)
+        name_pages(self.kv, self.plan, self.identity)
+        self._names_used.add(self.kv.namespace)
         self.proof.watch()
 
     def planned(self) -> ModelPlan:
@@ -793,10 +772,26 @@ class ForwardHook:
         with self.aside():
             return probe(self.model, self.kv.page_size, in_pages=in_pages).plan
 
-    def trusted(self, rows: Rows) -> bool:
+    def trusted(self, rows: Rows | None = None) -> bool:
         """Whether the model still is what the pages of these rows will be named after."""
         model = self.model
-        return model is not None and self.identity.same(model) and self.identity.same_content()
+        if model is None or self.identity.foreign:
+            return False
+        if not self.identity.same(model):
+            if not self._lock.acquire(blocking=False):  # possibly in a finalizer
+                return False
+            try:
+                kept = self.identity.kept(model)
+                self._doubted |= not kept and bool(self.identity.foreign)
+                if not kept and not self.kv.closed:
+                    self._rename()
+            except UnsupportedModelError as error:
+                self._problem, kept = error.problem, False
+            finally:
+                self._lock.release()
+            if not kept:
+                return False
+        return self.identity.same_content()
 
     def _refuse(self, problem: str, code: str = "") -> None:
         warn(
@@ -813,10 +808,24 @@ def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool
         return False
     given_ones = (v for v in given.values() if isinstance(v, torch.Tensor))
     return (
-        bool(door.identity.foreign)  # hooks may hold parameters of their own
+        door.identity.suspect  # hooks may hold parameters of their own
         or any(p.requires_grad for p in model.parameters())
         or any(v.requires_grad for v in given_ones)
     )
+
+
+def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:
+    """Bind a cache to a model as it is named; of a foreign one, nothing is shared or stored."""
+    bind(kv, plan.geometry, identity.namespace, private=identity.foreign)
+    if identity.foreign:
+        warn(
+            kv,
+            "foreign",
+            "FlowKV shares nothing of this model: no name says what it computes "
+            f"({identity.foreign}). The result is the same, nothing is reused. Take that out of "
+            'the model, or attach it with revision="...", a text that you change whenever it '
+            "computes something else.",
+        )
 
 
 @contextmanager

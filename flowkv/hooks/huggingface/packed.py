@@ -120,10 +120,12 @@ class PackedForward:
             if self._mask.shape[2] != count or self._mask.device != device:
                 self._mask = packed_mask(count, None, torch.bool, device)
             given[names.mask] = self._mask
+        odd = step.fills and not door.identity.same(model)
         with Setting(RUNNING, Packing(step)), exact(device):
             logits = model(**given).logits[0]
         # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
-        odd = step.fills and (modes(own=False) or not door.identity.same(model))
+        odd = odd or (step.fills and bool(modes(own=False) or not door.trusted()))
+        door.retract()
         if model.training or odd:
             for seq in step.seqs:
                 seq.publishable = False

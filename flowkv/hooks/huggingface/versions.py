@@ -45,6 +45,7 @@ __all__ = [
     "CACHES",
     "MODAL_INPUTS",
     "PREFILL",
+    "UNIMPORTANT",
     "AttentionInterface",
     "AttentionMaskInterface",
     "Cache",
@@ -142,7 +143,7 @@ BOOKKEEPING = frozenset(
 )
 """Attributes of models that say nothing about what a forward computes."""
 
-_UNIMPORTANT = BOOKKEEPING | frozenset(
+UNIMPORTANT = BOOKKEEPING | frozenset(
     """transformers_version architectures dtype torch_dtype id2label label2id problem_type use_cache
     return_dict output_attentions output_hidden_states task_specific_params auto_map
     chunk_size_feed_forward _output_attentions _post_init_done""".split()
@@ -163,7 +164,7 @@ def _important(held: dict[str, Any], config: Any) -> dict[str, Any]:
     """A configuration's dict, and those of the ones in it, without what decides nothing."""
     found = {}
     for name, value in held.items():
-        if name not in _UNIMPORTANT:
+        if name not in UNIMPORTANT:
             inner = getattr(config, name, None)
             nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
             found[name] = _important(value, inner) if nested else value

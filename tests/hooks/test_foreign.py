@@ -1,0 +1,826 @@
+"""Ways in which a model computes something else under its old name: all of them are shut.
+
+An attack makes a model in one of two states and switches between them by something that code can
+reach. The model is served through a cache, within a process and over one directory: its answers are
+a plain model's in every state, whatever was answered before in another one. A model that reaches
+what no name can say is foreign: it shares nothing, and `kv.stats()` says why.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextvars
+import ctypes
+import dataclasses
+import enum
+import functools
+import importlib.util
+import io
+import logging
+import math
+import operator
+import os
+import queue
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from os import getenv as asked
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import flowkv
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import Identity
+
+pytestmark = pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
+Model = Any
+PROMPT = models.prompt(60)
+VALUES = (1.0, -3.0)
+
+
+class Times(torch.nn.Module):
+    """An MLP, times what a function makes of this module."""
+
+    def __init__(self, inner: torch.nn.Module, factor: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.factor(self)
+
+
+def times(factor: Callable[[Any], Any], **attributes: Any) -> Model:
+    model = models.causal("llama")
+    model.model.layers[1].mlp = module = Times(model.model.layers[1].mlp, factor)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return model.eval()
+
+
+def mlp(model: Model) -> Any:
+    return model.model.layers[1].mlp
+
+
+# An attack gives (make a model in a state, put a model into a state). What is of the process is
+# put there by both; what is of the model is made anew.
+Attack = Callable[[], tuple[Callable[[float], Model], Callable[[Model, float], None]]]
+ATTACKS: dict[str, Attack] = {}
+NAMED: set[str] = set()
+"""Attacks on what is in the name: these models are not foreign, and share what is theirs."""
+
+
+def attack(function: Attack) -> Attack:
+    ATTACKS[function.__name__] = function
+    return function
+
+
+def named(function: Attack) -> Attack:
+    NAMED.add(function.__name__)
+    return attack(function)
+
+
+def held(make: Callable[[], Any], read: Callable[[Any], Any], put: Callable[[Any, float], Any]):
+    """An attack by an object that a function closes over, one for each model."""
+
+    def build() -> Any:
+        objects: dict[int, Any] = {}
+
+        def made(value: float) -> Model:
+            thing = make()
+            put(thing, value)
+            model = times(lambda module: read(thing))
+            objects[id(model)] = thing
+            model.__dict__["name_or_path_of_a_test"] = 0
+            return model
+
+        return made, lambda model, value: put(objects[id(model)], value)
+
+    return build
+
+
+def of_process(read: Callable[[Any], Any], put: Callable[[float], Any]):
+    """An attack by something that there is once in a process."""
+
+    def build() -> Any:
+        def made(value: float) -> Model:
+            put(value)
+            return times(read)
+
+        return made, lambda model, value: put(value)
+
+    return build
+
+
+def attribute(name: str = "scale") -> Callable[[Any, float], None]:
+    return lambda thing, value: setattr(thing, name, value)
+
+
+class Plain:
+    scale = 1.0
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+
+class Called:
+    scale = 1.0
+
+    def __call__(self, module: Any) -> float:
+        return self.scale
+
+
+class Controller(threading.Thread):
+    scale = 1.0
+
+
+class Data(dict):
+    scale = 1.0
+
+
+@dataclasses.dataclass
+class Record:
+    scale: float = 1.0
+
+
+class Level(enum.Enum):
+    LOW = 1
+
+
+class Free(enum.Enum):
+    LOW = [1.0]  # noqa: RUF012
+
+
+class Lazy(types.ModuleType):
+    @property
+    def scale(self) -> float:
+        return self.kept
+
+
+def lazily() -> types.ModuleType:
+    module = types.ModuleType("lazy_of_a_test")
+    module.__getattr__ = lambda name: module.__dict__["kept"][name]  # type: ignore[method-assign]
+    return module
+
+
+def from_generator(cell: list[float]) -> Iterator[float]:
+    while True:
+        yield cell[0]
+
+
+def put_first(thing: Any, value: float) -> None:
+    thing[0] = value
+
+
+OBJECTS: dict[str, Any] = {
+    "object": held(Plain, lambda s: s.scale, attribute()),
+    "slots": held(Slots, lambda s: s.scale, attribute()),
+    "namespace": held(types.SimpleNamespace, lambda s: s.scale, attribute()),
+    "dataclass": held(Record, lambda s: s.scale, attribute()),
+    "thread": held(Controller, lambda s: s.scale, attribute()),
+    "dict_subclass": held(Data, lambda s: s.scale, attribute()),
+    "python_module": held(lambda: types.ModuleType("m"), lambda s: s.scale, attribute()),
+    "module_in_a_dict": held(
+        lambda: {"m": types.ModuleType("m")},
+        lambda s: s["m"].scale,
+        lambda s, v: setattr(s["m"], "scale", v),
+    ),
+    "module_property": held(lambda: Lazy("m"), lambda s: s.scale, attribute("kept")),
+    "module_getattr": held(
+        lazily, lambda s: s.scale, lambda s, v: setattr(s, "kept", {"scale": v})
+    ),
+    "logger": held(
+        lambda: logging.Logger("of a test"),
+        lambda s: VALUES[s.level > 20],
+        lambda s, v: s.setLevel(10 if v == 1.0 else 30),
+    ),
+    "event": held(
+        threading.Event,
+        lambda s: VALUES[s.is_set()],
+        lambda s, v: s.clear() if v == 1.0 else s.set(),
+    ),
+    "thread_local": held(threading.local, lambda s: s.scale, attribute()),
+    "context_variable": held(
+        lambda: contextvars.ContextVar("k"), lambda s: s.get(), lambda s, v: s.set(v)
+    ),
+    "queue": held(
+        queue.SimpleQueue,
+        lambda s: VALUES[not s.empty()],
+        lambda s, v: s.put(1) if v != 1.0 else [s.get() for _ in range(s.qsize())],
+    ),
+    "array": held(lambda: np.ones(1), lambda s: float(s[0]), put_first),
+    "bytearray": held(
+        lambda: bytearray(1), lambda s: VALUES[s[0]], lambda s, v: put_first(s, int(v != 1.0))
+    ),
+    "ctypes": held(lambda: ctypes.c_float(1.0), lambda s: s.value, attribute("value")),
+    "deque": held(lambda: collections.deque([1.0]), lambda s: s[0], put_first),
+    "file_object": held(
+        io.StringIO, lambda s: float(s.getvalue()), lambda s, v: (s.seek(0), s.write(f"{v:5.1f}"))
+    ),
+    "tensor_attribute": held(lambda: torch.ones(1), lambda s: s.scale, attribute()),
+    "function_attribute": held(lambda: lambda: 1.0, lambda s: s.scale, attribute()),
+    "reader_by_name": held(
+        lambda: [Plain(), operator.attrgetter("scale")],
+        lambda s: s[1](s[0]),
+        lambda s, v: setattr(s[0], "scale", v),
+    ),
+    "universal_function": held(
+        lambda: [0.0], lambda s: float(np.frompyfunc(lambda x: s[0], 1, 1)(1.0)), put_first
+    ),
+    "generator": held(
+        lambda: (cell := [1.0], from_generator(cell)),
+        lambda s: next(s[1]),
+        lambda s, v: put_first(s[0], v),
+    ),
+}
+ATTACKS |= OBJECTS
+
+# What is in the name, as it is plain: a number, a list, a tensor.
+PLAINS: dict[str, Any] = {
+    "a_list": held(lambda: [1.0], lambda s: s[0], put_first),
+    "a_dict": held(dict, lambda s: s["k"], lambda s, v: s.__setitem__("k", v)),
+    "a_tensor": held(lambda: torch.ones(1), lambda s: s, lambda s, v: s.fill_(v)),
+    "a_nested_list": held(lambda: [[1.0]], lambda s: s[0][0], lambda s, v: put_first(s[0], v)),
+}
+ATTACKS |= PLAINS
+NAMED |= PLAINS.keys()
+
+SETTING = 1.0
+TABLE = {"scale": 1.0}
+SETTINGS = sys.modules[__name__]
+
+
+def put_global(value: float) -> None:
+    global SETTING
+    SETTING = value
+
+
+KEY, TEMPLATE = "SETTING", "{.factor.__globals__[SETTING]}"
+ELSEWHERE: dict[str, Any] = {
+    "a_global": of_process(lambda m: SETTING, put_global),
+    "a_table": of_process(lambda m: TABLE["scale"], lambda v: TABLE.update(scale=v)),
+}
+ATTACKS |= ELSEWHERE
+NAMED |= ELSEWHERE.keys()
+
+
+def by_import(module: Any) -> float:
+    import settings_of_a_test
+
+    return settings_of_a_test.scale
+
+
+def put_module(value: float) -> None:
+    made = sys.modules.setdefault("settings_of_a_test", types.ModuleType("settings_of_a_test"))
+    made.scale = value
+
+
+def put_environment(value: float) -> None:
+    os.environ["SCALE_OF_A_TEST"] = str(value)
+
+
+@functools.cache
+def remembered() -> float:
+    return SETTING
+
+
+def put_remembered(value: float) -> None:
+    put_global(value)
+    remembered.cache_clear()
+
+
+VARIABLE = contextvars.ContextVar("of_a_test", default=1.0)
+LOCAL = threading.local()
+
+
+def put_builtin(value: float) -> None:
+    builtins.scale_of_a_test = value
+
+
+FAR: dict[str, Any] = {
+    "import": of_process(by_import, put_module),
+    "import_module": of_process(
+        lambda m: importlib.import_module("settings_of_a_test").scale, put_module
+    ),
+    "sys_modules": of_process(lambda m: sys.modules["settings_of_a_test"].scale, put_module),
+    "getattr": of_process(lambda m: getattr(SETTINGS, KEY), put_global),
+    "vars": of_process(lambda m: vars(SETTINGS)["SETTING"], put_global),
+    "globals": of_process(lambda m: globals()[KEY], put_global),
+    "frame": of_process(lambda m: sys._getframe().f_globals[KEY], put_global),
+    "function_globals": of_process(lambda m: put_global.__globals__[KEY], put_global),
+    "format": of_process(
+        lambda m: float(TEMPLATE.format(m)),
+        put_global,
+    ),
+    "eval": of_process(lambda m: eval("SETTING"), put_global),
+    "getenv": of_process(lambda m: float(os.getenv("SCALE_OF_A_TEST", "1")), put_environment),
+    "getenv_by_another_name": of_process(
+        lambda m: float(asked("SCALE_OF_A_TEST", "1")), put_environment
+    ),
+    "getenv_partial": of_process(
+        functools.partial(
+            lambda get, m: float(get()), functools.partial(os.getenv, "SCALE_OF_A_TEST")
+        ),
+        put_environment,
+    ),
+    "environ": of_process(lambda m: float(os.environ["SCALE_OF_" + "A_TEST"]), put_environment),
+    "cached": of_process(lambda m: remembered(), put_remembered),
+    "global_object": of_process(lambda m: Plain.scale, lambda v: setattr(Plain, "scale", v)),
+    "context": of_process(lambda m: VARIABLE.get(), VARIABLE.set),
+    "local": of_process(lambda m: getattr(LOCAL, "k", 1.0), lambda v: setattr(LOCAL, "k", v)),
+    "builtin": of_process(lambda m: scale_of_a_test, put_builtin),  # noqa: F821
+    "threads": of_process(
+        lambda m: VALUES[torch.is_anomaly_enabled()],
+        lambda v: torch.autograd.set_detect_anomaly(v != 1.0),
+    ),
+}
+ATTACKS |= FAR
+
+
+@attack
+def enum_value() -> Any:
+    def put(value: float) -> None:
+        Level.LOW._value_ = value
+
+    return of_process(lambda m: Level.LOW.value, put)()
+
+
+@attack
+def enum_of_a_list() -> Any:
+    return of_process(lambda m: Free.LOW.value[0], lambda v: put_first(Free.LOW.value, v))()
+
+
+@attack
+def enum_attribute() -> Any:
+    made, _ = of_process(lambda m: m.mode.scale, lambda v: setattr(Level.LOW, "scale", v))()
+
+    def with_mode(value: float) -> Model:
+        model = made(value)
+        mlp(model).mode = Level.LOW
+        return model
+
+    return with_mode, lambda model, value: setattr(Level.LOW, "scale", value)
+
+
+@attack
+def a_file(tmp_path_factory: Any = None) -> Any:
+    import tempfile
+
+    path = tempfile.mkstemp()[1]
+
+    def read(module: Any) -> float:
+        with open(path) as file:
+            return float(file.read())
+
+    def put(value: float) -> None:
+        with open(path, "w") as file:
+            file.write(str(value))
+
+    return of_process(read, put)()
+
+
+@attack
+def weak() -> Any:
+    kept: dict[int, Plain] = {}
+
+    def made(value: float) -> Model:
+        thing = Plain()
+        thing.scale = value
+        proxy = weakref.proxy(thing)
+        model = times(lambda module: proxy.scale)
+        kept[id(model)] = thing
+        return model
+
+    return made, lambda model, value: setattr(kept[id(model)], "scale", value)
+
+
+@attack
+def a_gradient() -> Any:
+    def put(model: Model, value: float) -> None:
+        weight = mlp(model).inner.up_proj.weight
+        weight.grad = torch.full_like(weight, value)
+
+    def made(value: float) -> Model:
+        model = times(lambda module: module.inner.up_proj.weight.grad[0, 0])
+        put(model, value)
+        return model
+
+    return made, put
+
+
+@attack
+def slots_of_a_module() -> Any:
+    class Held(Times):
+        __slots__ = ("scale",)
+
+    def made(value: float) -> Model:
+        model = times(lambda module: module.scale)
+        own = mlp(model)
+        model.model.layers[1].mlp = Held(own.inner, own.factor)
+        mlp(model).scale = value
+        return model.eval()
+
+    return made, lambda model, value: setattr(mlp(model), "scale", value)
+
+
+@named
+def an_attribute() -> Any:
+    return (
+        lambda value: times(lambda module: module.scale, scale=value),
+        lambda model, value: setattr(mlp(model), "scale", value),
+    )
+
+
+@named
+def a_buffer() -> Any:
+    def made(value: float) -> Model:
+        model = times(lambda module: module.gain)
+        mlp(model).register_buffer("gain", torch.full((1,), value))
+        return model
+
+    return made, lambda model, value: mlp(model).gain.fill_(value)
+
+
+def configured(name: str, first: Any, second: Any, read: Callable[[Any], float]) -> Attack:
+    def build() -> Any:
+        def put(model: Model, value: float) -> None:
+            setattr(model.config, name, first if value == 1.0 else second)
+
+        def made(value: float) -> Model:
+            model = times(lambda module: read(module.config))
+            mlp(model).config = model.config
+            put(model, value)
+            return model
+
+        return made, put
+
+    return build
+
+
+CONFIGS: dict[str, Attack] = {
+    "config_dtype": configured(
+        "dtype", torch.float32, torch.float16, lambda c: 1.0 if c.dtype == torch.float32 else -3.0
+    ),
+    "config_chunks": configured(
+        "chunk_size_feed_forward", 1, -3, lambda c: c.chunk_size_feed_forward
+    ),
+    "config_labels": configured("id2label", {0: "a"}, {0: "a", 1: "b"}, lambda c: len(c.id2label)),
+    "config_version": configured(
+        "transformers_version", "1", "12", lambda c: len(c.transformers_version)
+    ),
+    "config_own": configured("scale_of_a_test", 1.0, -3.0, lambda c: c.scale_of_a_test),
+}
+ATTACKS |= CONFIGS
+NAMED |= {"config_own", "config_dtype", "config_chunks"}
+
+
+@attack
+def bookkeeping() -> Any:
+    def put(model: Model, value: float) -> None:
+        model.tokenizer = value
+
+    def made(value: float) -> Model:
+        model = models.causal("llama")
+        put(model, value)
+        me = weakref.ref(model)
+        mlp(model).register_forward_hook(lambda module, args, out: out * me().tokenizer)
+        return model
+
+    return made, put
+
+
+def hooked(hook: Any, put: Callable[[float], None]) -> Attack:
+    def build() -> Any:
+        def made(value: float) -> Model:
+            put(value)
+            model = models.causal("llama")
+            mlp(model).register_forward_hook(hook)
+            return model
+
+        return made, lambda model, value: put(value)
+
+    return build
+
+
+class Steering:
+    scale = 1.0
+
+    def hook(self, module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * self.scale
+
+    __call__ = hook
+
+
+STEERING = Steering()
+
+
+def scaled(module: Any, args: Any, out: torch.Tensor, strength: list[float] = [1.0]) -> Any:  # noqa: B006
+    return out * strength[0]
+
+
+HOOKS: dict[str, Attack] = {
+    "bound_hook": hooked(STEERING.hook, lambda v: setattr(STEERING, "scale", v)),
+    "object_hook": hooked(STEERING, lambda v: setattr(STEERING, "scale", v)),
+    "partial_hook": hooked(
+        functools.partial(lambda s, m, a, o: o * s.scale, STEERING),
+        lambda v: setattr(STEERING, "scale", v),
+    ),
+    "default_of_a_hook": hooked(scaled, lambda v: put_first(scaled.__defaults__[0], v)),
+}
+ATTACKS |= HOOKS
+NAMED.add("default_of_a_hook")
+
+
+@attack
+def hook_of_accelerate() -> Any:
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Scaling(hooks.ModelHook):
+        scale = 1.0
+
+        def post_forward(self, module: Any, output: Any) -> Any:
+            return output * self.scale
+
+    def made(value: float) -> Model:
+        model = models.causal("llama")
+        hook = Scaling()
+        hook.scale = value
+        hooks.add_hook_to_module(mlp(model), hook)
+        return model
+
+    return made, lambda model, value: setattr(mlp(model)._hf_hook, "scale", value)
+
+
+@attack
+def a_traced_function() -> Any:
+    def traced(value: float) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            constant = torch.full((1,), value)
+            return torch.jit.trace(lambda x: x * constant, torch.ones(1))
+
+    def put(model: Model, value: float) -> None:
+        mlp(model).traced = traced(value)
+
+    def made(value: float) -> Model:
+        model = times(lambda module: module.traced(torch.ones(1)))
+        put(model, value)
+        return model
+
+    return made, put
+
+
+@attack
+def an_operator_of_ours() -> Any:
+    library = torch.library.Library("flowkv_test", "FRAGMENT")
+    with_scale = {"value": 1.0}
+    library.define("scale_of_a_test(Tensor x) -> Tensor")
+    library.impl("scale_of_a_test", lambda x: x * with_scale["value"], "CPU")
+
+    def read(module: Any, _: Any = library) -> Any:
+        return torch.ops.flowkv_test.scale_of_a_test(torch.ones(1))
+
+    return of_process(read, lambda v: with_scale.update(value=v))()
+
+
+@attack
+def an_operator_of_torchs() -> Any:
+    kept: list[Any] = []
+
+    def put(value: float) -> None:
+        for library in kept:
+            library._destroy()
+        kept.clear()
+        if value != 1.0:
+            kept.append(torch.library.Library("aten", "IMPL"))
+            kept[0].impl("silu", lambda x: torch.relu(x) * value, "CPU")
+
+    return of_process(lambda module: 1.0, put)()
+
+
+def patched(owner: Any, name: str, other: Callable[[Any], Any]) -> Attack:
+    """Puts something in the place of a library's function."""
+
+    def build() -> Any:
+        plain, own = getattr(owner, name), name in vars(owner)
+
+        def put(value: float) -> None:
+            if value != 1.0:
+                setattr(owner, name, other(plain))
+            elif own:
+                setattr(owner, name, plain)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+        return of_process(lambda module: math.sqrt(1.0), put)()
+
+    return build
+
+
+def louder(plain: Any) -> Any:
+    return lambda *args, **kwargs: plain(*args, **kwargs) * -3.0
+
+
+PATCHES: dict[str, Attack] = {
+    "sqrt": patched(math, "sqrt", louder),
+    "silu": patched(torch.nn.functional, "silu", louder),
+    "linear": patched(torch.nn.Linear, "forward", louder),
+    "call": patched(torch.nn.Module, "_call_impl", functools.partialmethod),
+    "transpose": patched(torch.Tensor, "transpose", louder),
+}
+ATTACKS |= PATCHES
+
+
+@attack
+def recompiled() -> Any:
+    """A function whose code somebody replaces by code of the same file."""
+    from transformers.models.llama import modeling_llama
+
+    plain, other = modeling_llama.rotate_half.__code__, modeling_llama.repeat_kv.__code__
+    del other
+
+    def same(x: Any) -> Any:
+        return x
+
+    def put(value: float) -> None:
+        modeling_llama.rotate_half.__code__ = plain if value == 1.0 else same.__code__
+
+    return of_process(lambda module: 1.0, put)()
+
+
+@attack
+def swapped_in_its_file() -> Any:
+    from transformers.models.llama import modeling_llama
+
+    plain, other = modeling_llama.LlamaMLP.forward, torch.nn.Identity.forward
+
+    def put(value: float) -> None:
+        modeling_llama.LlamaMLP.forward = plain if value == 1.0 else other
+
+    return of_process(lambda module: 1.0, put)()
+
+
+@attack
+def deterministic() -> Any:
+    read = lambda m: VALUES[torch.are_deterministic_algorithms_enabled()]  # noqa: E731
+    return of_process(
+        read, lambda v: torch.use_deterministic_algorithms(v != 1.0, warn_only=True)
+    )()
+
+
+@attack
+def representation() -> Any:
+    """Code that runs when a module is made a text."""
+
+    class Told(Times):
+        def extra_repr(self) -> str:
+            return "x" * (1 if TABLE["scale"] == 1.0 else 3)
+
+    def made(value: float) -> Model:
+        TABLE["scale"] = value
+        model = times(lambda module: len(str(module)) / 100)
+        own = mlp(model)
+        model.model.layers[1].mlp = Told(own.inner, own.factor)
+        return model.eval()
+
+    return made, lambda model, value: TABLE.update(scale=value)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """What attacks put into the process is taken back."""
+    yield
+    put_global(1.0)
+    TABLE["scale"] = STEERING.scale = 1.0
+    remembered.cache_clear()
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    os.environ.pop("SCALE_OF_A_TEST", None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ATTACKS)
+def test_within_a_process(name: str) -> None:
+    made, put = ATTACKS[name]()
+    model, plain = made(1.0), made(1.0)
+    try:
+        with attached(model) as kv:
+            answers = []
+            for value in (1.0, 1.0, -3.0, -3.0, 1.0):
+                put(model, value)
+                put(plain, value)
+                answers.append(generate(plain, 4, input_ids=PROMPT))
+                before = reused(kv)
+                assert_same(generate(model, 4, input_ids=PROMPT), answers[-1])
+                if kv.stats()["foreign"]:
+                    assert reused(kv) == before
+            if name in NAMED:
+                assert kv.stats()["foreign"] == "" and reused(kv) > 0
+    finally:
+        put(model, 1.0)
+    if name != "call":
+        assert not torch.equal(answers[0].logits[0], answers[2].logits[0]), "it changes nothing"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ATTACKS)
+def test_over_a_directory(name: str, tmp_path) -> None:
+    made, put = ATTACKS[name]()
+    try:
+        for value in (1.0, -3.0, 1.0):
+            model, plain = made(value), made(value)
+            with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+                theirs = generate(plain, 4, input_ids=PROMPT)
+                assert_same(generate(model, 4, input_ids=PROMPT), theirs)
+            if name in NAMED:
+                assert kv.stats()["foreign"] == ""
+    finally:
+        put(model, 1.0)
+
+
+def test_a_foreign_model_says_why_once_and_what_to_pass() -> None:
+    model = times(lambda module: Plain.scale)
+    with pytest.warns(UserWarning, match='revision="') as said:
+        kv = flowkv.attach(model, gpu="64MiB", page_size=16)
+    for _ in range(2):
+        generate(model, 4, input_ids=PROMPT)
+    assert sum("shares nothing" in str(one.message) for one in said) == 1
+    why = kv.stats()["foreign"]
+    assert why.startswith("model.model.layers.1.mlp.factor: global the class")
+    assert why in str(kv.explain(PROMPT[0]))
+    kv.close()
+
+
+def test_a_revision_names_it(tmp_path) -> None:
+    """Over a restart, and another revision is another name."""
+    for revision, wanted in (("a", 0), ("a", 48), ("b", 0), ("a", 48)):
+        model = times(lambda module: Plain.scale)
+        with attached(model, disk=f"{tmp_path}/kv:64MiB", revision=revision) as kv:
+            generate(model, 4, input_ids=PROMPT)
+            assert reused(kv) // 16 * 16 == wanted
+
+
+def test_a_hook_that_comes_and_goes() -> None:
+    """Pages from before are not used while it is there, and are behind it."""
+    model, thing = models.causal("llama"), Plain()
+    plain = generate(model, 4, input_ids=PROMPT)
+    with attached(model) as kv:
+        for _ in range(2):
+            generate(model, 4, input_ids=PROMPT)
+        had = reused(kv)
+        assert had > 0
+        handle = mlp(model).register_forward_hook(lambda m, a, out: out * thing.scale)
+        thing.scale = -3.0
+        other = generate(model, 4, input_ids=PROMPT)
+        assert reused(kv) == had and "thing" in kv.stats()["foreign"]
+        handle.remove()
+        assert_same(generate(model, 4, input_ids=PROMPT), plain)
+        assert reused(kv) > had and kv.stats()["foreign"] == ""
+    assert not torch.equal(plain.logits[0], other.logits[0])
+
+
+def test_too_much_to_look_at_is_foreign() -> None:
+    kept = list(range(100_000))
+    model = times(lambda module: float(kept[1]))
+    with attached(model) as kv:
+        assert "more than" in kv.stats()["foreign"]
+
+
+CHECKPOINT = """
+from transformers import LlamaForCausalLM
+SCALE = {scale}
+class Own(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * SCALE
+        return out
+"""
+
+
+@pytest.mark.parametrize("commit", ["a" * 40, ""])
+def test_code_of_a_checkpoint_is_named_by_its_text_and_commit(commit: str, tmp_path) -> None:
+    names = []
+    for scale in (1.0, 2.0, 1.0):
+        folder = tmp_path / str(len(names)) / (commit or "local")
+        folder.mkdir(parents=True)
+        (folder / "modeling_own.py").write_text(CHECKPOINT.format(scale=scale))
+        name = f"transformers_modules.try{len(names)}.{commit or 'local'}.modeling_own"
+        spec: Any = importlib.util.spec_from_file_location(name, folder / "modeling_own.py")
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        torch.manual_seed(0)
+        model = models.sharpen(module.Own(transformers.LlamaConfig(**models.GROUPED)))
+        found = Identity(model)
+        assert ("without a commit" in found.foreign) is not bool(commit)
+        names.append([t for p, t in found._walk.leaves.items() if p.endswith("/text")])
+        del sys.modules[name]
+    assert names[0] == names[2] != names[1]
