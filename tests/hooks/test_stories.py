@@ -14,7 +14,7 @@ from tests.inside import rows_Rows as Rows
 from . import models
 from .compare import assert_same, generate
 from .stories import MODELS, NEW, SHELVES, World, alike
-from .test_restore import Slow, on, stored
+from .test_restore import Halves, Slow, on, stored
 
 ROUNDS = [pytest.param(5, id="few"), pytest.param(240, id="many", marks=pytest.mark.deep)]
 Patch = pytest.MonkeyPatch
@@ -48,6 +48,7 @@ def test_a_page_is_named_by_what_its_forward_was_given(change: str, monkeypatch:
 
     tier = Slow(dict(golden), every=3, lose=0.5)
     with on(model, tier, prefetch="off") as kv, monkeypatch.context() as patch:
+        kv.restores.policy = Halves(0.0)  # nothing is computed but what does not come
         patch.setattr(Nested, "_inputs", changed)
         if change == "unsaid":  # no forward says what it was given
             patch.setattr(Rows, "note", lambda *_: None)
@@ -71,7 +72,8 @@ def test_a_part_ends_with_the_known_tokens() -> None:
         counts.extend((part.seq.length + part.count, part.seq.known) for part in parts)
         compute(nested, parts, awaits)
 
-    with on(model, tier, prefetch="off"), Patch.context() as patch:
+    with on(model, tier, prefetch="off") as kv, Patch.context() as patch:
+        kv.restores.policy = Halves(0.0)
         patch.setattr(Nested, "compute", counted)
         assert_same(generate(model, NEW, **given), theirs)
     assert counts and all(stop <= known for stop, known in counts)
