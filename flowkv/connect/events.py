@@ -121,8 +121,8 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     rank: int | None = None
 
 
-MOST_S = 2.0**33
-"""Times are before the year 2242: nanoseconds fit into 63 bits."""
+MOST_S = 2.0**32
+"""Times are before the year 2106, so that nanoseconds fit into a recording."""
 
 
 def encode(batch: EventBatch) -> bytes:
