@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from flowkv.cache.kv import KV, drop_unproven
 from flowkv.core.errors import UnsupportedModelError
@@ -88,7 +89,7 @@ class Identity:
     def _read(self, model: Any, *, anew: bool) -> bool:
         if anew:
             self._weights.forget()
-        self._steps = _STEPS[0]
+        self._steps, self._handles = _STEPS[0], RemovableHandle.next_id
         was = self.foreign if hasattr(self, "_walk") else ""
         self._walk = walk = Walk(model, self._passing, self._offloaded)
         for path in self._moved:  # the user's revision says what these are
@@ -117,12 +118,28 @@ class Identity:
         """Why no name says what the model computes, so that nothing is shared; "" if one does."""
         return "" if self._revision else self._walk.foreign or self._moving
 
-    def kept(self, model: Any) -> bool:
+    def steady(self, model: Any) -> bool:
+        """Return whether the model still is what was named, as a forward begins.
+
+        All is looked at where code of the user's takes part, or hooks were put on since; otherwise
+        that waits until a page is full.
+        """
+        count = RemovableHandle.next_id
+        if not self._walk.own and count == self._handles:
+            return True
+        self._handles = count
+        return self.same(model)
+
+    def kept(self, model: Any, *, blame: bool = True) -> bool:
         """Return whether a forward, or the time since one, left the model as it was named.
 
         What then is in a page, no name says: a model that changes in its forwards, or by another
         thread meanwhile, is foreign until it is attached again. With a revision of the user's the
         places that change are in no name.
+
+        Args:
+            model: The model.
+            blame: It was as named when that forward began.
 
         Raises:
             UnsupportedModelError: It holds now what cannot be looked at.
@@ -141,7 +158,7 @@ class Identity:
         if self._revision:
             self._moved |= found
             self.read(model)
-        elif not self._moving:
+        elif blame and not self._moving:
             self._moving = f"{min(found, default='its tensors')}: changed during a forward"
         return False
 

@@ -18,7 +18,8 @@ import torch
 
 BUILTINS = frozenset(
     """None True False Ellipsis NotImplemented abs all any bool complex dict divmod enumerate filter
-    float frozenset int isinstance len list map max min pow range reversed round set slice sorted
+    float frozenset int isinstance len list map max min ord pow range
+    reversed round set slice sorted
     str sum super tuple zip ArithmeticError AssertionError AttributeError Exception IndexError
     KeyError LookupError NotImplementedError RuntimeError StopIteration TypeError ValueError
     ZeroDivisionError""".split()

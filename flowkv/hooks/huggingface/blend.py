@@ -190,6 +190,11 @@ class Blending:
             ConfigError: It cannot be blended any more.
         """
         door = self._door
+        if door.identity.foreign:
+            raise ConfigError(
+                f"nothing of this model is shared: {door.identity.foreign}",
+                'Take that out of it, or attach it with revision="..."',
+            )
         if self._name != door.kv.namespace:
             fresh = make_blender(door, self._rule)
             fresh.adopt(self._blender)

@@ -597,7 +597,7 @@ class ForwardHook:
         rows = cache.rows
         rows.alive()
         cache.fail()
-        if not rows.blind and not self.identity.same(self.model):
+        if not rows.blind and not self.identity.steady(self.model):
             rows.disable_publishing()  # what it computes from here on is in another name
         self._watch(cache)
         call = ForwardCall(self.names, given)
@@ -781,7 +781,8 @@ class ForwardHook:
             if not self._lock.acquire(blocking=False):  # possibly in a finalizer
                 return False
             try:
-                kept = self.identity.kept(model)
+                blame = rows is None or not rows.forwards or bool(self.identity.own)
+                kept = self.identity.kept(model, blame=blame)
                 self._doubted |= not kept and bool(self.identity.foreign)
                 if not kept and not self.kv.closed:
                     self._rename()
