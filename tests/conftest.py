@@ -193,6 +193,14 @@ def whole_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("flowkv.cache.restore.PrefixMatcher.behind", lambda *_: [])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def policies_choose() -> object:
+    """Have caches wait for their policies to be compiled, so that what is given up is the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flowkv.policy.deferred._REHEARSALS.ready", lambda *_: True)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """Start every test from the same random state, whatever ran before it."""

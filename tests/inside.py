@@ -219,6 +219,7 @@ if TYPE_CHECKING:
         Timelines,
         TraceFile,
     )
+    from flowkv.policy import deferred as deferral
     from flowkv.policy.base import (
         CUT_OFF,
         NEVER_NS,

@@ -3,9 +3,9 @@
 The compiled code of an order, and of what learns beside it, takes tens of seconds to make on a new
 machine and half a second to load later. A cache that has room for everything needs none of it: no
 call before the first choice has an answer that depends on those before it. So the calls are kept,
-and the policy hears all of them, in their order, before it first has to answer. Until then, once
-some requests have come, a thread has another policy of its kind rehearse: nobody should wait for a
-compiler. What may be left unanswered is, while that lasts.
+and the policy hears all of them, in their order, before it first has to answer. A thread has
+another policy of its kind rehearse, once some requests have come or something must be given up. No
+call waits for that: victims are chosen by plain LRU, and what may be left unanswered is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial, wraps
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from flowkv.policy.order.leaf import TENANT_LIMIT, LeafOrder, as_slots
 MOST_KEPT = 1 << 17
 """Numbers in calls that are kept; about a megabyte."""
 _CALL = 32  # numbers that a call weighs besides its slots
+
+_DEEPEST = 1 << 14  # blocks of a chain
 
 FEW_VISITS = 32
 """What fewer requests teach is not worth a compiler's work when the cache is closed."""
@@ -55,6 +59,58 @@ def _now(name: str) -> Any:
     return ask
 
 
+class Recency:
+    """Residents in the order of their last use, a block behind those above it: a plain LRU."""
+
+    def __init__(self) -> None:
+        self._order: dict[int, None] = {}  # the first goes first
+        self._said: dict[int, tuple[int, dict[str, Any]]] = {}  # parents, and more of the insert
+        self._pins: Counter[int] = Counter()
+
+    def hear(self, name: str, said: tuple[Any, ...], more: dict[str, Any]) -> None:
+        """Follow a call that was kept for the policy."""
+        if name == "insert":
+            slots, parents = said[1].tolist(), said[2].tolist()
+            self._said |= {s: (above, more) for s, above in zip(slots, parents, strict=True)}
+            self._order |= dict.fromkeys(slots)
+            self._use(slots)
+        elif name == "access":
+            self._use(said[1].tolist())
+        elif name in ("remove", "forget"):
+            for slot in said[0].tolist():
+                self._order.pop(slot, None)
+                if name == "forget":
+                    self._said.pop(slot, None)
+        elif name in ("pin", "unpin"):
+            self._pins.update(dict.fromkeys(said[0].tolist(), 1 if name == "pin" else -1))
+
+    def choose(self, n: int, protected: Collection[int]) -> list[int] | None:
+        """Return `n` victims, none pinned or protected; None where there are not so many."""
+        free = (s for s in self._order if self._pins[s] <= 0 and s not in protected)
+        found = list(islice(free, n))
+        return found if len(found) == n else None
+
+    def calls(self, now_ns: int) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+        """Return the fewest calls after which a fresh policy keeps the same."""
+        found: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        for slot in reversed(self._order):  # whatever lies above comes before
+            above, more = self._said[slot]
+            slots = as_slots([slot]), as_slots([above if above in self._order else -1])
+            found.append(("insert", (now_ns, *slots), more))
+        pinned = [slot for slot, count in self._pins.items() for _ in range(count)]
+        return [*found, *(("pin", (as_slots([slot]),), {}) for slot in pinned)]
+
+    def _use(self, slots: list[int]) -> None:
+        """Put a chain last, from the deepest block up to the top."""
+        chain, at = list(reversed(slots)), slots[0] if slots else -1
+        while (at := self._said[at][0] if at in self._said else -1) >= 0 and len(chain) < _DEEPEST:
+            chain.append(at)
+        for slot in chain:
+            if slot in self._order:
+                del self._order[slot]
+                self._order[slot] = None
+
+
 class Deferred(Policy):
     """Answers as the policy behind it would, and has it compiled only where that matters.
 
@@ -66,7 +122,7 @@ class Deferred(Policy):
     Args:
         policy: Fresh: it was not called yet.
         ready: Whether the policy could answer at once; asked before it is told of anything for the
-            sake of an answer that could as well be none.
+            sake of an answer that LRU can give, or that could as well be none.
 
     Attributes:
         policy: The same; while calls are kept, it does not know of them.
@@ -81,10 +137,11 @@ class Deferred(Policy):
         self._expires = min(default.lease_s, default.max_age_s) < np.inf
         self._wishes = type(policy).wanted is not Policy.wanted
         self._here, self._away = set[int](), set[int]()  # slots that were named
+        self._recency: Recency | None = None  # since something had to be given up too soon
 
     def caught_up(self) -> LeafOrder:
         """The policy, which has heard everything."""
-        calls, self._calls = self._calls, None
+        calls, self._calls, self._recency = self._calls, None, None
         for name, said, more in calls or ():
             getattr(self.policy, name)(*said, **more)
         return self.policy
@@ -117,11 +174,22 @@ class Deferred(Policy):
 
     # ---- what is decided
 
-    evict, priority, weakest, resident = map(_now, ("evict", "priority", "weakest", "resident"))
+    priority, weakest, resident = map(_now, ("priority", "weakest", "resident"))
+
+    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
+        """Chooses and removes `n` victims; None, and nothing changed, where there are too few."""
+        if self._calls is None or self._ready():
+            return self.caught_up().evict(now_ns, n, protected)
+        found = self._lru().choose(n, protected)
+        if found is None:
+            return None
+        self._keep("remove", as_slots(found))
+        self._pass(now_ns)
+        return as_slots(found)
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """Gives up to `n` victims to a prefetch: only what is worth less than that."""
-        if self._calls is not None and not self._wishes and rate != np.inf:
+        if self._calls is not None and ((not self._wishes and rate != np.inf) or not self._ready()):
             return NO_SLOTS.copy()
         return self.caught_up().displace(now_ns, n, rate, protected)
 
@@ -153,7 +221,7 @@ class Deferred(Policy):
 
     def save_model(self) -> bytes:
         """What the policy learned, or what was brought; nothing if it is none that learns."""
-        if self._calls is not None and self._visits < FEW_VISITS:
+        if self._calls is not None and (self._visits < FEW_VISITS or not self._ready()):
             return self._brought
         save: Callable[[], bytes] | None = getattr(self.caught_up(), "save_model", None)
         return b"" if save is None else save()
@@ -186,9 +254,22 @@ class Deferred(Policy):
         self._calls.append((name, said, more))
         if self._wishes:
             self._look(name, said)
+        if self._recency is not None:
+            self._recency.hear(name, said, more)
         self._kept += _CALL + sum(len(x) for x in said if isinstance(x, np.ndarray))
-        if self._kept > MOST_KEPT:
+        if self._kept > MOST_KEPT and self._ready():
             self.caught_up()
+        elif self._kept > MOST_KEPT:  # what they taught is lost, what is resident is not
+            times = (said[0] for _, said, _ in self._calls if not isinstance(said[0], np.ndarray))
+            self._calls, self._kept = self._lru().calls(max(times, default=0)), 0
+
+    def _lru(self) -> Recency:
+        """Return what chooses until the policy can, which heard the calls that are kept."""
+        if self._recency is None:
+            self._recency = Recency()
+            for call in self._calls or ():
+                self._recency.hear(*call)
+        return self._recency
 
     def _look(self, name: str, said: tuple[Any, ...]) -> None:
         """Keeps in mind which of the slots that were named are not here."""

@@ -236,3 +236,68 @@ def test_a_child_of_fork_rehearses_anew():
     go.set()
     rehearsals.wait()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class Stuck(HazardIndex):
+    """Is never compiled: whoever asks it waits for ever."""
+
+    def _waits(self, *said, **more):
+        raise AssertionError("a call waited for a compiler")
+
+    insert = access = evict = remove = pin = unpin = admit = wanted = displace = _waits
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.booleans()), max_size=60))
+def test_while_a_policy_is_compiled_the_longest_unused_leaf_goes(uses):
+    """As LRU over chains would choose, call by call; nothing pinned, and nothing twice."""
+    later, at_once = Deferred(Stuck(), lambda: False), make_policy("lru")
+    now, here = 0, set()
+    for chain, depth, frees in uses:
+        now += SECOND
+        blocks = np.arange(depth) + 10 * chain
+        fresh = np.array([b for b in blocks.tolist() if b not in here], np.int64)
+        above = np.where(fresh % 10 > 0, fresh - 1, -1)
+        for policy in (later, at_once):
+            policy.access(now, blocks)
+            policy.insert(now, fresh, above, n_bytes=1)
+        here.update(fresh.tolist())
+        if frees:
+            held = sorted(here)[:2]
+            found = []
+            for policy in (later, at_once):
+                policy.pin(np.array(held, np.int64))
+                found.append(policy.evict(now, 1))
+                policy.unpin(np.array(held, np.int64))
+            assert (found[0] is None) == (found[1] is None)
+            if found[0] is not None:
+                assert found[0].tolist() == found[1].tolist() and not set(held) & set(found[0])
+                here.difference_update(found[0].tolist())
+    assert later.displace(now, 1, math.inf).size == 0 and later.save_model() == b""
+
+
+def test_the_policy_hears_of_what_left_before_it_could_choose():
+    ready = False
+    policy = Deferred(HazardIndex(), lambda: ready)
+    for n in range(6):
+        policy.access(n * SECOND, np.array([n]))
+        policy.insert(n * SECOND, np.array([n]), np.array([-1]))
+    assert [policy.evict(6 * SECOND, 1, protected=[0]).tolist() for _ in range(2)] == [[1], [2]]
+    assert policy.evict(6 * SECOND, 5) is None and len(policy.policy) == 0
+    ready = True
+    assert policy.evict(7 * SECOND, 1).size == 1
+    assert len(policy.policy) == 3 and not {1, 2} & set(policy.resident())
+
+
+def test_a_compiler_that_takes_for_ever_does_not_fill_the_memory():
+    ready = False
+    policy = Deferred(HazardIndex(), lambda: ready)
+    policy.pin(np.array([3, 3]))
+    for n in range(MOST_KEPT // 8):
+        policy.access(n * SECOND, np.array([n % 4, 4 + n % 4]), Visit(n))
+        policy.insert(n * SECOND, np.array([n % 4, 4 + n % 4]), np.array([-1, n % 4]))
+    assert len(policy._calls) < MOST_KEPT // 8
+    ready = True
+    assert sorted(policy.resident()) == list(range(8))
+    assert all(policy.evict(2 * MOST_KEPT * SECOND, 1) is not None for _ in range(7))
+    assert list(policy.resident()) == [3]
