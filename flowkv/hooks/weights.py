@@ -131,7 +131,9 @@ class _Entry:
     def changed(self) -> bool:
         p = self.parameter
         written = p._version != self.version or p.data_ptr() != self.address
-        written = written or p.untyped_storage()._cdata != self._storage  # an empty one has no address
+        written = (
+            written or p.untyped_storage()._cdata != self._storage
+        )  # an empty one has no address
         return written or (p.dtype, p.shape, p.stride()) != self._layout
 
     def stays(self) -> bool:

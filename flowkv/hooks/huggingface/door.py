@@ -387,16 +387,8 @@ class ForwardHook:
             problem = "its code draws random numbers by itself"
         elif self.identity.compiled:
             problem = "parts of the model are compiled"
-        elif not problem and (pads is None or (call.unplaced and any(pads))):
-            problem = _PADDING if pads is None else "it has padding and no position_ids"
-        elif not problem and call.unplaced and call.modal:
-            problem = "it has images, and no position_ids"
-        elif not problem and call.shifts(pads) is None and not usual(
-            0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
-        ):
-            problem = "its positions do not count a row's tokens from 0"
-        elif not problem and self._alike_rows(call) == "mixed":
-            problem = _MIXED
+        elif not problem:
+            problem = self._unnamed(call, pads)
         if problem:
             return self._pass(cache, given, problem)
         assert pads is not None
@@ -417,6 +409,8 @@ class ForwardHook:
             if restoring:
                 found = restoring.restore(found, nested)
             found, blended = self._blended(found, call, nested, most)
+            if not restoring:
+                found = self._stopped(found, call, most)
             if self._overflows and most and not shifted:
                 found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
@@ -437,6 +431,18 @@ class ForwardHook:
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
 
+    def _unnamed(self, call: ForwardCall, pads: list[int] | None) -> str:
+        """Why padding, positions or rows keep a call from being named by tokens; "" if nothing."""
+        if pads is None:
+            return _PADDING
+        if call.unplaced and (any(pads) or call.modal):
+            return "it has padding or images, and no position_ids"
+        by_column = call.positions is None
+        plain = usual(0, call.columns, call.positions, np.array(pads), by_column=by_column)
+        if not plain and call.shifts(pads) is None:
+            return "its positions do not count a row's tokens from 0"
+        return _MIXED if self._alike_rows(call) == "mixed" else ""
+
     def _blended(
         self, found: AdmittedRows, call: ForwardCall, nested: Nested, most: int
     ) -> tuple[AdmittedRows, bool]:
@@ -449,6 +455,33 @@ class ForwardHook:
         except BaseException:
             close_all(found.seqs)
             raise
+
+    def _stopped(self, found: AdmittedRows, call: ForwardCall, most: int) -> AdmittedRows:
+        """The rows, computed to their last whole page: a state is to be had only where one stops.
+
+        Otherwise a prompt that comes again would find no state but the one behind its last token.
+        """
+        stop = most - most % self.kv.page_size
+        if not self.plan.stateful or found.base or stop <= 0 or call.modal or self.identity.foreign:
+            return found
+        if any(call.pads() or ()) or not self._divides(call):
+            return found
+        rows = self.rows(found.seqs, [0] * call.rows, 0)
+        cache = PagedCache(rows, self.plan, self)
+        cache.close.detach()  # the sequences are those of the cache to come
+        try:
+            rows.begin(stop)
+            with self.aside(), torch.no_grad():
+                self.model(**call.head(stop) | {self.names.cache: cache})
+            cache.recurrent.save()
+            states: list[Mapping[str, Any]] = [
+                cache.recurrent.take(row) for row in range(call.rows)
+            ]
+        except BaseException:
+            rows.abandon()
+            close_all(found.seqs)
+            raise
+        return found._replace(base=stop, states=states)
 
     def _pass(
         self, cache: Any, given: dict[str, Any], problem: str, code: str = ""

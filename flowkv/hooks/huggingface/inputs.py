@@ -573,6 +573,14 @@ class ForwardCall:
             found.append(Prompt(tokens[row], pad, salts))
         return found, fill
 
+    def head(self, columns: int) -> dict[str, Any]:
+        """Return the arguments of the first `columns` columns, whose logits are not wanted."""
+        given = dict(self.given)
+        for name in (self.names.ids, self.names.mask, self.names.positions, *self.types):
+            if isinstance(given.get(name), torch.Tensor):
+                given[name] = given[name][..., :columns]
+        return given | {"logits_to_keep": 1}
+
     def skip(self, columns: int, modal: dict[str, Any] | None = None) -> dict[str, Any]:
         """The arguments without their first `columns` columns, which are known.
 
@@ -594,13 +602,15 @@ class ForwardCall:
             given.update(modal)
         return given
 
-    def shifts(self, pads: Sequence[int]) -> NDArray[np.int64] | None:
+    def shifts(self, pads: Sequence[int] | None) -> NDArray[np.int64] | None:
         """Return what positions in several dimensions (M-RoPE) add to the usual ones, `[D, B, T]`.
 
         None where positions have one dimension, or are not one for each token.
         """
         given = self.positions
-        if given is None or given.dim() != 3 or given.shape[-1] != self.columns:
+        if pads is None or given is None or given.dim() != 3:
+            return None
+        if given.shape[-1] != self.columns:
             return None
         if given.shape[1] not in (1, self.rows):
             return None

@@ -92,8 +92,8 @@ class Rows:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling uneven switch restoring promised lost pads shifts most_pad views _last taken
-        thinning _index _notes _one _left _known _next_full __weakref__""".split()
+        by_column prefilling uneven switch restoring promised lost pads shifts most_pad views _last
+        taken thinning _index _notes _one _left _known _next_full __weakref__""".split()
     )
 
     def __init__(
