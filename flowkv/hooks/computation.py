@@ -234,7 +234,7 @@ class Walk:
             self._known += [code for _, (code, _) in self._codes]
             self._known += [defaults for _, (_, defaults) in self._codes]
         kept = [f for f in functions if f.__kwdefaults__ is not None]
-        self._watch(lambda: [tuple(f.__kwdefaults__.items()) for f in kept])
+        self._watch(lambda: [tuple((f.__kwdefaults__ or {}).items()) for f in kept])
         for space, known in self._spaces.values():
             present = [name for name, value in known.items() if value is not MISSING]
             absent = frozenset(name for name, value in known.items() if value is MISSING)
@@ -243,7 +243,7 @@ class Walk:
                 self._readers.append(read)
                 self._known += [*map(known.get, present), known[present[0]]]
             if absent:
-                self._readers.append(lambda a=absent, s=space: (a.isdisjoint(s),))
+                self._readers.append(functools.partial(_only, absent.isdisjoint, space))
                 self._known.append(True)
 
     def _reject(self, path: str, why: str) -> None:
@@ -573,7 +573,7 @@ class Walk:
         cells = function.__closure__ or ()
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             content = _content_of(cell)
-            self._watch(lambda cell=cell: (_content_of(cell),))
+            self._watch(functools.partial(_only, _content_of, cell))
             if isinstance(content, types.ModuleType) or content is MISSING:
                 if not library:
                     self._reject(f"{path}: closure", f"{name} is a Python module")
@@ -597,7 +597,7 @@ class Walk:
     def _simple(self, path: str, label: str, function: types.FunctionType) -> None:
         """See that all that a function of the user's can reach is in the name."""
         space = function.__globals__
-        if function.__builtins__ is not vars(builtins):
+        if getattr(function, "__builtins__", None) is not vars(builtins):
             self._reject(path, f"{label} has builtins of its own")
             return
         names = names_of(function.__code__)
@@ -755,7 +755,7 @@ class Walk:
                 return label
             self.own.append(label)
             todo |= {"extra_repr", "__repr__", "__str__"}
-            self._watch(lambda owner=owner: (_size(owner),))
+            self._watch(functools.partial(_only, _size, owner))
             todo |= {n for n in vars(owner) if n.startswith("__") and n not in _CLASS_ITEMS}
             todo |= {"__slots__"} & vars(owner).keys()
         done = set[str]()
@@ -841,7 +841,7 @@ class Walk:
             for i, hook in enumerate(hook for hook in hooks.values() if _root(hook) not in _OWN):
                 self.own.append(f"{kind}/{i}")
                 self._value(f"{kind}/{i}", hook)
-            self._watch(lambda hooks=hooks: [*hooks.values()])
+            self._watch(functools.partial(list, hooks.values()))
         every = vars(torch.Tensor)
         size, overridden = len(every), len(torch.library._impls)
         self._watch(lambda: (len(every) == size, len(torch.library._impls) == overridden))
@@ -864,7 +864,7 @@ class Walk:
                 self._member(_name(cls), f"<{_name(owner)}>.update", owner, "update")
         for registry, name, function in library.chosen_functions(model):
             self._value(f"{type(registry).__name__} {name}", function)
-            self._watch(lambda registry=registry, name=name: (registry.get(name),))
+            self._watch(functools.partial(_only, registry.get, name))
 
 
 _TENSOR = dict(vars(torch.Tensor))
@@ -886,7 +886,7 @@ def _flags() -> dict[str, Any]:
         "mkldnn": _flag(lambda: mkldnn.matmul.fp32_precision),
         "dtype": _flag(torch.get_default_dtype),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "fill": getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
         "denormals": _TINY * _HALF != 0.0,  # of the calling thread
     }
 
@@ -1120,6 +1120,11 @@ def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
     return where
 
 
+def _only(read: Callable[..., Any], *given: Any) -> tuple[Any]:
+    """Return what one reading gives, as a tuple of it."""
+    return (read(*given),)
+
+
 def _settled(module: weakref.ref[Any], name: str) -> bool:
     """Whether frequencies are those that they are made from, or the next forward makes them so."""
     held = module()
@@ -1130,7 +1135,7 @@ def _settled(module: weakref.ref[Any], name: str) -> bool:
     first = getattr(held, f"{prefix}original_inv_freq", None)
     grown = getattr(held, f"{prefix}max_seq_len_cached", 0) or 0
     most = getattr(held, "original_max_seq_len", 0) or 0
-    return first is None or grown > most or torch.equal(now, first)
+    return first is None or now is None or grown > most or torch.equal(now, first)
 
 
 # ---- comparing

@@ -116,7 +116,7 @@ def test_positions_in_several_dimensions(name: str, tmp_path: Path) -> None:
                 for given, want in zip(talks, wanted, strict=True):
                     known = reused(kv)
                     assert_same(generate(served, 5, **given), want, 1e-4)
-                    if again and not (given["input_ids"][0, -1] == END):
+                    if again and given["input_ids"][0, -1] != END:
                         length = given["input_ids"].shape[1]
                         assert reused(kv) - known >= length - 16, "of any other prompt meanwhile"
     last = talks[0] | dict(num_beams=3)

@@ -594,13 +594,15 @@ class ForwardCall:
             given.update(modal)
         return given
 
-    def shifts(self, pads: Sequence[int]) -> NDArray[np.int64] | None:
+    def shifts(self, pads: Sequence[int] | None) -> NDArray[np.int64] | None:
         """Return what positions in several dimensions (M-RoPE) add to the usual ones, `[D, B, T]`.
 
         None where positions have one dimension, or are not one for each token.
         """
         given = self.positions
-        if given is None or given.dim() != 3 or given.shape[-1] != self.columns:
+        if pads is None or given is None or given.dim() != 3:
+            return None
+        if given.shape[-1] != self.columns:
             return None
         if given.shape[1] not in (1, self.rows):
             return None

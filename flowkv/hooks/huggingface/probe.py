@@ -238,7 +238,8 @@ def _widened(modules: Iterable[torch.nn.Module]) -> list[Any]:
     """Puts float32 copies in place of half-precision parameters and buffers: what was there."""
     kept, copies = [], dict[int, torch.Tensor]()
     for module in modules:
-        for space in (module._parameters, module._buffers):
+        spaces: tuple[Any, ...] = module._parameters, module._buffers
+        for space in spaces:
             for name, value in space.items():
                 if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_half(value.dtype):
                     if id(value) not in copies:
