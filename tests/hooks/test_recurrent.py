@@ -87,6 +87,23 @@ def test_a_model_that_counts_from_zero_behind_its_cache(*, padded: bool) -> None
         assert bool(reused(kv)) != padded
 
 
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "lfm2"])
+def test_a_prompt_that_comes_again_finds_the_state_of_its_last_page(
+    name: str, tmp_path: Path
+) -> None:
+    model, twin, ids = models.causal(name), models.causal(name), models.prompt(50)
+    pair = torch.cat([ids, models.prompt(50, seed=2)])
+    wanted = [generate(twin, 3, input_ids=one) for one in (ids, pair)]
+    for first in (True, False):  # the second time from a disk
+        with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+            for again in range(2):
+                for one, want in zip((ids, pair), wanted, strict=True):
+                    known = reused(kv)
+                    assert_same(generate(model, 3, input_ids=one), want, 1e-5)
+                    if again and first:
+                        assert reused(kv) - known == 48 * len(one)
+
+
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
 def test_drafts_are_taken_back_from_convolutions(name: str, tmp_path: Path) -> None:
     model, twin, other = (models.causal(name) for _ in range(3))

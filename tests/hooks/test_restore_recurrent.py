@@ -56,7 +56,8 @@ def test_pages_come_behind_the_forward(name: str, seeds: tuple[int, ...], lose: 
     theirs = generate(model, 4, **longer)
     with restoring(model, stored(model, inputs), lose=lose) as (kv, tier, seen):
         assert_same(generate(model, 4, **longer), theirs)
-        assert 1 <= len(seen.ended) <= len(set(seeds))
+        # Of a prompt there are two states: behind its last whole page, and behind its answer.
+        assert 1 <= len(seen.ended) <= len(set(seeds)) * (2 if lose == 1.0 else 1)
         assert seen.sum("computed_tokens") == 0
         assert bool(tier.lost) is bool(lose)
         if not lose:

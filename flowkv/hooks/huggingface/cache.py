@@ -824,9 +824,10 @@ class Recurrent:
         self._saved = rows.base
         for row, (seq, pad) in enumerate(rows.padded):
             if not rows.blind and not pad and not seq.closed and rows.trusted(rows):
-                rows.kv.save_state(seq, self._take(row))
+                rows.kv.save_state(seq, self.take(row))
 
-    def _take(self, row: int) -> dict[str, Any]:
+    def take(self, row: int) -> dict[str, Any]:
+        """Return the state of a row."""
         values: dict[str, Any] = {_MAKER: transformers.__version__}
         ends = {id(kept): kept[..., -size:] for kept, size in self._convolutions()}
         for name, value in self._items():

@@ -383,6 +383,8 @@ class ForwardHook:
             if restoring:
                 found = restoring.restore(found, nested)
             found, blended = self._blended(found, call, nested, most)
+            if not restoring:
+                found = self._stopped(found, call, most)
             if self._overflows and most and not shifted:
                 found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
@@ -433,6 +435,34 @@ class ForwardHook:
         except BaseException:
             close_all(found.seqs)
             raise
+
+    def _stopped(self, found: AdmittedRows, call: ForwardCall, most: int) -> AdmittedRows:
+        """Compute the rows of a model with states to their last whole page, and keep the states.
+
+        A state is to be had only where a forward ends. Without this stop, a prompt that comes again
+        would find no state but the one behind its answer.
+        """
+        stop = most - most % self.kv.page_size
+        if not self.plan.stateful or found.base or stop <= 0 or call.modal or self.identity.suspect:
+            return found
+        if any(call.pads() or ()) or not self._divides(call):
+            return found
+        rows = self.rows(found.seqs, [0] * call.rows, 0)
+        rows.noted = stop  # the sequences were opened with these ids
+        cache = PagedCache(rows, self.plan, self, owns=False)
+        try:
+            rows.begin(stop)
+            with self.aside(), torch.no_grad():
+                self.model(**call.head(stop) | {self.names.cache: cache})
+            cache.recurrent.save()
+            states: list[Mapping[str, Any]] = [
+                cache.recurrent.take(row) for row in range(call.rows)
+            ]
+        except BaseException:
+            rows.abandon()
+            close_all(found.seqs)
+            raise
+        return found._replace(base=stop, states=states)
 
     def _pass(
         self, cache: Any, given: dict[str, Any], problem: str, code: str = ""

@@ -573,6 +573,16 @@ class ForwardCall:
             found.append(Prompt(tokens[row], pad, salts))
         return found, fill
 
+    def head(self, columns: int) -> dict[str, Any]:
+        """Return the arguments of the first `columns` columns, whose logits are not wanted."""
+        given = dict(self.given)
+        for name in (self.names.ids, self.names.mask, self.names.positions, *self.types):
+            if isinstance(given.get(name), torch.Tensor):
+                given[name] = given[name][..., :columns]
+        if "logits_to_keep" in self.names.parameters:
+            given["logits_to_keep"] = 1
+        return given
+
     def skip(self, columns: int, modal: dict[str, Any] | None = None) -> dict[str, Any]:
         """The arguments without their first `columns` columns, which are known.
 
