@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -506,9 +507,10 @@ def test_pages_are_written_down_when_they_are_first_encoded() -> None:
 def test_closing_a_cache_writes_down_what_its_open_sequences_leave() -> None:
     tier = lasting()
     kv = make("kv8", tiers=[tier], recent_tokens=PAGE)
-    opened(kv, text(3 * PAGE))
+    seq = opened(kv, text(3 * PAGE))
     tier.close = lambda: None
     kv.close()
+    assert seq.closed
     assert len(list(tier.scan())) == 2 * 3
 
 
@@ -720,18 +722,15 @@ def test_pages_that_find_no_room_stay_raw_until_there_is_some() -> None:
 
 def test_encoding_makes_room_for_more_sequences() -> None:
     def fitting(codec: str) -> int:
-        kv, count = make(codec, pages=16), 0
-        try:
+        kv, seqs = make(codec, pages=16), []
+        with suppress(CapacityError):
             for seed in range(100):
-                opened(kv, text(4 * PAGE, seed))
-                count += 1
-        except CapacityError:
-            pass
-        for seq in kv._open.values():
+                seqs.append(opened(kv, text(4 * PAGE, seed)))
+        for seq in seqs:
             check(kv, seq, seq.tokens[: seq.length].tolist())
         audit(kv)
         kv.close()
-        return count
+        return len(seqs)
 
     counts = {codec: fitting(codec) for codec in ("raw", "kv8", "kv4c")}
     assert counts["kv8"] > 2 * counts["raw"] and counts["kv4c"] > 3 * counts["raw"]
@@ -853,8 +852,9 @@ def test_a_refusal_at_the_end_keeps_no_cache_from_closing() -> None:
     tier, left = lasting(), list[str]()
     tier.close = lambda: left.append("closed")
     kv = make("kv8", recent_tokens=8 * PAGE, non_finite="error", tiers=[tier])
-    for seed in range(3):
-        poison(kv, kv.open(text(2 * PAGE, seed)), 1e38)
+    seqs = [kv.open(text(2 * PAGE, seed)) for seed in range(3)]
+    for seq in seqs:
+        poison(kv, seq, 1e38)
     with pytest.raises(NonFiniteError, match="page 1 of layer 1"):
         kv.close()
     assert kv.closed and not kv._open and left == ["closed"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from flowkv import KV
+from flowkv import KV, Sequence
 from tests.cache.toy import make_kv, opened, prefill, simple
 from tests.calls import calls_of
 from tests.inside import kv_plan as plan
@@ -25,19 +25,16 @@ def decode(kv: KV, seqs: list, tokens: int = 1) -> Callable[[], None]:
     return work
 
 
-def decoding(context: int, rows: int = ROWS) -> KV:
+def decoding(context: int, rows: int = ROWS) -> tuple[KV, list[Sequence]]:
     kv = make_kv(simple(), pages=2 * rows * (context // 8 + 2))
-    for row in range(rows):
-        prefill(kv, kv.open([row] * context), chunk=context)
-    return kv
+    return kv, [prefill(kv, kv.open([row] * context), chunk=context) for row in range(rows)]
 
 
 @pytest.mark.parametrize("fills", [False, True], ids=["in a page", "at a border"])
 def test_a_step_costs_the_same_whatever_the_context(fills: bool) -> None:
     counts = []
     for context in (8 * 4, 8 * 300):
-        kv = decoding(context - fills)
-        seqs = list(kv._open.values())
+        kv, seqs = decoding(context - fills)
         for seq in seqs:
             seq.note([7] * 9)
         if not fills:
@@ -51,9 +48,9 @@ def test_a_step_costs_the_same_whatever_the_context(fills: bool) -> None:
 def test_a_step_within_pages_calls_nothing_per_row() -> None:
     counts = []
     for rows in (2, 20):
-        kv = decoding(33, rows)
-        decode(kv, list(kv._open.values()))()
-        counts.append(calls_of(decode(kv, list(kv._open.values()))))
+        kv, seqs = decoding(33, rows)
+        decode(kv, seqs)()
+        counts.append(calls_of(decode(kv, seqs)))
         kv.close()
     assert counts[1] - counts[0] < 20
 
