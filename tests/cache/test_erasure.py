@@ -192,6 +192,7 @@ def _no_slab(directory: Path) -> None:
         slab.rename(directory.with_name(slab.name))
 
 
+@pytest.mark.filterwarnings("ignore:.* stores no page now")
 @pytest.mark.parametrize("noticed", [False, True])
 @pytest.mark.parametrize("how", ["prompt", "tenant", "model"])
 @pytest.mark.parametrize("harm", [_moved, _replaced, _copied, _no_journal, _no_slab])
