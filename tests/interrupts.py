@@ -116,13 +116,18 @@ def free(lock: Any) -> bool:
 
 @contextmanager
 def collectable() -> Iterator[None]:
-    """Within, garbage is what is made there, so that looking for it is cheap."""
+    """Let Ctrl-C raise, and garbage be what is made within, so that looking for it is cheap.
+
+    A shell starts what runs in the background with Ctrl-C ignored.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
+        signal.signal(signal.SIGINT, before)
 
 
 def whole(kv: KV) -> None:

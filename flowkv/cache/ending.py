@@ -36,6 +36,7 @@ class Ending:
         store: Its pages and tiers.
         lock: The KV lock.
         exit_s: Longest time for it.
+        given: Tiers that were passed as objects: only `KV.close` closes them.
         over: Whether the model that a cache was attached to is gone, or was detached.
         prepare: Brings what a cache knows to where it can be written; False if a time of
             `time.monotonic` came before all of it was proven.
@@ -48,11 +49,13 @@ class Ending:
         lock: Guard,
         exit_s: float,
         *,
+        given: Iterable[Any],
         over: Callable[[Any], bool],
         prepare: Callable[[Any, float], bool],
     ) -> None:
         self._store, self._lock, self.exit_s, self._pid = store, lock, exit_s, os.getpid()
         self._over, self._prepare, self._lost = over, prepare, 0
+        self._given = set(map(id, given))
         self._finalizer = weakref.finalize(kv, _REAPER.put, self.end)
         self._finalizer.atexit = False
         _ENDINGS.add(self)
@@ -104,7 +107,8 @@ class Ending:
         with ExitStack() as last:  # what ending one of them raises does not keep the others
             last.callback(self.cancel)
             for tier in self._store.tiers:
-                last.callback(tier.close)
+                if self._given.isdisjoint((id(tier), id(getattr(tier, "inner", tier)))):
+                    last.callback(tier.close)
             last.callback(self._store.close_logs)
             last.callback(self._store.mover.cancel)
             end_s = _now_s() + self.exit_s

@@ -402,7 +402,12 @@ class KV:
         if self._ending is not None:
             self._ending.cancel()
         self._ending = (
-            Ending(self, store, self.lock, config.exit_s, over=over, prepare=prepare_exit)
+            Ending(
+                *(self, store, self.lock, config.exit_s),
+                given=self._given,
+                over=over,
+                prepare=prepare_exit,
+            )
             if store.tiers
             else None
         )

@@ -244,3 +244,17 @@ def test_a_hung_tier_does_not_hold_up_the_collector() -> None:
     gc.collect()
     ending._REAPER.settle(30.0)
     assert not alive(left)
+
+
+def test_a_tier_that_was_passed_as_an_object_outlives_a_dropped_cache() -> None:
+    tier, closed = lasting(), list[str]()
+    tier.close = lambda: closed.append("closed")
+    kv = make_kv(simple(), tiers=[tier])
+    published(kv, range(24))
+    del kv
+    gc.collect()
+    ending._REAPER.settle(10.0)
+    assert not closed and len(list(tier.scan())) > 0
+    kv = make_kv(simple(), tiers=[tier])
+    kv.close()
+    assert closed

@@ -416,6 +416,7 @@ def test_pages_that_cannot_wait_any_longer_are_dropped_and_counted() -> None:
     assert dropped == 4, "one is in flight, one waits in the queue"
     audit(kv)
     del disk.poll
+    assert not kv.flush(5.0), "pages were dropped"
     assert kv.flush(5.0) and len(disk.frames) == 2
     audit(kv)
 

@@ -77,7 +77,7 @@ def test_what_is_there_is_not_given_up_for_the_rest_of_it() -> None:
     kv = make_kv(simple(), pages=8)
     seq = opened(kv, TEXT)
     kv.suspend(seq)
-    opened(kv, [5] * 4 * PAGE)  # beside its three known pages there is one page left
+    other = opened(kv, [5] * 4 * PAGE)  # beside its three known pages there is one page left
     kv.resume(seq)
     check_content(kv, seq, TEXT)
     audit(kv)
@@ -89,6 +89,7 @@ def test_what_is_there_is_not_given_up_for_the_rest_of_it() -> None:
     third.close()
     kv.resume(seq)
     check_content(kv, seq, TEXT)
+    other.close()
     kv.close()
 
 

@@ -27,11 +27,10 @@ from flowkv import Engine
 from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Load, Outcome, open_tier
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.host import HostTier
 from tests.cache.audit import audit
 from tests.cache.fakes import Wrapped
 from tests.engine import nano
-from tests.inside import ObjectTier
+from tests.inside import HostTier, ObjectTier
 from tests.tiers.remote.servers_redis import redis_server
 
 from . import models
