@@ -1181,7 +1181,8 @@ class DiskTier:
             staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             if engine is None:
                 engine = open_best(staging.arena, str(self._store.path))
-                _load_checks()
+                if engine.name != "threads":  # else nothing here is compiled
+                    _load_checks()
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
