@@ -402,7 +402,8 @@ def test_pages_that_transfers_use_do_not_move() -> None:
 
 def test_a_deadline_of_the_pool_is_an_error_that_says_what_to_do() -> None:
     kv = simple_kv(pages=4)
-    opened(kv, P)
+    seq = opened(kv, P)
     with pytest.raises(CapacityError, match="Close or suspend sequences, or give"):
         opened(kv, Q)
     audit(kv)
+    seq.close()
