@@ -1131,6 +1131,10 @@ def _settled(module: weakref.ref[Any], name: str) -> bool:
     if held is None or "long_" in name:
         return True
     prefix = name.removesuffix("inv_freq")
+    kinds = getattr(held, "rope_type", "")
+    kind = kinds.get(prefix.rstrip("_"), "") if isinstance(kinds, dict) else kinds
+    if kind == "longrope":
+        return True  # each forward chooses by its own length
     now = getattr(held, name, None)
     first = getattr(held, f"{prefix}original_inv_freq", None)
     grown = getattr(held, f"{prefix}max_seq_len_cached", 0) or 0

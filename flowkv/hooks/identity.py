@@ -92,9 +92,9 @@ class Identity:
         self._steps, self._handles = _STEPS[0], RemovableHandle.next_id
         was = self.foreign if hasattr(self, "_walk") else ""
         self._walk = walk = Walk(model, self._passing, self._offloaded)
-        for path in self._moved:  # the user's revision says what these are
-            walk.leaves.pop(path, None)
-            walk.tensors.pop(path, None)
+        for named in (walk.leaves, walk.tensors):  # the user's revision says what these are
+            for path in [path for path in named if path.partition("[")[0] in self._moved]:
+                del named[path]
         weights = self._weights.read(walk.tensors)
         self._first_weights = self._first_weights or weights
         self._places = _places(model)
@@ -156,7 +156,7 @@ class Identity:
         if self.namespace == name:
             return True  # replaced by the like
         if self._revision:
-            self._moved |= found
+            self._moved |= {path.partition("[")[0] for path in found}  # a list may grow
             self.read(model)
         elif blame and not self._moving:
             self._moving = f"{min(found, default='its tensors')}: changed during a forward"

@@ -148,7 +148,7 @@ class TestTheModel:
         ids, before = models.prompt(60), model.config._attn_implementation
         theirs, seen = answer(model, ids), list[str]()
         model.register_forward_pre_hook(lambda *_: seen.append("mine"))
-        with attached(model) as kv:
+        with attached(model, revision="hooked") as kv:
             answer(model, ids)
             twin = copy.deepcopy(torch.nn.Sequential(model))[0] if around else copy.deepcopy(model)
             known = reused(kv)
@@ -157,7 +157,11 @@ class TestTheModel:
             assert not twin._forward_hooks_with_kwargs
             assert not twin._forward_hooks_always_called
             assert not twin._forward_pre_hooks_with_kwargs
-            assert vars(twin).keys() == vars(model).keys() - {"__deepcopy__", "__reduce_ex__"}
+            assert vars(twin).keys() == vars(model).keys() - {
+                "__deepcopy__",
+                "__reduce_ex__",
+                "compile",
+            }
             assert twin.config._attn_implementation == before
             named = {m.config._attn_implementation for m in twin.modules() if hasattr(m, "config")}
             assert named == {before}
@@ -174,7 +178,7 @@ class TestTheModel:
         assert "__deepcopy__" not in vars(model)
         for one in (twin, again):
             assert torch.equal(answer(one, ids), other)
-        with attached(twin):
+        with attached(twin, revision="hooked too"):
             assert torch.equal(answer(twin, ids), other)
 
     def test_a_wrapper_that_passes_on_what_it_lacks_is_copied_itself(self) -> None:
@@ -212,7 +216,7 @@ class TestTheModel:
                 assert kind == "getstate" or twin.told == "made again"
 
         check()
-        with attached(model):
+        with attached(model, revision="with a lock" if kind == "getstate" else ""):
             assert torch.equal(answer(model, ids), theirs)
             check()
         check()

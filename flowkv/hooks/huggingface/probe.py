@@ -176,6 +176,7 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
     rows = door.rows([kv.open(found.ids[0], reuse=False)], [0], 0)
     rows.disable_publishing()
     cache = PagedCache(rows, door.plan, door)
+    release = cache.close  # which a hook that writes to keys takes off
     try:
         agrees = _continues(model, found, cache, door.names)
         layer = next((one for one in cache.layers if type(one) is PagedLayer), None)
@@ -183,7 +184,7 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
             layer.gather(layer.columns)  # compiled here, not in the first forward behind a prefix
         return agrees
     finally:
-        cache.close()
+        release()
 
 
 def _continues(model: Any, found: Probe, cache: Any, names: Names) -> bool:
