@@ -153,7 +153,7 @@ tier_queued_bytes | g | tier | | Bytes that wait to be moved
 tier_in_flight_bytes | g | tier | | Bytes under way
 tier_loaded_bytes_total | c | tier | | Bytes loaded, for whatever reason
 tier_refused_total | c | tier | | Frames that were damaged or of another kind
-tier_dropped_total | c | tier | | Pages that were not written, as the tier was too slow, away or full
+tier_dropped_total | c | tier | | Pages not written, as the tier was too slow, away or full
 tier_unpaid_total | c | tier | | Pages that were not written, as loading them could not pay
 tier_load_bytes_per_second | g | tier | | Measured rate of loads
 tier_store_bytes_per_second | g | tier | | Measured rate of writes

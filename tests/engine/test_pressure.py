@@ -208,7 +208,8 @@ def test_others_go_on_while_a_prefix_comes() -> None:
         one.turn()
         if live.state != COMING:
             break
-    assert live.state != COMING and live.reused == 29
+    # By a slow clock the link was late: then one page is computed after all.
+    assert live.state != COMING and live.reused >= 29 - PAGE
     one.run()
     check(live, PROMPT)
     assert live.answer.result(0).restore_s > 0.0
