@@ -658,8 +658,10 @@ class Walk:
         elif isinstance(value, types.MethodType):
             self._shipped(path, value.__func__)
         elif kind is functools.partial:
-            for name in ("func", "args", "keywords"):
-                self._shipped(f"{path}/{name}", getattr(value, name))
+            self._shipped(f"{path}/func", value.func)
+            for key, item in (*enumerate(value.args), *value.keywords.items()):
+                look = self._value if isinstance(item, torch.Tensor) else self._shipped
+                look(f"{path}[{key!r}]", item)
         elif isinstance(value, torch.nn.Module):
             self._class(path, kind)
         elif kind in _CONTAINERS and len(value) <= _TABLE:

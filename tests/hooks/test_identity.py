@@ -475,13 +475,12 @@ def test_a_forward_that_writes_makes_its_model_foreign(tmp_path) -> None:
     with attached(model, disk=place, revision="counts") as kv:
         for _ in range(3):
             generate(model, 6, input_ids=prompt)
+        assert reused(kv) >= 48
         generate(model, 6, input_ids=models.prompt(200, 7))
-        before = reused(kv)
-        generate(model, 6, input_ids=prompt)
+        for _ in range(2):
+            before = reused(kv)
+            generate(model, 6, input_ids=prompt)
         assert reused(kv) == before + 48
-    with attached(model, disk=place, revision="counts") as kv:
-        generate(model, 6, input_ids=prompt)
-        assert reused(kv) == 48
 
 
 def test_a_hook_that_counts_and_scales() -> None:

@@ -36,6 +36,8 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-4, 0.25
 """Distance of logits, in single precision as a part of the largest: another order of additions
 gives 1e-6. In half precision the relative L2 distance, where a wrong key or mask gives about 1;
 near ties between experts fall otherwise, so that the median counts."""
+_LOSSY_TOLERANCE = 1e-2
+"""The same in single precision over pages that a lossy codec encodes."""
 _ROW_TOLERANCE, _HALF_ROW_TOLERANCE = 1e-5, 1e-2
 """The same between rows of one batch, which differ by the order of additions at most."""
 
@@ -178,7 +180,8 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
     cache = PagedCache(rows, door.plan, door)
     release = cache.close  # which a hook that writes to keys takes off
     try:
-        agrees = _continues(model, found, cache, door.names)
+        most = _TOLERANCE if kv.config.codec == "raw" else _LOSSY_TOLERANCE
+        agrees = _continues(model, found, cache, door.names, most)
         layer = next((one for one in cache.layers if type(one) is PagedLayer), None)
         if agrees and layer is not None:
             layer.gather(layer.columns)  # compiled here, not in the first forward behind a prefix
@@ -187,7 +190,9 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
         release()
 
 
-def _continues(model: Any, found: Probe, cache: Any, names: Names) -> bool:
+def _continues(
+    model: Any, found: Probe, cache: Any, names: Names, most: float = _TOLERANCE
+) -> bool:
     first, at, logits = found.parts[0], 0, []
     try:
         with quiet(model):
@@ -196,7 +201,7 @@ def _continues(model: Any, found: Probe, cache: Any, names: Names) -> bool:
                 logits.append(_forward(model, names, part, whole, at))
                 at += part.shape[1]
             # What the first one answered is not in question.
-            return close(torch.cat(logits[1:], dim=1), found.logits[:, first:], model.dtype)
+            return close(torch.cat(logits[1:], dim=1), found.logits[:, first:], model.dtype, most)
     except Exception:  # some models accept single tokens only
         return False
 
@@ -351,16 +356,19 @@ def execution_device(model: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+def close(
+    found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, most: float = _TOLERANCE
+) -> bool:
     """Whether logits `[1, T, V]` are the same, but for the order of additions.
 
     Args:
         found: float32.
         wanted: float32.
         dtype: What the model computes in.
+        most: Distance in single precision, as a part of the largest logit.
     """
     if not _is_half(dtype):
-        return bool((found - wanted).abs().max() <= _TOLERANCE * wanted.abs().max())
+        return bool((found - wanted).abs().max() <= most * wanted.abs().max())
     distance = (found - wanted)[0].norm(dim=-1)
     relative = distance / wanted[0].norm(dim=-1).clamp_min(1e-9)
     return bool(relative.median() <= _HALF_TOLERANCE)
