@@ -322,7 +322,10 @@ class Walk:
     def _watch_module(self, module: Any, own: list[str], free: frozenset[str]) -> None:
         held = module.__dict__
         # What is there to be seen: the containers, whether it trains, and its own attributes.
-        get = operator.itemgetter(*_WATCHED, "training", *own)
+        names = [*_WATCHED, *own]
+        if "training" in held:  # a compiled module has it elsewhere
+            names.append("training")
+        get = operator.itemgetter(*names)
         filled = [held[name] for name in _WATCHED if held[name]]
         empty = [held[name] for name in _WATCHED if not held[name]]
         moving = [n for k in _TENSORS for n, t in held[k].items() if _offload(module, n, t)]

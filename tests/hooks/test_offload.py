@@ -42,8 +42,7 @@ def test_an_offloaded_model_is_served(where: str, late: bool, tmp_path: Path) ->
             assert_same(ours, theirs)
             assert isinstance(ours.past_key_values, PagedCache)
             assert ours.past_key_values.layers[0].keys.device.type == "cpu"
-        # In memory they have the name that they had before; in files, one of their own.
-        assert reused(kv) == known + (48 if late and where == "disk" else 96)
+        assert reused(kv) == known + (48 if late else 96)  # hooks put on later are a change
 
 
 def test_an_offloaded_encoder_decoder(tmp_path: Path) -> None:
