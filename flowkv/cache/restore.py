@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -907,12 +908,16 @@ class IncomingPages:
     """
 
     def __init__(self, restorer: PrefixMatcher, seq: Sequence, plan: RestorePlan) -> None:
-        self._restorer, self._planner, self._seq = restorer, restorer.planner, seq
+        self._restorer, self._planner, self._whose = restorer, restorer.planner, weakref.ref(seq)
         self._groups, self._tiers = plan.page_loads, plan.tiers
         groups = self._planner.geometry.groups
         layers = sorted(layer for group in groups for layer in group.layers)
         self.index = {layer: index for index, layer in enumerate(layers)}
         self._stripes = [[self.index[layer] for layer in group.layers] for group in groups]
+
+    @property
+    def _seq(self) -> Sequence:
+        return cast(Sequence, self._whose())
 
     def __iter__(self) -> Iterator[PageLoad]:
         return (page_load for group in self._groups for page_load in group.values())
@@ -1062,7 +1067,7 @@ class Tally:
     """
 
     def __init__(self, restores: RestoreScheduler, seq: Sequence, request: RestoreRequest) -> None:
-        self._restores, self._seq, self._request = restores, seq, request
+        self._restores, self._whose, self._request = restores, weakref.ref(seq), request
         self._progress = restores.state.requests[request.number]
         self.front = request.resident
         self._n_bytes: Counter[int] = Counter()
@@ -1071,6 +1076,10 @@ class Tally:
         self._failed, self._exposed_s, self._suffix_s = 0, 0.0, 0.0
         self._layer_s = 0.0  # when the suffix went on with its latest layer
         self._known = True  # what the suffix took
+
+    @property
+    def _seq(self) -> Sequence:
+        return cast(Sequence, self._whose())
 
     def computed(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
         """Part of the front was computed; `counted_s` of it say what that takes."""
@@ -1206,7 +1215,6 @@ class RestoreJob:
         limit: Most tokens of the prefix.
 
     Attributes:
-        seq: Whose prefix.
         request: As the policy knows it.
         back: The pages that come from the back.
         ahead: Loads the page behind them, first of all.
@@ -1222,7 +1230,9 @@ class RestoreJob:
         behind: Items[PageLoad] = (),
         limit: int = 0,
     ) -> None:
-        self._restores, self.seq, self._planner = restores, seq, restores.restorer.planner
+        # Weakly: what is on its way must not keep a sequence open that was dropped.
+        self._whose = weakref.ref(seq)
+        self._restores, self._planner = restores, restores.restorer.planner
         self._behind, self._limit, self._whole, self._beyond = behind, limit, plan.pages, 0
         self.ahead = LoadBatch(self, restores.restorer.measure)
         self._guard, self._size = self._planner.guard, self._planner.page_size
@@ -1246,6 +1256,11 @@ class RestoreJob:
         )
         self._progress = restores.add(self)
         self._tally = Tally(restores, seq, self.request)
+
+    @property
+    def seq(self) -> Sequence:
+        """The sequence whose prefix comes; it holds the restoration, and not the other way."""
+        return cast(Sequence, self._whose())
 
     @staticmethod
     def of(seq: Sequence) -> RestoreJob | None:

@@ -58,7 +58,7 @@ def test_what_is_remembered_of_requests_has_a_bound(monkeypatch: pytest.MonkeyPa
     check(kv, 100, most_bytes=100 * 60)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["auto", "lru"])
 def test_with_the_bounds_as_they_are(policy: str) -> None:
     check(make_kv(simple(), pages=64, policy=policy), 20_000, most_bytes=1 << 20)

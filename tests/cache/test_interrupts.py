@@ -46,7 +46,7 @@ def test_at_lines_of_the_way_in_and_out() -> None:
     check(make_kv(), 120, only=only)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_at_every_line() -> None:
     check(make_kv(), 10_000)
 
@@ -56,6 +56,6 @@ def test_at_any_line_with_a_tier(tmp_path: Any) -> None:
     check(make_kv(tiers=[f"disk:{tmp_path / 'kv'}:8MiB"]), 600)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_at_any_bytecode() -> None:
     check(make_kv(), 600, opcodes=True)

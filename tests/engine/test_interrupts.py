@@ -35,6 +35,6 @@ def test_at_lines_of_the_engine() -> None:
     check(40, only=("engine/",))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_at_any_line() -> None:
     check(10_000)

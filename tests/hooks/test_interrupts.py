@@ -54,12 +54,12 @@ def test_at_lines_of_the_hooks() -> None:
     check(50, only=DOOR)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_at_every_line() -> None:
     check(10_000)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_at_any_bytecode_of_the_hooks() -> None:
     check(600, opcodes=True, only=DOOR)
 
@@ -91,6 +91,6 @@ def test_attaching_at_some_lines() -> None:
     attaching(12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_attaching_at_any_line() -> None:
     attaching(10_000)

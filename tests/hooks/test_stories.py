@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.inside import Nested, StateError
+from tests.inside import Nested, RestoreJob, StateError
 from tests.inside import rows_Rows as Rows
 
 from . import models
@@ -32,6 +32,17 @@ def test_pages_that_do_not_come(model: str, shelf: str, rounds: int, tmp_path: P
         world.shelf.close()
 
 
+def lose_what_is_left(patch: Patch, tier: Slow) -> None:
+    """Have nothing come that is left to come behind the forward."""
+    settle = RestoreJob.settle
+
+    def settled(job: RestoreJob) -> int:
+        tier.lose = 1.0
+        return settle(job)
+
+    patch.setattr(RestoreJob, "settle", settled)
+
+
 @pytest.mark.parametrize("change", ["ids", "positions", "unsaid"])
 def test_a_page_is_named_by_what_its_forward_was_given(change: str, monkeypatch: Patch) -> None:
     """A forward over other ids or positions than the known ones publishes nothing."""
@@ -46,9 +57,10 @@ def test_a_page_is_named_by_what_its_forward_was_given(change: str, monkeypatch:
         found[name] = found[name] + 1
         return found
 
-    tier = Slow(dict(golden), every=3, lose=0.5)
+    tier = Slow(dict(golden), every=3)
     with on(model, tier, prefetch="off") as kv, monkeypatch.context() as patch:
         kv.restores.policy = Halves(0.0)  # nothing is computed but what does not come
+        lose_what_is_left(patch, tier)
         patch.setattr(Nested, "_inputs", changed)
         if change == "unsaid":  # no forward says what it was given
             patch.setattr(Rows, "note", lambda *_: None)
@@ -64,7 +76,7 @@ def test_a_part_ends_with_the_known_tokens() -> None:
     model, ids = models.causal("llama"), models.prompt(117)
     given = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     theirs = generate(model, NEW, **given)
-    tier = Slow(stored(model, given), every=3, lose=1.0)
+    tier = Slow(stored(model, given), every=3)
     counts: list[tuple[int, int]] = []
     compute = Nested.compute
 
@@ -74,6 +86,7 @@ def test_a_part_ends_with_the_known_tokens() -> None:
 
     with on(model, tier, prefetch="off") as kv, Patch.context() as patch:
         kv.restores.policy = Halves(0.0)
+        lose_what_is_left(patch, tier)
         patch.setattr(Nested, "compute", counted)
         assert_same(generate(model, NEW, **given), theirs)
     assert counts and all(stop <= known for stop, known in counts)
