@@ -355,7 +355,7 @@ def small(name: str) -> Any:
     model = models.causal(name)
     config: Any = model.config
     config.num_hidden_layers = 2
-    if getattr(config, "layer_types", None):
+    if name in models.CAUSAL and getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
     torch.manual_seed(0)
     return models.sharpen(type(model)(config))
