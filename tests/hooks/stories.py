@@ -292,7 +292,7 @@ class DiskShelf(Shelf):
             elif how == "cut":
                 frame = mangled(frame, how, rng, 4096).ljust(size, b"\0")
             else:
-                half = size // 2
+                half = (4096 + size) // 2
                 frame = frame[:4096] + mangled(frame[4096:half], how, rng) + frame[half:]
             slab.seek(first)
             slab.write(frame)
