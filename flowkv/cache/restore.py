@@ -895,20 +895,35 @@ class RestoreScheduler:
 # The pages of a restored prefix that come from the back, and how they enter a sequence's line.
 
 
+class WeakSequence:
+    """A reference to a sequence that does not keep it; None once the sequence is gone."""
+
+    def __init__(self, seq: Sequence) -> None:
+        self.bind(seq)
+
+    def bind(self, seq: Sequence) -> None:
+        """Refer to a sequence."""
+        self._ref = weakref.ref(seq)
+
+    def __call__(self) -> Sequence | None:
+        """Return the sequence."""
+        return self._ref()
+
+
 class IncomingPages:
     """Pages on their way, in every layer group. Callers hold the KV lock.
 
     Args:
         restorer: Knows windows.
-        seq: Whose.
+        whose: Refers to the sequence.
         plan: What is to come.
 
     Attributes:
         index: Of each model layer: where it stands among all that have pages.
     """
 
-    def __init__(self, restorer: PrefixMatcher, seq: Sequence, plan: RestorePlan) -> None:
-        self._restorer, self._planner, self._whose = restorer, restorer.planner, weakref.ref(seq)
+    def __init__(self, restorer: PrefixMatcher, whose: WeakSequence, plan: RestorePlan) -> None:
+        self._restorer, self._planner, self._whose = restorer, restorer.planner, whose
         self._groups, self._tiers = plan.page_loads, plan.tiers
         groups = self._planner.geometry.groups
         layers = sorted(layer for group in groups for layer in group.layers)
@@ -1059,15 +1074,17 @@ class Tally:
 
     Args:
         restores: All of the cache.
-        seq: Whose.
+        whose: Refers to the sequence.
         request: As the policy knows it.
 
     Attributes:
         front: Tokens that were there when the front was done.
     """
 
-    def __init__(self, restores: RestoreScheduler, seq: Sequence, request: RestoreRequest) -> None:
-        self._restores, self._whose, self._request = restores, weakref.ref(seq), request
+    def __init__(
+        self, restores: RestoreScheduler, whose: WeakSequence, request: RestoreRequest
+    ) -> None:
+        self._restores, self._whose, self._request = restores, whose, request
         self._progress = restores.state.requests[request.number]
         self.front = request.resident
         self._n_bytes: Counter[int] = Counter()
@@ -1231,12 +1248,12 @@ class RestoreJob:
         limit: int = 0,
     ) -> None:
         # Weakly: what is on its way must not keep a sequence open that was dropped.
-        self._whose = weakref.ref(seq)
+        self._whose = WeakSequence(seq)
         self._restores, self._planner = restores, restores.restorer.planner
         self._behind, self._limit, self._whole, self._beyond = behind, limit, plan.pages, 0
         self.ahead = LoadBatch(self, restores.restorer.measure)
         self._guard, self._size = self._planner.guard, self._planner.page_size
-        self.back, self._stop = IncomingPages(restores.restorer, seq, plan), plan.pages
+        self.back, self._stop = IncomingPages(restores.restorer, self._whose, plan), plan.pages
         self._phase, self._broken = _Phase.FRONT, False
         self._computing: _Computing | None = None
         layer_bytes = [source.cell_bytes * self._size for source in plan.sources[:1]]
@@ -1255,12 +1272,16 @@ class RestoreJob:
             arrived_s=time.perf_counter(),
         )
         self._progress = restores.add(self)
-        self._tally = Tally(restores, seq, self.request)
+        self._tally = Tally(restores, self._whose, self.request)
 
     @property
     def seq(self) -> Sequence:
         """The sequence whose prefix comes; it holds the restoration, and not the other way."""
         return cast(Sequence, self._whose())
+
+    def bind(self, seq: Sequence) -> None:
+        """Refer to the sequence again: the collector clears references before finalizers run."""
+        self._whose.bind(seq)
 
     @staticmethod
     def of(seq: Sequence) -> RestoreJob | None:

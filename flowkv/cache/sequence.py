@@ -172,6 +172,10 @@ class Arriving(Protocol):
         """Tokens that were there or computed when the front was done."""
         ...
 
+    def bind(self, seq: Sequence) -> None:
+        """Refer to the sequence again, in its finalizer."""
+        ...
+
     def settle(self) -> int:
         """Ends the front; returns the sequence's length now."""
         ...
@@ -382,6 +386,8 @@ class Sequence:
             return
         if self.row != self.planner.tables.nowhere:
             self.publishable = False  # nobody could forbid that from here on
+            if self.restoration is not None:
+                self.restoration.bind(self)
             self._close(self)
 
     def __repr__(self) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
 from flowkv import KV
 from tests import interrupts
+from tests.cache.fakes import Silent, lasting
 from tests.cache.toy import advance, check_content, make_kv, opened, prefill
 
 P = list(range(1, 30))
@@ -44,6 +46,27 @@ def check(kv: KV, most: int, **options: Any) -> None:
 def test_at_lines_of_the_way_in_and_out() -> None:
     only = ("cache/kv.py", "cache/sequence.py", "cache/step.py", "cache/block_table.py")
     check(make_kv(), 120, only=only)
+
+
+def test_a_sequence_dropped_in_a_cycle_ends_what_is_on_its_way() -> None:
+    """As a traceback makes one: the collector clears weak references before it finalizes."""
+    tier = Silent(lasting())
+    tier.silent = False
+    kv = make_kv(tiers=[tier], prefetch="off")
+    opened(kv, P).close()
+    kv.flush()
+    again = make_kv(tiers=[tier], prefetch="off")
+    tier.silent = True
+    seq = again.open([*P, 7], wait=False)
+    assert seq.restoration is not None
+    seq.importance[99] = seq  # type: ignore[assignment]
+    del seq
+    gc.collect()
+    again.lock.settle()
+    assert not again.restores._active
+    assert len(again.planner.tables._free) == again.planner.tables.max_rows
+    tier.speak()
+    again.close()
 
 
 @pytest.mark.slow

@@ -250,7 +250,7 @@ def test_a_first_forward_that_failed_is_repeated(
     llama: Any, prompt: torch.Tensor, armed: threading.Event, masked: bool
 ) -> None:
     given: dict[str, Any] = dict(attention_mask=torch.ones_like(prompt)) if masked else {}
-    with attached(llama) as kv:
+    with attached(llama, revision="tests") as kv:
         generate(llama, 1, input_ids=prompt)
         cache = DynamicCache(config=llama.config)
         given |= dict(past_key_values=cache, logits_to_keep=1)
@@ -271,7 +271,7 @@ def test_a_first_forward_with_images_is_repeated_with_others() -> None:
     one, other = torch.randn(2, 1, 3, 28, 28, generator=torch.Generator().manual_seed(3)) * 3
     theirs = model(ids, pixel_values=other).logits[:, -1]
     model.lm_head.register_forward_pre_hook(lambda *_: stop(armed))
-    with attached(model):
+    with attached(model, revision="tests"):
         for _ in range(2):
             cache = DynamicCache(config=model.config)
             armed.set()
@@ -312,7 +312,7 @@ class TestAPromptPassedAgain:
             given["attention_mask"] = torch.ones_like(whole)
         elif told == "positions":
             given["position_ids"] = torch.arange(96, whole.shape[1])[None]
-        with attached(llama) as kv:
+        with attached(llama, revision="tests") as kv:
             for _ in range(2):
                 cache = kv.cache(ids)
                 first = cache.get_seq_length()
@@ -330,7 +330,7 @@ class TestAPromptPassedAgain:
         ids = inputs["decoder_input_ids"] = torch.full((2, 100), 1)
         both = inputs | {"decoder_input_ids": torch.cat([ids[:, :96], ids], 1)}
         theirs, run = model(**both).logits[:, -1], generate(model, 4, **inputs)
-        with attached(model) as kv:
+        with attached(model, revision="tests") as kv:
             generate(model, 1, **inputs, past_key_values=pair(kv.cache(**inputs)))
             cache = pair(kv.cache(**inputs))
             with pytest.raises(StateError, match="decoder_attention_mask"):
