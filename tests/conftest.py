@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.audit import watch
+from tests.cache.fakes import Halves
 from tests.inside import computation
 
 TESTS = Path(__file__).resolve().parent
@@ -191,6 +192,13 @@ def whole_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("flowkv.cache.tail.Tails.keep", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.tail.Tails.save", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.restore.PrefixMatcher.behind", lambda *_: [])
+
+
+@pytest.fixture
+def all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load all that a tier has, for tests that count it: a slow disk's pages are computed."""
+    monkeypatch.setattr("flowkv.cache.restore.make_restore_policy", lambda _: Halves(0.0))
+    monkeypatch.setattr("flowkv.policy.restore.LoadGate.worth", lambda *_: True)
 
 
 @pytest.fixture(scope="session", autouse=True)

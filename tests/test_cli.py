@@ -141,6 +141,7 @@ def test_a_reader_may_leave_early() -> None:
 # ---- generate
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 def test_a_second_run_reuses_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "flowkv" / "core" / "errors.py").read_text()
     prompts = tmp_path / "prompts.jsonl"

@@ -763,15 +763,14 @@ class Walk:
             self._watch(functools.partial(_only, _size, owner))
             todo |= {n for n in vars(owner) if n.startswith("__") and n not in _CLASS_ITEMS}
             todo |= {"__slots__"} & vars(owner).keys()
-        done = set[str]()
+        named = set[str]().union(*map(vars, lineage)) - (_CLASS_ITEMS - {"__slots__"})
+        done, todo = set[str](), todo & named
         while todo:
             name = min(todo)
-            todo.discard(name)
             done.add(name)
-            home = next((c for c in lineage if name in vars(c)), None)
-            if home is None or (name in _CLASS_ITEMS and name != "__slots__"):
-                continue
-            todo |= self._member(path, f"{label}.{name}", home, name) - done
+            home = next(c for c in lineage if name in vars(c))
+            todo |= self._member(path, f"{label}.{name}", home, name) & named
+            todo -= done
         return label
 
     def _member(self, path: str, label: str, home: Any, name: str) -> set[str]:

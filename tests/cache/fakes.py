@@ -1,10 +1,11 @@
-"""Tiers for tests: slow ones, read-only ones, ones that only claim to last."""
+"""Tiers for tests: slow ones, read-only ones, ones that only claim to last; and how to restore."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State
 from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Load, Outcome, Store
 
@@ -106,3 +107,34 @@ class Deferred(Wrapped):
             self.work()
         ready, self._ready = self._ready, []
         return ready + self.inner.poll(0.0)
+
+
+class Halves(RestorePolicy):
+    """Computes page by page up to a part of the prefix, and loads page by page down to it."""
+
+    name = "halves"
+
+    def __init__(self, part: float) -> None:
+        self.part = part
+
+    def _meet(self, progress: Any) -> int:
+        request = progress.request
+        pages = round((request.tokens - request.resident) * self.part) // request.unit
+        return max(request.resident + pages * request.unit, progress.lost)
+
+    def next_compute(self, state: State, among: Collection[int] | None = None) -> Any:
+        for progress in state.among(among):
+            first, request = progress.front[0], progress.request
+            if request.computable and first < min(self._meet(progress), *progress.back):
+                stop = min(first + request.unit, *progress.back)
+                return Compute(request.number, Span(0, request.layers), Span(first, stop))
+        return None
+
+    def next_load(self, state: State, tier: str) -> Any:
+        for progress in state:
+            request, stop = progress.request, progress.back[0]
+            floor = self._meet(progress) if request.computable else request.resident
+            if stop > floor and request.sources[0].tier == tier:
+                tokens = Span(max(floor, stop - request.unit), stop)
+                return RestoreLoad(request.number, Span(0, request.layers), tokens, 0)
+        return None

@@ -8,6 +8,7 @@ and values of a clean run: a wrong page under a right name fails even where no t
 
 from __future__ import annotations
 
+import functools
 import random
 import shutil
 from abc import ABC, abstractmethod
@@ -28,16 +29,17 @@ from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Load, Outcome, open_tier
 from flowkv.tiers.disk import DiskTier
 from tests.cache.audit import audit
-from tests.cache.fakes import Wrapped
+from tests.cache.fakes import Halves, Wrapped
 from tests.engine import nano
 from tests.inside import HostTier, ObjectTier
 from tests.tiers.remote.servers_redis import redis_server
 
 from . import models
 from .compare import generate
-from .test_restore import Halves
 
-PAGE, PAGES, NEW = 16, 7, 3
+PAGE, PAGES, NEW = 16, 7, 2
+PARTS = 6
+"""Parts of a round's prompts, each asked in a way of its own."""
 STORED = ("flipped", "cut", "another's", "gone")
 """Damages to a stored frame, done before the cache is opened or after."""
 ANSWERED = ("late once", "late")
@@ -336,6 +338,8 @@ class Asked(ABC):
     """A model and the ways in which it is asked."""
 
     ways: tuple[str, ...] = ("alone",)
+    quick = ""
+    """The way that asks several prompts in one forward."""
 
     @abstractmethod
     def attach(self, tier: Any, **options: Any) -> flowkv.KV:
@@ -368,8 +372,9 @@ class Causal(Asked):
 
     def __init__(self, name: str) -> None:
         self.model = small(name)
+        self.quick = "batch"
         if name in models.HYBRID:
-            self.ways = ("alone", "engine")
+            self.ways, self.quick = ("alone", "engine"), "engine"
 
     def attach(self, tier: Any, **options: Any) -> flowkv.KV:
         tiers = ["gpu:64MiB", tier]
@@ -417,21 +422,31 @@ class Causal(Asked):
 class Paired(Causal):
     """An encoder-decoder, which knows what it decoded by its text."""
 
-    ways = ("alone",)
+    ways, quick = ("alone", "alone", "batch"), "batch"
 
     def __init__(self, name: str) -> None:
         self.model = models.t5()
         self._text = models.prompt(24, seed=9)
 
     def given(self, ids: torch.Tensor) -> dict[str, Any]:
-        mask = torch.ones_like(self._text)
-        return dict(input_ids=self._text, attention_mask=mask, decoder_input_ids=ids)
+        text = self._text.expand(len(ids), -1)
+        return dict(input_ids=text, attention_mask=torch.ones_like(text), decoder_input_ids=ids)
+
+    def _batch(self, prompts: list[torch.Tensor]) -> list[Answer]:
+        """Ask those of one length at once: decoders of transformers know no padding."""
+        found = dict[int, Answer]()
+        for length in {ids.shape[1] for ids in prompts}:
+            which = [i for i, ids in enumerate(prompts) if ids.shape[1] == length]
+            rows = torch.cat([prompts[i] for i in which])
+            run = generate(self.model, NEW, **self.given(rows))
+            found |= zip(which, self._answers(run, rows), strict=True)
+        return [found[i] for i in range(len(prompts))]
 
 
 class Own(Asked):
     """A model of one's own over `KV.open`, restored while it is computed, or loaded first."""
 
-    ways = ("restore", "prefill")
+    ways = ("prefill", "restore")
 
     def __init__(self, name: str) -> None:
         self.model = nano.Nano()
@@ -493,6 +508,30 @@ def keys_of(kv: flowkv.KV, asked: Asked, ids: torch.Tensor) -> list[list[bytes]]
         return [[seq.key(g, page) for page in pages] for g in range(len(seq.blocks))]
 
 
+class Known(NamedTuple):
+    """What does not depend on the store: a model, prompts, and the answers of the model alone."""
+
+    asked: Asked
+    prompts: list[torch.Tensor]
+    wanted: list[Answer]
+
+
+@functools.cache
+def known(model: str, count: int) -> Known:
+    """Return a model of `MODELS` and what it answers to a number of prompts."""
+    asked, prompts = MODELS[model](model), []
+    ends = [0, 1, 9, 15, 4, 12]  # tokens behind the last full page
+    shared = models.prompt(3 * PAGE, seed=77)
+    for i in range(count):
+        ids = models.prompt(PAGES * PAGE + ends[i % len(ends)], seed=100 + i)
+        if i % 4 == 3:
+            ids[:, : 3 * PAGE] = shared
+        if model == "t5":
+            ids[0, 0] = 1  # or `generate` puts the first token of all texts before it
+        prompts.append(ids)
+    return Known(asked, prompts, [asked.plain(ids) for ids in prompts])
+
+
 class World:
     """A model, a filled store, and the answers of the model alone.
 
@@ -503,22 +542,12 @@ class World:
         count: Prompts.
     """
 
-    def __init__(self, model: str, shelf: str, directory: Path, count: int = 12) -> None:
-        self.asked, self.shelf = MODELS[model](model), SHELVES[shelf](directory)
-        ends = [0, 1, 9, 15, 4, 12]  # tokens behind the last full page
-        shared = models.prompt(3 * PAGE, seed=77)
-        self.prompts = []
-        for i in range(count):
-            ids = models.prompt(PAGES * PAGE + ends[i % len(ends)], seed=100 + i)
-            if i % 4 == 3:
-                ids[:, : 3 * PAGE] = shared
-            if model == "t5":
-                ids[0, 0] = 1  # or `generate` puts the first token of all texts before it
-            self.prompts.append(ids)
-        self.wanted = [self.asked.plain(ids) for ids in self.prompts]
+    def __init__(self, model: str, shelf: str, directory: Path, count: int = 30) -> None:
+        self.asked, self.prompts, self.wanted = known(model, count)
+        self.shelf = SHELVES[shelf](directory)
         self.keys: list[list[list[bytes]]] = []
         with self.over() as (kv, _):
-            self.check(kv, range(count), "alone" if "alone" in self.asked.ways else "prefill")
+            self.check(kv, range(count), self.asked.ways[0])
             self.keys = [keys_of(kv, self.asked, ids) for ids in self.prompts]
             assert kv.flush()
         self.clean = self.shelf.save()
@@ -550,7 +579,7 @@ class World:
         """Tell one story of each prompt, then ask everything again in another cache."""
         rng = random.Random(seed)
         order = rng.sample(range(len(self.prompts)), len(self.prompts))
-        ways = [rng.choice(self.asked.ways) for _ in range(3)]
+        ways = [rng.choice(self.asked.ways) for _ in range(PARTS)]
         faults: list[tuple[bytes, str, str]] = []
         for i in order:
             for page in rng.choice(SUBSETS):
@@ -570,7 +599,7 @@ class World:
             break_frames("before")
         with self.over(load_deadline_s=2.0) as (kv, tier):
             if not self.shelf.lasting:
-                self.check(kv, order, ways[0])
+                self.check(kv, order, self.asked.quick or ways[0])
                 self._leave_the_device(kv)
                 break_frames("before")
             break_frames("after")
@@ -578,10 +607,11 @@ class World:
                 if kind in ANSWERED:
                     tier.late[key] = 1 if kind == "late once" else 1 << 30
             tier.every = rng.choice([0, 1, 3, 5])
-            if rng.random() < 0.6 and "engine" not in ways:  # which waits for a policy's suffix
-                kv.restores.policy = Halves(rng.choice([0.0, 0.0, 0.3, 0.6]))
-            parts = np.array_split(np.array(order), 3)
+            usual = kv.restores.policy
+            parts = np.array_split(np.array(order), PARTS)
             for part, way in zip(parts, ways, strict=True):
+                halves = way != "engine" and rng.random() < 0.4  # it waits for a policy's suffix
+                kv.restores.policy = Halves(rng.choice([0.0, 0.0, 0.3, 0.6])) if halves else usual
                 self.check(kv, part.tolist(), way)
             self.check(kv, order[:3], ways[1])
             kv.flush()
@@ -593,7 +623,7 @@ class World:
             if key in self.golden:
                 assert alike(body, self.golden[key]), "a wrong page was stored under a right name"
         with self.over() as (kv, _):
-            self.check(kv, order, rng.choice(self.asked.ways))
+            self.check(kv, order, self.asked.quick or ways[0])
 
     def _leave_the_device(self, kv: flowkv.KV) -> None:
         """Make every page leave the device for the tier below."""

@@ -55,6 +55,7 @@ def test_hybrid_models_go_on_from_a_saved_state(name: str) -> None:
         assert_same(generate(model, input_ids=prompt), first)
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 def test_a_hybrid_state_survives_a_restart(tmp_path) -> None:
     model, prompt = models.causal("falcon_h1"), models.prompt(70)
     first = generate(model, input_ids=prompt)

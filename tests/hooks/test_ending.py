@@ -53,6 +53,7 @@ def test_a_cache_goes_with_its_model() -> None:
     assert [one() for one in left] == [None, None]
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 def test_a_cell_that_is_run_again(tmp_path: Path) -> None:
     model = models.causal("llama")
     kv = cell(model, tmp_path)
@@ -69,6 +70,7 @@ def test_a_cell_that_is_run_again(tmp_path: Path) -> None:
     kv.close()
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 def test_a_model_that_is_attached_again(tmp_path: Path) -> None:
     model = models.causal("llama")
     kv = cell(model, tmp_path)

@@ -367,6 +367,7 @@ def test_an_edit_after_attach_is_never_answered_with_what_was(edit: Callable[...
 
 @pytest.mark.thorough
 @each_edit
+@pytest.mark.usefixtures("all_is_loaded")
 def test_an_edit_before_attach_is_another_name(edit: Callable[..., Undo], tmp_path) -> None:
     """Over a store, after a restart: the edited model finds nothing, the old one finds its own."""
     model, prompt = base(), models.prompt(60)

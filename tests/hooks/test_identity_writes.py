@@ -603,6 +603,7 @@ ELSEWHERE: list[tuple[str, Make, Edit]] = [
 @pytest.mark.parametrize(
     ("make", "edit"), [c[1:] for c in ELSEWHERE], ids=[c[0] for c in ELSEWHERE]
 )
+@pytest.mark.usefixtures("all_is_loaded")
 def test_what_is_kept_elsewhere_is_named(make: Make, edit: Edit, tmp_path) -> None:
     prompt, (model, held), place = models.prompt(60), make(), f"{tmp_path}/kv:64MiB"
     theirs = [generate(model, 4, input_ids=prompt)]

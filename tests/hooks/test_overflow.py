@@ -84,6 +84,7 @@ class TestAnswers:
             assert kv.planner.overflow.read_bytes > 0
 
     @pytest.mark.filterwarnings("ignore:host can store no page")
+    @pytest.mark.usefixtures("all_is_loaded")
     def test_from_a_disk_of_an_earlier_process(self, text: torch.Tensor, tmp_path: Path) -> None:
         model, prompt = load_tiny(), text[:, :900]
         theirs = generate(model, 12, input_ids=prompt)

@@ -30,6 +30,7 @@ def attached_or_refused(model: torch.nn.Module, name: str, **options: object) ->
 
 
 @pytest.mark.parametrize("name", models.RECURRENT)
+@pytest.mark.usefixtures("all_is_loaded")
 def test_few_tokens_behind_a_state(name: str, tmp_path: Path) -> None:
     model, twin = models.causal(name), models.causal(name)
     bases = [models.prompt(20, seed=n) for n in SUFFIXES]

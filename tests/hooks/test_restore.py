@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,9 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import flowkv
-from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State
 from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Outcome
-from tests.cache.fakes import Wrapped
+from tests.cache.fakes import Halves, Wrapped
 from tests.inside import RestoreEnded, RestoreSpan
 
 from . import models
@@ -58,37 +57,6 @@ class Slow(Wrapped):
 
     def cancel(self, job: int) -> None:
         """Answers in any case."""
-
-
-class Halves(RestorePolicy):
-    """Computes page by page up to a part of the prefix, and loads page by page down to it."""
-
-    name = "halves"
-
-    def __init__(self, part: float) -> None:
-        self.part = part
-
-    def _meet(self, progress: Any) -> int:
-        request = progress.request
-        pages = round((request.tokens - request.resident) * self.part) // request.unit
-        return max(request.resident + pages * request.unit, progress.lost)
-
-    def next_compute(self, state: State, among: Collection[int] | None = None) -> Any:
-        for progress in state.among(among):
-            first, request = progress.front[0], progress.request
-            if request.computable and first < min(self._meet(progress), *progress.back):
-                stop = min(first + request.unit, *progress.back)
-                return Compute(request.number, Span(0, request.layers), Span(first, stop))
-        return None
-
-    def next_load(self, state: State, tier: str) -> Any:
-        for progress in state:
-            request, stop = progress.request, progress.back[0]
-            floor = self._meet(progress) if request.computable else request.resident
-            if stop > floor and request.sources[0].tier == tier:
-                tokens = Span(max(floor, stop - request.unit), stop)
-                return RestoreLoad(request.number, Span(0, request.layers), tokens, 0)
-        return None
 
 
 class Seen:

@@ -241,6 +241,7 @@ def test_nothing_of_it_is_ever_found_and_what_was_known_is_used(model: Any) -> N
         assert kv.stats()["blocks"] == blocks
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 def test_another_cache_finds_the_prompt_whole(model: Any, tmp_path: Any) -> None:
     ids = distinct(150)
     native = generate(model, NEW, input_ids=ids)
@@ -252,6 +253,7 @@ def test_another_cache_finds_the_prompt_whole(model: Any, tmp_path: Any) -> None
         assert reused(kv) >= 96, "what it gains by the last page is not worth a read"
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 def test_layers_paged_otherwise_are_other_pages(model: Any, tmp_path: Any) -> None:
     ids, place = distinct(150), f"{tmp_path}/kv:64MiB"
     native, wanted = generate(model, NEW, input_ids=ids), oracle(model, [ids], "latest", UNEVEN)

@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cache.fakes import Halves
 from tests.inside import Nested, RestoreJob, StateError
 from tests.inside import rows_Rows as Rows
 
 from . import models
 from .compare import assert_same, generate
 from .stories import MODELS, NEW, SHELVES, World, alike
-from .test_restore import Halves, Slow, on, stored
+from .test_restore import Slow, on, stored
 
-ROUNDS = [pytest.param(5, id="few"), pytest.param(240, id="many", marks=pytest.mark.deep)]
+ROUNDS = [pytest.param(2, id="few"), pytest.param(96, id="many", marks=pytest.mark.deep)]
 Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("shelf", SHELVES)
+@pytest.mark.parametrize("model", MODELS)  # worlds of one model are neighbours, and share it
 def test_pages_that_do_not_come(model: str, shelf: str, rounds: int, tmp_path: Path) -> None:
     world = World(model, shelf, tmp_path)
     try:
