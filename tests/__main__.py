@@ -1,10 +1,11 @@
 """The test command: `python -m tests [--all | --thorough] [words for pytest]`.
 
-Style, import contracts and types, then the rules of the house and the plain tests, so that what
-fails in the first five minutes is most of what fails; then the other tests (documentation snippets
-are among them): the fast ones, or with `--all` the thorough ones too. With `--thorough`, or words
-for pytest, the tests are one stage; with `--thorough` only those run, without the stages before.
-Each stage is timed; a failure is shown when it comes, and ends the run with its stage.
+Style and import contracts, then the rules of the house and the plain tests, and types beside them,
+so that what fails in the first five minutes is most of what fails; then the other tests
+(documentation snippets are among them): the fast ones, or with `--all` the thorough ones too. With
+`--thorough`, or words for pytest, the tests are one stage; with `--thorough` only those run,
+without the stages before. Each stage is timed; a failure is shown when it comes, and ends the run
+with its stage.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-STAGES = {  # two at a time, the longest first
-    "types": [sys.executable, "-m", "mypy"],
+TYPES = [sys.executable, "-m", "mypy"]
+STAGES = {
     "style": [sys.executable, "-m", "ruff", "check"],
     "format": [sys.executable, "-m", "ruff", "format", "--check"],
     "contracts": [str(SCRIPTS / "lint-imports"), "--no-logo"],
@@ -54,11 +55,14 @@ def main(arguments: list[str]) -> None:
     rest = [word for word in arguments if word not in SETS]
     pytest = [*PYTEST, "-m", SETS[chosen]]
     if chosen != "--thorough":
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda name: run(name, STAGES[name], quiet=True), STAGES))
-    if chosen != "--thorough" and not rest:
-        run("house", [*pytest, *HOUSE], quiet=False)
-        rest = [f"--ignore={path}" for path in HOUSE]
+        with ThreadPoolExecutor(1) as pool:  # types need a minute of one core
+            types = pool.submit(run, "types", TYPES, quiet=True)
+            for name, line in STAGES.items():
+                run(name, line, quiet=True)
+            if not rest:
+                run("house", [*pytest, *HOUSE], quiet=False)
+                rest = [f"--ignore={path}" for path in HOUSE]
+            types.result()
     run("tests", [*pytest, *rest], quiet=False)
     print(f"{'all':<10} {'ok':<6} {time.monotonic() - start:7.1f} s")
 

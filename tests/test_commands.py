@@ -209,6 +209,7 @@ def narrowed(words: tuple[str, ...]) -> list[str]:
     return ["-m", mark, *(str(path) for path in files if f"mark.{mark}" in path.read_text())]
 
 
+@pytest.mark.thorough
 def test_pytest_collects_a_test_for_every_command() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COLLECT],

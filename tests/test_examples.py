@@ -77,6 +77,7 @@ def test_chat(tmp_path: Path) -> None:
     assert (tmp_path / "chat.txt").read_text().startswith(said_so_far)
 
 
+@pytest.mark.thorough
 def test_rag(tmp_path: Path) -> None:
     lines = said([str(EXAMPLES / "rag.py")], tmp_path).splitlines()
     rows = [re.fullmatch(r".*\? +(\w+) +(\d+) of (\d+) tokens were known", line) for line in lines]

@@ -58,7 +58,7 @@ from tests.sim.writers import write_npz
 from tests.tiers.frames import info_of, key_of
 
 FLOOR_BYTES, FACTOR = 16 << 20, 64
-FUZZ = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DEEP = 100_000
 
 

@@ -124,7 +124,7 @@ def small_machine(sram_blocks: int, hbm_blocks: int) -> object:
 steps = st.lists(st.lists(st.integers(0, SMALL.blocks - 1), max_size=3), min_size=1, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps, st.integers(3, 5), st.integers(1, 12), st.sampled_from(["lru", "lfu-ttl"]))
 def test_no_policy_is_below_the_floor(
     reads: list[list[int]], sram: int, hbm: int, name: str
@@ -152,7 +152,7 @@ def fewest(reads: list[set[int]], held: frozenset[int], room: int) -> int:
     return missed + min(fewest(reads[1:], frozenset(k), room) for k in kept)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=2), max_size=5), st.integers(0, 2))
 def test_the_floor_is_the_best_of_all_choices(reads: list[list[int]], hbm: int) -> None:
     shape = SMALL._replace(heads=1, context=48)

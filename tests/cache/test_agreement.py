@@ -26,7 +26,7 @@ quietly = settings(
 
 
 @given(place=st.sampled_from(PLACES), script=st.lists(steps, min_size=6, max_size=40))
-@settings(quietly, max_examples=25)
+@settings(quietly, max_examples=12)
 def test_threads(
     tmp_path_factory: pytest.TempPathFactory, place: str, script: list[tuple[int, str, str]]
 ) -> None:

@@ -225,7 +225,7 @@ TENSORS = st.dictionaries(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(TENSORS, st.data())
 def test_any_tensors_come_back(shapes: dict[str, Any], data: st.DataObject) -> None:
     before = export.STRIPE_BYTES, export.PART_BYTES

@@ -61,7 +61,7 @@ def carry_out(pool: PagePool, content: dict[int, int], moves: dict[int, int]) ->
 SLABS = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.integers(1, 20)), max_size=9)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(SLABS, st.integers(1, 40), st.sampled_from((1.0, 2.0, 4.0)), st.randoms())
 def test_a_plan_keeps_to_its_limits(
     used: list[tuple[int, int]], most: int, gain: float, random: Any
@@ -85,7 +85,7 @@ def test_a_plan_keeps_to_its_limits(
     assert pool.fragmentation() <= before.fragmentation + 1e-12
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(SLABS, st.integers(6, 60))
 def test_small_steps_lead_as_far_as_a_large_one(used: list[tuple[int, int]], most: int) -> None:
     pool, content = sparse_pool(used)
@@ -101,7 +101,7 @@ def test_small_steps_lead_as_far_as_a_large_one(used: list[tuple[int, int]], mos
     assert pool.occupancy().reclaimable == twin.occupancy().reclaimable == 0
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(SLABS, st.integers(0, 4))
 def test_no_more_slabs_than_asked_for(used: list[tuple[int, int]], most: int) -> None:
     pool, content = sparse_pool(used)

@@ -188,7 +188,7 @@ def check_damaged(data: bytes, path: Path) -> None:
     kv.close()
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_gives_a_wrong_byte(sample: Path, tmp_path: Path, data: st.DataObject) -> None:
     whole = sample.read_bytes()

@@ -27,7 +27,7 @@ def granules_alone(kv: KV, seq: Sequence) -> int:
 
 
 @pytest.mark.parametrize("codec", ["raw", "kv8"])
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.data())
 def test_what_is_counted_at_a_glance_is_what_there_is(codec: str, data: st.DataObject) -> None:
     kv = make_kv(geometry(heads=16), pages=80, codec=codec, recent_tokens=PAGE)

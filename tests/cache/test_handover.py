@@ -244,7 +244,7 @@ def write(step: Step) -> None:
         step.appended(layer)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     codec=st.sampled_from(("raw", "raw", "kv8")),
     length=st.integers(1, 4),

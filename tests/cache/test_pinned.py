@@ -194,7 +194,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(st.integers(0, 1 << 30), st.sampled_from([1, 2]), st.sampled_from([3, 6, 20]), steps)
 def test_every_order_of_the_device_gives_the_same_bytes(
     seed: int, granules: int, rows: int, steps: list

@@ -246,7 +246,7 @@ def test_a_preempted_and_resumed_sequence_gives_the_same_tokens(
 # ---- attention
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     page_size=st.sampled_from((8, 16, 24, 64)),
     dim=st.sampled_from((8, 64, 80, 96)),

@@ -338,7 +338,7 @@ def _loaded(link: Link) -> Counter[tuple[bytes, int]]:
 ways_to_restore = st.builds(Split, st.integers(0, 3).map(lambda n: n * PAGE), st.integers(0, 3))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     policy=st.just("flowkv") | ways_to_restore,
     pages=st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)),
@@ -684,7 +684,7 @@ def test_a_pool_without_room_to_compute_loads() -> None:
 # ---- everything at once
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_whatever_happens_nothing_wrong_is_attended_to(data: st.DataObject) -> None:
     draw = data.draw

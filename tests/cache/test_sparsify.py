@@ -76,7 +76,7 @@ def check_pages(seq: Sequence) -> None:
     assert [len(b) for b in seq.blocks] == [-(-n // PAGE) for n in seq.lengths.tolist()]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(1, 40), BUDGETS, st.integers(0, 30), st.integers(0, 99))
 def test_what_is_kept_is_exact_and_the_sequence_goes_on(
     length: int, count: int | tuple[int, int], more: int, seed: int
@@ -163,7 +163,7 @@ STEPS = st.lists(st.integers(1, 12) | st.just(1), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(ROW, min_size=1, max_size=3), STEPS, st.integers(0, 99))
 def test_attention_is_over_what_each_layer_and_head_kept(
     apart: bool, rows: list[tuple[int, int | tuple[int, int] | None]], news: list[int], seed: int

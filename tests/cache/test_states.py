@@ -60,7 +60,7 @@ def test_what_is_no_plain_value_is_refused(value: object) -> None:
 SOUND = encode_state({"a": torch.arange(6).view(2, 3), "b": torch.zeros(3), "n": 1})
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_damaged_states_are_refused_or_of_the_right_form(data: st.DataObject) -> None:
     blob = bytearray(SOUND)
@@ -73,7 +73,7 @@ def test_damaged_states_are_refused_or_of_the_right_form(data: st.DataObject) ->
         assert "damaged" in str(error)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_in_words(blob: bytes) -> None:
     with pytest.raises(StoreError, match="damaged"):

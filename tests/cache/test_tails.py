@@ -61,7 +61,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], bool]]:
 
 @pytest.mark.parametrize("shape", [geometry(), simple()], ids=["sliding", "full"])
 @given(talk=conversations(), wait=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_what_is_reused_is_all_that_is_shared(shape: Any, talk: Any, wait: bool) -> None:
     sliding, known = len(shape.groups) > 1, list[list[int]]()
     with make_kv(shape, pages=400) as kv:
@@ -144,7 +144,7 @@ def test_a_conversation_leaves_one_tail() -> None:
 
 @pytest.mark.parametrize("shape", [geometry(), simple()], ids=["sliding", "full"])
 @given(talk=conversations(), wait=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_later_process_knows_ends_of_prompts_and_of_answers(
     shape: Any, talk: Any, wait: bool
 ) -> None:

@@ -564,7 +564,7 @@ def encoded(codec: str, values: torch.Tensor, key: Any) -> Any:
     return into
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     codec=st.sampled_from(["kv8", "k8v4", "kv4c", "kv4h"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -613,7 +613,7 @@ def test_the_serde_decodes_nothing_but_its_own() -> None:
     refused(object_of(torch.zeros(10, dtype=torch.uint8)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(0, 7))
 def test_a_flipped_bit_is_not_decoded(at: int, bit: int) -> None:
     blob = encoded("kv8", values_of(1), key_of(1))

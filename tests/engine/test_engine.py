@@ -64,7 +64,7 @@ def test_rows_share_forwards(engine: Engine) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_whatever_arrives_whenever(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 5))
     budget = rows + data.draw(st.integers(0, 20))

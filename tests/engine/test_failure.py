@@ -188,7 +188,7 @@ def test_prompts_in_chunks_are_rolled_back_whole(nano: Nano, kv: KV) -> None:
     times=st.integers(1, 12),
     spare=st.integers(0, 9),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_isolation_whatever_fails(bad: set[int], rows: int, times: int, spare: int) -> None:
     nano = Nano()
     poisonous(nano)

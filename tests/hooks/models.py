@@ -347,6 +347,13 @@ def causal(name: str) -> torch.nn.Module:
     return sharpen((_CAUSAL | _RECURRENT)[name](), **tied)
 
 
+def short() -> torch.nn.Module:
+    """Return a Llama of two layers, for tests whose subject is not its depth."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**GROUPED | dict(num_hidden_layers=2))
+    return sharpen(transformers.LlamaForCausalLM(config))
+
+
 def prompt(length: int, seed: int = 1) -> torch.Tensor:
     """Random token ids `[1, length]` without specials."""
     return torch.randint(5, 250, (1, length), generator=torch.Generator().manual_seed(seed))

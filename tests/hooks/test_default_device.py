@@ -15,6 +15,7 @@ from tests.hooks import elsewhere
 from tests.inside import GeometryError, address
 
 THOROUGH = [
+    ("forwards", "context", "llama"),
     ("forwards", "context", "llama/kv8"),
     ("forwards", "patched", "llama"),
     ("attach", "context", "llama/kv8"),
@@ -29,7 +30,6 @@ THOROUGH = [
     ("moment", "way", "model"),
     [
         ("attach", "default", "llama"),
-        ("forwards", "context", "llama"),
         *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH),
     ],
 )

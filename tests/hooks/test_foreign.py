@@ -59,7 +59,7 @@ class Times(torch.nn.Module):
 
 
 def times(factor: Callable[[Any], Any], **attributes: Any) -> Model:
-    model = models.causal("llama")
+    model = models.short()
     model.model.layers[1].mlp = module = Times(model.model.layers[1].mlp, factor)
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -489,7 +489,7 @@ def bookkeeping() -> Any:
         model.tokenizer = value
 
     def made(value: float) -> Model:
-        model = models.causal("llama")
+        model = models.short()
         put(model, value)
         me = weakref.ref(model)
         mlp(model).register_forward_hook(lambda module, args, out: out * me().tokenizer)
@@ -502,7 +502,7 @@ def hooked(hook: Any, put: Callable[[float], None]) -> Attack:
     def build() -> Any:
         def made(value: float) -> Model:
             put(value)
-            model = models.causal("llama")
+            model = models.short()
             mlp(model).register_forward_hook(hook)
             return model
 
@@ -551,7 +551,7 @@ def hook_of_accelerate() -> Any:
             return output * self.scale
 
     def made(value: float) -> Model:
-        model = models.causal("llama")
+        model = models.short()
         hook = Scaling()
         hook.scale = value
         hooks.add_hook_to_module(mlp(model), hook)
@@ -779,7 +779,7 @@ def test_a_revision_names_it(tmp_path) -> None:
 
 def test_a_hook_that_comes_and_goes() -> None:
     """Pages from before are not used while it is there, and are behind it."""
-    model, thing = models.causal("llama"), Plain()
+    model, thing = models.short(), Plain()
     plain = generate(model, 4, input_ids=PROMPT)
     with attached(model) as kv:
         for _ in range(2):

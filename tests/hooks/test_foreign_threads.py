@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[Callable[[], Model], Callable[[Model, float], Any]]] = {
         lambda: times(lambda module: module.scale, scale=1.0),
         lambda model, value: setattr(mlp(model), "scale", value),
     ),
-    "hook": (lambda: models.causal("llama"), put_hook),
+    "hook": (models.short, put_hook),
     "global": (lambda: times(lambda module: SETTING), put_global),
     "table": (
         lambda: times(lambda module: TABLE["scale"]),
@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[Callable[[], Model], Callable[[Model, float], Any]]] = {
     "buffer": (buffered, put_buffer),
     "buffer_in_place": (buffered, lambda model, value: mlp(model).gain.fill_(value)),
     "setting": (configured, lambda model, value: setattr(model.config, "scale_of_a_test", value)),
-    "library": (lambda: models.causal("llama"), put_epsilon),
+    "library": (models.short, put_epsilon),
 }
 
 

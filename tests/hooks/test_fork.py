@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     "case",
     [
         "plain",
-        "attaches",
-        *(pytest.param(c, marks=pytest.mark.thorough) for c in ("hybrid", "locked")),
+        *(pytest.param(c, marks=pytest.mark.thorough) for c in ("attaches", "hybrid", "locked")),
     ],
 )
 def test_a_child_generates(case: str, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def wrapped(model: torch.nn.Module, kind: type = Scaled) -> Scaled:
 
 
 def an_activation(model: torch.nn.Module) -> Undo:
-    return setting_module(model.model.layers[2].mlp, "act_fn", torch.nn.Tanh())
+    return setting_module(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh())
 
 
 def setting_module(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Undo:
@@ -190,7 +190,7 @@ def a_registered_attention(model: torch.nn.Module) -> Undo:
 
 
 def a_method_of_an_instance(model: torch.nn.Module) -> Undo:
-    mlp = model.model.layers[2].mlp
+    mlp = model.model.layers[0].mlp
     plain = mlp.forward
     mlp.forward = types.MethodType(lambda self, x: plain(x) * 1.5, mlp)
     return lambda: delattr(mlp, "forward")
@@ -231,12 +231,12 @@ def a_tensor_of_a_wrapper_in_place(model: torch.nn.Module) -> Undo:
 
 
 def a_hook(model: torch.nn.Module) -> Undo:
-    hook = model.model.layers[2].mlp.register_forward_hook(lambda m, a, out: out * 1.5)
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: out * 1.5)
     return hook.remove
 
 
 def a_hook_before(model: torch.nn.Module) -> Undo:
-    hook = model.model.layers[2].mlp.register_forward_pre_hook(lambda m, a: (a[0] * 1.5,))
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda m, a: (a[0] * 1.5,))
     return hook.remove
 
 
@@ -339,7 +339,7 @@ each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name_
 
 
 def base() -> torch.nn.Module:
-    model = models.causal("llama")
+    model = models.short()
     wrapped(model)
     return model
 
@@ -465,7 +465,7 @@ class Counting(torch.nn.Module):
 
 def test_a_forward_that_writes_makes_its_model_foreign(tmp_path) -> None:
     """Unless the user names it: then what it writes is in no name."""
-    model, prompt, place = models.causal("llama"), models.prompt(60), f"{tmp_path}/kv:64MiB"
+    model, prompt, place = models.short(), models.prompt(60), f"{tmp_path}/kv:64MiB"
     model.model.layers[0].mlp = Counting(model.model.layers[0].mlp).eval()
     with attached(model, disk=place) as kv:
         for _ in range(2):
@@ -486,7 +486,7 @@ def test_a_forward_that_writes_makes_its_model_foreign(tmp_path) -> None:
 
 def test_a_hook_that_counts_and_scales() -> None:
     """It writes what no name says: nothing of it is shared."""
-    model, prompt = models.causal("llama"), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     state = {"calls": 0, "scale": 1.0}
 
     def hook(module, args, out):
@@ -500,7 +500,7 @@ def test_a_hook_that_counts_and_scales() -> None:
             state["scale"] = scale
             ours = generate(model, 4, input_ids=prompt)
             with_kv = reused(kv)
-            other = models.causal("llama")
+            other = models.short()
             other.model.layers[1].mlp.register_forward_hook(lambda m, a, o, s=scale: o * s)
             assert_same(ours, generate(other, 4, input_ids=prompt))
         assert with_kv == 0 and foreign(kv)
@@ -508,14 +508,14 @@ def test_a_hook_that_counts_and_scales() -> None:
 
 def test_hooks_come_and_go() -> None:
     """Python gives the address of a hook that is gone to the next one."""
-    model, prompt = models.causal("llama"), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     with attached(model):
         for factor in (1.5, 0.5, 2.5, 1.5):
             scaled = functools.partial(lambda m, a, out, factor: out * factor, factor=factor)
             handle = model.model.layers[1].mlp.register_forward_hook(scaled)
             ours = generate(model, 4, input_ids=prompt)
             handle.remove()
-            other = models.causal("llama")
+            other = models.short()
             other.model.layers[1].mlp.register_forward_hook(lambda m, a, o, f=factor: o * f)
             assert_same(ours, generate(other, 4, input_ids=prompt))
 
@@ -534,7 +534,7 @@ class Opaque:
 
 def test_what_cannot_be_named_is_neither_shared_nor_stored(tmp_path) -> None:
     place, prompt = f"{tmp_path}/kv:64MiB", models.prompt(60)
-    model = models.causal("llama")
+    model = models.short()
     wrapped(model).gain = Opaque()
     with attached(model, disk=place) as kv:
         generate(model, 4, input_ids=prompt)
@@ -549,7 +549,7 @@ def test_what_cannot_be_named_is_neither_shared_nor_stored(tmp_path) -> None:
 
 
 def test_submodules_in_training_mode_are_not_shared() -> None:
-    model, prompt = models.causal("llama"), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     mlp = model.model.layers[1].mlp
     mlp.act_fn = torch.nn.Sequential(mlp.act_fn, torch.nn.Dropout(0.5))
     model.eval()
@@ -579,7 +579,7 @@ def flowkv_off(kv: flowkv.KV, model: torch.nn.Module):
 
 def test_harmless_training_mode_is_shared() -> None:
     """As PEFT leaves its layers when it adds them: nothing in them draws a random number."""
-    model, prompt = models.causal("llama"), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     mlp = model.model.layers[1].mlp
     mlp.act_fn = torch.nn.Sequential(mlp.act_fn, torch.nn.Dropout(0.0)).train()
     with attached(model) as kv:
@@ -604,7 +604,7 @@ class ByRow(torch.nn.Module):
 
 @pytest.mark.parametrize("common", [60, 40])
 def test_rows_that_are_treated_differently_share_nothing(common: int) -> None:
-    model = models.causal("llama")
+    model = models.short()
     rows = models.prompt(60).repeat(2, 1)
     rows[1, common:] = models.prompt(60, 9)[0, common:]
     model.model.layers[0].mlp = ByRow(model.model.layers[0].mlp, [1.0, 2.0])
@@ -617,14 +617,14 @@ def test_rows_that_are_treated_differently_share_nothing(common: int) -> None:
 
 
 def test_verify_tries_equal_rows() -> None:
-    model = models.causal("llama")
+    model = models.short()
     assert "row of a batch" not in str(flowkv.verify(model))
     model.model.layers[0].mlp = ByRow(model.model.layers[0].mlp, [1.0, 2.0])
     assert "otherwise in another row of a batch" in str(flowkv.verify(model))
 
 
 def test_a_hook_that_treats_rows_differently() -> None:
-    model, rows = models.causal("llama"), models.prompt(60).repeat(3, 1)
+    model, rows = models.short(), models.prompt(60).repeat(3, 1)
 
     def hook(module, args, kwargs, out, names):
         scale = torch.tensor([{"a": 1.0, "b": 1.5}[name] for name in names])
@@ -636,7 +636,7 @@ def test_a_hook_that_treats_rows_differently() -> None:
         )
         theirs = generate(model, 4, input_ids=rows)
         handle.remove()
-        other = models.causal("llama")
+        other = models.short()
         with attached(other):
             for _ in range(2):
                 handle = other.model.layers[1].mlp.register_forward_hook(
@@ -647,7 +647,7 @@ def test_a_hook_that_treats_rows_differently() -> None:
 
 
 def test_equal_rows_of_an_ordinary_model_share() -> None:
-    model, rows = models.causal("llama"), models.prompt(60).repeat(2, 1)
+    model, rows = models.short(), models.prompt(60).repeat(2, 1)
     with attached(model) as kv:
         generate(model, 4, input_ids=rows)
         generate(model, 4, input_ids=rows)
@@ -756,7 +756,7 @@ def test_a_mode_of_torch_between_model_and_torch_is_not_shared() -> None:
             out = function(*args, **(kwargs or {}))
             return out * 1.2 if function is torch.nn.functional.silu else out
 
-    model, prompt = models.causal("llama"), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     plain = generate(model, 4, input_ids=prompt)
     with Louder():
         louder = generate(model, 4, input_ids=prompt)

@@ -61,7 +61,7 @@ class Case:
         self.make, self.read, self.edit, self.named = make, read, edit, named
 
     def model(self) -> tuple[torch.nn.Module, Any]:
-        model, state, read = models.causal("llama"), self.make(), self.read
+        model, state, read = models.short(), self.make(), self.read
         model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * read(state))
         return model, state
 
@@ -479,7 +479,7 @@ def endless() -> list[Any]:
     ],
 )
 def test_whatever_a_model_refers_to_it_is_served(make: Callable[[], Any]) -> None:
-    model, prompt = models.causal("llama"), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         held = make()
@@ -528,12 +528,12 @@ def frozen(model: torch.nn.Module, factor: float) -> None:
 def test_modules_that_torch_compiled(make: Callable[..., None]) -> None:
     prompt, names, answers = models.prompt(60), [], []
     for factor in (1.0, 2.0, 1.0):
-        model = models.causal("llama")
+        model = models.short()
         make(model, factor)
         names.append(Identity(model))
         answers.append(generate(model, 4, input_ids=prompt))
     assert all(name.foreign for name in names)
-    model = models.causal("llama")
+    model = models.short()
     with attached(model) as kv, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         generate(model, 4, input_ids=prompt)
@@ -544,7 +544,7 @@ def test_modules_that_torch_compiled(make: Callable[..., None]) -> None:
 
 
 def test_what_a_compiled_module_holds() -> None:
-    prompt, model, other = models.prompt(60), models.causal("llama"), models.causal("llama")
+    prompt, model, other = models.prompt(60), models.short(), models.short()
     for each in (model, other):
         scripted(each, 1.0)
 
@@ -621,7 +621,7 @@ def class_of_a_layer(model: Any) -> None:
 
 
 def attribute_of_a_weight(model: Any) -> None:
-    model.model.layers[2].mlp.down_proj.weight.factor = 2.0
+    model.model.layers[0].mlp.down_proj.weight.factor = 2.0
 
 
 def attribute_called_processor(model: Any) -> None:
@@ -634,12 +634,12 @@ def another_processor(model: Any) -> None:
 
 
 def processor_of_a_library_module(model: Any) -> None:
-    model.model.layers[2].mlp.processor = 2.0
+    model.model.layers[0].mlp.processor = 2.0
 
 
 def weight_of_another_class(model: Any) -> None:
     with torch.no_grad():
-        model.model.layers[2].mlp.up_proj.weight.mul_(2.0)
+        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
 
 
 def nested_setting(model: Any) -> None:
@@ -666,7 +666,7 @@ def list_of_objects_of_the_configuration(model: Any) -> None:
 
 def read_all(model: Any) -> None:
     """Hooks that read what the edits write."""
-    mlp, config = model.model.layers[2].mlp, model.config
+    mlp, config = model.model.layers[0].mlp, model.config
     config.own, config.gains = {"dtype": 1.0}, torch.ones(2000)
     config.box, config.boxes = types.SimpleNamespace(factor=1.0), [Decorated(one)]
     weight = mlp.up_proj.weight
@@ -704,7 +704,7 @@ EDITS = [
 
 
 def reading() -> torch.nn.Module:
-    model = models.causal("llama")
+    model = models.short()
     read_all(model)
     return model
 
@@ -731,7 +731,7 @@ def test_an_edit_of_a_module_is_another_name(edit: Callable[[Any], None]) -> Non
 
 def test_dicts_keyed_by_modules() -> None:
     def made() -> tuple[Any, dict[Any, float]]:
-        model = models.causal("llama")
+        model = models.short()
         factors = {layer.mlp: 1.0 for layer in model.model.layers}
         for layer in model.model.layers:
             layer.mlp.register_forward_hook(lambda m, a, out: out * factors[m])
@@ -755,7 +755,7 @@ def test_an_attribute_of_a_metaclass() -> None:
     held, prompt = Made(), models.prompt(60)
 
     def made() -> Any:
-        model = models.causal("llama")
+        model = models.short()
         model.model.layers[1].mlp.register_forward_hook(
             lambda m, a, out: out * type(type(held)).factor
         )
@@ -876,14 +876,14 @@ def check_placed(
     ids=lambda place: place.__name__,
 )
 def test_what_is_placed_in_a_library_is_named_by_content(place: Callable[[float], Undo]) -> None:
-    check_placed(lambda: models.causal("llama"), place, models.prompt(60))
+    check_placed(models.short, place, models.prompt(60))
 
 
 def test_forwards_of_a_library_in_an_instance() -> None:
     prompt, forwards = models.prompt(60), [PLAIN_MLP, modeling_phi3.Phi3MLP.forward]
 
     def made() -> Any:
-        model = models.causal("llama")
+        model = models.short()
         mlp = model.model.layers[1].mlp
         torch.manual_seed(3)
         mlp.gate_up_proj = torch.nn.Linear(64, 2 * mlp.up_proj.out_features).eval()
@@ -915,7 +915,7 @@ def test_code_that_has_the_name_of_another_module(name: str) -> None:
         space: dict[str, Any] = {"__name__": name, "FACTOR": factor}
         exec("def hook(module, args, out):\n    return out * FACTOR", space)
         exec("class Own:\n    def factor(self):\n        return FACTOR", space)
-        by_function, by_class = models.causal("llama"), models.causal("llama")
+        by_function, by_class = models.short(), models.short()
         by_function.model.layers[1].mlp.register_forward_hook(space["hook"])
         own = space["Own"]()
         by_class.model.layers[1].mlp.register_forward_hook(
@@ -960,7 +960,7 @@ class Described:
 def test_ordinary_values_have_a_lasting_name(make: Callable[[], Any]) -> None:
     found = []
     for _ in range(2):
-        model, held = models.causal("llama"), make()
+        model, held = models.short(), make()
         if type(held) is object:
             model.config.held = held
         else:
@@ -973,14 +973,14 @@ def test_ordinary_values_have_a_lasting_name(make: Callable[[], Any]) -> None:
 
 def test_a_door_that_somebody_traces_is_in_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hooks hold all that FlowKV knows of the model: a name of that would be nobody's."""
-    name, after, seen = Identity(models.causal("llama")).namespace, ForwardHook.after, []
+    name, after, seen = Identity(models.short()).namespace, ForwardHook.after, []
 
     def traced(self: ForwardHook, *arguments: Any) -> Any:
         seen.append(self)
         return after(self, *arguments)
 
     monkeypatch.setattr(ForwardHook, "after", traced)
-    model = models.causal("llama")
+    model = models.short()
     with attached(model):
         generate(model, 2, input_ids=models.prompt(60))
         assert seen
@@ -988,12 +988,12 @@ def test_a_door_that_somebody_traces_is_in_no_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_function_that_is_bound_to_something_of_flowkv_is_foreign() -> None:
-    model = models.causal("llama")
+    model = models.short()
 
     def doubled(held: Undo, module: Any, given: Any, out: Any) -> Any:
         return out * 2
 
-    with attached(models.causal("llama")) as kv:
+    with attached(models.short()) as kv:
         model.model.layers[0].mlp.register_forward_hook(types.MethodType(doubled, kv))
         assert Identity(model).foreign
 
@@ -1001,7 +1001,7 @@ def test_a_function_that_is_bound_to_something_of_flowkv_is_foreign() -> None:
 @pytest.mark.parametrize("kept", ["attribute", "list", "closure"])
 def test_a_model_that_holds_its_cache_is_named_without_it(kept: str) -> None:
     """What a cache knows is as large as the cache, and says nothing of what is computed."""
-    model = models.causal("llama")
+    model = models.short()
     with attached(model) as kv:
         if kept == "attribute":
             model.kv = kv
@@ -1021,7 +1021,7 @@ def test_a_model_that_holds_its_cache_is_named_without_it(kept: str) -> None:
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_what_somebody_keeps_on_a_cache_is_foreign(bound: bool) -> None:
-    model = models.causal("llama")
+    model = models.short()
     with attached(model) as kv:
         kv.factor = 1.0
 
@@ -1034,7 +1034,7 @@ def test_what_somebody_keeps_on_a_cache_is_foreign(bound: bool) -> None:
 
 
 def test_a_cache_that_somebody_makes_hold_itself_is_named() -> None:
-    model = models.causal("llama")
+    model = models.short()
     with attached(model) as kv:
         kv.me, model.kv = kv, kv
         identity = Identity(model)
@@ -1043,7 +1043,7 @@ def test_a_cache_that_somebody_makes_hold_itself_is_named() -> None:
 
 
 def test_a_name_of_python_that_a_module_takes_for_itself_is_noticed() -> None:
-    model, space = models.causal("llama"), {"__name__": "somewhere"}
+    model, space = models.short(), {"__name__": "somewhere"}
     exec("def hook(module, given, out):\n    return out.mul(abs(-1.0))", space)
     model.model.layers[0].mlp.register_forward_hook(space["hook"])
     identity = Identity(model)
@@ -1058,7 +1058,7 @@ def test_a_name_of_python_that_a_module_takes_for_itself_is_noticed() -> None:
 
 def test_a_setting_that_a_module_gets_later_is_noticed() -> None:
     settings = types.ModuleType("settings_of_somebody")
-    model = models.causal("llama")
+    model = models.short()
     model.model.layers[0].mlp.register_forward_hook(
         lambda module, given, out: out * getattr(settings, "FACTOR", 1.0)
     )
@@ -1070,7 +1070,7 @@ def test_a_setting_that_a_module_gets_later_is_noticed() -> None:
 def test_a_method_of_all_tensors_that_is_replaced_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, power = models.causal("llama"), torch.Tensor.pow
+    model, power = models.short(), torch.Tensor.pow
     identity = Identity(model)
     monkeypatch.setattr(torch.Tensor, "pow", lambda x, *given: power(x, *given) * 4)
     assert not identity.same(model)
@@ -1080,7 +1080,7 @@ def test_a_method_of_all_tensors_that_is_replaced_is_noticed(
 
 
 def test_weights_that_are_read_as_another_type_are_noticed() -> None:
-    model, prompt = models.causal("llama").to(torch.bfloat16), models.prompt(60)
+    model, prompt = models.short().to(torch.bfloat16), models.prompt(60)
     with attached(model) as kv:
         for _ in range(2):
             generate(model, 4, input_ids=prompt)
@@ -1104,7 +1104,7 @@ class Foreign(torch.nn.Module):
 
 def test_copying_and_pickling_leave_no_trace_in_a_name() -> None:
     """Python notes on a class how its objects are copied, when the first of them is."""
-    model, kept = models.causal("llama"), One()
+    model, kept = models.short(), One()
     model.model.layers[0].mlp = Foreign(model.model.layers[0].mlp)
     model.model.layers[0].mlp.register_forward_hook(lambda module, given, out, kept=kept: out)
     for cls in (torch.Tensor, Foreign, One):

@@ -97,7 +97,7 @@ def keeper_over(tier: Any) -> Keeper:
 # ---- what is answered
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.booleans()),

@@ -47,7 +47,7 @@ SEALED = CODECS[1:]
 kinds = st.sampled_from((*KINDS, *EXTREMES))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_the_twin_writes_the_oracles_bytes(data: st.DataObject) -> None:
     """From raw into any codec, then from there into any other."""
@@ -181,15 +181,15 @@ def test_the_format_is_pinned(codec: str) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_conformance(codec: str, dtype: str) -> None:
-    check_codec(codec, dtype=dtype, max_examples=30)
+    check_codec(codec, dtype=dtype, max_examples=15)
 
 
 @pytest.mark.parametrize("codec", ["raw", "kv8"])
 def test_conformance_of_small_pages(codec: str) -> None:
-    check_codec(codec, shapes=((3, 16, 20, 24), (1, 8, 7, 5)), dtype="float16", max_examples=30)
+    check_codec(codec, shapes=((3, 16, 20, 24), (1, 8, 7, 5)), dtype="float16", max_examples=15)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.sampled_from(KINDS), st.sampled_from([64, 80, 96, 128, 256]), st.integers(0, 999))
 def test_kv4h_is_bounded_in_its_own_basis(kind: str, dim: int, seed: int) -> None:
     """Element by element where it is encoded; norms where it is used."""
@@ -272,7 +272,7 @@ def test_a_codec_that_errs_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(reference_codec, attribute, wrong)
     codec = "kv4h" if attribute == "rotate" else "kv4c"
     with pytest.raises(AssertionError, match=r"bound|finite"):
-        check_codec(codec, backend="reference", max_examples=60)
+        check_codec(codec, backend="reference", max_examples=25)
 
 
 @pytest.mark.parametrize("codec", SEALED)

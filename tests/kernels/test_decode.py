@@ -41,7 +41,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     return Scene(layout, lengths, [1] * len(lengths), window, sealed=codecs, layer=2)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     scene=scenes(),
     group=st.sampled_from([1, 2, 3, 5]),

@@ -46,7 +46,7 @@ def test_raw_is_the_only_codec(codec: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data(), switches=st.sampled_from(list(SWITCHES.values())))
 def test_attention(backend: str, data: st.DataObject, switches: dict[str, object]) -> None:
     draw = data.draw

@@ -24,7 +24,7 @@ from tests.kernels.scene import Scene, int32, layout_of
 TOLERANCE = {"float32": 4e-6, "bfloat16": 1.6e-2, "float16": 2e-3}
 PREFILL_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 SEALED = CODECS[1:]
-HEAVY = settings(max_examples=30)
+HEAVY = settings(max_examples=15)
 
 
 @st.composite
@@ -111,7 +111,7 @@ def test_oracle(data: st.DataObject, scene: Scene) -> None:
     attend(scene, q, how, TOLERANCE[scene.layout.dtype], "reference")
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data(), scene=scenes())
 def test_numba(data: st.DataObject, scene: Scene) -> None:
     q, how = data.draw(switches(scene))

@@ -38,7 +38,7 @@ def halves(where: Pool, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @each_backend
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_kept_tokens_fill_the_new_pages(backend: str, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([8, 24]))

@@ -69,7 +69,7 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 
 @each_backend
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_appended_keys_are_rotated_by_their_positions(backend: str, data: st.DataObject) -> None:
     scene = data.draw(scenes())
@@ -188,7 +188,7 @@ def pair_lengths(keys: torch.Tensor, rope: Rotary) -> torch.Tensor:
     return out
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_implementations_write_the_same_bits(data: st.DataObject) -> None:
     layout = layout_of(

@@ -73,7 +73,7 @@ labels = st.dictionaries(st.sampled_from(["tier", "reason"]), st.text(max_size=4
 
 
 @given(st.lists(st.tuples(names, values, labels), max_size=12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_they_agree_about_anything(told: list[tuple[str, float, dict[str, str]]]) -> None:
     watched, levels = Watched(), []
     watched.metrics.source(lambda: levels)

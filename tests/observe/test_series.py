@@ -15,7 +15,7 @@ from tests.inside import Series
     st.lists(st.tuples(st.floats(0, 500), st.integers(0, 9)), min_size=1, max_size=80),
     st.sampled_from([4, 16]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_amount_is_lost(told: list[tuple[float, int]], most: int) -> None:
     series = Series(most=most, cell_s=0.5)
     for at_s, tokens in sorted(told):

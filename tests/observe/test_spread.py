@@ -22,7 +22,7 @@ def exact(values: list[float], q: float) -> float:
 
 
 @given(st.lists(times, min_size=1, max_size=60), st.sampled_from([0, 0.01, 0.5, 0.9, 0.99, 1]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_quantiles_are_within_one_percent(values: list[float], q: float) -> None:
     spread = Spread(values)
     assert spread.quantile(q) == pytest.approx(exact(values, q), rel=ERROR * 1.0001, abs=1e-12)

@@ -22,7 +22,7 @@ def tell(bus: Bus, tenant: str, tier: str, tokens: int) -> None:
 
 
 @given(told, st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_token_is_lost(story: list[tuple[str, str, int]], most: int) -> None:
     bus = Bus()
     tenancy = Tenancy(bus, most=most)

@@ -107,7 +107,7 @@ times = st.integers(0, 20)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["compute", "disk", "host"]), times, times), max_size=9))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_busy_time_counts_every_millisecond_once(drawn: list[tuple[str, int, int]]) -> None:
     spans = tuple(span(engine, a, a + b) for engine, a, b in drawn)
     timeline = Timeline(ended=ended(), spans=spans)

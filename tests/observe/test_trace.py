@@ -159,7 +159,7 @@ stories = st.lists(spans | st.builds(ended, times, st.just(0.02), request=st.int
 
 
 @given(story=stories)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_order_of_events_is_a_sound_trace(
     story: list[Event], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

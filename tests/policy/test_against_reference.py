@@ -177,4 +177,4 @@ class Both(RuleBasedStateMachine):
 
 
 TestBoth = Both.TestCase
-TestBoth.settings = settings(max_examples=60, stateful_step_count=30)
+TestBoth.settings = settings(max_examples=25, stateful_step_count=30)

@@ -28,4 +28,4 @@ class BothArc(Both):
 
 
 TestBothArc = BothArc.TestCase
-TestBothArc.settings = settings(max_examples=60, stateful_step_count=30)
+TestBothArc.settings = settings(max_examples=25, stateful_step_count=30)

@@ -61,7 +61,7 @@ class BothRecent(Both):
 
 
 TestBothRecent = BothRecent.TestCase
-TestBothRecent.settings = settings(max_examples=25, stateful_step_count=30)
+TestBothRecent.settings = settings(max_examples=12, stateful_step_count=30)
 
 
 def test_conforms():

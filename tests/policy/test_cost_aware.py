@@ -27,7 +27,7 @@ class BothCostAware(Both):
 
 
 TestBothCostAware = BothCostAware.TestCase
-TestBothCostAware.settings = settings(max_examples=40, stateful_step_count=30)
+TestBothCostAware.settings = settings(max_examples=20, stateful_step_count=30)
 
 
 @given(st.floats(1e-300, 1e300))

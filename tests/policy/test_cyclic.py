@@ -53,7 +53,7 @@ class BothCyclic(Both):
 
 
 TestBothCyclic = BothCyclic.TestCase
-TestBothCyclic.settings = settings(max_examples=40, stateful_step_count=20)
+TestBothCyclic.settings = settings(max_examples=20, stateful_step_count=20)
 
 
 def hits(policy, trace, capacity):

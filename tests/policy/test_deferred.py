@@ -83,7 +83,7 @@ def tell(policy, now, name, *said):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(-1, 90), calls), max_size=30),
     st.lists(st.tuples(st.integers(-1, 90), questions), max_size=20),
@@ -247,7 +247,7 @@ class Stuck(HazardIndex):
     insert = access = evict = remove = pin = unpin = admit = wanted = displace = _waits
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.booleans()), max_size=60))
 def test_while_a_policy_is_compiled_the_longest_unused_leaf_goes(uses):
     """As LRU over chains would choose, call by call; nothing pinned, and nothing twice."""

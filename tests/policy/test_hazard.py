@@ -47,7 +47,7 @@ from tests.inside import compiled_describe as describe
 S = 10**9
 whole = st.integers(-(1 << 31), (1 << 31) - 1)
 anything = st.floats(allow_nan=True, allow_infinity=True)
-few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 
 def ids(*values):

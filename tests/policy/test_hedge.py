@@ -68,7 +68,7 @@ def test_lru_decides_once_the_stake_is_lost_until_half_of_it_is_there_again():
 
 
 def test_nothing_is_lost_when_another_rule_decides():
-    check_policy(Restless, leases=("", "one_shot"), max_examples=60)
+    check_policy(Restless, leases=("", "one_shot"), max_examples=25)
 
 
 def test_every_turn_keeps_the_promises_of_the_order():

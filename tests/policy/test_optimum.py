@@ -93,7 +93,7 @@ def by_trying_everything(trace: Trace, capacity: int) -> int:
     return max(best.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(stories, st.integers(0, 9))
 def test_policy_function_and_definition_agree(story, capacity):
     trace = a_trace(story)
@@ -104,7 +104,7 @@ def test_policy_function_and_definition_agree(story, capacity):
     assert run_through(trace, policy, capacity).tolist() == expected
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(
         st.tuples(st.just(1), st.lists(st.integers(0, 1), min_size=1, max_size=3)), max_size=7
@@ -116,7 +116,7 @@ def test_no_sequence_of_decisions_is_better(story, capacity):
     assert optimum_hits(trace, capacity).sum() == by_trying_everything(trace, capacity)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(stories, st.integers(1, 9))
 def test_no_policy_is_better(story, capacity):
     trace = a_trace(story)
@@ -126,7 +126,7 @@ def test_no_policy_is_better(story, capacity):
             assert run_through(trace, make_policy(name), capacity).sum() <= best, name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(stories, st.integers(1, 9))
 def test_bigger_is_no_worse(story, capacity):
     """Of LRU a bigger place hits whatever a smaller one does, request by request."""
@@ -139,7 +139,7 @@ def test_bigger_is_no_worse(story, capacity):
     assert infinite.sum() == len(trace.blocks) - trace.unique
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(stories, st.integers(1, 6))
 def test_halving_the_blocks_never_lowers_the_hits_of_the_optimum(story, capacity):
     """Blocks of half the size, twice as many of which fit: at least as many tokens hit."""

@@ -187,7 +187,7 @@ def run(events: list[tuple], capacity: int, limits: dict[str, Any]) -> Drive:
     return drive
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.lists(EVENTS, max_size=40), st.integers(4, 9), LIMITS)
 def test_it_decides_what_its_reference_decides(
     events: list[tuple], capacity: int, limits: dict[str, Any]

@@ -146,7 +146,7 @@ finite = st.floats(0, 1e12)
     st.booleans(),
     st.sampled_from(["", "%", "bytes"]),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_any_curves_are_drawn_within_their_frame(
     curves: dict[str, list[float]], stacked: bool, unit: str
 ) -> None:
@@ -181,7 +181,7 @@ def test_bytes_have_round_labels() -> None:
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.lists(st.floats(0, 1e4), min_size=1), min_size=1))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_any_spread_is_drawn_within_its_frame(values: dict[str, list[float]]) -> None:
     spreads = {name: Spread(found) for name, found in values.items()}
     drawn = Drawn(Distributions("c", spreads))

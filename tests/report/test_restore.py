@@ -66,6 +66,7 @@ def test_labels_of_the_axis_fit(seconds: float) -> None:
     assert ("milliseconds" in drawn.texts) == (seconds < 2) == ("seconds" not in drawn.texts)
 
 
+@pytest.mark.thorough
 def test_ten_thousand_pieces_are_no_burden() -> None:
     stripes = [
         span("disk", n / 900, (n + 1) / 900, token=512 - n // 32, tokens=1, layer=n % 32, layers=1)

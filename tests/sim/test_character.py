@@ -11,7 +11,7 @@ from tests.inside import lru_hit_ratios, stack_distances
 from tests.sim.stories import chains, needs_traces, public, run_through, traces
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(trace=traces)
 def test_distances_are_lru(trace):
     """At every size, request by request: a block is a hit exactly if its distance is smaller."""
@@ -25,7 +25,7 @@ def test_distances_are_lru(trace):
         assert lru_hit_ratios(distances, [capacity]) == [expected]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(trace=traces)
 def test_against_definitions(trace):
     got, asked = characterise(trace), [b for chain in chains(trace) for b in chain]

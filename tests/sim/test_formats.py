@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("traces")
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(trace=traces, name=st.sampled_from(["a.npz", "a.jsonl", "a.jsonl.zst"]))
 def test_what_is_written_is_read(folder, trace, name):
     path = folder / name
@@ -167,7 +167,7 @@ def test_bad_lines_name_their_number(tmp_path, line):
         read_trace(path)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_damaged_files_end_in_a_sentence(folder, data):
     """Bytes are changed or cut off: the file is read, as something, or refused; never more."""

@@ -38,7 +38,7 @@ def record(path, story, **more):
             )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(story=stories, most=st.sampled_from([2, 1 << 19]), frame=st.sampled_from([3, 4096]))
 def test_what_is_recorded_is_replayed(tmp_path_factory, story, most, frame):
     """Also when the writer forgets what it wrote, and frames are short."""
@@ -136,7 +136,7 @@ def test_an_empty_recording(tmp_path):
     assert len(read_trace(tmp_path / "none.rec")) == 0
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(at=st.integers(0, 10**6), flip=st.integers(0, 255))
 def test_damage_is_noticed(tmp_path_factory, at, flip):
     path = tmp_path_factory.mktemp("d") / "x.rec"

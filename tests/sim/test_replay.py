@@ -38,7 +38,7 @@ ROW = [
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(trace=traces, capacity=st.integers(0, 12))
 def test_a_place_is_the_plain_loop(name, trace, capacity):
     """Decision by decision: equal hits, and equal digests."""
@@ -49,7 +49,7 @@ def test_a_place_is_the_plain_loop(name, trace, capacity):
     assert plain.digest() == placed.digest()
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(trace=traces, capacity=st.integers(0, 12))
 def test_the_two_ends_of_the_scale(trace, capacity):
     lru, opt = replay(trace, "lru", pages=capacity), replay(trace, "opt", pages=capacity)
@@ -64,7 +64,7 @@ def test_the_two_ends_of_the_scale(trace, capacity):
     assert slow.load_traffic == opt.load_traffic
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(trace=traces, capacity=st.integers(0, 12))
 def test_blocks_add_up(trace, capacity):
     got = replay(trace, "lru", pages=capacity)

@@ -36,7 +36,7 @@ def test_one_place_is_the_plain_loop(name, trace, capacity):
     assert plain.digest() == placed.digest()
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(trace=traces, rooms=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_sums(trace, rooms):
     stack = PlaceStack(trace, [make_policy("lru") for _ in rooms], rooms)
@@ -94,7 +94,7 @@ def test_times_by_hand():
     assert nothing.tolist() == pytest.approx([costs.sum() + last])
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(trace=traces, name=st.sampled_from(list(HARDWARE)), data=st.data())
 def test_a_load_is_never_slower_than_to_compute(trace, name, data):
     sizes = np.diff(trace.offsets)

@@ -39,7 +39,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 NAMES = range(12)
 in_files = settings(
-    max_examples=25,
+    max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     deadline=None,
 )

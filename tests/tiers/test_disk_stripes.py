@@ -261,7 +261,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiskTier]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, STRIPES), st.integers(0, 4))))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_any_parts_in_any_order(disk: DiskTier, wishes: list[tuple[int, int, int]]) -> None:
     items, targets = list[Load](), list[bytearray]()
     for name, first, stripes in wishes:

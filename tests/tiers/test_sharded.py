@@ -125,7 +125,7 @@ GEOMETRIES = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     geometry=GEOMETRIES,
     writers=st.sampled_from(WORLDS),

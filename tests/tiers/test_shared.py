@@ -190,7 +190,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(steps=STEPS)
 def test_several_handles_see_one_truth(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
@@ -216,7 +216,7 @@ def test_several_handles_see_one_truth(
         handle.close()
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     slots=st.integers(9, 12),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 15)), max_size=60),
@@ -323,7 +323,7 @@ def scribble(tier: SharedTier, seed: int, where: set[str]) -> None:
         flat[spots] = rng.integers(-(2**63), 2**63, len(spots)).astype(flat.dtype)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),
     where=st.sets(st.sampled_from(PARTS), min_size=1),
@@ -445,7 +445,7 @@ class Guarded:
 WILD = st.sampled_from((-(2**62), -70, -1, 0, 1, 5, 60, 200, 260, 300, 2**31, 2**32 - 1, 2**62))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     lies=st.lists(
         st.tuples(st.sampled_from(("row", "claim", "link", "free", "grown")), WILD, WILD, WILD),

@@ -10,7 +10,7 @@ from flowkv.testing import check_restore_policy
 
 @pytest.mark.parametrize("name", RESTORE_POLICIES)
 def test_keeps_the_rules(name: str) -> None:
-    check_restore_policy(RESTORE_POLICIES[name], max_examples=120)
+    check_restore_policy(RESTORE_POLICIES[name], max_examples=60)
 
 
 @pytest.mark.deep

@@ -43,7 +43,7 @@ class Unknown:
 
 def test_keeps_the_rules_with_other_sizes() -> None:
     check_restore_policy(
-        lambda: TwoPointer(chunk=96, block=48, probe=17, aging=3.0), max_examples=60
+        lambda: TwoPointer(chunk=96, block=48, probe=17, aging=3.0), max_examples=25
     )
 
 
@@ -52,7 +52,7 @@ def test_keeps_the_rules_for_long() -> None:
     check_restore_policy(TwoPointer, max_examples=5000)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     tokens=st.integers(1, 20000),
     suffix=st.sampled_from((0, 1, 64, 2048)),

@@ -195,7 +195,7 @@ def test_nothing_to_do() -> None:
 
 
 @given(world=worlds(), name=st.sampled_from(sorted(RESTORE_POLICIES)))
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 def test_what_a_story_lets_through_is_right(world, name: str) -> None:
     story = RestoreStory(RESTORE_POLICIES[name], world)
     story.run()
@@ -204,7 +204,7 @@ def test_what_a_story_lets_through_is_right(world, name: str) -> None:
 
 
 @given(world=worlds(2), name=st.sampled_from(sorted(RESTORE_POLICIES)), at=st.integers(0, 1 << 20))
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 def test_every_op_counts(world, name: str, at: int) -> None:
     world = msgspec.structs.replace(world, failing=(), called_off={})
     story = RestoreStory(RESTORE_POLICIES[name], world)

@@ -59,8 +59,8 @@ SORTS: dict[str, Callable[[], Scheduler]] = {
 
 @pytest.mark.parametrize("sort", SORTS)
 def test_keeps_the_rules(sort: str) -> None:
-    check_scheduler(SORTS[sort], max_examples=25)
-    check_turns(Turns, SORTS[sort], max_examples=25)
+    check_scheduler(SORTS[sort], max_examples=12)
+    check_turns(Turns, SORTS[sort], max_examples=12)
 
 
 @pytest.mark.deep

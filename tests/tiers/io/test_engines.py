@@ -238,7 +238,7 @@ batches = st.lists(st.lists(moves, min_size=1, max_size=12) | st.integers(0, BLO
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=batches)
 @example(steps=[[(True, (0, 6), 1)], 5000, [(False, (0, 4), 0)], [(True, (20, 3), 2)]])
 def test_a_file_behaves_as_its_bytes(name: str, steps: list, tmp_path: Path) -> None:

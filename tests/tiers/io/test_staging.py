@@ -25,7 +25,7 @@ def spans(slots: list[ArenaSlot]) -> list[tuple[int, int]]:
     return sorted((slot.address, slot.address + slot.n_bytes) for slot in slots)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(steps)
 def test_slots_are_apart_and_nothing_is_lost(steps: list[tuple[str, int]]) -> None:
     arena = Arena(PAGES * PAGE_BYTES)
