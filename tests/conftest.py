@@ -151,11 +151,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def part_of(item: pytest.Item, parts: int) -> int:
     """Which part a test is in, from 1 on: always the same one.
 
-    Tests that share what is made once for their module are in one, so that it is made once.
+    Tests that share what is made once in their module are in one, so that it is made once.
     """
     path = item.nodeid.partition("::")[0]
     made = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-    shared = any(one[-1].scope == "module" and one[-1].baseid == path for one in made)
+    shared = any(one[-1].scope != "function" and one[-1].baseid == path for one in made)
     return 1 + zlib.crc32((path if shared else item.nodeid).encode()) % parts
 
 

@@ -285,8 +285,9 @@ def test_parts_are_all_tests_and_share_what_is_made_once() -> None:
     for parts in (1, 2, 3, 7):
         alone = [conftest.part_of(item(name, "function"), parts) for name in names]
         assert set(alone) == set(range(1, parts + 1))
-        together = [conftest.part_of(item(name, "module"), parts) for name in names]
-        assert len(set(together[:100])) == len(set(together[100:])) == 1
+        for scope in ("module", "session"):
+            together = [conftest.part_of(item(name, scope), parts) for name in names]
+            assert len(set(together[:100])) == len(set(together[100:])) == 1
 
 
 def test_readme_commands_are_single_lines() -> None:
