@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -41,6 +42,12 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(path.read_text())
+
+
 each_source = pytest.mark.parametrize("source", SOURCES, ids=name)
 
 
@@ -73,7 +80,7 @@ def test_models_are_named_only_at_their_door(source: Path) -> None:
 
 @each_source
 def test_no_bytes_are_trusted(source: Path) -> None:
-    tree = ast.parse(source.read_text())
+    tree = parsed(source)
     assert not imported(tree) & UNSAFE_MODULES
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -87,13 +94,13 @@ def test_no_bytes_are_trusted(source: Path) -> None:
 def test_pure_rooms_need_no_tensors(source: Path) -> None:
     """The import contracts say it for whole graphs; this names the file."""
     if source.relative_to(PACKAGE).parts[0] in {"core", "policy", "sim"}:
-        assert not imported(ast.parse(source.read_text())) & {"torch", "triton"}
+        assert not imported(parsed(source)) & {"torch", "triton"}
 
 
 def modules() -> dict[str, ast.Module]:
     """All modules of the package by name, parsed."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
-    return {n.removesuffix(".__init__"): ast.parse(p.read_text()) for p, n in names.items()}
+    return {n.removesuffix(".__init__"): parsed(p) for p, n in names.items()}
 
 
 def imports(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
@@ -189,7 +196,7 @@ def test_helpers_skip_whole_modules_too() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if path.name.startswith("test_"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.skip":
                 allowed = [k for k in node.keywords if k.arg == "allow_module_level"]
                 assert allowed, f"{name(path)}:{node.lineno} skips without allow_module_level"
@@ -197,7 +204,7 @@ def test_helpers_skip_whole_modules_too() -> None:
 
 def test_public_packages_say_what_they_are() -> None:
     for init in PACKAGE.rglob("__init__.py"):
-        assert ast.get_docstring(ast.parse(init.read_text())), f"{name(init)} has no docstring"
+        assert ast.get_docstring(parsed(init)), f"{name(init)} has no docstring"
     assert (PACKAGE / "py.typed").is_file()
 
 
@@ -304,7 +311,7 @@ TESTS = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "inside.py"]
 @pytest.mark.parametrize("test", [p for p in TESTS if "foreign" not in p.parts], ids=name)
 def test_internals_are_named_in_one_place(test: Path) -> None:
     """What is in no `__all__` is imported from `tests.inside`, so that a move changes one file."""
-    for node in ast.walk(ast.parse(test.read_text())):
+    for node in ast.walk(parsed(test)):
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "flowkv":
             module = importlib.import_module(str(node.module))
             offered = getattr(module, "__all__", ())

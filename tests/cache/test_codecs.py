@@ -123,7 +123,10 @@ def text(length: int, seed: int = 0) -> list[int]:
 # ---- what pages hold
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", *(pytest.param(d, marks=pytest.mark.thorough) for d in ("bfloat16", "float16"))],
+)
 @pytest.mark.parametrize("codec", EVERY)
 def test_full_pages_are_encoded_and_hold_what_was_computed(codec: str, dtype: str) -> None:
     kv = make(codec, shape=wide(dtype))

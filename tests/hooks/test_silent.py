@@ -72,7 +72,9 @@ class TestCompiled:
         texts = [str(one.message) for one in caught]
         return [text for text in texts if "FlowKV leaves" in text and "compile" in text]
 
-    @pytest.mark.parametrize("first", ["attach", "compile"])
+    @pytest.mark.parametrize(
+        "first", ["attach", pytest.param("compile", marks=pytest.mark.thorough)]
+    )
     def test_model_compile_warns_once(self, first: str) -> None:
         model, ids = models.causal("llama"), models.prompt(40)
         want = generate(models.causal("llama"), 2, input_ids=ids)
