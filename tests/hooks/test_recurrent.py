@@ -16,6 +16,7 @@ from tests.hooks.compare import assert_same, attached, generate, reused
 REFUSED = {"jamba": "does not continue from a cache as it answers in one pass"}
 """Whose own code goes on from a state otherwise than in one pass."""
 SUFFIXES = range(1, 6)
+thorough = pytest.mark.thorough
 
 
 def attached_or_refused(model: torch.nn.Module, name: str, **options: object) -> flowkv.KV:
@@ -29,7 +30,13 @@ def attached_or_refused(model: torch.nn.Module, name: str, **options: object) ->
     return kv
 
 
-@pytest.mark.parametrize("name", models.RECURRENT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("falcon_h1", "jamba", "lfm2") else [thorough])
+        for name in models.RECURRENT
+    ],
+)
 @pytest.mark.usefixtures("all_is_loaded")
 def test_few_tokens_behind_a_state(name: str, tmp_path: Path) -> None:
     model, twin = models.causal(name), models.causal(name)
@@ -88,7 +95,7 @@ def test_a_model_that_counts_from_zero_behind_its_cache(*, padded: bool) -> None
         assert bool(reused(kv)) != padded
 
 
-@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", [pytest.param("bamba", marks=thorough), "falcon_h1", "lfm2"])
 def test_a_prompt_that_comes_again_finds_the_state_of_its_last_page(
     name: str, tmp_path: Path
 ) -> None:
@@ -105,7 +112,7 @@ def test_a_prompt_that_comes_again_finds_the_state_of_its_last_page(
                         assert reused(kv) - known == 48 * len(one)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("lfm2_moe", marks=thorough)])
 def test_drafts_are_taken_back_from_convolutions(name: str, tmp_path: Path) -> None:
     model, twin, other = (models.causal(name) for _ in range(3))
     helper, talks = models.causal("llama"), []

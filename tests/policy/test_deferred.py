@@ -24,7 +24,10 @@ from tests.inside import (
     deferred,
 )
 
-NAMES = sorted(set(CATALOGUE) - {"opt"})
+NAMES = [
+    pytest.param(name, marks=[] if name in ("auto", "lru") else pytest.mark.thorough)
+    for name in sorted(set(CATALOGUE) - {"opt"})
+]
 SECOND = 10**9
 slots = st.lists(st.integers(0, 11), max_size=5, unique=True).map(lambda x: np.array(x, np.int64))
 few = st.integers(0, 3)
