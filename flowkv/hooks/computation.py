@@ -352,6 +352,8 @@ class Walk:
         if name == "_old_forward" and "_hf_hook" in vars(module):
             return
         placed = _root(value) in ("accelerate", "flowkv")  # around the model's own
+        if placed and name == "_call_impl":  # streamed weights
+            return
         original = _around(module, value) if name == "forward" and placed else None
         if original is None:
             if name == "forward":
@@ -682,7 +684,8 @@ class Walk:
             entries: Iterable[tuple[Any, Any]] = value.items() if mapping else enumerate(value)
             said = list[str]()
             for key, item in list(entries):
-                place = "" if unordered else key_text(key) or _name(key if isinstance(key, type) else type(key))
+                named = key if isinstance(key, type) else type(key)
+                place = "" if unordered else key_text(key) or _name(named)
                 if type(item) in PLAIN:
                     said.append(f"{place} {type(item).__name__} {item!r}")
                 elif isinstance(item, (types.FunctionType, type, *_CONTAINERS, torch.Tensor)):
