@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from flowkv.core.machine_code import directory, kept, kept_callback
     from flowkv.core.memory import HUGE_BYTES, address_of, own_memory
     from flowkv.core.parts import PART
+    from flowkv.core.reaper import REAPER
     from flowkv.demo import findings as demo_findings
     from flowkv.demo import process, run
     from flowkv.demo.findings import (
