@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import relocate
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
-    from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy
+    from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy, most_ghosts
     from flowkv.cache.kv import PagedRow, bind, end, follow, levels, source, warn
     from flowkv.cache.kv import plan as kv_plan
     from flowkv.cache.mover import (
@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from flowkv.core.machine_code import directory, kept, kept_callback
     from flowkv.core.memory import HUGE_BYTES, address_of, own_memory
     from flowkv.core.parts import PART
+    from flowkv.core.reaper import REAPER
     from flowkv.demo import findings as demo_findings
     from flowkv.demo import process, run
     from flowkv.demo.findings import (

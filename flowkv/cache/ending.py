@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
-from queue import SimpleQueue
 from typing import Any
 
 from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
+from flowkv.core.reaper import REAPER
 
 _now_s = time.monotonic  # a compiler at work does not stop this clock
 
@@ -56,10 +56,11 @@ class Ending:
         self._store, self._lock, self.exit_s, self._pid = store, lock, exit_s, os.getpid()
         self._over, self._prepare, self._lost = over, prepare, 0
         self._given = set(map(id, given))
-        self._finalizer = weakref.finalize(kv, _REAPER.put, self.end)
+        self._finalizer = weakref.finalize(kv, REAPER.put, self.end)
         self._finalizer.atexit = False
         _ENDINGS.add(self)
-        _REAPER.start()
+        REAPER.start()
+        _end_with(self._pid)
 
     @property
     def kv(self) -> Any:
@@ -137,46 +138,14 @@ class Ending:
         return found
 
 
-class _Reaper:
-    """A thread that ends caches, so that no finalizer waits for anything."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.put = self._queue.put  # which may be called in the middle of itself
-
-    def start(self) -> None:
-        """Start the thread, unless it runs."""
-        if self._thread is None:
-            with contextlib.suppress(RuntimeError):  # the system has none: the exit has to do
-                thread = threading.Thread(target=self._run, name="flowkv ends", daemon=True)
-                thread.start()
-                self._thread = thread
-            if parent_process() is not None:  # such a process may end without what `atexit` knows
-                Finalize(None, _exit, exitpriority=0)
-
-    def settle(self, seconds: float) -> None:
-        """Wait until all that is gone by now is ended."""
-        if self._thread is not None:
-            done = threading.Event()
-            self.put(done.set)
-            done.wait(seconds)
-
-    def forked(self) -> None:
-        """Begin anew, in a child."""
-        self.__init__()  # type: ignore[misc]
-
-    def _run(self) -> None:
-        queue = self._queue
-        while True:
-            work = queue.get()
-            with contextlib.suppress(Exception):
-                work()
-            del work  # the cache's pools go now, and not with the next one
-
-
 _ENDINGS: set[Ending] = set()
-_REAPER = _Reaper()
+
+
+@functools.cache
+def _end_with(pid: int) -> None:
+    """Have a process of `multiprocessing` write, which ends without what `atexit` knows."""
+    if parent_process() is not None:
+        Finalize(None, _exit, exitpriority=0)
 
 
 def make_way(directories: Iterable[str]) -> None:
@@ -190,7 +159,7 @@ def make_way(directories: Iterable[str]) -> None:
         if not all(one.over for one in owners):
             gc.collect()  # it may be garbage that was not looked at yet
         if any(one.kv is None for one in owners):
-            _REAPER.settle(max(one.exit_s for one in owners))
+            REAPER.settle(max(one.exit_s for one in owners))
         for one in owners:
             if one.over and one.owns(directory):
                 one.cede(directory)
@@ -218,6 +187,3 @@ def _exit() -> None:
     _tell(lost, max((one.exit_s for one in mine), default=0.0))
     for one in mine:
         one.cancel()
-
-
-os.register_at_fork(after_in_child=_REAPER.forked)

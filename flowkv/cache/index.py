@@ -118,11 +118,22 @@ class Ghosts:
             self._drop(slots)
 
 
-LEAST_GHOSTS, GHOSTS_PER_BLOCK = 1 << 14, 2
-"""Forgotten blocks whose slots stay theirs: so many, or so many for each known block."""
+LEAST_GHOSTS, MANY_GHOSTS = 1 << 10, 1 << 14
+GHOSTS_PER_BLOCK = 16, 2
+"""Up to `MANY_GHOSTS`, and beyond."""
 
 _TRACELESS = ("state", "memo")
 """Kinds of blocks that are not worth a ghost: no later request has exactly their tokens."""
+
+
+def most_ghosts(blocks: int) -> int:
+    """Return how many forgotten blocks keep their slots beside so many known ones.
+
+    What a small pool gave up comes back after many others; what a large one did, sooner or never.
+    """
+    few, many = GHOSTS_PER_BLOCK
+    return max(LEAST_GHOSTS, min(few * blocks, MANY_GHOSTS), many * blocks)
+
 
 _WIDEST = 16
 """Branches that are followed to find a long one."""
@@ -294,7 +305,7 @@ class PrefixIndex:
 
     Args:
         on_drop: Told the slots that belong to no key any more, before others get them.
-        least_ghosts: Forgotten blocks that keep their slots, if there are not more known ones.
+        most_ghosts: Forgotten blocks that keep their slots, given the number of known ones.
 
     Attributes:
         watchers: Told of each page whose tokens became known (True), or that is forgotten (False).
@@ -303,9 +314,9 @@ class PrefixIndex:
     def __init__(
         self,
         on_drop: Callable[[list[int]], None] = lambda slots: None,
-        least_ghosts: int = LEAST_GHOSTS,
+        most_ghosts: Callable[[int], int] = most_ghosts,
     ) -> None:
-        self._on_drop, self._least_ghosts = on_drop, least_ghosts
+        self._on_drop, self._most_ghosts = on_drop, most_ghosts
         self.ghosts, self.beginnings = Ghosts(self._drop), Beginnings()
         self.watchers: list[Callable[[Block, bool], None]] = []
         self._by_key: dict[bytes, Block] = {}
@@ -454,8 +465,7 @@ class PrefixIndex:
         return [block for key in above for branch in self.branches(key) for block in branch]
 
     def _haunt(self, block: Block) -> None:
-        most = max(self._least_ghosts, GHOSTS_PER_BLOCK * len(self._by_key))
-        realm = block.namespace, block.tenant, block.group
+        realm, most = (block.namespace, block.tenant, block.group), self._most_ghosts(len(self))
         self.ghosts.add(block.key, block.slot, block.parent, realm, most)
 
     def _drop(self, slots: list[int]) -> None:

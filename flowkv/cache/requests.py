@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -469,8 +470,9 @@ class PrefetchManager:
 # groups, each has a chain of its own, and is a request (and a conversation) of its own to the
 # policies.
 
-MOST_SESSIONS = 1 << 14
-"""Conversations whose last page is remembered, so that a hint can name them."""
+FEW_SESSIONS, MOST_SESSIONS = 1 << 8, 1 << 14
+"""Conversations whose last page is remembered, so that a hint can name them; beyond the few, those
+whose pages are forgotten go as others come."""
 _LARGEST = (1 << 62) - 1
 
 
@@ -641,6 +643,14 @@ class RequestTracker:
         self._sessions[seq.care.session] = keys
         if len(self._sessions) > MOST_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
+        if len(self._sessions) > FEW_SESSIONS:  # two for one: what is forgotten never piles up
+            for session in list(islice(self._sessions, 2)):
+                keys = self._sessions.pop(session)
+                if self._known_still(keys):
+                    self._sessions[session] = keys
+
+    def _known_still(self, keys: Iterable[bytes]) -> bool:
+        return all(self.store.index.slot(key) >= 0 for key in keys)
 
     def _deepest(self, seq: Sequence, group: int, pages: int) -> bytes:
         known = (seq.key(group, page) for page in range(pages - 1, 0, -1))
@@ -649,10 +659,8 @@ class RequestTracker:
 
     def purge(self) -> None:
         """Forgets conversations whose last page is not known any more."""
-        slot = self.store.index.slot
-        for session, keys in list(self._sessions.items()):
-            if any(slot(key) < 0 for key in keys):
-                del self._sessions[session]
+        known = self._known_still
+        self._sessions = {name: keys for name, keys in self._sessions.items() if known(keys)}
 
 
 MOST_WAITING = 1 << 14

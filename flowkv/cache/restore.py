@@ -1325,6 +1325,11 @@ class RestoreJob:
         """Whether no tier owes anything for it."""
         return not (self._restores.flights.of(self) or self._restores.paused)
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing is on its way, and the policy asks for nothing: to wait would not end."""
+        return self._restores.still
+
     # ---- loads
 
     def arrived(self, flight: LoadBatch, op: RestoreLoad) -> None:

@@ -356,7 +356,9 @@ class RestoreQueue:
         left = budget
         while fronts:
             found = choose(fronts, max(left, 1))
-            if found is None:  # all wait for loads
+            if found is None:  # all wait for loads, unless the policy has none under way
+                found = next(((one, 0) for one in fronts if one.exhausted), None)
+            if found is None:
                 break
             restoration, tokens = found
             live = fronts.pop(restoration)

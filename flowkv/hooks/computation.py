@@ -352,6 +352,8 @@ class Walk:
         if name == "_old_forward" and "_hf_hook" in vars(module):
             return
         placed = _root(value) in ("accelerate", "flowkv")  # around the model's own
+        if placed and name == "_call_impl":  # streamed weights
+            return
         original = _around(module, value) if name == "forward" and placed else None
         if original is None:
             if name == "forward":
@@ -667,14 +669,33 @@ class Walk:
                 look(f"{path}[{key!r}]", item)
         elif isinstance(value, torch.nn.Module):
             self._class(path, kind)
-        elif kind in _CONTAINERS and len(value) <= _TABLE:
-            self.leaves[path] = kind.__name__
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in list(items):
-                if isinstance(item, (types.FunctionType, type)) and type(key) in PLAIN:
-                    self._shipped(f"{path}[{key!r}]", item)
+        elif kind in _CONTAINERS:
+            self._table(path, value)
         else:
             self._shipped_class(path, kind)
+
+    def _table(self, path: str, value: Any) -> None:
+        """A table of a library's, or defaults: numbers and code, which others may have changed."""
+        kind: Any = type(value)
+        if len(value) > _TABLE:
+            self._reject(path, f"a {kind.__name__} of {len(value):,} values")
+        elif kind is tuple or not self._visited(path, value):
+            mapping, unordered = issubclass(kind, dict), kind in (set, frozenset)
+            entries: Iterable[tuple[Any, Any]] = value.items() if mapping else enumerate(value)
+            said = list[str]()
+            for key, item in list(entries):
+                named = key if isinstance(key, type) else type(key)
+                place = "" if unordered else key_text(key) or _name(named)
+                if type(item) in PLAIN:
+                    said.append(f"{place} {type(item).__name__} {item!r}")
+                elif isinstance(item, (types.FunctionType, type, *_CONTAINERS, torch.Tensor)):
+                    look = self._value if isinstance(item, torch.Tensor) else self._shipped
+                    look(f"{path}[{place}]", item)
+            self.leaves[path] = f"{kind.__name__} {sorted(said) if unordered else said}"
+            if mapping:
+                self._watch(lambda: [*value, *value.values()])
+            elif kind is not tuple:
+                self._watch(lambda: (frozenset(value),) if unordered else value)
 
     def _shipped_class(self, path: str, cls: Any) -> None:
         self.leaves[path] = f"class {_name(cls)}"
@@ -874,7 +895,7 @@ class Walk:
 _TENSOR = dict(vars(torch.Tensor))
 """What every tensor can do, as torch brings it."""
 _TABLE = 256
-"""Tables of libraries up to this length are searched for what was put into them."""
+"""Values in a table of a library's that code of a model reads, at most."""
 _TINY, _HALF = sys.float_info.min, 0.5
 
 

@@ -5,8 +5,8 @@
 
 Modules that follow each other form units of a few MiB. A forward reads the same units in the same
 order every time, a cyclic scan, for which the best is known: a fixed set stays, the rest passes
-through a few buffers, each read ahead while others compute. A hook before a module's forward waits
-for its unit, and the weights of units that were left are empty tensors, with which nothing
+through a few buffers, each read ahead while others compute. A call of a module first waits for its
+unit, and the weights of units that were left are empty tensors, with which nothing
 computes: use outside of forwards raises or has no elements, but never meets other values.
 """
 
@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ from torch import nn
 
 from flowkv.core.config import cache_home, format_size, parse_place, parse_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
+from flowkv.core.interrupts import cover, unbroken
 from flowkv.core.memory import own_memory
 from flowkv.hooks.checkpoint import Checkpoint, StoredTensor, write
 from flowkv.hooks.fingerprint import UnnamedError, bytes_of, sums_of
@@ -119,6 +121,7 @@ class _Entry:
         self.empty = torch.empty((0,) * 9, dtype=stored.dtype, device=device)
         self.like = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
+    @unbroken
     def set(self, data: torch.Tensor) -> None:
         self._turns += 1
         self.parameter.data = data
@@ -191,6 +194,7 @@ class _Unit:
         self.reading: Future[torch.Tensor] | None = None
         self._sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
+    @unbroken
     def bind(self, base: torch.Tensor) -> None:
         """Sets the parameters to what was read.
 
@@ -235,6 +239,7 @@ class _Unit:
     def changed(self) -> bool:
         return any(entry.changed for entry in self.entries)
 
+    @unbroken
     def unbind(self) -> None:
         for entry in self.entries:
             if not entry.changed:
@@ -270,7 +275,7 @@ class StreamedWeights:
         self._counts = dict.fromkeys(("met", "hits", "reads", "read_bytes", "changed_bytes"), 0)
         self._blocked_s, self._state = 0.0, "attached"
         self._told = dict(self._counts), 0.0
-        self._stack: list[nn.Module] = []
+        self._stack: list[tuple[nn.Module, list[_Unit]]] = []
         self._calls: list[nn.Module] = []
         self._met: list[_Unit] = []
         owners = dict(_owners(model))
@@ -319,12 +324,11 @@ class StreamedWeights:
             entry.set(entry.empty)
 
     def _hook(self, model: nn.Module) -> None:
-        for module in self._owned if model in self._owned else (model, *self._owned):
-            self._handles += [
-                module.register_forward_pre_hook(self._before, prepend=True),
-                module.register_forward_hook(self._after, always_call=True),
-                module.register_state_dict_pre_hook(_refuse_copy),  # type: ignore[no-untyped-call]
-            ]
+        self._hooked = list(self._owned if model in self._owned else (model, *self._owned))
+        for module in self._hooked:  # all of a call, its hooks too, finds the weights
+            module._call_impl = partial(self._call, module)  # type: ignore[method-assign]
+            hook: Any = module.register_state_dict_pre_hook
+            self._handles.append(hook(_refuse_copy))
 
     def _plan(self, order: list[nn.Module]) -> None:
         """Cuts modules into units, and decides which of them stay."""
@@ -371,27 +375,30 @@ class StreamedWeights:
 
     _last: _Unit | None
 
-    # Hooks. All that follows runs in the thread that computes, under the lock.
+    def _call(self, module: nn.Module, *args: Any, **given: Any) -> Any:
+        """Call a module, whose weights are there as long as that takes, whatever ends it."""
+        with self._lock:
+            depth = len(self._stack)
+            try:
+                self._before(module)
+                return type(module)._call_impl(module, *args, **given)
+            finally:
+                self._back_to(depth)
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        self._lock.acquire()
-        taken: list[_Unit] = []
-        try:
-            if self._state != "attached":
-                raise StateError("the weights of this model are closed", "Attach them again")
-            if not self._stack:
-                self._refuse_half()
-            for unit in self._units_of.get(module, ()):
-                self._acquire(unit)
-                taken.append(unit)
-            self._stack.append(module)
-            if not self._learned and module in self._owned:
-                self._calls.append(module)
-        except BaseException:
-            for unit in taken:
-                unit.pins -= 1
-            self._lock.release()
-            raise
+    # All that follows runs in the thread that computes, under the lock.
+
+    def _before(self, module: nn.Module) -> None:
+        if self._state != "attached":
+            raise StateError("the weights of this model are closed", "Attach them again")
+        if not self._stack:
+            cover()
+            self._refuse_half()
+        self._stack.append(call := (module, list[_Unit]()))
+        for unit in self._units_of.get(module, ()):
+            self._acquire(unit)
+            call[1].append(unit)
+        if not self._learned and module in self._owned:
+            self._calls.append(module)
 
     def _refuse_half(self) -> None:
         """Sees that nobody changed the whole model, of which only a part is in memory.
@@ -407,19 +414,19 @@ class StreamedWeights:
                 "Load the model anew, change it, and attach the weights then",
             )
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._stack or self._stack[-1] is not module:
-            return  # its forward did not begin
-        try:
-            self._stack.pop()
-            for unit in self._units_of.get(module, ()):
+    @unbroken
+    def _back_to(self, depth: int) -> None:
+        """End the calls that are deeper than that."""
+        while len(self._stack) > depth:
+            module, units = self._stack.pop()
+            for unit in units:
                 unit.pins -= 1
                 if unit is not self._last:
                     self._leave(unit)
             if not self._stack:
+                for unit in self._units:  # of a call that was interrupted right there
+                    unit.pins = 0
                 self._end(module is self._model)
-        finally:
-            self._lock.release()
 
     def _end(self, whole: bool) -> None:
         """The outermost forward is over."""
@@ -697,7 +704,9 @@ class StreamedWeights:
 
     def _finish(self, state: str) -> None:
         self._state = state
-        if state == "detached":  # hooks of a closed one stay: they say what is wrong
+        if state == "detached":  # calls of a closed one still come here, which says what is wrong
+            for module in self._hooked:
+                module.__dict__.pop("_call_impl", None)
             for handle in self._handles:
                 handle.remove()
             for unit in self._units:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -27,6 +28,7 @@ from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import tenant_salt
+from flowkv.core.reaper import REAPER
 from flowkv.observe.events import Bus, Closing, Evicted, Failed, Forgotten, Quarantined, Stored
 from flowkv.policy import Policy, make_policy
 from flowkv.policy.restore.costs import LoadGate, Rates
@@ -229,6 +231,9 @@ class Keeper(Closing):
         self._questions: SimpleQueue[tuple[Caller, Hashable, bytes] | None] = SimpleQueue()
         self._asker: threading.Thread | None = None
         self._holds: dict[tuple[Caller, Hashable], _Hold] = {}
+        self._finalizer = weakref.finalize(self, REAPER.put, partial(_shut, self._levels))
+        self._finalizer.atexit = False
+        REAPER.start()
         for level in self._levels:
             if level.local or level.bounded:  # elsewhere nothing has to go, and look-ups ask
                 self._enter(level)
@@ -256,10 +261,8 @@ class Keeper(Closing):
             if not self._open:
                 return
             self._open = False
-        for level in self._levels:
-            level.tier.close()
-            if level.log is not None:
-                level.log.close()
+        self._finalizer.detach()
+        _shut(self._levels)
         self._questions.put(None)
         for thread in (self._asker, *(level.pump for level in self._levels)):
             if thread is not None and thread is not threading.current_thread():
@@ -606,35 +609,31 @@ class Keeper(Closing):
             return False
         if key not in hold.asked:
             hold.asked[key] = None
-            self._questions.put((caller, request, key))
+            questions = self._questions
+            questions.put((caller, request, key))
             if self._asker is None:
-                self._asker = threading.Thread(target=self._ask, name="flowkv ask", daemon=True)
+                told = weakref.ref(self, lambda _: questions.put(None)), questions
+                self._asker = threading.Thread(
+                    target=_answer, args=told, name="flowkv ask", daemon=True
+                )
                 self._asker.start()
         return hold.asked[key]
 
-    def _ask(self) -> None:
+    def _ask(self, asked: list[tuple[Caller, Hashable, bytes]]) -> None:
         """Asks far tiers what they hold, for look-ups that must not wait."""
-        while (question := self._questions.get()) is not None:
-            asked = [question]
-            while not self._questions.empty():
-                if (more := self._questions.get()) is None:
-                    return
-                asked.append(more)
-            keys, far = [key for _, _, key in asked], set[bytes]()
-            for level in self._levels:
-                for i in range(0, 0 if level.local else len(keys), _MOST_ASKED):
-                    part = keys[i : i + _MOST_ASKED]
-                    try:
-                        far |= set(compress(part, level.tier.contains(part)))
-                    except Exception:  # of a client that may be anybody's: nothing is there
-                        _log.warning(
-                            "%s does not say what it holds", level.tier.name, exc_info=True
-                        )
-            with self._lock:
-                for caller, request, key in asked:
-                    hold = self._holds.get((caller, request))
-                    if hold is not None:
-                        hold.asked[key] = key in far
+        keys, far = [key for _, _, key in asked], set[bytes]()
+        for level in self._levels:
+            for i in range(0, 0 if level.local else len(keys), _MOST_ASKED):
+                part = keys[i : i + _MOST_ASKED]
+                try:
+                    far |= set(compress(part, level.tier.contains(part)))
+                except Exception:  # of a client that may be anybody's: nothing is there
+                    _log.warning("%s does not say what it holds", level.tier.name, exc_info=True)
+        with self._lock:
+            for caller, request, key in asked:
+                hold = self._holds.get((caller, request))
+                if hold is not None:
+                    hold.asked[key] = key in far
 
     def _let_go_late(self) -> bool:
         """Ends the pins of look-ups that nobody came back to; whether there were any."""
@@ -646,19 +645,18 @@ class Keeper(Closing):
     def _start(self, level: _Level) -> None:
         if level.pump is None:
             name = f"flowkv keeper {level.tier.name}"
-            level.pump = threading.Thread(target=self._pump, args=(level,), name=name, daemon=True)
+            told = weakref.ref(self), level
+            level.pump = threading.Thread(target=_pump, args=told, name=name, daemon=True)
             level.pump.start()
 
-    def _pump(self, level: _Level) -> None:
-        """Fetches a tier's answers until the end, and until nothing is under way then."""
-        left = _CLOSE_POLLS
-        while self._open or (level.flights and left):
-            left -= not self._open
-            answers = level.tier.poll(_POLL_S)
-            if answers:
-                copies = {} if level is self._levels[0] else self._copies(level, answers)
-                with self._lock:
-                    self._settle(level, answers, copies)
+    def _take(self, level: _Level, answers: list[TierAnswer]) -> None:
+        """Passes on what a tier has answered."""
+        copies = {} if level is self._levels[0] else self._copies(level, answers)
+        with self._lock:
+            self._settle(level, answers, copies)
+
+    def _fail_rest(self, level: _Level) -> None:
+        """Answers what a closed tier owes."""
         with self._lock:
             owed = [
                 (job, i, one.item) for job, of in level.flights.items() for i, one in of.items()
@@ -744,6 +742,49 @@ class Keeper(Closing):
         ):
             hold.failed.add(best.key)
         caller.answers.put([best._replace(seconds=seconds)])
+
+
+# Threads hold a keeper only while they have something for it: one that is dropped goes.
+
+
+def _shut(levels: Iterable[_Level]) -> None:
+    """Closes the tiers of a keeper that is closed, or gone."""
+    for level in levels:
+        level.tier.close()
+        if level.log is not None:
+            level.log.close()
+
+
+def _pump(whose: weakref.ref[Keeper], level: _Level) -> None:
+    """Fetches a tier's answers until the end, and until nothing is under way then."""
+    left = _CLOSE_POLLS
+    while left:
+        answers = level.tier.poll(_POLL_S)
+        keeper = whose()
+        if keeper is None:
+            return
+        if answers:
+            keeper._take(level, answers)
+        if not keeper._open:
+            left = left - 1 if level.flights else 0
+        if not left:
+            keeper._fail_rest(level)
+        del keeper
+
+
+def _answer(
+    whose: weakref.ref[Keeper], questions: SimpleQueue[tuple[Caller, Hashable, bytes] | None]
+) -> None:
+    """Answers questions, as many at once as there are, until the end."""
+    while True:
+        asked = [questions.get()]
+        while not questions.empty():
+            asked.append(questions.get())
+        keeper = whose()
+        if keeper is None or None in asked:
+            return
+        keeper._ask([one for one in asked if one is not None])
+        del keeper, asked
 
 
 def _means(erased: Erased, key: bytes, info: FrameInfo, gone: Collection[bytes]) -> bool:

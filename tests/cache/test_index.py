@@ -35,7 +35,7 @@ def test_a_forgotten_block_keeps_its_slot_for_its_key() -> None:
 
 def test_the_oldest_ghosts_drop_out_and_their_slots_are_used_again() -> None:
     dropped = list[int]()
-    index = PrefixIndex(dropped.extend, least_ghosts=8)
+    index = PrefixIndex(dropped.extend, lambda blocks: 8)
     for number in range(1, 200):
         index.forget(index.publish(key(number), ROOT, 0))
         assert len(index.ghosts) <= 8 + 9
@@ -45,7 +45,7 @@ def test_the_oldest_ghosts_drop_out_and_their_slots_are_used_again() -> None:
 
 
 def test_what_is_known_makes_room_for_as_many_ghosts_again() -> None:
-    index = PrefixIndex(least_ghosts=0)
+    index = PrefixIndex(most_ghosts=lambda blocks: 2 * blocks)
     kept = [index.publish(key(number), ROOT, 0) for number in range(1, 101)]
     for number in range(101, 401):
         index.forget(index.publish(key(number), ROOT, 0))

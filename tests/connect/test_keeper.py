@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
@@ -119,6 +120,32 @@ def test_what_is_listed_is_what_a_load_finds() -> None:
     assert listed == {answer.key: answer.info for answer in get(caller, ["a", "b"])}
     assert list(listed) == [key_of("a"), key_of("b")]
     keeper.close()
+
+
+@pytest.mark.parametrize("names", [[], ["a", "b"]], ids=["unused", "used"])
+def test_a_directory_of_a_keeper_that_is_garbage_is_taken_over(
+    tmp_path: Path, names: list[str]
+) -> None:
+    keeper = Keeper([host(8), DiskTier(tmp_path / "kv", 1 << 20)], lru)
+    if names:
+        stored(keeper.caller(), names)
+    threads = [level.pump for level in keeper.levels if level.pump is not None]
+    assert bool(threads) == bool(names)
+    del keeper  # and no collection
+    heir = DiskTier(tmp_path / "kv", 1 << 20, exclusive=True)
+    assert heir.contains(list(map(key_of, names))) == [True] * len(names)
+    heir.close()
+    wait(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_a_thread_that_asks_ends_with_its_keeper() -> None:
+    keeper = Keeper([host(8, "far", FarTier)], lru)
+    caller = keeper.caller()
+    wait(lambda: lookup(caller, [1]) == [False])
+    asker = keeper._asker
+    assert asker is not None
+    del keeper, caller
+    wait(lambda: gc.collect() >= 0 and not asker.is_alive())
 
 
 def test_a_keeper_of_flaky_tiers_never_lies() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowkv import Step
-from flowkv.policy.restore import Suffix
+from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State, Suffix
 from flowkv.policy.scheduling import ASIDE, COMING, RUNNING, WAITING
 from tests.inside import CapacityError, Event, Preempted, RunningRequest
 
@@ -243,6 +243,49 @@ def test_a_request_that_is_over_behind_its_loads_tells_of_them() -> None:
     done = live.answer.result(0)
     # But for the moment that the page behind the whole ones is given.
     assert done.reused_tokens == 24 and done.restore_s > 0.0 and done.exposed_s < 0.5
+    one.finish()
+    one.kv.close()
+
+
+class Reticent(RestorePolicy):
+    """Loads so many pages from the back, computes so many from the front, and says no more."""
+
+    name = "reticent"
+
+    def __init__(self, front: int, back: int) -> None:
+        self.front, self.back = front, back
+
+    def next_compute(self, state: State, among: Any = None) -> Compute | None:
+        for progress in state.among(among):
+            request, first = progress.request, progress.front[0]
+            stop = min(self.front * request.unit, *progress.back)
+            if progress.computed[0] == first < stop:
+                return Compute(request.number, Span(0, request.layers), Span(first, stop))
+        return None
+
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
+        for progress in state:
+            request, stop = progress.request, progress.back[0]
+            floor = max(progress.front[0], request.tokens - self.back * request.unit)
+            if floor < stop:
+                return RestoreLoad(request.number, Span(0, request.layers), Span(floor, stop))
+        return None
+
+
+@pytest.mark.parametrize("company", [True, False])
+@pytest.mark.parametrize(("front", "back"), [(0, 0), (1, 0), (0, 1), (1, 1), (3, 3)])
+def test_a_policy_that_leaves_the_rest_open_ends_the_restore(
+    front: int, back: int, company: bool
+) -> None:
+    """Its plan has an end: what it left is loaded or computed behind it, as `KV.prefill` does."""
+    _, one = linked(per_poll=100)
+    one.kv.restores.policy = Reticent(front, back)
+    if company:
+        one.submit([9, 8, 7], 30)
+        one.turn(2)
+    live = one.submit(PROMPT)
+    one.run(500)
+    check(live, PROMPT)
     one.finish()
     one.kv.close()
 

@@ -12,7 +12,7 @@ import pytest
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import generate, reused
-from tests.inside import StateError, ending
+from tests.inside import REAPER, StateError
 
 PLACE = "16MiB"
 
@@ -65,7 +65,7 @@ def test_a_cell_that_is_run_again(tmp_path: Path) -> None:
     assert reused(heir) >= 64
     kv = heir
     gc.collect()
-    ending._REAPER.settle(30.0)
+    REAPER.settle(30.0)
     assert writable(kv)
     kv.close()
 

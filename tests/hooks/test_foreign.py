@@ -29,6 +29,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from os import getenv as asked
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -671,6 +672,48 @@ def swapped_in_its_file() -> Any:
     return of_process(lambda module: 1.0, put)()
 
 
+def of_library(put: Callable[[Any, float], object]) -> Attack:
+    """An attack on what code of a library reads beside its own text."""
+
+    def build() -> Any:
+        name = "transformers.models.tabled"
+        place = importlib.util.spec_from_file_location(name, Path(__file__).with_name("tabled.py"))
+        sys.modules[name] = module = importlib.util.module_from_spec(place)
+        place.loader.exec_module(module)
+
+        def made(value: float) -> Model:
+            model = models.causal("llama")
+            model.model.layers[1].mlp = module.Tabled(model.model.layers[1].mlp)
+            put(module, value)
+            return model.eval()
+
+        return made, lambda model, value: put(module, value)
+
+    return build
+
+
+def chosen(module: Any, value: float) -> None:
+    module.CHOSEN.clear()
+    module.CHOSEN.add(value)
+
+
+LIBRARY: dict[str, Attack] = {
+    "library_dict": of_library(lambda module, v: module.MAPPED.update(scale=v)),
+    "library_ordered": of_library(lambda module, v: module.ORDERED.update(scale=v)),
+    "library_list": of_library(lambda module, v: operator.setitem(module.LISTED, 0, v)),
+    "library_nested": of_library(
+        lambda module, v: operator.setitem(module.NESTED["scale"]["of"][0], 0, v)
+    ),
+    "library_set": of_library(chosen),
+    "library_defaults": of_library(lambda m, v: setattr(m.by_default, "__defaults__", (v,))),
+    "library_keyword": of_library(
+        lambda m, v: setattr(m.by_default, "__kwdefaults__", {"again": v})
+    ),
+}
+ATTACKS |= LIBRARY
+NAMED |= set(LIBRARY)
+
+
 @attack
 def deterministic() -> Any:
     read = lambda m: VALUES[torch.are_deterministic_algorithms_enabled()]  # noqa: E731
@@ -794,6 +837,12 @@ def test_a_hook_that_comes_and_goes() -> None:
         assert_same(generate(model, 4, input_ids=PROMPT), plain)
         assert reused(kv) > had and kv.stats()["foreign"] == ""
     assert not torch.equal(plain.logits[0], other.logits[0])
+
+
+def test_a_table_of_a_library_that_is_too_long_is_foreign() -> None:
+    made, _ = of_library(lambda module, value: module.LISTED.extend([1.0] * 1000))()
+    with attached(made(1.0)) as kv:
+        assert "LISTED: a list of 1,001 values" in kv.stats()["foreign"]
 
 
 def test_too_much_to_look_at_is_foreign() -> None:

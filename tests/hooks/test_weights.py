@@ -29,6 +29,7 @@ from tests.inside import (
     belady,
     weights_module,
 )
+from tests.interrupts import Tracer, chosen, collectable, free, places, run
 
 
 class Decoder(nn.Module):
@@ -750,3 +751,53 @@ def test_nobody_waits_where_the_link_keeps_up(
     if busy < 1:
         assert blocked_s <= (most - 1) * step_s
     attached.detach()
+
+
+def test_ctrl_c_anywhere_in_a_forward_leaves_nothing_taken(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Decoder(3, 48)
+    ids = torch.arange(9)[None]
+    theirs = model(ids)
+    weights = flowkv.attach_weights(model, budget="60%", disk=f"{tmp_path}:64MiB")
+    torch.testing.assert_close(model(ids), theirs, rtol=0, atol=0)
+    only = ("hooks/weights.py",)
+    count, came = places(lambda: model(ids), only=only), 0
+    with collectable():
+        for at in chosen(count, 40):
+            came += run(lambda: model(ids), Tracer(at, only=only))
+            assert free(weights._lock) and not weights._stack
+            assert not any(unit.pins for unit in weights._units)
+            assert torch.equal(model(ids), theirs)
+    assert came > 20
+    weights.detach()
+    assert torch.equal(model(ids), theirs)
+
+
+def test_what_ends_the_process_within_a_module_leaves_nothing_taken(tmp_path: Path) -> None:
+    model = Decoder(3, 48)
+    ids = torch.arange(9)[None]
+    theirs = model(ids)
+    weights = flowkv.attach_weights(model, budget="60%", disk=f"{tmp_path}:64MiB")
+    for error in (KeyboardInterrupt, SystemExit, ValueError):
+
+        def fail(module: nn.Module, args: Any, error: type[BaseException] = error) -> None:
+            raise error
+
+        handle = model.layers[1].up.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            model(ids)
+        handle.remove()
+        assert free(weights._lock) and not weights._stack
+        assert torch.equal(model(ids), theirs)
+    weights.detach()
+
+
+def test_hooks_of_a_module_find_its_weights(tmp_path: Path) -> None:
+    model, seen = Decoder(3, 48), list[int]()
+    weights = flowkv.attach_weights(model, budget="60%", disk=f"{tmp_path}:64MiB")
+    up: Any = model.layers[1].up
+    up.register_forward_pre_hook(lambda module, args: seen.append(module.weight.numel()))
+    up.register_forward_hook(lambda module, args, out: seen.append(module.weight.numel()))
+    model(torch.arange(9)[None])
+    assert seen == [48 * 96] * 2
+    weights.detach()

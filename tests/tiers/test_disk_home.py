@@ -48,6 +48,20 @@ def test_the_directory_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         DiskTier(directory, MIB)
 
 
+@pytest.mark.parametrize("names", [[], ["a", "b"]], ids=["unused", "used"])
+def test_a_directory_of_a_tier_that_is_garbage_is_taken_over(
+    tmp_path: Path, names: list[str]
+) -> None:
+    tier = DiskTier(tmp_path / "kv", MIB)
+    if names:
+        stored(tier, names)
+    tier.own_cycle = tier  # type: ignore[attr-defined]
+    del tier  # and no collection
+    heir = DiskTier(tmp_path / "kv", MIB, exclusive=True)
+    assert heir.writable and heir.contains(list(map(key_of, names))) == [True] * len(names)
+    heir.close()
+
+
 def test_files_of_others_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "kv"
     DiskTier(directory, MIB).close()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import re
 import stat
@@ -33,6 +34,7 @@ import msgspec
 from flowkv.core.errors import StoreError
 from flowkv.core.files import MALFORMED, open_descriptor
 from flowkv.core.geometry import GRANULE_BYTES
+from flowkv.core.reaper import REAPER
 from flowkv.tiers.disk.journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
 from flowkv.tiers.frame import VERSION
 from flowkv.tiers.io.engine import FileIO, read_file, replace_file
@@ -49,6 +51,7 @@ _NOTED_S, _MOST_NAMESPACES, _NAME_LETTERS = 3600, 256, 200
 
 _OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|erased|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
+_PATIENCE_S = 10.0  # for the end of what is garbage
 
 
 class FrameShape(msgspec.Struct, kw_only=True, frozen=True, order=True):
@@ -158,7 +161,8 @@ class Home:
         self.owner, self.obstacle, self.title = False, "", ""
         try:
             self._prepare()
-            self._lock()
+            if not self._lock() and not self.obstacle and self._collected():
+                self._lock()
             if not self.owner and exclusive:
                 raise StoreError(
                     f"{self.path} can only be read ({self.obstacle})"
@@ -275,6 +279,14 @@ class Home:
             self.close()
         return self.owner
 
+    def _collected(self) -> bool:
+        """Wait for the end of owners in this process that are garbage; whether there were any."""
+        mine = any(_owns(home, self.path) for home in list(_homes))
+        if mine:
+            gc.collect()
+            REAPER.settle(_PATIENCE_S)
+        return mine
+
     def _prepare(self) -> None:
         path = str(self.path)
         self._files.make_directory(path)
@@ -364,11 +376,16 @@ os.register_at_fork(after_in_child=_forget)
 def owner_of(directory: Path) -> str:
     """Return the subject of a sentence: what owns a directory that is owned."""
     for home in list(_homes):
-        with contextlib.suppress(OSError):
-            if home.owner and os.path.samefile(home.path, directory):
-                model = f" (of {home.title})" if home.title else ""
-                return f"another cache of this process{model} owns"
+        if _owns(home, directory):
+            model = f" (of {home.title})" if home.title else ""
+            return f"another cache of this process{model} owns"
     return "another process owns"
+
+
+def _owns(home: Home, directory: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return home.owner and os.path.samefile(home.path, directory)
+    return False
 
 
 def owned(directory: Path) -> bool:

@@ -13,7 +13,9 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,6 +26,7 @@ from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
 from flowkv.core.memory import address_of
+from flowkv.core.reaper import REAPER
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.disk.home import ERASED
 from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
@@ -1199,6 +1202,12 @@ class DiskTier:
         self._conductor = DiskScheduler(
             self._store, envelope, self._engine, self._staging, self._wishes
         )
+        self._shut = partial(
+            _shut, self._pid, self._conductor, self._wishes, engine, self._store, staging
+        )
+        if files is None:  # else whoever gave them sees to the end
+            weakref.finalize(self, REAPER.put, self._shut).atexit = False
+            REAPER.start()
         if not self.writable:
             warnings.warn(
                 f"{self._store.obstacle} in {path}: it is read, and nothing is stored there"
@@ -1395,11 +1404,7 @@ class DiskTier:
             if not self._open:
                 return
             self._open = False
-            ended = self._conductor.stop(CLOSE_S)
-            self._wishes.fail_rest()
-            if self._engine.close() and ended:  # else something is stuck with files and memory
-                self._store.close()
-                self._staging.close()
+            self._shut()
 
     def _submit(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         job = self._wishes.submit(items, deadline_s)
@@ -1414,6 +1419,24 @@ class DiskTier:
         if not self._usable():
             why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
             raise StateError(f"tier {self.name!r} {why}", "Open the directory again, here")
+
+
+def _shut(
+    pid: int,
+    conductor: DiskScheduler,
+    queue: RequestQueue,
+    engine: IOEngine,
+    store: DiskStore,
+    staging: Staging,
+) -> None:
+    """Ends the parts of a tier that is closed, or gone; again does nothing."""
+    if pid != os.getpid() or queue.closing:
+        return
+    ended = conductor.stop(CLOSE_S)
+    queue.fail_rest()
+    if engine.close() and ended:  # else something is stuck with files and memory
+        store.close()
+        staging.close()
 
 
 def _need_addresses(path: str) -> None:
