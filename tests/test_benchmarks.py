@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench import bench_ring, render
+from bench.gpu import whole
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -115,7 +116,91 @@ def test_the_gpu_bench_walks_every_case_without_a_gpu(tmp_path: Path) -> None:
     render.goals(asked)
     assert asked.names <= said and len(asked.names) > 12
     assert all(any(case.startswith(x) for case in said) for x in asked.beginnings)
+    assert {figure.of.split("/")[0] for figure in kernel_figures()} <= said
     assert not (tmp_path / "out").exists(), "a dry run leaves no results behind"
+
+
+def kernel_figures() -> list[whole.Figure]:
+    """Lines of a whole run's table about kernels alone."""
+    kinds = ("_ceiling", "/times")
+    return [figure for figure in whole.TABLE if figure.of.endswith(kinds)]
+
+
+def test_a_whole_run_goes_through_every_part_without_a_gpu(tmp_path: Path) -> None:
+    """One command: each part comes to its end, and each line of the table finds its figures."""
+    pytest.importorskip("transformers", reason="transformers is not installed here")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "bench.gpu", "--whole", "--dry-run", "--seconds", "250"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    (file,) = tmp_path.iterdir()
+    report = json.loads(file.read_text())
+    ran = {part["part"].split()[0] for part in report["parts"]}
+    assert ran == set(whole.SECONDS) and report["label"] == "dry run"
+    rows = report["results"] + report["rows"]
+    assert not [row for row in rows if row.get("wrong") or row.get("failed")]
+    cases = {row["case"]: row for row in rows}
+    assert "skipped" in cases["generate_batch"] and cases["attached: threads"]["samples"]["leaves"]
+    wants_a_gpu = ("generate_batch", "without graphs")
+    for figure in whole.TABLE:
+        if figure in kernel_figures() or any(
+            case in figure.of + figure.over for case in wants_a_gpu
+        ):
+            continue
+        paths = [path for path in (figure.of, figure.over) if path]
+        assert None not in [whole.found(cases, path) for path in paths], figure
+    assert whole.table(report) in done.stdout
+
+
+CHILD = """
+import json, sys, time
+def say(**fields): print(json.dumps(fields), flush=True)
+print("no row at all")
+say(facts={"device": "GPU X"})
+for name in sys.argv[1].split(","):
+    say(begin=name)
+    say(part=name, row={"case": f"first of {name}"})
+    if name == "plain": time.sleep(60)
+    if name == "attached": sys.exit("the device is gone")
+    if name == "pressure": say(part=name, failed="ValueError: no")
+    say(end=name, s=0.5)
+"""
+
+
+def test_what_hangs_dies_or_fails_in_a_whole_run_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(whole.SECONDS, "plain", 1.0)
+    child = (sys.executable, "-c", CHILD)
+    run = whole.Whole(tmp_path, 30.0, dry=False, child=child)
+    names = ["kernels", "plain", "attached", "pressure", "engine"]
+    run._parts(names)
+    report = json.loads((tmp_path / "gpu-gpu-x.json").read_text())
+    assert report == run.report
+    failed = {part["part"]: part.get("failed") for part in report["parts"]}
+    assert list(failed) == names and failed["kernels"] is failed["engine"] is None
+    assert failed["plain"] == "It was stopped after 1 s."
+    assert failed["attached"] == "Exit status 1: the device is gone"
+    assert failed["pressure"] == "ValueError: no"
+    assert [row["case"] for row in report["results"]] == ["first of kernels"]
+    assert [row["case"] for row in report["rows"]] == [f"first of {name}" for name in names[1:]]
+    shown = whole.table(report)
+    assert "GPU X" in shown and "attached: 0 s FAILED: Exit status 1" in shown
+
+
+def test_parts_for_which_there_is_no_time_are_said_to_be_so(tmp_path: Path) -> None:
+    run = whole.Whole(tmp_path, 0.0, dry=False, child=("false",))
+    run._parts(["plain", "static"])
+    assert [part["failed"] for part in run.report["parts"]] == ["There was no time left."] * 2
+    assert len(whole.table(run.report).splitlines()) == 1 + len(whole.TABLE) + 2
 
 
 def test_without_a_gpu_and_not_dry_it_says_so() -> None:

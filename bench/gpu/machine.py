@@ -18,12 +18,14 @@ class Machine:
     """One device. Dry, it is the CPU: everything runs once, and every time is a microsecond.
 
     Attributes:
-        dry: Whether nothing is timed.
+        dry: Whether it is the CPU, for tiny cases.
+        timing: Whether anything is timed; where nothing is, calls compile what they need.
         limits: What the device can do at most, measured by `measure_limits`.
     """
 
-    def __init__(self, dry: bool) -> None:
+    def __init__(self, dry: bool, *, warm: bool = False) -> None:
         self.dry, self.device = dry, torch.device("cpu" if dry else "cuda")
+        self.timing = not (dry or warm)
         self.limits: dict[str, float] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -44,7 +46,7 @@ class Machine:
 
     def l2_bytes(self) -> int:
         """What must be read before data may come round again, to be read from memory each time."""
-        if self.dry:
+        if not self.timing:
             return 1
         return 2 * getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
 
@@ -61,7 +63,7 @@ class Machine:
         """Microseconds of one call, replayed from graphs, one after the other over other data."""
         for call in calls:
             call()
-        if self.dry:
+        if not self.timing:
             return {"us": 1.0, "us_p10": 1.0, "us_p90": 1.0}
         torch.cuda.synchronize()
         graphs = []
@@ -76,7 +78,7 @@ class Machine:
         """The same without graphs: with what Python and the launches cost."""
         for call in calls:
             call()
-        return {"us": 1.0} if self.dry else self._events(calls, rounds)
+        return self._events(calls, rounds) if self.timing else {"us": 1.0}
 
     def _events(self, calls: Sequence[Call], rounds: int) -> dict[str, float]:
         for call in [*calls] * 3:

@@ -7,6 +7,7 @@ the devices do.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,7 +46,7 @@ class _Engine:
 
     def __init__(self, device: Device, ask: Callable[[], Op | None]) -> None:
         self.device, self.ask = device, ask
-        self.flying: deque[tuple[Op, Mark]] = deque()
+        self.flying: deque[tuple[Op, float, Mark]] = deque()  # with when its cells were taken
 
     def room(self) -> bool:
         """Whether it takes another op before what it has under way is over.
@@ -89,6 +90,7 @@ class Executor:
         self._flying = self._looks = self._resting = 0
         self._error: BaseException | None = None
         self._timeline: list[Done] = []
+        self._failed_s: dict[int, float] = {}  # of each request, when a load last failed
         self._ttft_s: dict[int, float] = {}
 
     def run(self, requests: Sequence[RestoreRequest]) -> Run:
@@ -122,25 +124,25 @@ class Executor:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
-            for _, mark in engine.flying:  # a device may still write
+            for *_, mark in engine.flying:  # a device may still write
                 mark.wait()
 
     def _serve(self, engine: _Engine) -> None:
         while True:
             with self._changed:
-                op = self._next(engine)
-            if op is not None:
-                engine.flying.append((op, engine.device.begin(op, self._clock)))
+                begun = self._next(engine)
+            if begun is not None:
+                engine.flying.append((*begun, engine.device.begin(begun[0], self._clock)))
             elif engine.flying:
-                op, mark = engine.flying.popleft()
+                op, taken_s, mark = engine.flying.popleft()
                 ended = mark.wait()
                 with self._changed:
-                    self._end(op, ended)
+                    self._end(op, taken_s, ended)
             else:
                 return
 
-    def _next(self, engine: _Engine) -> Op | None:
-        """What it begins; None if it waits for what it has under way first, or all is over."""
+    def _next(self, engine: _Engine) -> tuple[Op, float] | None:
+        """What it begins, and when; None if it waits for what is under way, or all is over."""
         while self._error is None and (self._waiting or self.state.requests):
             self._arrive()
             op = engine.ask() if engine.room() else None
@@ -148,7 +150,7 @@ class Executor:
                 self.state.begin(op)
                 self._flying += 1
                 self._happened()
-                return op
+                return op, self._clock()
             if engine.flying:
                 return None
             self._idle()
@@ -185,7 +187,7 @@ class Executor:
             self._finish(self.state.add(self._waiting.popleft()))
             self._happened()
 
-    def _end(self, op: Op, ended: Ended) -> None:
+    def _end(self, op: Op, taken_s: float, ended: Ended) -> None:
         start_s, end_s, ok = ended
         progress = self.state.requests[op.request]
         self._flying -= 1
@@ -193,8 +195,11 @@ class Executor:
             self.state.end(op)
             self._learn(progress.request, op, end_s - start_s)
         else:  # until now, others went on as if it came
-            end_s = self._clock()
+            end_s = self._failed_s[op.request] = self._clock()
             self.state.fail(op)
+        failed_s = self._failed_s.get(op.request, 0.0)
+        if isinstance(op, RestoreLoad) and taken_s < failed_s <= start_s:
+            start_s = math.nextafter(failed_s, 0.0)  # begun before that, whenever its turn came
         self._timeline.append(Done(op, start_s, end_s, ok))
         self._finish(progress)
         self._happened()

@@ -23,6 +23,7 @@ import torch
 from flowkv import kernels
 from flowkv.cache.index import UNKNOWN, Block
 from flowkv.cache.mover import TransferRequest, files, rest
+from flowkv.cache.pinned import Copies, CudaMark
 from flowkv.cache.sequence import READY, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core import compiling
@@ -68,20 +69,39 @@ class Stage:
 
     Args:
         n_bytes: Its size.
+        copies: Of its device, if that is not the CPU: stripes come to pinned memory first.
+
+    Attributes:
+        view: What tiers write to.
+        arena: What kernels read: the same memory, or that of the device.
     """
 
-    def __init__(self, n_bytes: int) -> None:
-        self.n_bytes = n_bytes
+    def __init__(self, n_bytes: int, copies: Copies | None) -> None:
+        self.n_bytes, self._copies = n_bytes, copies
+        if copies is not None:
+            self.arena = copies.pages.new_empty(n_bytes)
         self.renew()
 
     def renew(self) -> None:
         """Takes other memory: a tier may still write to what it had."""
-        self.view = own_memory(self.n_bytes)
-        self.arena = torch.frombuffer(self.view, dtype=torch.uint8)
+        if self._copies is None:
+            self.view = own_memory(self.n_bytes)
+            self.arena = torch.frombuffer(self.view, dtype=torch.uint8)
+        else:
+            (self._row,) = self._copies.stage(1, self.n_bytes)
+            self.view = self._row.numpy().data
+        self._sent: CudaMark | None = None
         self.reuse()
+
+    def send(self) -> None:
+        """All stripes came: what is computed from now on finds them on the device."""
+        if self._copies is not None:
+            self._sent = self._copies.send(self._row, self.arena)
 
     def reuse(self) -> None:
         """Other stripes are about to come; what they are is told once all are asked for."""
+        if self._sent is not None:  # a copy reads its source when the device comes to it
+            self._sent.wait()
         self.name: tuple[object, ...] = ()
         self.sources: dict[int, int] = {}  # number of the tier that each place was asked of
         self.requests: list[tuple[int, TransferRequest]] = []  # likewise, with what was asked
@@ -269,11 +289,6 @@ class Overflow:
                 f"overflow=True and {min(odd)!r} layers",
                 "Leave overflow out: full, sliding and latent layers alone go on past their pool",
             )
-        if any(torch.device(group.device).type != "cpu" for group in store.geometry.groups):
-            raise ConfigError(
-                "overflow=True and layers on a GPU",
-                "Leave overflow out: it was never tried there, and serves layers on the CPU alone",
-            )
         if not any(map(self._serves, range(len(store.tiers)))):
             raise ConfigError(
                 "overflow=True without a place that pages can go to",
@@ -448,7 +463,9 @@ class Overflow:
             least = max(LEAST_BYTES, *(store.forms[g].raw.stripe_stride_bytes for g in here))
             share = store.pools[device].capacity_bytes() // _SHARE
             most = max(least, min(MOST_BYTES, share) // GRANULE_BYTES * GRANULE_BYTES)
-            self._stages[device] = Stage(most), Stage(most)
+            copies = store.pools[device].copies
+            with self._guard:
+                self._stages[device] = Stage(most, copies), Stage(most, copies)
             check_known([])  # compiled now, it serves every step to come
         return self._stages[device]
 
@@ -481,6 +498,8 @@ class Overflow:
     def staged(self, group: int, stage: Stage) -> Pages:
         """What a stage holds, as pages of one layer."""
         raw, *sealed = (self._layout(group, codec) for codec in self.store.forms[group].layouts)
+        if stage.arena.is_cuda:  # whoever lets go of it may be on another stream
+            stage.arena.record_stream(torch.cuda.current_stream(stage.arena.device))
         return Pages(stage.arena, raw, 0, tuple(sealed))
 
     def _open(self) -> list[int]:
@@ -615,6 +634,7 @@ class Overflow:
                 self.read_bytes += n_bytes
             fidelities = (one.info.fidelity for one in stage.answers.values() if one.info)
             stage.fidelity = max(fidelities, default=0)
+            stage.send()
         stage.arrived, stage.name = True, name
         return stage
 

@@ -183,6 +183,22 @@ class Copies:
         self.streams.lead()
         self._leaving.append((self.streams.mark(), [row for _, row in queue]))
 
+    def send(self, row: torch.Tensor, target: torch.Tensor) -> CudaMark:
+        """Copies a staged row to memory of the device, beside the pages.
+
+        What the device was given so far may still read that memory; what it computes from now on
+        sees the copy.
+
+        Returns:
+            A mark of the copy: until then the row stays as it is.
+        """
+        self.streams.follow()
+        self.streams.copy(target, row)
+        self.streams.lead()
+        mark = self.streams.mark()
+        self._leaving.append((mark, [row]))
+        return mark
+
     def join(self) -> None:
         """What the caller's stream is given from now on begins after all copies under way."""
         self._reclaim()

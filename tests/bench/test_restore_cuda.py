@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from bench.restore.model import DECODERS
 from bench.restore.processor import Link
 from bench.restore.torch_engine import Prompt, TorchEngine
 from flowkv.policy.restore import Compute, Measured, RestoreLoad, Suffix
+from flowkv.sim.restore import Run
 from tests.inside import Decoder
 from tests.policy.restore.verifier import Caps, verify
 
@@ -102,27 +103,52 @@ class PutOffLink(Link):
         return ok
 
 
-@pytest.mark.parametrize("policy", RESTORE_POLICIES)
-@pytest.mark.parametrize(("bytes_per_s", "share"), [(None, 1.0), (2e7, 1.0), (2e7, 0.5)])
-def test_nothing_is_used_before_it_is_there(
-    policy: str, bytes_per_s: float | None, share: float, streams: None
-) -> None:
+def restored(
+    policy: str,
+    bytes_per_s: float | None,
+    share: float,
+    fails: Callable[[RestoreLoad], bool] | None = None,
+) -> tuple[TorchEngine, Run]:
+    """A restore by streams that put everything off."""
     engine = TorchEngine(SHAPE, [Prompt(448, 30)])
-    (request,) = engine.requests()
     put_off = PutOff(engine._canvas(0))
     times = cuda.Times(CPU)
     computes, copies = cuda.CudaStream(CPU), cuda.CudaStream(CPU)
     compute = cuda.CudaProcessor({0: put_off}, computes, times, share)  # type: ignore[dict-item]
     put_off.stream = computes.stream  # type: ignore[assignment]
-    link = PutOffLink({0: put_off}, engine._stores, bytes_per_s)  # type: ignore[dict-item]
+    link = PutOffLink({0: put_off}, engine._stores, bytes_per_s, fails)  # type: ignore[dict-item]
     copier = cuda.CudaCopier(link, copies, times)
     link.stream = copies.stream  # type: ignore[assignment]
     executor = Executor(make_restore_policy(policy), Measured(), [Unit(compute)], {"link": copier})
-    run = executor.run([request])
-    verify([request], run.timeline, CAPS)
+    run = executor.run(engine.requests())
     engine.canvases = {0: put_off.canvas}
     assert engine.error(0) < 1e-3
     assert engine.same_tokens(0)
+    return engine, run
+
+
+@pytest.mark.parametrize("policy", RESTORE_POLICIES)
+@pytest.mark.parametrize(("bytes_per_s", "share"), [(None, 1.0), (2e7, 1.0), (2e7, 0.5)])
+def test_nothing_is_used_before_it_is_there(
+    policy: str, bytes_per_s: float | None, share: float, streams: None
+) -> None:
+    engine, run = restored(policy, bytes_per_s, share)
+    verify(engine.requests(), run.timeline, CAPS)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("policy", RESTORE_POLICIES)
+def test_loads_are_under_way_behind_one_that_fails(policy: str, number: int, streams: None) -> None:
+    """Their cells were taken before it failed, and the link comes to them after."""
+    loads = []
+
+    def fails(op: RestoreLoad) -> bool:
+        loads.append(op)
+        return len(loads) == number
+
+    engine, run = restored(policy, 2e7, 1.0, fails)
+    verify(engine.requests(), run.timeline, Caps(computes=3, loads={"link": 3}))
+    assert len(loads) < number or not all(done.ok for done in run.timeline)
 
 
 @pytest.mark.gpu

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from flowkv import KV, Geometry, LayerGroup, Sequence
 from flowkv.testing import MemoryTier
 from tests.cache.fakes import Halting, Silent, lasting
+from tests.cache.test_pinned import FakeMark, behind_a_bus
 from tests.inside import (
     CapacityError,
     ConfigError,
@@ -304,6 +307,93 @@ class TestBounds:
             model.kept = {layer: [torch.cat(x)[:length]] for layer, x in model.kept.items()}
             left = -length % 16
             assert left == 0 or run(kv, [seq], [tokens(left)], [model])[1] < TOLERANCE
+
+
+class TestOnADeviceOfItsOwn:
+    """Pages come through pinned memory, by copies that are as late as they may be."""
+
+    @staticmethod
+    @contextmanager
+    def grown(
+        monkeypatch: pytest.MonkeyPatch, kind: str = "full", fault: str = "", **options: Any
+    ) -> Iterator[tuple[KV, float, list[bool]]]:
+        """A cache whose sequence went on past its pool: how wrong it was, and copies waited for."""
+        shape, over = geometry(kind), list[bool]()
+        reuse = overflow.Stage.reuse
+
+        def noted(stage: Any) -> None:
+            reuse(stage)
+            if stage._sent is not None:
+                over.append(stage._sent.passed)
+
+        monkeypatch.setattr(overflow.Stage, "reuse", noted)
+        with make(shape, 8, overflow=True, **options) as kv, opened(kv) as (seq,):
+            behind_a_bus(kv, *(fault,) * bool(fault))
+            model = Noise(shape)
+            worst = grow(kv, [seq], [model], 32)
+            while seq.away < 3:
+                worst = max(worst, grow(kv, [seq], [model], 32))
+            worst = max(worst, *(grow(kv, [seq], [model], 1) for _ in range(4)))
+            yield kv, worst, over
+
+    @pytest.mark.parametrize("kind", ["full", "sliding", "latent"])
+    def test_attention_is_that_over_everything(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with self.grown(monkeypatch, kind) as (kv, worst, over):
+            assert worst < TOLERANCE
+            assert over and all(over), "memory was used again before it was copied"
+            (pool,) = kv.planner.store.pools.values()
+            stages = kv.planner.overflow._stages["cpu"]
+            assert pool.copies.staged_bytes() >= sum(stage.n_bytes for stage in stages)
+            assert all(stage.arena.data_ptr() != stage._row.data_ptr() for stage in stages)
+
+    def test_sealed_pages_come_as_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with self.grown(monkeypatch, codec="kv8", recent_tokens=16) as (_, worst, over):
+            assert 0 < worst < 0.05 and all(over)
+
+    @pytest.mark.parametrize("fault", ["lead", "wait"])
+    def test_a_copy_that_is_not_waited_for_shows(
+        self, fault: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if fault == "wait":
+            monkeypatch.setattr(FakeMark, "wait", lambda mark: None)
+        with self.grown(monkeypatch, fault=fault) as (_, worst, over):
+            assert worst > TOLERANCE if fault == "lead" else not all(over)
+
+    def test_nothing_is_left_of_a_closed_sequence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with self.grown(monkeypatch) as (kv, _, _):
+            (pool,) = kv.planner.store.pools.values()
+            held = pool.copies.staged_bytes()
+            kv.planner.overflow._stages.clear()
+            pool.copies.streams.finish()
+            gc.collect()
+            assert pool.copies.staged_bytes() <= held - (2 << 15)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["full", "sliding", "latent"])
+@pytest.mark.parametrize("codec", ["raw", "kv8"])
+def test_a_gpu_attends_to_what_it_does_not_hold(kind: str, codec: str) -> None:
+    """The same steps over a pool of few pages and over one that holds all of them."""
+    shape, outputs, page = geometry(kind, 64), list[list[torch.Tensor]](), 64
+    groups = [msgspec.structs.replace(group, device="cuda:0") for group in shape.groups]
+    shape = Geometry(groups=tuple(groups), page_size=page)
+    for pages in (16, 200):
+        with make(shape, pages, codec=codec, overflow=pages == 16) as kv, opened(kv) as (seq,):
+            noise, found = Noise(shape), list[torch.Tensor]()
+            for count in [2 * page] * 15 + [1] * 20:
+                with kv.step([seq], [tokens(count, seq.length)]) as step:
+                    for group in shape.groups:
+                        for layer in group.layers:
+                            k, v, q = (x.cuda() for x in noise.make(layer, seq.length, count))
+                            value = None if group.kind == "latent" else v
+                            found.append(step.attend(layer, q, k, value).cpu())
+            assert (seq.away > 0) == (pages == 16)
+            outputs.append(found)
+    lossy = codec == "kv8"  # pages may leave before they are encoded
+    for ours, theirs in zip(*outputs, strict=True):
+        assert float((ours - theirs).abs().max()) < (0.05 if lossy else TOLERANCE)
 
 
 class TestPrefixes:

@@ -220,18 +220,21 @@ def test_verify_passes_beside_encoders(build: Callable[[], torch.nn.Module]) -> 
     assert report.ok, str(report)
 
 
-@pytest.mark.gpu
-def test_layers_on_two_devices() -> None:
+@pytest.mark.parametrize("second", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_layers_on_two_devices(second: str) -> None:
     """`device_map`: each device's layers get a group, and a pool, of their own."""
     accelerate = pytest.importorskip("accelerate")
     model, prompt = models.causal("llama"), models.prompt(80)
     theirs = generate(model, input_ids=prompt)
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": 0, "lm_head": 0}
-    places |= {f"model.layers.{i}": "cpu" if i < 2 else 0 for i in range(4)}
-    accelerate.dispatch_model(model, places, main_device=0)
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"}
+    places |= {f"model.layers.{i}": "cpu" if i < 2 else second for i in range(4)}
+    places |= {"model.norm": second, "lm_head": second}
+    # With another main device, what is on the CPU would only be kept there, and computed elsewhere.
+    accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+    assert {str(weight.device) for weight in model.parameters()} == {"cpu", second}
     with attached(model) as kv:
         for _ in range(2):
             assert_same(generate(model, input_ids=prompt), theirs, tolerance=1e-3)
         assert kv.geometry is not None
-        assert {group.device for group in kv.geometry.groups} == {"cpu", "cuda:0"}
+        assert {group.device for group in kv.geometry.groups} == {"cpu", second}
         assert reused(kv) > 0
