@@ -355,6 +355,32 @@ class Step:
         """Whether each row has exactly one new token."""
         return self._advance.most_new == 1 and self._advance.starts[-1] == len(self.seqs)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether decode steps like this one differ in integers only, so that a graph serves them.
+
+        Each row has one new token, and all that it sees lies in pages that are there.
+        """
+        plain = self._single and self._open and not (self.apart or self.audits or self.overflows)
+        if not plain or self._coming or self.awaits is not None or self._watch is not None:
+            return False
+        tables = self._planner.tables
+        return not (self._planner.chunked or tables.lost[:, self._advance.rows].any())
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of its rows."""
+        return self._planner
+
+    @property
+    def advance(self) -> Advance:
+        """What it does to its rows."""
+        return self._advance
+
+    def replayed(self) -> None:
+        """Note that a graph wrote the new tokens of all layers."""
+        self._touched.update(self._planner.layers)
+
     def give(self, tokens: NDArray[np.uint32]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,14 @@ import torch
 
 from flowkv.cache.kv import KV, bind, drop_unproven, follow, forget_name, warn
 from flowkv.cache.sequence import Sequence
+from flowkv.cache.step import Step
 from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
+from flowkv.hooks.graphs import GraphedForward, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import ModelPlan, PagedCache, configured_layers
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, usual
+from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
@@ -46,7 +50,7 @@ from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.hooks.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
-_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile")
+_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "forward")
 _HOOKS = frozenset(
     f"_forward_{kind}{flags}"
     for kind in ("hooks", "pre_hooks")
@@ -79,6 +83,7 @@ class ForwardHook:
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
+        _call _graphs _answers
         _attends _reads _verdicts _alike _live _caches _inside _leaving _problem _names_used
         _doubted _handles __weakref__""".split()
     )
@@ -110,6 +115,9 @@ class ForwardHook:
         self.blending: Any = None  # a `blend.Blending`
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
+        self._call = PackedCall(model, self.names, masked=False)
+        self._graphs: GraphedForward | None = None
+        self._answers: type[Any] | None = None  # what the model returns of a decode step
 
     @property
     def model(self) -> Any:
@@ -137,7 +145,24 @@ class ForwardHook:
             # Only then: wrappers that pass on what they lack, as PEFT's, would be copied by it.
             model.__dict__["__deepcopy__"] = self._copy_model
         model.__dict__["compile"] = self._compile
+        if self._capturable and "forward" not in model.__dict__:
+            model.__dict__["forward"] = _answering(model.forward, self.names.cache)
+            state = partial(_state, weakref.ref(self))
+            call = partial(_packed, weakref.ref(self))
+            self._graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed)
         follow(self.kv, close=self.release)
+
+    @property
+    def _capturable(self) -> bool:
+        """Whether decode steps may be captured: by the layers, the arguments and the devices."""
+        devices = {shape[4] for shape in (place.shape for place in self.plan.placed.values())}
+        return (
+            self.kv.config.graphs != "off"
+            and not (self.names.encoder or self.plan.stateful)
+            and self.names.positions in self.names.parameters
+            and len(devices) == 1
+            and recorder_of(devices.pop()) is not None
+        )
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model as its class does, and say that its forwards pass the door by."""
@@ -196,7 +221,9 @@ class ForwardHook:
         model = self.model
         if model is not None:
             for name in _OWN_ATTRIBUTES:
-                model.__dict__.pop(name, None)
+                if name != "forward" or self._graphs is not None:
+                    model.__dict__.pop(name, None)
+        self._graphs = None
 
     def release(self) -> None:
         """The pages are about to go: caches that somebody holds become native ones.
@@ -298,6 +325,7 @@ class ForwardHook:
             if output is None:
                 cache.fail()
             else:
+                self._learn(cache, output)
                 cache.finish()
                 # Else somebody wrote to its keys meanwhile.
                 if isinstance(cache, PagedCache) and cache.audits is not None:
@@ -627,6 +655,7 @@ class ForwardHook:
         rows = cache.rows
         rows.alive()
         cache.fail()
+        cache.decoding = cache.answer = None
         if not rows.blind and not self.identity.steady(self.model):
             rows.disable_publishing()  # what it computes from here on is in another name
         self._watch(cache)
@@ -646,14 +675,15 @@ class ForwardHook:
         call, whole = without_known(rows, call, self.model)
         # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
-        if (
+        odd = (
             training
             or not (filled or call.continues)
             or (call.unplaced and rows.base and not whole)
             or not (self.names.encoder or call.conditioned(cache.options))
-            or modes()
+            or bool(modes())
             or not rows.padded_by(call.mask, rows.base + call.columns)
-        ):
+        )
+        if odd:
             rows.disable_publishing()
         if filled:
             pads = rows.pads.tolist()
@@ -670,7 +700,69 @@ class ForwardHook:
         else:
             rows.note(call.ids, call.positions)
         begun = self._begin(cache, call, call.columns, whole=whole)
+        if begun and not odd and self._graphs is not None and self._repeats(cache, call):
+            self._replay(cache, call)
         return call.given if begun or not whole else given
+
+    # ---- captured decode steps
+
+    def _repeats(self, cache: PagedCache, call: ForwardCall) -> bool:
+        """Whether a forward asks for the logits of one token a row, and for nothing else."""
+        rows, given = cache.rows, call.given
+        if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
+            self.kv.graphed["eager"] = "the model computes with keys and values itself"
+        asked = given.get("return_dict") is False or given.get("output_hidden_states")
+        places = call.positions
+        return not (
+            call.columns != 1
+            or asked
+            or rows.driven
+            or rows.taken
+            or rows.wants_weights
+            or rows.thinning is not None
+            or cache.audits is not None
+            or call.modal
+            or call.condition
+            or call.types
+            or not isinstance(given.get("logits_to_keep", 0), int)
+            or not isinstance(call.ids, torch.Tensor)
+            or not isinstance(places, torch.Tensor)
+            or places.shape != call.ids.shape
+        )
+
+    def _replay(self, cache: PagedCache, call: ForwardCall) -> None:
+        """Have a graph answer a forward that is about to begin, or have it watched."""
+        rows = cache.rows
+        assert rows.step is not None and call.ids is not None and call.positions is not None
+        logits = self.replay(rows.step, call.ids, call.positions)
+        if logits is None or self._answers is None:
+            cache.decoding = call.ids, call.positions
+        else:
+            rows.updated = rows.layers
+            found = self._answers(logits=logits.unsqueeze(1), **{self.names.cache: cache})
+            cache.answer = rows.step, found
+
+    def _learn(self, cache: PagedCache, output: Any) -> None:
+        """Note a decode step that the model ran by itself."""
+        decoding, cache.decoding, cache.answer = cache.decoding, None, None
+        if decoding is None or cache.rows.step is None or self._graphs is None:
+            return
+        said = {name for name, value in vars(output).items() if value is not None}
+        if said != {"logits", self.names.cache} or output.logits.shape[1] != 1:
+            return
+        self._answers = type(output)
+        self.learn(cache.rows.step, *decoding, output.logits[:, 0])
+
+    def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits of a decode step by a graph; see `GraphedForward.replay`."""
+        return None if self._graphs is None else self._graphs.replay(step, ids, positions)
+
+    def learn(
+        self, step: Step, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
+    ) -> None:
+        """Note a decode step that ran by itself; see `GraphedForward.learn`."""
+        if self._graphs is not None:
+            self._graphs.learn(step, ids, positions, logits)
 
     def _begin(
         self, cache: PagedCache, call: ForwardCall, columns: int, *, whole: bool = True
@@ -843,6 +935,35 @@ def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool
         or any(p.requires_grad for p in model.parameters())
         or any(v.requires_grad for v in given_ones)
     )
+
+
+def _answering(forward: Any, cache_name: str) -> Any:
+    """A model's forward that a graph may have answered already."""
+
+    @wraps(forward)
+    def answered(*args: Any, **given: Any) -> Any:
+        cache = given.get(cache_name)
+        if isinstance(cache, PagedCache) and cache.answer is not None:
+            (step, found), cache.answer = cache.answer, None
+            if step is cache.rows.step:
+                return found
+        return forward(*args, **given)
+
+    answered.__module__ = __name__
+    answered.around = forward  # type: ignore[attr-defined]
+    return answered
+
+
+def _state(held: weakref.ref[ForwardHook]) -> object:
+    door = held()
+    model = None if door is None else door.model
+    return None if door is None or model is None else door.identity.state(model)
+
+
+def _packed(held: weakref.ref[ForwardHook], step: Step) -> torch.Tensor:
+    door = held()
+    assert door is not None
+    return door._call(step, door.plan)  # type: ignore[no-any-return]
 
 
 def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:
