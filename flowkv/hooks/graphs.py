@@ -30,7 +30,6 @@ MOST_GRAPHS = 8
 """Graphs of one model that are kept."""
 _STAGES = 4
 """Pinned buffers, so that a copy under way is not overwritten by the next step."""
-_ROWS = (1, 2, 4, 8)
 Call = Callable[[Step], torch.Tensor]
 """Runs a model over a step with `tokens` `[1, R]` and `positions` `[1, R]`; logits `[1, R, V]`."""
 
@@ -64,13 +63,14 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Record what `run` does; it runs once before, since libraries allocate on first use."""
-        side, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             run()
         current.wait_stream(side)
-        before = torch.cuda.memory_reserved(self._device)
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved(self._device)  # unused memory was given back by now
             out = run()
         self.n_bytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
         return out
@@ -97,19 +97,17 @@ class Shape(NamedTuple):
     pages: int
 
 
-def shape_of(rows: int, length: int, page_size: int, most_rows: int) -> Shape:
+def shape_of(rows: int, pages: int, most_rows: int) -> Shape:
     """Return the smallest captured shape that serves a step.
 
     Args:
         rows: Rows of the step.
-        length: Tokens of its longest row.
-        page_size: Tokens of a page.
+        pages: Pages of its longest row.
         most_rows: Most rows of a step.
     """
-    wide = next((n for n in _ROWS if n >= rows), -(-rows // 8) * 8)
-    if wide > 32:
-        wide = -(-rows // 16) * 16
-    return Shape(max(rows, min(wide, most_rows)), 1 << (-(-length // page_size) - 1).bit_length())
+    step = 16 if rows > 32 else 8
+    wide = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // step) * step
+    return Shape(max(rows, min(wide, most_rows)), 1 << (pages - 1).bit_length())
 
 
 class StaticStep(Step):
@@ -142,11 +140,11 @@ class StaticStep(Step):
             (
                 torch.zeros_like(self._buffer, device="cpu", pin_memory=pinned),
                 torch.full_like(self._table, -1, device="cpu", pin_memory=pinned),
-                torch.cuda.Event() if pinned else None,
+                torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
             )
             for _ in range(_STAGES if pinned else 1)
         ]
-        self._turn, self._held = 0, None
+        self._turn, self._held = 0, (-1, list[int]())
         numbers = self._buffer[2 * rows :].view(torch.int32)
         lines = torch.arange(rows, dtype=torch.int32, device=device)
         starts = numbers[groups * rows : n_numbers]
@@ -156,8 +154,8 @@ class StaticStep(Step):
         self.awaits = None
         self.tokens = self._buffer[:rows].view(1, rows)
         self.places = self._buffer[rows : 2 * rows].view(1, rows)
-        self._planner, self._open, self._token = planner, True, None
-        self._advance = Advance(
+        self.planner, self._open, self._token = planner, True, None
+        self.advance = Advance(
             rows=np.arange(rows, dtype=np.int32),
             before=np.zeros(rows, np.int64),
             after=np.ones(rows, np.int32),
@@ -197,9 +195,9 @@ class StaticStep(Step):
             ids: Its tokens, of n elements.
             positions: Their positions, likewise.
         """
-        advance, tables, (rows, pages) = step.advance, self._planner.tables, self.shape
+        advance, tables, (rows, pages) = step.advance, self.planner.tables, self.shape
         n, groups = len(advance.rows), len(advance.ends)
-        for pool in self._planner.store.pools.values():
+        for pool in self.planner.store.pools.values():
             if pool.copies is not None:
                 pool.copies.join()  # pages may have been asked for on another thread's stream
         buffer, table, event = self._stages[self._turn]
@@ -216,9 +214,9 @@ class StaticStep(Step):
         first = 0 if here else 2 * rows
         self._buffer[first:].copy_(buffer[first:], non_blocking=True)
         if not here:
-            self.tokens[0, :n].copy_(ids.view(-1))
-            self.places[0, :n].copy_(positions.view(-1))
-        with self._planner.guard:
+            self._buffer[:n].copy_(ids.view(-1))
+            self._buffer[rows : rows + n].copy_(positions.view(-1))
+        with self.planner.guard:
             held = tables.version, advance.rows.tolist()
             if held != self._held:
                 lines = table.numpy()
@@ -272,6 +270,7 @@ class GraphedForward:
         self._known: object = None
         self._graphs: OrderedDict[Shape, _Graph] = OrderedDict()
         self._seen: dict[Shape, int] = {}
+        self._shapes: dict[tuple[int, int], Shape] = {}
         self._lock = threading.Lock()
         self._planner: Planner | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -351,9 +350,13 @@ class GraphedForward:
         planner = step.planner
         if planner is not self._planner:
             self._forget()
+            self._shapes.clear()
             self._planner = planner
-        most = planner.tables.max_rows
-        return shape_of(len(step.seqs), step.advance.most_length, planner.page_size, most)
+        least = len(step.seqs), -(-step.advance.most_length // planner.page_size)
+        shape = self._shapes.get(least)
+        if shape is None:
+            shape = self._shapes[least] = shape_of(*least, planner.tables.max_rows)
+        return shape
 
     def _capture(
         self,
@@ -464,11 +467,14 @@ class Own:
         model = self._model
         if not isinstance(model, torch.nn.Module):
             return self
-        now = tuple(
-            (id(x), x.data_ptr(), x.dtype, x.shape, x.stride())
-            for x in (*model.parameters(), *model.buffers())
+        now = (
+            model.training,
+            RemovableHandle.next_id,
+            *(
+                (id(x), x.data_ptr(), x.dtype, x.shape, x.stride())
+                for x in (*model.parameters(), *model.buffers())
+            ),
         )
-        now += (model.training, RemovableHandle.next_id)
         if now != self._last:
             self._last = now
         return self._last

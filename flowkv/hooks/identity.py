@@ -53,6 +53,9 @@ class Identity:
     Attributes:
         namespace: Its name, for the keys of pages.
         switch: Length from which positions are encoded otherwise, if there is one.
+        suspect: Code takes part that is neither torch's nor transformers'.
+        draws: A forward may draw random numbers: something trains, or is not transformers'.
+        plain: Each forward does the same: nothing trains, and no code but theirs takes part.
     """
 
     def __init__(self, model: Any, name: str = "", revision: str = "") -> None:
@@ -92,6 +95,9 @@ class Identity:
         self._steps, self._handles = _STEPS[0], RemovableHandle.next_id
         was = self.foreign if hasattr(self, "_walk") else ""
         self._walk = walk = Walk(model, self._passing, self._offloaded)
+        self.suspect = bool(walk.own or walk.foreign)
+        self.draws = walk.training or self.suspect
+        self.plain = not (self.draws or walk.compiled or self.switch is not None)
         for named in (walk.leaves, walk.tensors):  # the user's revision says what these are
             for path in [path for path in named if path.partition("[")[0] in self._moved]:
                 del named[path]
@@ -194,16 +200,6 @@ class Identity:
         return any(tensor.requires_grad for tensor in self._walk.tensors.values())
 
     @property
-    def draws(self) -> bool:
-        """Whether a forward may draw random numbers: something trains, or is not transformers'."""
-        return self._walk.training or self.suspect
-
-    @property
-    def suspect(self) -> bool:
-        """Whether code takes part that is neither torch's nor transformers'."""
-        return bool(self._walk.own or self._walk.foreign)
-
-    @property
     def settled(self) -> bool:
         """Whether encodings that depend on length are as a fresh model has them."""
         return self._walk.settled()
@@ -221,12 +217,8 @@ class Identity:
             return False
 
     def state(self, model: torch.nn.Module) -> object:
-        """Return what was met when the model was named; None if it is another by now.
-
-        Nothing of its own code runs in it either, so that each forward does the same.
-        """
-        plain = not (self.suspect or self.draws or self.compiled or self.switch is not None)
-        return self._walk if plain and self.same(model) else None
+        """Return what was met when the model was named; None if it is another, or not `plain`."""
+        return self._walk if self.plain and self.same(model) else None
 
     def same_content(self) -> bool:
         """Whether small weights still hold what they held; larger ones take `roll`."""

@@ -369,11 +369,11 @@ def test_threads_share_graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "length", "wanted"),
-    [(1, 1, (1, 1)), (3, 16, (4, 1)), (9, 17, (16, 2)), (33, 40, (48, 4)), (60, 65, (60, 8))],
+    ("rows", "pages", "wanted"),
+    [(1, 1, (1, 1)), (3, 1, (4, 1)), (9, 2, (16, 2)), (33, 3, (48, 4)), (60, 5, (60, 8))],
 )
-def test_shapes(rows: int, length: int, wanted: tuple[int, int]) -> None:
-    assert shape_of(rows, length, 16, 60) == wanted
+def test_shapes(rows: int, pages: int, wanted: tuple[int, int]) -> None:
+    assert shape_of(rows, pages, 60) == wanted
 
 
 # What a replayed step costs the host

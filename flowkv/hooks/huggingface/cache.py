@@ -1013,7 +1013,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         ):
             self.give_up(private=True)
             return False
-        if not computed and self.recurrent.edited():
+        if not computed and self.recurrent.layers and self.recurrent.edited():
             self.rows.disable_publishing()
         return True
 
@@ -1058,8 +1058,9 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             self.fail()
             refuse_lost(self.rows)
             raise
-        self.recurrent.mark()
-        self.recurrent.save(SNAPSHOT_PAGES * self.rows.kv.page_size)
+        if self.recurrent.layers:
+            self.recurrent.mark()
+            self.recurrent.save(SNAPSHOT_PAGES * self.rows.kv.page_size)
 
     def fail(self) -> None:
         """A forward of the model failed: as before it, as far as that can be."""

@@ -246,13 +246,12 @@ class ForwardHook:
 
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
-        if module is not self.model or torch.compiler.is_compiling():
+        if module is not self._model() or torch.compiler.is_compiling():
             return None
         interrupts.cover()
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
-        given = self.names.own(given)
-        cache = _own(given.get(self.names.cache))
+        given, cache = self._past(given)
         packed = RUNNING.get() is not None
         aside = packed or self in _ASIDE.get()
         key = threading.get_ident(), id(cache)
@@ -266,9 +265,19 @@ class ForwardHook:
         finally:
             if not served:
                 self._inside.discard(key)
-        if served:
+        if served and (packed or cache.answer is None):
             self._enter(key)
         return changed
+
+    def _past(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Return the arguments by the model's own names, and the decoder's own cache of them."""
+        names = self.names
+        if names.cache != "past_key_values":
+            given = names.own(given)
+        cache = given.get(names.cache)
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        return given, cache
 
     @interrupts.unbroken
     def _enter(self, key: tuple[int, int]) -> None:
@@ -292,7 +301,8 @@ class ForwardHook:
         training: bool = model.training
         if isinstance(cache, PagedCache) and cache.stays():
             door: ForwardHook = cache.door or self
-            if door.model is not model or _wants_grad(door, model, given):
+            wants_grad = torch.is_grad_enabled() and _wants_grad(door, model, given)
+            if door._model() is not model or wants_grad:
                 cache.give_up(private=True)  # what the model is given has to be its own from here
                 if door.model is model:
                     self._refuse("gradients are wanted; call it under torch.no_grad()")
@@ -311,26 +321,28 @@ class ForwardHook:
         """After a forward: what it wrote is kept, full pages are published; or it failed."""
         if torch.compiler.is_compiling():
             return
-        cache = _own(self.names.own(given).get(self.names.cache))
+        cache = self._past(given)[1]
         try:
             self._after(module, cache, output)
         finally:
             self._leave((threading.get_ident(), id(cache)))
 
     def _after(self, module: Any, cache: Any, output: Any) -> None:
-        if module is self.model and isinstance(cache, PagedCache):
+        if module is self._model() and isinstance(cache, PagedCache):
             self.proof.leave()
             if cache.drawn is not None and cache.drawn != drawn():
                 cache.rows.disable_publishing()  # what it computed is of no use to anybody else
             if output is None:
                 cache.fail()
             else:
-                self._learn(cache, output)
+                if cache.decoding is not None:
+                    self._learn(cache, output)
                 cache.finish()
                 # Else somebody wrote to its keys meanwhile.
                 if isinstance(cache, PagedCache) and cache.audits is not None:
                     audit_rows(cache)
-                self.retract()
+                if self._doubted:
+                    self.retract()
                 self.proof.rest()
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
@@ -654,25 +666,28 @@ class ForwardHook:
         """Begins a forward over a cache that is paged already; returns its arguments."""
         rows = cache.rows
         rows.alive()
-        cache.fail()
-        cache.decoding = cache.answer = None
-        if not rows.blind and not self.identity.steady(self.model):
+        if rows.step is not None or not rows.forwards:
+            cache.fail()
+        cache.audits = cache.decoding = cache.answer = None
+        if not rows.blind and not self.identity.steady(self._model()):
             rows.disable_publishing()  # what it computes from here on is in another name
         self._watch(cache)
         call = ForwardCall(self.names, given)
         if call.columns == 0:
             return given
-        check_paired(call)
+        if self.names.encoder:
+            check_paired(call)
         if rows.restoring is not None:
             fill = Fill([seq.tokens for seq in rows.seqs], {}, {})
             nested = Nested(self, call, rows.restoring.types, fill)
             rows.restoring.meet(nested, front=not training, columns=rows.base)
             cache.audits = nested if self.kv.config.audit else None
         have = len(rows.seqs)
-        rows.expand(call.rows)
+        if call.rows != have:
+            rows.expand(call.rows)
         if len(rows.seqs) != have or rows.forwards == 0:
             cache.follow()
-        call, whole = without_known(rows, call, self.model)
+        call, whole = without_known(rows, call, self._model())
         # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
         odd = (
@@ -734,7 +749,8 @@ class ForwardHook:
         """Have a graph answer a forward that is about to begin, or have it watched."""
         rows = cache.rows
         assert rows.step is not None and call.ids is not None and call.positions is not None
-        logits = self.replay(rows.step, call.ids, call.positions)
+        assert self._graphs is not None
+        logits = self._graphs.replay(rows.step, call.ids, call.positions)
         if logits is None or self._answers is None:
             cache.decoding = call.ids, call.positions
         else:
@@ -744,7 +760,7 @@ class ForwardHook:
 
     def _learn(self, cache: PagedCache, output: Any) -> None:
         """Note a decode step that the model ran by itself."""
-        decoding, cache.decoding, cache.answer = cache.decoding, None, None
+        decoding, cache.decoding = cache.decoding, None
         if decoding is None or cache.rows.step is None or self._graphs is None:
             return
         said = {name for name, value in vars(output).items() if value is not None}
@@ -956,7 +972,7 @@ def _answering(forward: Any, cache_name: str) -> Any:
 
 def _state(held: weakref.ref[ForwardHook]) -> object:
     door = held()
-    model = None if door is None else door.model
+    model = None if door is None else door._model()
     return None if door is None or model is None else door.identity.state(model)
 
 
@@ -1004,8 +1020,3 @@ def warn_inherited(kv: KV) -> None:
         "FlowKV's cache belongs to the parent process; this child uses the model's own. The result "
         "is the same, nothing is reused. flowkv.attach(model, ...) in the child gives it a cache.",
     )
-
-
-def _own(cache: Any) -> Any:
-    """The decoder's own cache of an encoder-decoder pair; any other cache unchanged."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
