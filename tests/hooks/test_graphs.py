@@ -456,3 +456,13 @@ def test_calls_of_a_replayed_step() -> None:
     usual = counted[-6]
     assert usual["GraphedForward.replay"] == 1
     assert usual.total() <= MOST_CALLS, usual.most_common()
+
+
+def test_weights_that_are_read_as_needed(tmp_path: Path) -> None:
+    """What moves weights between modules is not captured."""
+    model, twin = models.causal("llama"), models.causal("llama")
+    weights = flowkv.attach_weights(model, budget="60%", disk=str(tmp_path))
+    with recorded(), attached(model) as kv:
+        assert_same(generate(model, 12, input_ids=PROMPT), generate(twin, 12, input_ids=PROMPT))
+        assert counts(kv) == (0, 0)
+    weights.close()

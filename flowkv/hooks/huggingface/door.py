@@ -88,6 +88,8 @@ class ForwardHook:
         _doubted _handles __weakref__""".split()
     )
 
+    captures = True  # its hooks know of steps that are captured
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -966,7 +968,7 @@ def _answering(forward: Any, cache_name: str) -> Any:
         return forward(*args, **given)
 
     answered.__module__ = __name__
-    answered.around = forward  # type: ignore[attr-defined]
+    answered.around, answered.captures = forward, True  # type: ignore[attr-defined]
     return answered
 
 
