@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.attention import attention as attention
     from flowkv.hooks.attention import intercept as intercept
     from flowkv.hooks.embedding import attach_embedding as attach_embedding
+    from flowkv.hooks.graphs import graphed as graphed
     from flowkv.hooks.huggingface.attach import attach as attach
     from flowkv.hooks.huggingface.attach import verify as verify
     from flowkv.hooks.memo import memo as memo
@@ -72,6 +73,7 @@ __all__ = [
     "attach_embedding",
     "attach_weights",
     "attention",
+    "graphed",
     "intercept",
     "kernels",
     "memo",
@@ -106,6 +108,7 @@ _HOMES = {
     "attach_embedding": "flowkv.hooks.embedding",
     "attach_weights": "flowkv.hooks.weights",
     "attention": "flowkv.hooks.attention",
+    "graphed": "flowkv.hooks.graphs",
     "intercept": "flowkv.hooks.attention",
     "kernels": "flowkv.kernels",
     "memo": "flowkv.hooks.memo",

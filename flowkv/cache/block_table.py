@@ -281,6 +281,7 @@ class Planner:
             group.window if group.kind == "sliding" else None for group in self.geometry.groups
         ]
         self._slides = any(window is not None for window in self._windows)
+        self.chunked = any(group.kind == "chunked" for group in self.geometry.groups)
         self._leaving: list[Sequence] = []
         self.aside_bytes = self.copied_bytes = 0
         encodes = any(forms.ladder.rungs for forms in store.forms)

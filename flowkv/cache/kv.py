@@ -331,6 +331,7 @@ class KV:
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
+        self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0, "eager": ""}
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
         self._unlearns: Callable[[Tokens, str | None], int] = lambda tokens, tenant: 0
         self._tiers: list[Tier] = []
@@ -1459,6 +1460,7 @@ class KV:
                 "audit": {},
                 "overflow": {},
                 "blend": dict(self.blended),
+                "graphs": dict(self.graphed),
                 "events": self.metrics.snapshot(),
             }
             if planner is None:

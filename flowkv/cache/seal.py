@@ -9,7 +9,6 @@ What its codec cannot hold is not tried again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -291,9 +290,14 @@ class Publisher:
             if start >= full or not self.allowed(seq):
                 continue
             before = len(fresh[g])
-            for page_no in range(start, full):
-                if blocks[page_no] is None and not (exact and self._differs(seq, g, page_no)):
-                    self._publish(seq, g, page_no, fresh[g])
+            own = [
+                page_no
+                for page_no in range(start, full)
+                if blocks[page_no] is None and not (exact and self._differs(seq, g, page_no))
+            ]
+            sound = self._sound(g, self.tables.pages[g][seq.row, own].tolist())
+            for page_no, finite in zip(own, sound, strict=True):
+                self._publish(seq, g, page_no, fresh[g], finite=finite)
                 if not seq.publishable:
                     return
             seq.published[g] = full
@@ -316,7 +320,9 @@ class Publisher:
         mine, theirs = (pool.page_bytes(one, n_bytes) for one in (page, block.page))
         return not torch.equal(mine, theirs)
 
-    def _publish(self, seq: Sequence, group: int, page_no: int, fresh: list[Block]) -> None:
+    def _publish(
+        self, seq: Sequence, group: int, page_no: int, fresh: list[Block], *, finite: bool
+    ) -> None:
         """Makes a page known, or takes the known one; adds what was not on the device before."""
         store, pool = self.store, self.store.pool(group)
         page = int(self.tables.pages[group][seq.row, page_no])
@@ -331,7 +337,7 @@ class Publisher:
             seq.blocks[group][page_no] = block
             return
         codec = page >> CODEC_SHIFT
-        if not codec and not self._sound(group, page):
+        if not finite:
             seq.publishable = False
             self._on_non_finite(group, page_no)
             return
@@ -353,19 +359,29 @@ class Publisher:
         if codec or not store.forms[group].ladder.rungs:  # else it is once it is encoded
             store.write_down(block)
 
-    def _sound(self, group: int, page: int) -> bool:
-        """Whether a page holds finite numbers only; blanks what lies between its stripes."""
-        layout = self.store.forms[group].raw
-        raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
-        if layout.stripe_bytes < layout.stripe_stride_bytes:
-            # Padding holds whatever the page held before, for another group or tenant.
-            raw = raw.view(layout.layers, layout.stripe_stride_bytes)
-            raw[:, layout.stripe_bytes :].zero_()
-            raw = raw[:, : layout.stripe_bytes]
-        return finite(raw.view(getattr(torch, layout.dtype)))
+    def _sound(self, group: int, pages: list[int]) -> list[bool]:
+        """Return which pages hold finite numbers only; blank what lies between stripes of raw ones.
+
+        The device is asked once for all of them. Encoded pages were finite when they were encoded.
+        """
+        pool, layout = self.store.pool(group), self.store.forms[group].raw
+        dtype, raw = getattr(torch, layout.dtype), []
+        for page in pages:
+            if page >> CODEC_SHIFT:
+                continue
+            stripes = pool.page_bytes(page, layout.page_bytes)
+            if layout.stripe_bytes < layout.stripe_stride_bytes:
+                # Padding holds whatever the page held before, for another group or tenant.
+                stripes = stripes.view(layout.layers, layout.stripe_stride_bytes)
+                stripes[:, layout.stripe_bytes :].zero_()
+                stripes = stripes[:, : layout.stripe_bytes]
+            raw.append(stripes.view(dtype))
+        found = iter(are_finite(raw))
+        return [bool(page >> CODEC_SHIFT) or next(found) for page in pages]
 
 
-def finite(values: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity."""
+def are_finite(parts: list[torch.Tensor]) -> list[bool]:
+    """Return which tensors of one device hold neither NaN nor infinity."""
     # A finite sum proves that all summands are finite, at memory speed; overflow asks again.
-    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
+    sums = torch.stack([part.sum() for part in parts]).isfinite().tolist() if parts else []
+    return [one or bool(part.isfinite().all()) for one, part in zip(sums, parts, strict=True)]

@@ -415,6 +415,7 @@ class Tables:
         fidelity: uint8 `[rows + 1]`: index of the lossiest codec that a line was built on.
         shared: bool `[rows]`: the page that the next token goes to may belong to others too.
         nowhere: The line of sequences that have none any more: empty and closed.
+        version: Number of changes to `pages` so far.
 
     Args:
         devices: Device of each group.
@@ -426,7 +427,7 @@ class Tables:
         self.devices, self.max_rows, self.nowhere = devices, max_rows, max_rows
         self.pages: list[NDArray[np.int32]] = []
         self._device_tables: list[torch.Tensor] = []
-        self._dirty = True
+        self._dirty, self.version = True, 0
         self._former: list[list[weakref.ref[NDArray[np.int32]]]] = []
         self.lengths = np.zeros(max_rows + 1, np.int64)
         self.lost = np.zeros((len(devices), max_rows + 1), np.int64)
@@ -456,7 +457,7 @@ class Tables:
             table[row] = -1
         self.lengths[row], self.lost[:, row], self.state[row] = 0, 0, CLOSED
         self.shared[row], self.fidelity[row] = False, 0
-        self._dirty = True
+        self.touch()
         self._free.append(row)
 
     def reserve(self, pages: int) -> None:
@@ -475,8 +476,9 @@ class Tables:
         self.touch()
 
     def touch(self) -> None:
-        """Says that `pages` changed; device copies follow at the next `table`."""
+        """Note that `pages` changed; device copies follow at the next `table`."""
         self._dirty = True
+        self.version += 1
 
     def table(self, group: int) -> torch.Tensor:
         """The group's table on its device."""
@@ -499,7 +501,7 @@ class Tables:
                 table[:, : old[g].shape[1]] = old[g]
             self.pages.append(table)
         self._device_tables = [torch.from_numpy(np.empty(0, np.int32)) for _ in self.devices]
-        self._dirty = True
+        self.touch()
 
 
 # The one lock of a `KV`, with a queue for work that may arrive while the lock is already held.

@@ -289,12 +289,14 @@ class Step:
         apart: Each new token attends as if it were the only one: the same bits, whatever else is in
             the step and however a prompt is cut.
         overflows: Pages of a row lie below the device: layers are attended by `read` alone.
+        planner: The planner of its rows.
+        advance: What it does to them.
     """
 
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
-        """seqs counts tokens awaits audits apart _open _planner _started_s _token _batches _singles
-        _shared _decodes _most _tables _noted _touched _watch _advance _waited_s _coming overflows
+        """seqs counts tokens awaits audits apart _open planner _started_s _token _batches _singles
+        _shared _decodes _most _tables _noted _touched _watch advance _waited_s _coming overflows
         _scans __weakref__""".split()
     )
 
@@ -310,7 +312,7 @@ class Step:
         self.tokens: torch.Tensor | None = None
         self.awaits: Callable[[int], None] | None = None
         self.audits = False
-        self._planner = planner
+        self.planner = planner
         self._started_s = time.perf_counter()
         self._token: Token[Step | None] | None = None
         self._batches: dict[int, Ragged] = {}
@@ -321,10 +323,10 @@ class Step:
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
         self._watch: MassWatch | None = None
-        last = None if last is None or last._open or last._planner is not planner else last
-        before = None if last is None else last._advance
+        last = None if last is None or last._open or last.planner is not planner else last
+        before = None if last is None else last.advance
         with planner.guard:  # of what is reserved and not open, nothing would be given back
-            self._advance: Advance = planner.reserve(self.seqs, counts, before)
+            self.advance: Advance = planner.reserve(self.seqs, counts, before)
             self._open = True
         self._tables = planner.tables.pages
         self._waited_s = 0.0
@@ -335,7 +337,7 @@ class Step:
         if self._coming:  # nobody attends to pages that are not there
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
             self.awaits = partial(_all, waits)
-        elif last is not None and not self.overflows:
+        elif last is not None and last._decodes and not self.overflows:
             self._follow(last)
 
     def _follow(self, last: Step) -> None:
@@ -344,8 +346,8 @@ class Step:
         While the same rows decode, the kernels read their lengths and pages where they lie, as long
         as the lines are the same arrays and none has more pages than the longest had.
         """
-        step, kept = self._advance, last._decodes
-        same = step.rows is last._advance.rows and self._tables is last._tables
+        step, kept = self.advance, last._decodes
+        same = step.rows is last.advance.rows and self._tables is last._tables
         fits = same and self._single and step.most_length <= last._most
         if fits and None not in kept.values() and not is_checking():
             self._decodes, self._most = kept, last._most
@@ -353,7 +355,23 @@ class Step:
     @property
     def _single(self) -> bool:
         """Whether each row has exactly one new token."""
-        return self._advance.most_new == 1 and self._advance.starts[-1] == len(self.seqs)
+        return self.advance.most_new == 1 and self.advance.starts[-1] == len(self.seqs)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether decode steps like this one differ in integers only, so that a graph serves them.
+
+        Each row has one new token, and all that it sees lies in pages that are there.
+        """
+        plain = self._single and self._open and not (self.apart or self.audits or self.overflows)
+        if not plain or self._coming or self.awaits is not None or self._watch is not None:
+            return False
+        tables = self.planner.tables
+        return not (self.planner.chunked or tables.lost[:, self.advance.rows].any())
+
+    def replayed(self) -> None:
+        """Note that a graph wrote the new tokens of all layers."""
+        self._touched.update(self.planner.layers)
 
     def give(self, tokens: NDArray[np.uint32]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them.
@@ -364,7 +382,7 @@ class Step:
         Raises:
             TokenError: They contradict what is known of a prompt. The step is rolled back.
         """
-        step = self._advance
+        step = self.advance
         self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
         starts, lengths = step.starts.tolist(), step.before.tolist()
         if self._single:
@@ -391,7 +409,7 @@ class Step:
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """The layer groups of the geometry."""
-        return self._planner.geometry.groups
+        return self.planner.geometry.groups
 
     def group(self, layer: int) -> LayerGroup:
         """The layer group of a model layer.
@@ -399,7 +417,7 @@ class Step:
         Raises:
             GeometryError: No group holds the layer.
         """
-        return self.groups[self._planner.locate(layer)[0]]
+        return self.groups[self.planner.locate(layer)[0]]
 
     @property
     def open(self) -> bool:
@@ -409,7 +427,7 @@ class Step:
     @property
     def fills(self) -> bool:
         """Whether pages become full by it, which are then published."""
-        return bool(self._advance.flags & FILLS)
+        return bool(self.advance.flags & FILLS)
 
     @property
     def begins(self) -> bool:
@@ -418,7 +436,7 @@ class Step:
         False where that is to be seen in pages nevertheless: results must not depend on the step,
         are watched, or wait for something.
         """
-        alone = len(self.seqs) == 1 and not self._advance.before[0]
+        alone = len(self.seqs) == 1 and not self.advance.before[0]
         return alone and not self.apart and self._watch is None and self.awaits is None
 
     def dtype(self, layer: int) -> torch.dtype:
@@ -433,7 +451,7 @@ class Step:
     @property
     def positions(self) -> torch.Tensor:
         """int64 `[1, N]`: position of each new token in its sequence."""
-        step = self._advance
+        step = self.advance
         first = step.before
         if not self._single:
             first = np.repeat(first - step.starts[:-1], self.counts) + np.arange(step.starts[-1])
@@ -443,10 +461,10 @@ class Step:
         """What the kernels need to know about the rows, on the group's device."""
         found = self._batches.get(group)
         if found is None:
-            copies = self._planner.store.pool(group).copies
+            copies = self.planner.store.pool(group).copies
             if copies is not None:
                 copies.join()  # pages may have been asked for on another thread's stream
-            found = self._batches[group] = self._planner.ragged(group, self._advance)
+            found = self._batches[group] = self.planner.ragged(group, self.advance)
         return found
 
     def decode(self, group: int) -> Any:
@@ -463,9 +481,9 @@ class Step:
         if self._single and plain and not self.apart and self.groups[group].kind != "chunked":
             batch = self.batch(group)
             if self._shares(group, batch) is None:
-                first = self._planner.pages(self.groups[group].layers[0])
-                prepared = kernels.prepare_decode(first, batch, self._planner.window(group))
-                size = self._planner.page_size
+                first = self.planner.pages(self.groups[group].layers[0])
+                prepared = kernels.prepare_decode(first, batch, self.planner.window(group))
+                size = self.planner.page_size
                 self._most = -(-batch.most_length // size) * size
         self._decodes[group] = prepared
         return prepared
@@ -476,7 +494,7 @@ class Step:
         Raises:
             GeometryError: No group holds the layer.
         """
-        pages = self._planner.pages(layer)
+        pages = self.planner.pages(layer)
         self._touched.add(layer)
         return pages
 
@@ -524,7 +542,7 @@ class Step:
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("k", k)
-        group, place = self._planner.locate(layer)
+        group, place = self.planner.locate(layer)
         decode, pages = self.decode(group), self.pages(layer)
         if decode is None or v is None or not decode.append(place, k, v):
             kernels.append(k, v, pages, self.batch(group))
@@ -545,7 +563,7 @@ class Step:
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("q", q)
-        group, place = self._planner.locate(layer)
+        group, place = self.planner.locate(layer)
         plain = window is None and alibi is None
         scan = self._scan(group)
         if scan is not None:
@@ -556,9 +574,9 @@ class Step:
             found = decode.attend(place, q, scale, softcap, sinks)
             if found is not None:
                 return found  # type: ignore[no-any-return]
-        pages = self._planner.pages(layer)
+        pages = self.planner.pages(layer)
         how: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
-        kept = self._planner.window(group)
+        kept = self.planner.window(group)
         if not plain or self.groups[group].kind == "chunked":
             self._serves(layer, window, alibi)
             how["alibi"] = alibi
@@ -566,7 +584,7 @@ class Step:
         out: torch.Tensor
         if self.apart:
             if group not in self._singles:
-                self._singles[group] = singles(self.batch(group), self._advance, group)
+                self._singles[group] = singles(self.batch(group), self.advance, group)
             parts: list[Any] = [
                 kernels.paged_attention(q[part], pages, one, window=window, invariant=True, **how)
                 for part, one in self._singles[group]
@@ -587,7 +605,7 @@ class Step:
         if not self.overflows:
             return None
         if group not in self._scans:
-            self._scans[group] = self._planner.scan(group, self.seqs, self.batch(group))
+            self._scans[group] = self.planner.scan(group, self.seqs, self.batch(group))
         return self._scans[group]
 
     def _plain(self, layer: int, *, plain: bool) -> None:
@@ -620,7 +638,7 @@ class Step:
 
     def _fits(self, name: str, x: torch.Tensor) -> None:
         """Kernels believe how many tokens a step has, and on a GPU nobody could ask there."""
-        new = self._advance.starts[-1]
+        new = self.advance.starts[-1]
         if x.shape[0] != new:
             raise GeometryError(
                 f"{name} is {list(x.shape)} in a step of {new} new tokens",
@@ -632,7 +650,7 @@ class Step:
         if self._watch is not None or self._coming or self.overflows:
             return None  # of what is coming, pages are put in place while layers run
         if group not in self._shared:
-            self._shared[group] = shared(self._planner, self._advance, group, batch)
+            self._shared[group] = shared(self.planner, self.advance, group, batch)
         return self._shared[group]
 
     def appended(self, layer: int) -> None:
@@ -665,7 +683,7 @@ class Step:
     def _watched(self, layer: int, group: int, batch: Ragged) -> torch.Tensor | None:
         if self._watch is None or self.groups[group].kind != "full":
             return None
-        return self._watch.mass(layer, batch, self.groups[group], self._planner.page_size)
+        return self._watch.mass(layer, batch, self.groups[group], self.planner.page_size)
 
     def check(self) -> None:
         """Sees that all is written that is counted once the step is over.
@@ -675,7 +693,7 @@ class Step:
                 though pages did not come: what it wrote is not theirs. The step is rolled back.
         """
         given = self.tokens is not None and self.tokens.numel()
-        missed = self._planner.layers - self._touched if given else ()
+        missed = self.planner.layers - self._touched if given else ()
         if missed:
             self.rollback()
             raise StateError(
@@ -683,7 +701,8 @@ class Step:
                 "Call flowkv.attention(..., layer=i), or scaled_dot_product_attention with "
                 "is_causal=True inside flowkv.intercept(), in every layer of the geometry",
             )
-        self._refuse_absent()
+        if self._coming:
+            self._refuse_absent()
 
     def commit(self) -> None:
         """The new tokens are written: lengths advance, and full pages are published.
@@ -694,12 +713,14 @@ class Step:
         if not self._open:
             return
         self.check()
-        with self._planner.guard:
+        with self.planner.guard:
             self._open = False
-            self._planner.commit(self.seqs, self._advance)
+            self.planner.commit(self.seqs, self.advance)
         if self._watch is not None:
-            self._watch.tell(self.seqs, self.groups, self._advance)
-        self._measure()
+            self._watch.tell(self.seqs, self.groups, self.advance)
+        # Decoding says nothing about the rate at which a prompt is computed.
+        if self.advance.most_new >= self.planner.page_size and not self.audits:
+            self._measure()
 
     def _refuse_absent(self) -> None:
         """What was computed over pages that are not there yet is nobody's."""
@@ -715,27 +736,25 @@ class Step:
 
     def rollback(self) -> None:
         """Forgets the step: lengths, tokens and pages are as before it."""
-        with self._planner.guard:
+        with self.planner.guard:
             if self._open:
                 self._open = False
-                self._planner.undo(self._advance)
+                self.planner.undo(self.advance)
                 for seq, known in self._noted:
                     seq.forget_tokens(known)
 
     def _measure(self) -> None:
-        # Decoding says nothing about the rate at which a prompt is computed.
-        if self._advance.most_new >= self._planner.page_size and not self.audits:
-            seconds = compiling.measured_s(self._started_s, time.perf_counter()) - self._waited_s
-            if seconds > 0:
-                before, after = self._advance.before, self._advance.after
-                tokens = int(self._advance.starts[-1])
-                middle = float((after - before) @ (before + after)) / (2 * tokens)
-                self._planner.measured(tokens, seconds, middle)
+        seconds = compiling.measured_s(self._started_s, time.perf_counter()) - self._waited_s
+        if seconds > 0:
+            before, after = self.advance.before, self.advance.after
+            tokens = int(self.advance.starts[-1])
+            middle = float((after - before) @ (before + after)) / (2 * tokens)
+            self.planner.measured(tokens, seconds, middle)
 
     @interrupts.unbroken
     def __del__(self) -> None:
         if getattr(self, "_open", False):  # else it was interrupted before that was said
-            self._planner.guard.defer(self.rollback)
+            self.planner.guard.defer(self.rollback)
 
     @interrupts.unbroken
     def __enter__(self) -> Step:

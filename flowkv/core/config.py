@@ -494,6 +494,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             memory lies scattered between pages of several sizes; 0 for never.
         overflow: Sequences may be longer than the device pool: pages that do not fit stay in host
             memory or on disk, and are attended from there.
+        graphs: "auto" captures decode steps on GPUs as CUDA graphs and replays them; a size bounds
+            the memory that graphs hold (default: a sixteenth of the device); "off" captures none.
         max_rows: Most sequences in one step.
         load_deadline_s: Longest wait for a page before it is computed instead.
         exit_s: Longest time that the end of the process takes to write down what is queued, of a
@@ -528,6 +530,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     write_back: bool = True
     defragment_bytes: int = 16 << 20
     overflow: bool = False
+    graphs: int | str = "auto"
     max_rows: int = 256
     load_deadline_s: float = 10.0
     exit_s: float = 2.0
@@ -557,6 +560,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"{self.page_size} tokens cannot be a page",
                 "Use a multiple of 8 between 8 and 256",
             )
+        with _blame("graphs"):
+            self.graph_bytes(0)
         if self.max_rows < 1:
             raise _at("max_rows", f"{self.max_rows} rows", "Use at least 1")
         if not 0 < self.load_deadline_s < float("inf"):
@@ -584,6 +589,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Of all fields but those that are dictionaries."""
         values = (getattr(self, name) for name in self.__struct_fields__)
         return hash(tuple(value for value in values if not isinstance(value, dict)))
+
+    def graph_bytes(self, total_bytes: int) -> int:
+        """Memory that graphs may hold on a device of so many bytes; 0 where none are captured."""
+        if self.graphs == "auto":
+            return total_bytes // 16
+        return 0 if self.graphs == "off" else parse_size(self.graphs, total_bytes=total_bytes)
 
     def selection(self, kind: str) -> Selection:
         """The policy of a kind of place: its name, and all its options."""

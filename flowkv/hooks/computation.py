@@ -1134,7 +1134,9 @@ def _content_of(cell: types.CellType) -> Any:
 def _around(module: torch.nn.Module, forward: Any) -> Any:
     """The forward that one of accelerate's, or of FlowKV's, stands in for; None if it does not."""
     own = vars(module).get("_old_forward")
-    return own if own is not None else getattr(getattr(forward, "__self__", None), "around", None)
+    return (
+        own if own is not None else getattr(getattr(forward, "__self__", forward), "around", None)
+    )
 
 
 def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:

@@ -53,6 +53,10 @@ class Identity:
     Attributes:
         namespace: Its name, for the keys of pages.
         switch: Length from which positions are encoded otherwise, if there is one.
+        suspect: Code takes part that is neither torch's nor transformers'.
+        draws: A forward may draw random numbers: something trains, or is not transformers'.
+        plain: Each forward does the same work on the same memory: nothing trains, no code but
+            theirs takes part, and nothing moves weights or keeps results between modules.
     """
 
     def __init__(self, model: Any, name: str = "", revision: str = "") -> None:
@@ -92,6 +96,9 @@ class Identity:
         self._steps, self._handles = _STEPS[0], RemovableHandle.next_id
         was = self.foreign if hasattr(self, "_walk") else ""
         self._walk = walk = Walk(model, self._passing, self._offloaded)
+        self.suspect = bool(walk.own or walk.foreign)
+        self.draws = walk.training or self.suspect
+        self.plain = not (self.draws or walk.compiled or self.switch is not None or _helped(model))
         for named in (walk.leaves, walk.tensors):  # the user's revision says what these are
             for path in [path for path in named if path.partition("[")[0] in self._moved]:
                 del named[path]
@@ -194,16 +201,6 @@ class Identity:
         return any(tensor.requires_grad for tensor in self._walk.tensors.values())
 
     @property
-    def draws(self) -> bool:
-        """Whether a forward may draw random numbers: something trains, or is not transformers'."""
-        return self._walk.training or self.suspect
-
-    @property
-    def suspect(self) -> bool:
-        """Whether code takes part that is neither torch's nor transformers'."""
-        return bool(self._walk.own or self._walk.foreign)
-
-    @property
     def settled(self) -> bool:
         """Whether encodings that depend on length are as a fresh model has them."""
         return self._walk.settled()
@@ -219,6 +216,10 @@ class Identity:
             return self._steps == _STEPS[0] and self._walk.same() and bool(self._weights.counted())
         except Exception:  # what cannot be compared is not the same
             return False
+
+    def state(self, model: torch.nn.Module) -> object:
+        """Return what was met when the model was named; None if it is another, or not `plain`."""
+        return self._walk if self.plain and self.same(model) else None
 
     def same_content(self) -> bool:
         """Whether small weights still hold what they held; larger ones take `roll`."""
@@ -295,6 +296,18 @@ def modes(*, own: bool = True) -> str:
         if own or not getattr(mode, "names_flowkv_pages", False):
             return f"a {kind} mode stands between the model and torch"
     return ""
+
+
+def _helped(model: torch.nn.Module) -> bool:
+    """Return whether something stands between modules: hooks and forwards beside the door's own."""
+    for module in model.modules():
+        held = vars(module)
+        around = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        owners = [getattr(each, "__self__", each) for each in around]
+        owners += [held["forward"]] if "forward" in held else []
+        if "_hf_hook" in held or not all(getattr(o, "captures", False) for o in owners):
+            return True
+    return False
 
 
 def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:

@@ -939,6 +939,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         fresh: Whoever made it saw it empty until its first forward was over.
         audits: Computes restored pages once more after the first forward, or None.
         drawn: Where random generators stood when its forward began; None where nobody draws.
+        decoding: Ids and positions of a decode step under way that may be captured, or None.
+        answer: The step that a graph has answered, and its answer, until the model is asked.
         close: Releases it now instead of when nobody holds it any more.
     """
 
@@ -953,6 +955,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.care: Mapping[str, Any] = {}
         self.options: dict[str, Any] = {}
         self.audits: Any = None  # a `restore.Nested` that computes sampled pages once more
+        self.decoding: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.answer: tuple[Any, Any] | None = None
         self.drawn: tuple[bytes, ...] | None = None
         self.fresh = False
         self.recurrent = Recurrent(plan, rows, layers)
@@ -1009,7 +1013,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         ):
             self.give_up(private=True)
             return False
-        if not computed and self.recurrent.edited():
+        if not computed and self.recurrent.layers and self.recurrent.edited():
             self.rows.disable_publishing()
         return True
 
@@ -1054,8 +1058,9 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             self.fail()
             refuse_lost(self.rows)
             raise
-        self.recurrent.mark()
-        self.recurrent.save(SNAPSHOT_PAGES * self.rows.kv.page_size)
+        if self.recurrent.layers:
+            self.recurrent.mark()
+            self.recurrent.save(SNAPSHOT_PAGES * self.rows.kv.page_size)
 
     def fail(self) -> None:
         """A forward of the model failed: as before it, as far as that can be."""

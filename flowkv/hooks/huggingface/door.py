@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,14 @@ import torch
 
 from flowkv.cache.kv import KV, bind, drop_unproven, follow, forget_name, warn
 from flowkv.cache.sequence import Sequence
+from flowkv.cache.step import Step
 from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
+from flowkv.hooks.graphs import GraphedForward, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import ModelPlan, PagedCache, configured_layers
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, usual
+from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
@@ -46,7 +50,7 @@ from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.hooks.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
-_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile")
+_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "forward")
 _HOOKS = frozenset(
     f"_forward_{kind}{flags}"
     for kind in ("hooks", "pre_hooks")
@@ -79,9 +83,12 @@ class ForwardHook:
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
+        _call _graphs _answers
         _attends _reads _verdicts _alike _live _caches _inside _leaving _problem _names_used
         _doubted _handles __weakref__""".split()
     )
+
+    captures = True  # its hooks know of steps that are captured
 
     def __init__(
         self,
@@ -110,6 +117,9 @@ class ForwardHook:
         self.blending: Any = None  # a `blend.Blending`
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
+        self._call = PackedCall(model, self.names, masked=False)
+        self._graphs: GraphedForward | None = None
+        self._answers: type[Any] | None = None  # what the model returns of a decode step
 
     @property
     def model(self) -> Any:
@@ -137,7 +147,24 @@ class ForwardHook:
             # Only then: wrappers that pass on what they lack, as PEFT's, would be copied by it.
             model.__dict__["__deepcopy__"] = self._copy_model
         model.__dict__["compile"] = self._compile
+        if self._capturable and "forward" not in model.__dict__:
+            model.__dict__["forward"] = _answering(model.forward, self.names.cache)
+            state = partial(_state, weakref.ref(self))
+            call = partial(_packed, weakref.ref(self))
+            self._graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed)
         follow(self.kv, close=self.release)
+
+    @property
+    def _capturable(self) -> bool:
+        """Whether decode steps may be captured: by the layers, the arguments and the devices."""
+        devices = {shape[4] for shape in (place.shape for place in self.plan.placed.values())}
+        return (
+            self.kv.config.graphs != "off"
+            and not (self.names.encoder or self.plan.stateful)
+            and self.names.positions in self.names.parameters
+            and len(devices) == 1
+            and recorder_of(devices.pop()) is not None
+        )
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model as its class does, and say that its forwards pass the door by."""
@@ -196,7 +223,9 @@ class ForwardHook:
         model = self.model
         if model is not None:
             for name in _OWN_ATTRIBUTES:
-                model.__dict__.pop(name, None)
+                if name != "forward" or self._graphs is not None:
+                    model.__dict__.pop(name, None)
+        self._graphs = None
 
     def release(self) -> None:
         """The pages are about to go: caches that somebody holds become native ones.
@@ -219,13 +248,12 @@ class ForwardHook:
 
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
-        if module is not self.model or torch.compiler.is_compiling():
+        if module is not self._model() or torch.compiler.is_compiling():
             return None
         interrupts.cover()
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
-        given = self.names.own(given)
-        cache = _own(given.get(self.names.cache))
+        given, cache = self._past(given)
         packed = RUNNING.get() is not None
         aside = packed or self in _ASIDE.get()
         key = threading.get_ident(), id(cache)
@@ -239,9 +267,19 @@ class ForwardHook:
         finally:
             if not served:
                 self._inside.discard(key)
-        if served:
+        if served and (packed or cache.answer is None):
             self._enter(key)
         return changed
+
+    def _past(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Return the arguments by the model's own names, and the decoder's own cache of them."""
+        names = self.names
+        if names.cache != "past_key_values":
+            given = names.own(given)
+        cache = given.get(names.cache)
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        return given, cache
 
     @interrupts.unbroken
     def _enter(self, key: tuple[int, int]) -> None:
@@ -265,7 +303,8 @@ class ForwardHook:
         training: bool = model.training
         if isinstance(cache, PagedCache) and cache.stays():
             door: ForwardHook = cache.door or self
-            if door.model is not model or _wants_grad(door, model, given):
+            wants_grad = torch.is_grad_enabled() and _wants_grad(door, model, given)
+            if door._model() is not model or wants_grad:
                 cache.give_up(private=True)  # what the model is given has to be its own from here
                 if door.model is model:
                     self._refuse("gradients are wanted; call it under torch.no_grad()")
@@ -284,25 +323,28 @@ class ForwardHook:
         """After a forward: what it wrote is kept, full pages are published; or it failed."""
         if torch.compiler.is_compiling():
             return
-        cache = _own(self.names.own(given).get(self.names.cache))
+        cache = self._past(given)[1]
         try:
             self._after(module, cache, output)
         finally:
             self._leave((threading.get_ident(), id(cache)))
 
     def _after(self, module: Any, cache: Any, output: Any) -> None:
-        if module is self.model and isinstance(cache, PagedCache):
+        if module is self._model() and isinstance(cache, PagedCache):
             self.proof.leave()
             if cache.drawn is not None and cache.drawn != drawn():
                 cache.rows.disable_publishing()  # what it computed is of no use to anybody else
             if output is None:
                 cache.fail()
             else:
+                if cache.decoding is not None:
+                    self._learn(cache, output)
                 cache.finish()
                 # Else somebody wrote to its keys meanwhile.
                 if isinstance(cache, PagedCache) and cache.audits is not None:
                     audit_rows(cache)
-                self.retract()
+                if self._doubted:
+                    self.retract()
                 self.proof.rest()
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
@@ -626,34 +668,39 @@ class ForwardHook:
         """Begins a forward over a cache that is paged already; returns its arguments."""
         rows = cache.rows
         rows.alive()
-        cache.fail()
-        if not rows.blind and not self.identity.steady(self.model):
+        if rows.step is not None or not rows.forwards:
+            cache.fail()
+        cache.audits = cache.decoding = cache.answer = None
+        if not rows.blind and not self.identity.steady(self._model()):
             rows.disable_publishing()  # what it computes from here on is in another name
         self._watch(cache)
         call = ForwardCall(self.names, given)
         if call.columns == 0:
             return given
-        check_paired(call)
+        if self.names.encoder:
+            check_paired(call)
         if rows.restoring is not None:
             fill = Fill([seq.tokens for seq in rows.seqs], {}, {})
             nested = Nested(self, call, rows.restoring.types, fill)
             rows.restoring.meet(nested, front=not training, columns=rows.base)
             cache.audits = nested if self.kv.config.audit else None
         have = len(rows.seqs)
-        rows.expand(call.rows)
+        if call.rows != have:
+            rows.expand(call.rows)
         if len(rows.seqs) != have or rows.forwards == 0:
             cache.follow()
-        call, whole = without_known(rows, call, self.model)
+        call, whole = without_known(rows, call, self._model())
         # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
-        if (
+        odd = (
             training
             or not (filled or call.continues)
             or (call.unplaced and rows.base and not whole)
             or not (self.names.encoder or call.conditioned(cache.options))
-            or modes()
+            or bool(modes())
             or not rows.padded_by(call.mask, rows.base + call.columns)
-        ):
+        )
+        if odd:
             rows.disable_publishing()
         if filled:
             pads = rows.pads.tolist()
@@ -670,7 +717,70 @@ class ForwardHook:
         else:
             rows.note(call.ids, call.positions)
         begun = self._begin(cache, call, call.columns, whole=whole)
+        if begun and not odd and self._graphs is not None and self._repeats(cache, call):
+            self._replay(cache, call)
         return call.given if begun or not whole else given
+
+    # ---- captured decode steps
+
+    def _repeats(self, cache: PagedCache, call: ForwardCall) -> bool:
+        """Whether a forward asks for the logits of one token a row, and for nothing else."""
+        rows, given = cache.rows, call.given
+        if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
+            self.kv.graphed["eager"] = "the model computes with keys and values itself"
+        asked = given.get("return_dict") is False or given.get("output_hidden_states")
+        places = call.positions
+        return not (
+            call.columns != 1
+            or asked
+            or rows.driven
+            or rows.taken
+            or rows.wants_weights
+            or rows.thinning is not None
+            or cache.audits is not None
+            or call.modal
+            or call.condition
+            or call.types
+            or not isinstance(given.get("logits_to_keep", 0), int)
+            or not isinstance(call.ids, torch.Tensor)
+            or not isinstance(places, torch.Tensor)
+            or places.shape != call.ids.shape
+        )
+
+    def _replay(self, cache: PagedCache, call: ForwardCall) -> None:
+        """Have a graph answer a forward that is about to begin, or have it watched."""
+        rows = cache.rows
+        assert rows.step is not None and call.ids is not None and call.positions is not None
+        assert self._graphs is not None
+        logits = self._graphs.replay(rows.step, call.ids, call.positions)
+        if logits is None or self._answers is None:
+            cache.decoding = call.ids, call.positions
+        else:
+            rows.updated = rows.layers
+            found = self._answers(logits=logits.unsqueeze(1), **{self.names.cache: cache})
+            cache.answer = rows.step, found
+
+    def _learn(self, cache: PagedCache, output: Any) -> None:
+        """Note a decode step that the model ran by itself."""
+        decoding, cache.decoding = cache.decoding, None
+        if decoding is None or cache.rows.step is None or self._graphs is None:
+            return
+        said = {name for name, value in vars(output).items() if value is not None}
+        if said != {"logits", self.names.cache} or output.logits.shape[1] != 1:
+            return
+        self._answers = type(output)
+        self.learn(cache.rows.step, *decoding, output.logits[:, 0])
+
+    def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits of a decode step by a graph; see `GraphedForward.replay`."""
+        return None if self._graphs is None else self._graphs.replay(step, ids, positions)
+
+    def learn(
+        self, step: Step, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
+    ) -> None:
+        """Note a decode step that ran by itself; see `GraphedForward.learn`."""
+        if self._graphs is not None:
+            self._graphs.learn(step, ids, positions, logits)
 
     def _begin(
         self, cache: PagedCache, call: ForwardCall, columns: int, *, whole: bool = True
@@ -845,6 +955,35 @@ def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool
     )
 
 
+def _answering(forward: Any, cache_name: str) -> Any:
+    """A model's forward that a graph may have answered already."""
+
+    @wraps(forward)
+    def answered(*args: Any, **given: Any) -> Any:
+        cache = given.get(cache_name)
+        if isinstance(cache, PagedCache) and cache.answer is not None:
+            (step, found), cache.answer = cache.answer, None
+            if step is cache.rows.step:
+                return found
+        return forward(*args, **given)
+
+    answered.__module__ = __name__
+    answered.around, answered.captures = forward, True  # type: ignore[attr-defined]
+    return answered
+
+
+def _state(held: weakref.ref[ForwardHook]) -> object:
+    door = held()
+    model = None if door is None else door._model()
+    return None if door is None or model is None else door.identity.state(model)
+
+
+def _packed(held: weakref.ref[ForwardHook], step: Step) -> torch.Tensor:
+    door = held()
+    assert door is not None
+    return door._call(step, door.plan)  # type: ignore[no-any-return]
+
+
 def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:
     """Bind a cache to a model as it is named; of a foreign one, nothing is shared or stored."""
     bind(kv, plan.geometry, identity.namespace, private=identity.foreign)
@@ -883,8 +1022,3 @@ def warn_inherited(kv: KV) -> None:
         "FlowKV's cache belongs to the parent process; this child uses the model's own. The result "
         "is the same, nothing is reused. flowkv.attach(model, ...) in the child gives it a cache.",
     )
-
-
-def _own(cache: Any) -> Any:
-    """The decoder's own cache of an encoder-decoder pair; any other cache unchanged."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -627,6 +627,8 @@ class ForwardCall:
     def conditioned(self, options: Mapping[str, Any]) -> bool:
         """Whether inputs beside token ids are what they were for an earlier forward."""
         mine = self.condition
+        if not mine and not options:
+            return True
         if mine.keys() != options.keys():
             return False
         changed = [name for name in mine if mine[name] is not options[name]]
@@ -640,7 +642,7 @@ class ForwardCall:
         """Whether token ids say everything about a later forward."""
         if self.problem or self.modal:
             return False
-        return not any(bool(value.any()) for value in self.types.values())
+        return not (self.types and any(bool(value.any()) for value in self.types.values()))
 
 
 def _by_column(value: Any, columns: int) -> bool:

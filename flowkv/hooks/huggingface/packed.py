@@ -1,8 +1,6 @@
 """Runs an unmodified model over packed rows: one forward for rows of any lengths, no padding.
 
-The cache that the model is given holds nothing. Its layers hand new keys and values to the step
-that is under way, and look to the model like layers without a past; where each token stands, it
-is told by its position. Whether a model can be run so is not looked up but tried (`packed_way`).
+Whether a model can be run so is not looked up but tried (`packed_way`).
 """
 
 from __future__ import annotations
@@ -18,76 +16,25 @@ from numpy.typing import NDArray
 from flowkv.cache.kv import KV
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
-from flowkv.core.errors import CapacityError, FlowKVError, StateError
-from flowkv.core.interrupts import Setting
-from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact, packed_mask
-from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PlacedLayer
+from flowkv.core.errors import CapacityError, FlowKVError
+from flowkv.hooks.huggingface.cache import ModelPlan
 from flowkv.hooks.huggingface.door import ForwardHook
+from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
-from flowkv.hooks.huggingface.versions import Cache, DynamicCache, DynamicLayer
 from flowkv.hooks.identity import modes
-
-
-class PackedLayer(DynamicLayer):  # type: ignore[misc]
-    """One attention layer of a packed forward; it keeps nothing, and shows no past.
-
-    Args:
-        placed: Where its pages are.
-        spec: What it keeps.
-    """
-
-    is_croppable = False
-
-    def __init__(self, placed: PlacedLayer, spec: LayerSpec) -> None:
-        super().__init__()
-        self.placed, self.window = placed, spec.window if spec.kind == "sliding" else None
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether it has a window."""
-        return self.window is not None
-
-    @torch.compiler.disable
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes new tokens into the pages of their rows.
-
-        Args:
-            key_states: `[1, Hk, N, D]`.
-            value_states: `[1, Hk, N, Dv]`.
-            *args: Ignored, as by the native layer.
-            **kwargs: Likewise.
-
-        Returns:
-            The same tensors: by them, attention knows the layer.
-
-        Raises:
-            StateError: No packed forward is under way.
-        """
-        packing = RUNNING.get()
-        if packing is None:
-            raise StateError("this cache belongs to a forward that is over", "Make another one")
-        packing.write(self.placed, self.window, key_states, value_states)
-        return key_states, value_states
 
 
 class PackedForward:
     """Runs a model in a step, see `engine.runner.Forward`.
 
     Args:
-        model: The model.
         door: Its door; held by the model's hooks.
+        call: Calls it.
         by_index: The model computes logits at given places only.
-        masked: It is given its mask, all of whose layers have the same: to have it made by
-            transformers takes as long as everything else that a step of one row does here.
     """
 
-    def __init__(self, model: Any, door: ForwardHook, *, by_index: bool, masked: bool) -> None:
-        self._model, self._door, self._by_index = model, door, by_index
-        self._masked, self._mask = masked, packed_mask(0, None, torch.bool, "cpu")
-        self._plan: ModelPlan | None = None
-        self._cache: Any = None
+    def __init__(self, door: ForwardHook, call: PackedCall, *, by_index: bool) -> None:
+        self._door, self._call, self._by_index = door, call, by_index
 
     def __call__(self, step: Step, last: torch.Tensor) -> torch.Tensor:
         """Logits behind some tokens of a step.
@@ -104,55 +51,23 @@ class PackedForward:
             Unpackable: Its rows would mix.
         """
         assert step.tokens is not None
-        door, model = self._door, self._model
-        device = model.get_input_embeddings().weight.device
-        names, count = door.names, step.tokens.shape[1]
-        every = len(last) == count  # they decode, each row with one token
-        given = {
-            names.ids: step.tokens.to(device),
-            names.positions: step.positions.to(device),
-            names.cache: self._fresh(step),
-            "use_cache": True,
-        }
-        if self._by_index and not every:
-            given["logits_to_keep"] = last = last.to(device)
-        if self._masked:
-            if self._mask.shape[2] != count or self._mask.device != device:
-                self._mask = packed_mask(count, None, torch.bool, device)
-            given[names.mask] = self._mask
+        door, model = self._door, self._door.model
+        every = len(last) == step.tokens.shape[1]  # they decode, each row with one token
         odd = step.fills and not door.identity.same(model)
-        with Setting(RUNNING, Packing(step)), exact(device):
-            logits = model(**given).logits[0]
+        found = door.replay(step, step.tokens, step.positions) if every else None
+        if found is None:
+            keep = last if self._by_index and not every else None
+            logits = self._call(step, door.plan, keep)[0]
+            found = logits if every or keep is not None else logits[last.to(logits.device)]
+            if every:
+                door.learn(step, step.tokens, step.positions, logits)
         # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
         odd = odd or (step.fills and bool(modes(own=False) or not door.trusted()))
         door.retract()
         if model.training or odd:
             for seq in step.seqs:
                 seq.publishable = False
-        found: torch.Tensor = logits if self._by_index or every else logits[last.to(device)]
-        return found
-
-    def _fresh(self, step: Step) -> Any:
-        """The cache to give to the model, which keeps nothing between two forwards."""
-        plan = self._door.plan
-        if plan is not self._plan:
-            if plan.geometry.groups != step.groups:
-                raise StateError(
-                    "the model has moved to another dtype or device since these rows were opened",
-                    "Submit their requests again",
-                )
-            self._plan, self._cache = plan, _cache(plan)
-        return self._cache
-
-
-def _cache(plan: ModelPlan) -> Any:
-    cache = object.__new__(DynamicCache)  # models ask for one
-    layers = [
-        PackedLayer(plan.placed[index], spec) if index in plan.placed else spec.make()
-        for index, spec in enumerate(plan.specs)
-    ]
-    Cache.__init__(cache, layers=layers)
-    return cache
+        return found  # type: ignore[no-any-return]
 
 
 # Which way rows of a model can run together is tried on a few tokens, not looked up.
@@ -179,7 +94,8 @@ def packed_way(model: Any, kv: KV, door: ForwardHook) -> tuple[PackedForward | N
         for by_index, given in dict.fromkeys(
             [(indexed, masked), (indexed, False), (False, False)]  # the fastest first
         ):
-            forward = PackedForward(model, door, by_index=by_index, masked=given)
+            call = PackedCall(model, names, masked=given)
+            forward = PackedForward(door, call, by_index=by_index)
             reason = try_rows(model, kv, door, _packed(kv, forward))
             if not reason:
                 return forward, ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from copy import copy
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -26,6 +27,8 @@ from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.inputs import ForwardCall, Notes, usual
 from flowkv.hooks.huggingface.versions import PREFILL, EncoderDecoderCache
 from flowkv.kernels.operands import Pages, Ragged
+
+_CLOSED = attrgetter("closed")
 
 # The sequences of a batch, all at once.
 
@@ -161,7 +164,8 @@ class Rows:
             CapacityError: The pages do not fit; the rows are as before.
             StateError: Tokens before the forward are missing.
         """
-        self.abandon()
+        if self.step is not None:
+            self.abandon()
         total = self.base + new
         if driven and not (total <= self.promised or self.base >= self.promised > 0):
             self.disable_publishing()
@@ -492,7 +496,7 @@ class Rows:
                 "these past_key_values",
                 "Start a new generation without them",
             )
-        if self.kv.closed or not self.seqs or any(seq.closed for seq in self.seqs):
+        if self.kv.closed or not self.seqs or any(map(_CLOSED, self.seqs)):
             raise StateError(
                 "the FlowKV cache behind these past_key_values is closed",
                 "Start a new generation without them",
@@ -555,6 +559,8 @@ def without_known(
         StateError: It is not clear what its tokens are, the cache has no room for some, or holds
             less than they go on from.
     """
+    if rows.forwards and not rows.lost:
+        return call, False
     whole = _passed_again(rows, call, model)
     if rows.lost and not whole and not _noticed(rows, call):
         refuse_lost(rows)

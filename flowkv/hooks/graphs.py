@@ -1,0 +1,480 @@
+"""Captured decode steps: one forward of a model, recorded once and replayed without Python.
+
+A decode step does the same work each time: one token a row, the same kernels in the same order.
+What changes are a few integers: token ids, positions, lengths, and the pages of each row. They lie
+in buffers of fixed addresses here, so that a recording of the step (a CUDA graph) can be replayed
+after they were written anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from flowkv.cache.block_table import Advance, Planner
+from flowkv.cache.kv import KV
+from flowkv.cache.step import CURRENT, Step
+from flowkv.core.config import Config
+from flowkv.hooks.identity import modes
+from flowkv.kernels.operands import Ragged
+
+EAGER_STEPS = 2
+"""Steps of a shape that run as they are before one is captured."""
+MOST_GRAPHS = 8
+"""Graphs of one model that are kept."""
+_STAGES = 4
+"""Pinned buffers, so that a copy under way is not overwritten by the next step."""
+Call = Callable[[Step], torch.Tensor]
+"""Runs a model over a step with `tokens` `[1, R]` and `positions` `[1, R]`; logits `[1, R, V]`."""
+
+
+class Recorder(Protocol):
+    """Records the device's work once, and does it again."""
+
+    def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Record what `run` does; return its result, which each replay writes anew."""
+        ...
+
+    def replay(self) -> None:
+        """Do the recorded work again, on the current stream."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Device memory that the recording holds."""
+        ...
+
+
+class CudaRecorder:
+    """Records a CUDA graph.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._graph, self.n_bytes = device, torch.cuda.CUDAGraph(), 0
+
+    def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Record what `run` does; it runs once before, since libraries allocate on first use."""
+        side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            run()
+        current.wait_stream(side)
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved(self._device)  # unused memory was given back by now
+            out = run()
+        self.n_bytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
+        return out
+
+    def replay(self) -> None:
+        """Do the recorded work again, on the current stream."""
+        self._graph.replay()
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """Return what records steps on a device; None where nothing does."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class Shape(NamedTuple):
+    """The shape of a captured step.
+
+    Attributes:
+        rows: Rows R; rows beyond those of the step have no tokens.
+        pages: Pages of the longest row that it serves.
+    """
+
+    rows: int
+    pages: int
+
+
+def shape_of(rows: int, pages: int, most_rows: int) -> Shape:
+    """Return the smallest captured shape that serves a step.
+
+    Args:
+        rows: Rows of the step.
+        pages: Pages of its longest row.
+        most_rows: Most rows of a step.
+    """
+    step = 16 if rows > 32 else 8
+    wide = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // step) * step
+    return Shape(max(rows, min(wide, most_rows)), 1 << (pages - 1).bit_length())
+
+
+class StaticStep(Step):
+    """A step whose rows lie in buffers of fixed addresses.
+
+    Layers write and read through it as through any step; what they launch can be recorded.
+
+    Attributes:
+        tokens: int64 `[1, R]`.
+        places: int64 `[1, R]`: positions of the tokens.
+
+    Args:
+        planner: The planner of the rows.
+        shape: R rows of so many pages.
+        device: Where the model runs, and all pages lie.
+    """
+
+    __slots__ = ("_buffer", "_held", "_numbers", "_stages", "_table", "_turn", "places", "shape")
+
+    def __init__(self, planner: Planner, shape: Shape, device: torch.device) -> None:
+        groups, rows = len(planner.geometry.groups), shape.rows
+        self.shape = shape
+        n_numbers = groups * rows + rows + 1
+        pinned = device.type == "cuda"
+        self._buffer = torch.zeros(
+            2 * rows + (n_numbers + 1) // 2, dtype=torch.int64, device=device
+        )
+        self._table = torch.full((groups, rows, shape.pages), -1, dtype=torch.int32, device=device)
+        self._stages = [
+            (
+                torch.zeros_like(self._buffer, device="cpu", pin_memory=pinned),
+                torch.full_like(self._table, -1, device="cpu", pin_memory=pinned),
+                torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
+            )
+            for _ in range(_STAGES if pinned else 1)
+        ]
+        self._turn, self._held = 0, (-1, list[int]())
+        numbers = self._buffer[2 * rows :].view(torch.int32)
+        lines = torch.arange(rows, dtype=torch.int32, device=device)
+        starts = numbers[groups * rows : n_numbers]
+        length = shape.pages * planner.page_size
+        self.seqs, self.counts = [], np.ones(rows, np.int64)
+        self.apart = self.audits = self.overflows = False
+        self.awaits = None
+        self.tokens = self._buffer[:rows].view(1, rows)
+        self.places = self._buffer[rows : 2 * rows].view(1, rows)
+        self.planner, self._open, self._token = planner, True, None
+        self.advance = Advance(
+            rows=np.arange(rows, dtype=np.int32),
+            before=np.zeros(rows, np.int64),
+            after=np.ones(rows, np.int32),
+            starts=np.arange(rows + 1, dtype=np.int32),
+            ends=np.ones((groups, rows), np.int32),
+            grown=[],
+            most_new=1,
+            most_length=length,
+            flags=0,
+        )
+        self._batches = {
+            g: Ragged(
+                self._table[g], lines, numbers[g * rows : (g + 1) * rows], starts, 1, length, 0
+            )
+            for g in range(groups)
+        }
+        self._decodes, self._scans = dict.fromkeys(range(groups)), {}
+        self._shared = dict.fromkeys(range(groups))
+        self._coming, self._noted, self._singles, self._touched = [], [], {}, set()
+        self._watch, self._waited_s = None, 0.0
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 `[1, R]`: position of each new token, where a recording reads it."""
+        return self.places
+
+    @property
+    def begins(self) -> bool:
+        """False: its tokens see what is in pages."""
+        return False
+
+    def fill(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write what a step of single tokens is about into the buffers, without waiting.
+
+        Args:
+            step: The step.
+            ids: Its tokens, of n elements.
+            positions: Their positions, likewise.
+        """
+        advance, tables, (rows, pages) = step.advance, self.planner.tables, self.shape
+        n, groups = len(advance.rows), len(advance.ends)
+        for pool in self.planner.store.pools.values():
+            if pool.copies is not None:
+                pool.copies.join()  # pages may have been asked for on another thread's stream
+        buffer, table, event = self._stages[self._turn]
+        self._turn = (self._turn + 1) % len(self._stages)
+        if event is not None:
+            event.synchronize()  # of the copy out of it several steps ago
+        numbers = buffer[2 * rows :].view(torch.int32).numpy()
+        lengths, starts = numbers[: groups * rows].reshape(groups, rows), numbers[groups * rows :]
+        lengths[:, :n], lengths[:, n:] = advance.ends, 0
+        starts[: n + 1], starts[n + 1 : rows + 1] = advance.starts, n
+        here = ids.device.type == "cpu"
+        if here:  # then all goes in one copy
+            buffer[:n], buffer[rows : rows + n] = ids.view(-1), positions.view(-1)
+        first = 0 if here else 2 * rows
+        self._buffer[first:].copy_(buffer[first:], non_blocking=True)
+        if not here:
+            self._buffer[:n].copy_(ids.view(-1))
+            self._buffer[rows : rows + n].copy_(positions.view(-1))
+        with self.planner.guard:
+            held = tables.version, advance.rows.tolist()
+            if held != self._held:
+                lines = table.numpy()
+                lines[:] = -1
+                for g, page_of in enumerate(tables.pages):
+                    part = page_of[advance.rows, :pages]
+                    lines[g, :n, : part.shape[1]] = part
+                self._table.copy_(table, non_blocking=True)
+                self._held = held
+        if event is not None:
+            event.record()
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the context; nothing is committed."""
+        if self._token is not None:
+            CURRENT.reset(self._token)
+            self._token = None
+
+    def commit(self) -> None:
+        """Do nothing: the step whose rows it serves is committed."""
+
+    def rollback(self) -> None:
+        """Do nothing, likewise."""
+
+    def __del__(self) -> None:
+        """Do nothing, likewise."""
+
+
+class _Graph(NamedTuple):
+    step: StaticStep
+    recorder: Recorder
+    logits: torch.Tensor
+
+
+class GraphedForward:
+    """Replays decode steps of one model. Thread-safe.
+
+    Args:
+        call: Runs the model over a step.
+        state: Returns what the model is, an object that is the same as long as nothing of it was
+            replaced, moved, set or hooked; None if it is between two states.
+        config: Says how much memory graphs may hold.
+        report: Where it counts: "captured" and "replayed" steps, "bytes" that graphs hold, and why
+            steps stay "eager".
+    """
+
+    def __init__(
+        self, call: Call, state: Callable[[], object], config: Config, report: dict[str, Any]
+    ) -> None:
+        self._call, self._state, self._config, self._report = call, state, config, report
+        self._known: object = None
+        self._graphs: OrderedDict[Shape, _Graph] = OrderedDict()
+        self._seen: dict[Shape, int] = {}
+        self._shapes: dict[tuple[int, int], Shape] = {}
+        self._lock = threading.Lock()
+        self._planner: Planner | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits `[n, V]` of a step by a graph; None where it has to run itself.
+
+        Args:
+            step: The step, of one token a row.
+            ids: The tokens, of n elements.
+            positions: Their positions, likewise.
+        """
+        if not self._graphs or not self._serves(step):
+            return None
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            shape = self._shape(step)
+            graph = self._graphs.get(shape)
+            if graph is None:
+                return None
+            self._graphs.move_to_end(shape)
+            self._follow_stream(graph.logits.device)
+            graph.step.fill(step, ids, positions)
+            graph.recorder.replay()
+            logits = graph.logits[0, : len(step.seqs)].clone()
+            # The device computes meanwhile; a step that is run again writes the same places.
+            if self._state() is not self._known:
+                self._forget()
+                return None
+            step.replayed()
+            self._report["replayed"] += 1
+            return logits
+
+    def learn(
+        self, step: Step, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
+    ) -> None:
+        """Note a step that ran by itself; capture its shape when it comes again.
+
+        Args:
+            step: The step, still open.
+            ids: The tokens, of n elements.
+            positions: Their positions, likewise.
+            logits: What the model answered, `[n, V]`.
+        """
+        if not self._serves(step):
+            return
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if (state := self._state()) is not self._known:
+                self._forget()
+                self._known = state
+            shape = self._shape(step)
+            seen = self._seen[shape] = self._seen.get(shape, 0) + 1
+            if state is not None and seen > EAGER_STEPS and shape not in self._graphs:
+                self._follow_stream(logits.device)
+                try:
+                    graph = self._capture(step, shape, ids, positions, logits)
+                except Exception as error:  # whatever a model raises: its steps stay eager
+                    self._refuse(f"a step cannot be captured: {error}")
+                else:
+                    if graph is not None:
+                        self._keep(shape, graph)
+
+    def _serves(self, step: Step) -> bool:
+        """Return whether graphs could serve a step, as things stand in this thread."""
+        if self._report["eager"] or not step.repeats or modes(own=False):
+            return False
+        return not (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"))
+
+    def _follow_stream(self, device: torch.device) -> None:
+        """Wait, on the device, for steps that another stream replays from the same buffers."""
+        if device.type == "cuda":
+            current = torch.cuda.current_stream(device)
+            if self._stream is not None and self._stream != current:
+                current.wait_stream(self._stream)
+            self._stream = current
+
+    def _shape(self, step: Step) -> Shape:
+        planner = step.planner
+        if planner is not self._planner:
+            self._forget()
+            self._shapes.clear()
+            self._planner = planner
+        least = len(step.seqs), -(-step.advance.most_length // planner.page_size)
+        shape = self._shapes.get(least)
+        if shape is None:
+            shape = self._shapes[least] = shape_of(*least, planner.tables.max_rows)
+        return shape
+
+    def _capture(
+        self,
+        step: Step,
+        shape: Shape,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> _Graph | None:
+        device, recorder = logits.device, recorder_of(logits.device)
+        if recorder is None or {*step.planner.tables.devices} != {device}:
+            self._refuse(f"its layers lie on more than one device, or nothing captures on {device}")
+            return None
+        static = StaticStep(step.planner, shape, logits.device)
+        static.fill(step, ids, positions)
+        out = recorder.record(lambda: self._call(static))
+        recorder.replay()
+        found = out[0, : len(step.seqs)]
+        if found.shape != logits.shape or not _close(found, logits):
+            self._refuse("a captured step answers otherwise than the model does")
+            return None
+        return _Graph(static, recorder, out)
+
+    def _keep(self, shape: Shape, graph: _Graph) -> None:
+        device = graph.logits.device
+        total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 40
+        most_bytes = self._config.graph_bytes(total)
+        self._graphs[shape] = graph
+        self._report["captured"] += 1
+        while self._graphs and (len(self._graphs) > MOST_GRAPHS or self._count() > most_bytes):
+            dropped, _ = self._graphs.popitem(last=False)
+            if dropped == shape:
+                self._refuse(f"one graph takes more than the {most_bytes} bytes of graphs=")
+
+    def _count(self) -> int:
+        n_bytes = sum(graph.recorder.n_bytes for graph in self._graphs.values())
+        self._report["bytes"] = n_bytes
+        return n_bytes
+
+    def _forget(self) -> None:
+        self._graphs.clear()
+        self._seen.clear()
+        self._report["bytes"] = 0
+
+    def _refuse(self, reason: str) -> None:
+        self._report["eager"] = reason
+        self._forget()
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Return whether two answers differ by rounding only."""
+    tolerance = torch.finfo(wanted.dtype).eps ** 0.5
+    wanted, found = wanted.detach().float(), found.detach().float()
+    return bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())
+
+
+def graphed(model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], kv: KV) -> Own:
+    """Capture the decode steps of your own model, and replay them.
+
+    Inside `kv.step`, steps of one token a row are replayed once such a step has run a few times.
+    The model must compute the same from the same tokens, positions and parameters each time: what
+    it does beside that (printing, counting, reading values back) happens in no replay. Elsewhere,
+    and where nothing is captured, the result is `model(tokens, positions)`.
+
+    Args:
+        model: `model(tokens [1, N], positions [1, N])` gives logits `[1, N, V]`; its attention is
+            `flowkv.attention`.
+        kv: The cache.
+
+    Returns:
+        What to call in place of the model.
+
+    Example:
+        >>> run = flowkv.graphed(model, kv)  # doctest: +SKIP
+        >>> with kv.step(seqs, tokens) as step:
+        ...     logits = run(step.tokens, step.positions)
+    """
+    return Own(model, kv)
+
+
+class Own:
+    """A model of one's own whose decode steps are replayed; see `graphed`."""
+
+    def __init__(self, model: Any, kv: KV) -> None:
+        self._model = model
+        self._graphs = GraphedForward(self._call, self._state, kv.config, kv.graphed)
+        self._last: tuple[Any, ...] = ()
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens of the step that is under way, `[1, N, V]`."""
+        step = CURRENT.get()
+        if step is None or torch.is_grad_enabled():
+            return self._model(tokens, positions)  # type: ignore[no-any-return]
+        found = self._graphs.replay(step, tokens, positions)
+        if found is not None:
+            return found.unsqueeze(0)
+        logits: torch.Tensor = self._model(tokens, positions)
+        if recorder_of(logits.device) is not None:
+            self._graphs.learn(step, tokens, positions, logits[0])
+        return logits
+
+    def _call(self, step: Step) -> torch.Tensor:
+        with step:
+            return self._model(step.tokens, step.positions)  # type: ignore[no-any-return]
+
+    def _state(self) -> object:
+        """Return the same object as long as all parameters are where they were."""
+        model = self._model
+        if not isinstance(model, torch.nn.Module):
+            return self
+        now = (
+            model.training,
+            RemovableHandle.next_id,
+            *(
+                (id(x), x.data_ptr(), x.dtype, x.shape, x.stride())
+                for x in (*model.parameters(), *model.buffers())
+            ),
+        )
+        if now != self._last:
+            self._last = now
+        return self._last

@@ -1,0 +1,134 @@
+"""The call of an unmodified model over packed rows: `[1, N]` tokens of rows of any lengths.
+
+The cache that the model is given holds nothing. Its layers hand new keys and values to the step
+that is under way, and look to the model like layers without a past; where each token stands, it
+is told by its position.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from flowkv.cache.step import Step
+from flowkv.core.errors import StateError
+from flowkv.core.interrupts import Setting
+from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact, packed_mask
+from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PlacedLayer
+from flowkv.hooks.huggingface.inputs import Names
+from flowkv.hooks.huggingface.versions import Cache, DynamicCache, DynamicLayer
+
+
+class PackedLayer(DynamicLayer):  # type: ignore[misc]
+    """One attention layer of a packed forward; it keeps nothing, and shows no past.
+
+    Args:
+        placed: Where its pages are.
+        spec: What it keeps.
+    """
+
+    is_croppable = False
+
+    def __init__(self, placed: PlacedLayer, spec: LayerSpec) -> None:
+        super().__init__()
+        self.placed, self.window = placed, spec.window if spec.kind == "sliding" else None
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether it has a window."""
+        return self.window is not None
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes new tokens into the pages of their rows.
+
+        Args:
+            key_states: `[1, Hk, N, D]`.
+            value_states: `[1, Hk, N, Dv]`.
+            *args: Ignored, as by the native layer.
+            **kwargs: Likewise.
+
+        Returns:
+            The same tensors: by them, attention knows the layer.
+
+        Raises:
+            StateError: No packed forward is under way.
+        """
+        packing = RUNNING.get()
+        if packing is None:
+            raise StateError("this cache belongs to a forward that is over", "Make another one")
+        packing.write(self.placed, self.window, key_states, value_states)
+        return key_states, value_states
+
+
+class PackedCall:
+    """Calls a model over the packed tokens of a step.
+
+    Args:
+        model: The model, held weakly.
+        names: The names of its arguments.
+        masked: Whether it is given its mask, all of whose layers have the same: to have it made by
+            transformers takes as long as everything else that a step of one row does here.
+    """
+
+    def __init__(self, model: Any, names: Names, *, masked: bool) -> None:
+        self._model, self._names, self._masked = weakref.ref(model), names, masked
+        self._mask = packed_mask(0, None, torch.bool, "cpu")
+        self._plan: ModelPlan | None = None
+        self._cache: Any = None
+
+    def __call__(self, step: Step, plan: ModelPlan, keep: torch.Tensor | None = None) -> Any:
+        """Return the logits of the tokens of a step, `[1, N, V]`.
+
+        Args:
+            step: The step, with its token ids.
+            plan: The layers of the model.
+            keep: int64 `[B]`: only the logits of these tokens are wanted.
+
+        Raises:
+            StateError: The model has moved to another dtype or device since the rows were opened.
+            Unpackable: Its rows would mix.
+        """
+        assert step.tokens is not None
+        model, names, count = self._model(), self._names, step.tokens.shape[1]
+        assert model is not None
+        device = model.get_input_embeddings().weight.device
+        given = {
+            names.ids: step.tokens.to(device),
+            names.positions: step.positions.to(device),
+            names.cache: self._fresh(step, plan),
+            "use_cache": True,
+        }
+        if keep is not None:
+            given["logits_to_keep"] = keep.to(device)
+        if self._masked:
+            if self._mask.shape[2] != count or self._mask.device != device:
+                self._mask = packed_mask(count, None, torch.bool, device)
+            given[names.mask] = self._mask
+        with Setting(RUNNING, Packing(step)), exact(device):
+            return model(**given).logits
+
+    def _fresh(self, step: Step, plan: ModelPlan) -> Any:
+        """The cache to give to the model, which keeps nothing between two forwards."""
+        if plan is not self._plan:
+            if plan.geometry.groups != step.groups:
+                raise StateError(
+                    "the model has moved to another dtype or device since these rows were opened",
+                    "Submit their requests again",
+                )
+            self._plan, self._cache = plan, _cache(plan)
+        return self._cache
+
+
+def _cache(plan: ModelPlan) -> Any:
+    cache = object.__new__(DynamicCache)  # models ask for one
+    layers = [
+        PackedLayer(plan.placed[index], spec) if index in plan.placed else spec.make()
+        for index, spec in enumerate(plan.specs)
+    ]
+    Cache.__init__(cache, layers=layers)
+    return cache

@@ -1,0 +1,468 @@
+"""Captured decode steps answer as the model does, and are dropped when it changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flowkv
+from flowkv.hooks import graphs
+from flowkv.hooks.graphs import GraphedForward, shape_of
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate
+from tests.hooks.recorder import WAITS, LaunchRecorder, recorded
+
+PROMPT = models.prompt(20)
+
+
+def padded(*lengths: int) -> dict[str, torch.Tensor]:
+    """Prompts of these lengths, left-padded."""
+    width = max(lengths)
+    ids, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width)
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = models.prompt(length, seed=row)[0]
+        mask[row, width - length :] = 1
+    return dict(input_ids=ids, attention_mask=mask.long())
+
+
+def counts(kv: flowkv.KV) -> tuple[int, int]:
+    found = kv.stats()["graphs"]
+    return found["captured"], found["replayed"]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one": dict(input_ids=PROMPT),
+    "batch": padded(20, 9, 14),
+    "beams": dict(input_ids=PROMPT, num_beams=3),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("qwen3", "mistral")),
+        "gemma3",
+        "gpt_oss",
+    ],
+)
+def test_replays_answer_as_the_model(name: str, way: str) -> None:
+    """Pages turn over, windows slide, shapes grow; padding and beams have rows of their own."""
+    model, twin = models.causal(name), models.causal(name)
+    with recorded(), attached(model) as kv:
+        assert_same(generate(model, 30, **WAYS[way]), generate(twin, 30, **WAYS[way]))
+        captured, replayed = counts(kv)
+        assert captured == 2 and replayed >= 20 and not kv.stats()["graphs"]["eager"]
+        assert_same(generate(model, 30, **WAYS[way]), generate(twin, 30, **WAYS[way]))
+        assert counts(kv)[1] >= replayed + 25  # of known prompts, by the same graphs
+        assert counts(kv)[0] == captured
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(codec="kv8", recent_tokens=0),
+        dict(codec="auto", page_size=64, recent_tokens=0, warm_tokens=0),
+    ],
+    ids=["kv8", "auto"],
+)
+def test_encoded_pages(options: dict[str, Any]) -> None:
+    """Pages are sealed between replays, which read them from then on."""
+    answers = []
+    ids = models.prompt(options.get("page_size", 16) * 3 // 2)
+    for recording in (nullcontext(), recorded()):
+        model = models.causal("llama")
+        with recording, attached(model, write_back=False, **options) as kv:
+            answers.append(generate(model, 60, input_ids=ids))
+    assert counts(kv)[1] > 40
+    assert_same(*answers)
+
+
+def test_rows_that_come_and_go_in_an_engine() -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+    prompts = [models.prompt(n, seed=n)[0].tolist() for n in (5, 30, 12, 18, 7)]
+    lengths = (20, 8, 25, 12, 16)
+    with recorded(), attached(model) as kv, flowkv.Engine(model, kv, max_rows=4) as engine:
+        each = zip(prompts, lengths, strict=True)
+        answers = [engine.submit(ids, max_new_tokens=length) for ids, length in each]
+        for ids, length, answer in zip(prompts, lengths, answers, strict=True):
+            wanted = generate(twin, length, input_ids=torch.tensor([ids])).sequences[0, len(ids) :]
+            assert list(answer.result().tokens) == wanted.tolist()
+        assert counts(kv)[1] > 10
+
+
+class Nano(torch.nn.Module):
+    """A model of one's own: attention that is FlowKV's, in `layers` layers."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(64, 32)
+        self.qkv = torch.nn.ModuleList(torch.nn.Linear(32, 96) for _ in range(layers))
+        self.place = torch.nn.Embedding(256, 32)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.place(positions)
+        for i, qkv in enumerate(self.qkv):
+            q, k, v = qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+            x = x + flowkv.attention(q, k, v, layer=i).transpose(1, 2).reshape(x.shape)
+        return x @ self.embed.weight.T
+
+
+def geometry(layers: int, page_size: int, window: int | None = None) -> flowkv.Geometry:
+    """That of `Nano`."""
+    group = flowkv.LayerGroup(
+        layers=tuple(range(layers)),
+        kv_heads=2,
+        head_dim=16,
+        value_dim=16,
+        dtype="float32",
+        kind="full" if window is None else "sliding",
+        window=window,
+    )
+    return flowkv.Geometry(groups=(group,), page_size=page_size)
+
+
+def test_a_model_of_ones_own() -> None:
+    model = Nano()
+
+    def decoded(run: Callable[..., torch.Tensor], kv: flowkv.KV) -> list[torch.Tensor]:
+        found = []
+        with torch.no_grad():
+            seqs = [kv.open([*range(5 + i, 15 + 2 * i)], reuse=False) for i in range(3)]
+            for step in kv.prefill(seqs):
+                run(step.tokens, step.positions)
+            for turn in range(40):
+                rows = seqs[: 3 - turn // 25]
+                with kv.step(rows, [[turn % 60]] * len(rows)) as step:
+                    found.append(run(step.tokens, step.positions))
+            for seq in seqs:
+                seq.close()
+        return found
+
+    with recorded(), flowkv.KV(geometry(2, 16), gpu="8MiB") as kv:
+        wanted = decoded(model, kv)
+        graphed = flowkv.graphed(model, kv)
+        found = decoded(graphed, kv)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+        assert counts(kv)[1] > 20
+        model.qkv[0].weight.data = model.qkv[0].weight.data * 0.5  # another tensor
+        for a, b in zip(decoded(graphed, kv), decoded(model, kv), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.thorough
+def test_launches_of_triton() -> None:
+    """In a process of its own, since Triton decides on its import whether it interprets."""
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    env.pop("PYTEST_ADDOPTS", None)
+    path = Path(__file__).with_name("interpreted_graphs.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(
+        command, env=env, cwd=path.parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+# What changes
+
+
+def swapped(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight * 0.5)
+
+
+def data(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight.data = layer.weight.data * 0.5
+
+
+def in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(0.5)
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * 0.5)
+
+
+def patched(model: Any) -> None:
+    own = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: own(x) * 0.5
+
+
+def another_module(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def softer(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.01
+
+
+@pytest.mark.parametrize(
+    "change", [swapped, data, in_place, hooked, patched, another_module, softer]
+)
+@pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
+def test_a_change_between_two_tokens(change: Callable[[Any], None]) -> None:
+    """The next token is the changed model's, and so are all behind it."""
+    model, twin = models.causal("llama"), models.causal("llama")
+
+    def step_by_step(each: Any) -> list[torch.Tensor]:
+        logits, cache, ids = [], None, PROMPT
+        with torch.no_grad():
+            for turn in range(24):
+                if turn == 12:
+                    change(each)
+                cache = cache or flowkv_cache(each)
+                out = each(
+                    input_ids=ids,
+                    position_ids=torch.arange(20 + turn)[None, -ids.shape[1] :],
+                    past_key_values=cache,
+                    logits_to_keep=1,
+                )
+                logits.append(out.logits[:, -1])
+                ids = logits[-1].argmax(-1)[None]
+        return logits
+
+    def flowkv_cache(each: Any) -> Any:
+        import transformers
+
+        return transformers.DynamicCache(config=each.config)
+
+    with recorded(), attached(model) as kv:
+        found = step_by_step(model)
+        assert counts(kv)[1] >= 5
+        for ours, theirs in zip(found, step_by_step(twin), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+class Doubling(TorchDispatchMode):
+    """Doubles what matrix products give."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        out: torch.Tensor = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.mm.default else out
+
+
+@pytest.mark.parametrize("mode", [Doubling, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_mode_is_obeyed(mode: Callable[[], Any]) -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+    answers = []
+    with recorded(), attached(model):
+        for each in (model, twin):
+            out = generate(each, 12, input_ids=PROMPT)
+            again = dict(past_key_values=out.past_key_values, position_ids=torch.tensor([[31]]))
+            with mode(), torch.no_grad():
+                answers.append(each(input_ids=out.sequences[:, -1:], **again).logits)
+    torch.testing.assert_close(*answers, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("asked", ["output_attentions", "output_hidden_states"])
+@pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
+def test_what_a_graph_does_not_give(asked: str) -> None:
+    model = models.causal("llama")
+    model.set_attn_implementation("eager")
+    with recorded(), attached(model) as kv:
+        out = generate(model, 12, input_ids=PROMPT, **{asked: True})
+        assert len(out[asked.removeprefix("output_")]) == 12
+        assert counts(kv) == (0, 0)
+
+
+# Limits
+
+
+def test_a_capture_that_fails_leaves_steps_eager() -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+
+    class Failing(LaunchRecorder):
+        def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with recorded() as made, attached(model) as kv, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "recorder_of", lambda device: made.append(Failing()) or made[-1])
+        assert_same(generate(model, 30, input_ids=PROMPT), generate(twin, 30, input_ids=PROMPT))
+        assert "not permitted" in kv.stats()["graphs"]["eager"] and counts(kv) == (0, 0)
+        assert sum(isinstance(one, Failing) for one in made) == 1  # it is not tried again
+
+
+def test_a_captured_step_that_answers_otherwise_is_not_used() -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+
+    class Wrong(LaunchRecorder):
+        def replay(self) -> None:
+            super().replay()
+            self.calls[-1][3].mul_(1.5)
+
+    with recorded(), attached(model) as kv, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "recorder_of", lambda device: Wrong())
+        assert_same(generate(model, 30, input_ids=PROMPT), generate(twin, 30, input_ids=PROMPT))
+        assert "otherwise" in kv.stats()["graphs"]["eager"]
+
+
+@pytest.mark.parametrize("name", ["falcon", "deepseek_v3"])
+def test_a_model_that_attends_itself_is_not_captured(name: str) -> None:
+    model, twin = models.causal(name), models.causal(name)
+    with recorded(), attached(model) as kv:
+        assert_same(generate(model, 12, input_ids=PROMPT), generate(twin, 12, input_ids=PROMPT))
+        assert counts(kv) == (0, 0)
+        assert "computes with keys and values itself" in kv.stats()["graphs"]["eager"]
+
+
+@pytest.mark.parametrize(("size", "why"), [("off", ""), (0, "takes more than the 0 bytes")])
+def test_memory_is_bounded(size: Any, why: str) -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+    with recorded(), attached(model, graphs=size) as kv:
+        assert_same(generate(model, 20, input_ids=PROMPT), generate(twin, 20, input_ids=PROMPT))
+        assert why in kv.stats()["graphs"]["eager"] and kv.stats()["graphs"]["bytes"] == 0
+
+
+def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
+    model = models.causal("llama")
+    with recorded(), attached(model) as kv:
+        for _ in range(2):
+            generate(model, 30, input_ids=PROMPT)
+        assert kv.stats()["graphs"]["captured"] >= 3 and kv.stats()["graphs"]["bytes"] == 1
+
+
+def test_detached_models_are_as_before() -> None:
+    model = models.causal("llama")
+    with recorded(), attached(model):
+        assert "forward" in vars(model)
+    assert "forward" not in vars(model)
+
+
+def test_threads_share_graphs() -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+    wanted = [generate(twin, 25, input_ids=models.prompt(18, seed=n)) for n in range(3)]
+    found: dict[int, Any] = {}
+    with recorded(), attached(model) as kv:
+
+        def run(number: int) -> None:
+            found[number] = generate(model, 25, input_ids=models.prompt(18, seed=number))
+
+        run(0)  # captured by one: others replay while it does
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert counts(kv)[1] > 50
+    for number, answer in enumerate(wanted):
+        assert_same(found[number], answer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "pages", "wanted"),
+    [(1, 1, (1, 1)), (3, 1, (4, 1)), (9, 2, (16, 2)), (33, 3, (48, 4)), (60, 5, (60, 8))],
+)
+def test_shapes(rows: int, pages: int, wanted: tuple[int, int]) -> None:
+    assert shape_of(rows, pages, 60) == wanted
+
+
+# What a replayed step costs the host
+
+MOST_CALLS = 60
+"""Functions of FlowKV's own that run in a replayed step, however many layers there are."""
+
+
+class Watched(TorchDispatchMode):
+    """Notes the operations beside a recording."""
+
+    names_flowkv_pages = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in WAITS, f"a replayed step waits for the device in {func}"
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replay_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 300 steps: copies into the buffers, the recording, a copy of the logits."""
+    own, seen = GraphedForward.replay, Counter[str]()
+    replays = LaunchRecorder.replay
+
+    def watched(self: GraphedForward, *args: Any) -> Any:
+        with Watched() as mode:
+            found = own(self, *args)
+        seen.update(mode.seen)
+        return found
+
+    def apart(self: LaunchRecorder) -> None:
+        with torch._C._DisableTorchDispatch():
+            replays(self)
+
+    monkeypatch.setattr(GraphedForward, "replay", watched)
+    monkeypatch.setattr(LaunchRecorder, "replay", apart)
+    model = models.causal("llama")
+    with recorded(), attached(model) as kv:
+        generate(model, 300, input_ids=PROMPT)
+        steps = counts(kv)[1]
+    assert steps > 270
+    assert seen["clone"] == steps and seen["copy_"] <= 6 * steps
+    assert seen.keys() <= {"clone", "copy_", "slice", "select", "view", "detach"}
+
+
+@contextmanager
+def own_calls(counted: list[Counter[str]]) -> Iterator[None]:
+    """Counts the functions of FlowKV's own that each forward runs, but for what a recorder does."""
+    replays = LaunchRecorder.replay
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and "/flowkv/" in frame.f_code.co_filename:
+            if frame.f_code.co_qualname == "ForwardHook.before":
+                counted.append(Counter())
+            if counted:
+                counted[-1][frame.f_code.co_qualname] += 1
+
+    def apart(self: LaunchRecorder) -> None:
+        sys.setprofile(None)
+        replays(self)
+        sys.setprofile(profile)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaunchRecorder, "replay", apart)
+        sys.setprofile(profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+def test_calls_of_a_replayed_step() -> None:
+    model, counted = models.causal("llama"), list[Counter[str]]()
+    with recorded(), attached(model), own_calls(counted):
+        generate(model, 30, input_ids=PROMPT)
+    usual = counted[-6]
+    assert usual["GraphedForward.replay"] == 1
+    assert usual.total() <= MOST_CALLS, usual.most_common()
+
+
+def test_weights_that_are_read_as_needed(tmp_path: Path) -> None:
+    """What moves weights between modules is not captured."""
+    model, twin = models.causal("llama"), models.causal("llama")
+    weights = flowkv.attach_weights(model, budget="60%", disk=str(tmp_path))
+    with recorded(), attached(model) as kv:
+        assert_same(generate(model, 12, input_ids=PROMPT), generate(twin, 12, input_ids=PROMPT))
+        assert counts(kv) == (0, 0)
+    weights.close()
