@@ -141,7 +141,7 @@ def test_a_directory_of_a_keeper_that_is_garbage_is_taken_over(
 def test_a_thread_that_asks_ends_with_its_keeper() -> None:
     keeper = Keeper([host(8, "far", FarTier)], lru)
     caller = keeper.caller()
-    wait(lambda: lookup(caller, [1]) == [False])
+    wait(lambda asked=caller: lookup(asked, [1]) == [False])
     asker = keeper._asker
     assert asker is not None
     del keeper, caller
