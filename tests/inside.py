@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowkv.cache import (
+        ahead,
         ending,
         erasure,
         export,

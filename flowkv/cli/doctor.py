@@ -55,6 +55,8 @@ _CORE = {  # distribution -> oldest version
 }
 _ALIKE = {"mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
 """Distributions that bring the same under another name."""
+_SHAPES = ((8, 32, 128), (8, 64, 128), (4, 32, 128), (8, 16, 128), (8, 32, 64), (2, 14, 64))
+"""Key heads, query heads and head dimension of many decoders."""
 _IO_URING_SETUP = 425  # the same number on every architecture that Linux gained since 2019
 
 
@@ -377,8 +379,32 @@ def compile_all() -> Finding:
                 for prompt in (*range(40), 0):  # more than fits, and what was given up again
                     _answer(kv, [prompt] * 200)
                 kv.flush()
+    _compile_for_gpu()
     seconds = time.process_time() - begun_s
     return Finding("compiled code", "ok", f"is there now: {seconds:.1f} s", "", {"cpu_s": seconds})
+
+
+def _compile_for_gpu() -> None:
+    """Compiles for the first GPU, if there is one, side by side: the shapes that most models have.
+
+    `flowkv.attach` compiles what other shapes need, beside the first calls.
+    """
+    import torch
+
+    from flowkv import Geometry
+    from flowkv.cache import ahead
+
+    if not torch.cuda.is_available():
+        return
+    begun = []
+    for heads, query_heads, head_dim in _SHAPES:
+        shape = Geometry.uniform(
+            layers=32, kv_heads=heads, head_dim=head_dim, dtype="bfloat16", device="cuda:0"
+        )
+        begun += [ahead.begin(shape, codec, query_heads) for codec in ("raw", "kv8", "kv4c")]
+    for process in begun:
+        if process is not None:
+            process.wait()
 
 
 def _answer(kv: KV, prompt: list[int]) -> None:

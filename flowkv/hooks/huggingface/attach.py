@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
+from flowkv.cache import ahead
 from flowkv.cache.kv import KV, bind, follow, warn
 from flowkv.core.errors import (
     ConfigError,
@@ -135,6 +136,7 @@ def attach(
             _hear(model, kv)
             follow(kv, detach=partial(_forget, weakref.ref(model)))
             _ATTACHED[model] = door
+            ahead.begin(kv.geometry, kv.config.codec, _query_heads(model))
             if compiled:
                 door.warn_compiled("torch.compile(model), where it is called itself,")
         except UnsupportedModelError as error:
@@ -143,6 +145,12 @@ def attach(
             kv.close()
             raise
         return kv
+
+
+def _query_heads(model: Any) -> int:
+    """Query heads of all layers alike, as far as a model's configuration says so; else 0."""
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    return heads if isinstance(heads, int) else 0
 
 
 def _hear(model: torch.nn.Module, kv: KV) -> None:

@@ -1,0 +1,156 @@
+"""Kernels compiled ahead of use, by a process that uses each of a geometry's once and ends.
+
+What Triton compiles is kept on disk, where this process finds it. A mark beside it says that all of
+a geometry's kernels are there, so that later processes begin none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from flowkv import kernels
+from flowkv.core.geometry import CODECS, Geometry, page_layout
+
+_PAGES, _ROWS = 64, (1, 2, 8, 32)
+_RUNNING: list[subprocess.Popen[bytes]] = []
+
+
+class Kernels(msgspec.Struct, frozen=True):
+    """What kernels are compiled for.
+
+    Attributes:
+        geometry: The layers.
+        codec: Of full pages; "auto" for all codecs.
+        query_heads: Of each layer.
+    """
+
+    geometry: Geometry
+    codec: str
+    query_heads: int
+
+    def on_gpu(self) -> bool:
+        """Whether there is anything for Triton to compile."""
+        groups = self.geometry.groups
+        served = not any(group.kind == "chunked" for group in groups)  # no kernel serves those
+        return served and any(torch.device(group.device).type == "cuda" for group in groups)
+
+    def mark(self) -> Path:
+        """The file that says that all of it is compiled."""
+        import triton
+        import triton.knobs
+
+        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        sources = sorted(Path(kernels.__file__).with_name("triton").glob("*.py"))
+        named = (msgspec.json.encode(self), triton.__version__, devices)
+        name = hashlib.sha256(repr((*named, *map(Path.read_bytes, sources))).encode())
+        return Path(triton.knobs.cache.dir) / f"flowkv-{name.hexdigest()[:32]}"
+
+    def use(self) -> None:
+        """Prefills, decodes, encodes and gives up pages, in a small cache of its own."""
+        from flowkv.cache.kv import KV
+
+        shape = self._small()
+        page_bytes = sum(page_layout(group, shape.page_size).page_bytes for group in shape.groups)
+        for codec in CODECS if self.codec == "auto" else (self.codec,):
+            given: dict[str, Any] = {"recent_tokens": 0} if codec != "raw" else {}
+            gpu, host = (max(pages * page_bytes, 4 << 20) for pages in (_PAGES, 8))
+            with KV(shape, gpu=gpu, host=host, namespace="ahead", codec=codec, **given) as kv:
+                for rows in _ROWS:
+                    seqs = [kv.open([], reuse=False) for _ in range(rows)]
+                    new = shape.page_size + 9 if rows < 8 else 9
+                    for count in (new, 64, 4, 1, 1) if rows < 8 else (new, 1):
+                        with kv.step(seqs, [[1] * count] * rows) as step:
+                            self._attend(step, shape, count * rows)
+                    for seq in seqs:
+                        seq.close()
+                kv.flush()
+
+    def _small(self) -> Geometry:
+        """As many layers as tell a compiler the same: what their number is divided by."""
+        groups = [
+            msgspec.structs.replace(group, layers=group.layers[: 16 + len(group.layers) % 16])
+            for group in self.geometry.groups
+        ]
+        return Geometry(groups=tuple(groups), page_size=self.geometry.page_size)
+
+    def _attend(self, step: Any, shape: Geometry, tokens: int) -> None:
+        for group in shape.groups:
+            heads, dtype = group.kv_heads, getattr(torch, group.dtype)
+            for layer in group.layers:
+                q, k, v = (
+                    torch.ones(tokens, *size, dtype=dtype, device=group.device)
+                    for size in (
+                        (self.query_heads, group.head_dim),
+                        (heads, group.head_dim),
+                        (heads, group.value_dim),
+                    )
+                )
+                step.attend(layer, q, k, None if group.kind == "latent" else v)
+
+
+def begin(
+    geometry: Geometry | None, codec: str, query_heads: int
+) -> subprocess.Popen[bytes] | None:
+    """Have a process of its own compile the kernels of a geometry.
+
+    Args:
+        geometry: The layers, if they are known.
+        codec: Of full pages.
+        query_heads: Of each layer; 0 if nothing is known of them.
+
+    Returns:
+        The process; None if there is nothing to compile.
+    """
+    if geometry is None or not query_heads:
+        return None
+    needed = Kernels(geometry, codec, query_heads)
+    if not needed.on_gpu() or needed.mark().exists():
+        return None
+    command = [sys.executable, "-m", __name__, msgspec.json.encode(needed).decode()]
+    try:
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError:  # no process to be had: calls compile what they need
+        return None
+    _end_at_exit()
+    _RUNNING.append(process)
+    return process
+
+
+@cache
+def _end_at_exit() -> None:
+    atexit.register(end)
+
+
+def end() -> None:
+    """Ends what still compiles: the next process goes on."""
+    while _RUNNING:
+        process = _RUNNING.pop()
+        process.terminate()
+        process.wait()
+
+
+def main(text: str) -> None:
+    """Uses kernels that are given as JSON, and marks them as compiled."""
+    needed = msgspec.json.decode(text, type=Kernels)
+    needed.use()
+    if needed.on_gpu():
+        needed.mark().touch()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

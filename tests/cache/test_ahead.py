@@ -1,0 +1,106 @@
+"""Kernels compiled ahead of use: by one process for each geometry on a GPU, told by a mark."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowkv import Geometry
+from tests.hooks import models
+from tests.hooks.compare import attached
+from tests.inside import ahead, doctor
+
+CPU = Geometry.uniform(layers=18, kv_heads=2, head_dim=64, page_size=64)
+GPU = Geometry.uniform(layers=2, kv_heads=2, head_dim=64, page_size=64, device="cuda:0")
+
+
+class Begun:
+    """A process that compiles nothing."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        self.command, self.options, self.calls = command, options, list[str]()
+
+    def terminate(self) -> None:
+        self.calls.append("terminate")
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Begun]:
+    """Processes that were begun, where no GPU need be."""
+    found = list[Begun]()
+
+    def popen(*given: Any, **options: Any) -> Begun:
+        found.append(Begun(*given, **options))
+        return found[-1]
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", popen)
+    monkeypatch.setattr(ahead.Kernels, "mark", lambda kernels: tmp_path / "mark")
+    monkeypatch.setattr(ahead, "_RUNNING", [])
+    return found
+
+
+def test_a_process_of_its_own_is_given_the_geometry(begun: list[Begun]) -> None:
+    process = ahead.begin(GPU, "kv8", 4)
+    assert begun == [process]
+    python, flag, module, text = process.command
+    assert (python, flag, module) == (sys.executable, "-m", "flowkv.cache.ahead")
+    given = msgspec.json.decode(text, type=ahead.Kernels)
+    assert given == ahead.Kernels(GPU, "kv8", 4)
+    ahead.end()
+    assert process.calls == ["terminate", "wait"] and not ahead._RUNNING
+
+
+def test_nothing_is_begun_where_nothing_is_to_be_compiled(
+    begun: list[Begun], tmp_path: Path
+) -> None:
+    assert ahead.begin(CPU, "raw", 4) is ahead.begin(GPU, "raw", 0) is None
+    (tmp_path / "mark").touch()
+    assert ahead.begin(GPU, "raw", 4) is None and not begun
+
+
+@pytest.mark.parametrize("codec", ["raw", "kv8"])
+def test_kernels_are_used_as_a_model_uses_them(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU: of as many layers as are alike to a compiler, and without a mark."""
+    small, marked = ahead.Kernels(CPU, codec, 4)._small(), list[object]()
+    assert len(small.groups[0].layers) == 18
+    assert len(ahead.Kernels(GPU, codec, 4)._small().groups[0].layers) == 2
+    monkeypatch.setattr(ahead.Kernels, "mark", marked.append)
+    shape = Geometry.uniform(layers=1, kv_heads=2, head_dim=64, page_size=16)
+    ahead.main(msgspec.json.encode(ahead.Kernels(shape, codec, 4)).decode())
+    assert not marked
+
+
+def test_attach_begins_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Any]()
+    monkeypatch.setattr(ahead, "begin", lambda *given: asked.append(given))
+    with attached(models.causal("llama"), codec="kv8") as kv:
+        assert asked == [(kv.geometry, "kv8", 4)]
+
+
+def test_doctor_compiles_for_a_gpu_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, order = list[Any](), list[str]()
+
+    class Process(Begun):
+        def wait(self) -> None:
+            order.append("wait")
+
+    def begin(*given: Any) -> Process | None:
+        asked.append(given)
+        order.append("begin")
+        return None if len(asked) == 1 else Process([])
+
+    monkeypatch.setattr(ahead, "begin", begin)
+    doctor._compile_for_gpu()
+    assert not asked, "there is no GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    doctor._compile_for_gpu()
+    count = len(asked)
+    assert order == ["begin"] * count + ["wait"] * (count - 1)
+    assert {given[0].groups[0].device for given in asked} == {"cuda:0"}
