@@ -120,7 +120,7 @@ class PackedForward:
             if self._mask.shape[2] != count or self._mask.device != device:
                 self._mask = packed_mask(count, None, torch.bool, device)
             given[names.mask] = self._mask
-        odd = step.fills and not door.identity.same(model)
+        odd = not door.unchanged(full=step.fills)
         with Setting(RUNNING, Packing(step)), exact(device):
             logits = model(**given).logits[0]
         # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
