@@ -118,10 +118,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def of(codec: str) -> Path:
         if codec not in made:
-            made[codec] = tmp_path_factory.mktemp(codec or "plain")
-            command = f"from tests.connect.test_lmcache import *; write(Path({str(made[codec])!r}),"
+            directory = tmp_path_factory.mktemp(codec or "plain")
+            command = f"from tests.connect.test_lmcache import *; write(Path({str(directory)!r}),"
             command += f" {serde_of(codec)!r})"
             subprocess.run([sys.executable, "-c", command], check=True, timeout=240)
+            made[codec] = directory
         return made[codec]
 
     return of

@@ -48,10 +48,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], P
 
     def of(layout: str, v1: bool) -> Path:
         if (layout, v1) not in made:
-            directory = made[layout, v1] = tmp_path_factory.mktemp("kv")
+            directory = tmp_path_factory.mktemp("kv")
             command = f"from tests.connect.sglang_parts import write; write({str(directory)!r}, "
             command += f"{layout!r}, {v1})"
             subprocess.run([sys.executable, "-c", command], check=True, timeout=240)
+            made[layout, v1] = directory
         return made[layout, v1]
 
     return of

@@ -240,6 +240,37 @@ def test_what_a_changed_model_computes_is_not_published(name: str, change: str) 
         seen.close()
 
 
+class Scaled(torch.nn.Module):
+    """A module of somebody's own."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_what_a_setting_changed_for_one_step_is_not_published(name: str) -> None:
+    model, text = models.causal(name), models.prompt(70)[0].tolist()
+    layer = model.model.layers[0] if name == "llama" else model.transformer.h[0]
+    layer.input_layernorm = scaled = Scaled(layer.input_layernorm).eval()
+    with attached(model) as kv:
+        runner = runner_of(make_runner_parts(model, kv), kv)
+        row = _open(runner, text)
+        _give(runner, row, text[:20])
+        scaled.scale = 3.0
+        _give(runner, row, text[20:25])  # no page becomes full meanwhile
+        scaled.scale = 1.0
+        _give(runner, row, text[25:])
+        row.close()
+        assert kv.stats()["foreign"] == ""
+        seen = runner.open(Request(prompt=text), np.asarray(text, np.uint32), wait=True)
+        assert seen.seq.length == 16
+        seen.close()
+
+
 def test_rows_of_a_model_that_moved_are_refused() -> None:
     model, text = models.causal("llama"), models.prompt(40)[0].tolist()
     with attached(model) as kv:
@@ -371,7 +402,7 @@ def test_a_model_that_computes_with_its_mask_runs_apart(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(type(model.model.layers[0]), "forward", looks)
     wanted = _alone(model, prompts)
-    with attached(model) as kv:
+    with attached(model, revision="tests") as kv:
         parts = make_runner_parts(model, kv)
         assert parts.forward is None and "computes with its mask" in parts.reason
         assert serve(parts.apart, prompts, NEW) == wanted
@@ -416,7 +447,7 @@ def test_a_model_that_looks_at_what_it_is_given_as_mask_has_it_made(
 
     monkeypatch.setattr(type(model.model), "forward", looks)
     wanted = _alone(model, prompts)
-    with attached(model) as kv:
+    with attached(model, revision="tests") as kv:
         parts = make_runner_parts(model, kv)
         assert parts.forward is not None
         masks.clear()

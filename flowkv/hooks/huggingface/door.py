@@ -671,7 +671,7 @@ class ForwardHook:
         if rows.step is not None or not rows.forwards:
             cache.fail()
         cache.audits = cache.decoding = cache.answer = None
-        if not rows.blind and not self.identity.steady(self._model()):
+        if not rows.blind and not self.unchanged(full=False):
             rows.disable_publishing()  # what it computes from here on is in another name
         self._watch(cache)
         call = ForwardCall(self.names, given)
@@ -911,6 +911,10 @@ class ForwardHook:
         in_pages = any(placed.in_pages for placed in self.plan.placed.values())
         with self.aside():
             return probe(self.model, self.kv.page_size, in_pages=in_pages).plan
+
+    def unchanged(self, *, full: bool) -> bool:
+        """Return whether the model is what was named, as a forward begins that may fill pages."""
+        return (self.identity.same if full else self.identity.steady)(self._model())
 
     def trusted(self, rows: Rows | None = None) -> bool:
         """Whether the model still is what the pages of these rows will be named after."""

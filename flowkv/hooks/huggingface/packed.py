@@ -53,7 +53,7 @@ class PackedForward:
         assert step.tokens is not None
         door, model = self._door, self._door.model
         every = len(last) == step.tokens.shape[1]  # they decode, each row with one token
-        odd = step.fills and not door.identity.same(model)
+        odd = not door.unchanged(full=step.fills)
         found = door.replay(step, step.tokens, step.positions) if every else None
         if found is None:
             keep = last if self._by_index and not every else None

@@ -179,9 +179,9 @@ class PaddedRunner:
         given = [np.stack([tokens[row] for row in some]) for some in groups]
         try:
             for cache, ids in zip(caches, given, strict=True):  # what does not fit is known first
-                if self._model.training:
-                    cache.rows.disable_publishing()
                 step = cache.rows.begin(ids.shape[1])
+                if self._model.training or not self._door.unchanged(full=step.fills):
+                    cache.rows.disable_publishing()  # a change came before this step, not in it
                 if self.together:
                     step.give(ids.reshape(-1))
                 else:
