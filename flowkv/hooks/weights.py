@@ -381,7 +381,8 @@ class StreamedWeights:
             depth = len(self._stack)
             try:
                 self._before(module)
-                return type(module)._call_impl(module, *args, **given)
+                own: Any = type(module)._call_impl
+                return own(module, *args, **given)
             finally:
                 self._back_to(depth)
 

@@ -138,13 +138,17 @@ def test_a_directory_of_a_keeper_that_is_garbage_is_taken_over(
     wait(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_a_thread_that_asks_ends_with_its_keeper() -> None:
+def asked() -> threading.Thread:
+    """The thread that asks for a keeper, which is gone."""
     keeper = Keeper([host(8, "far", FarTier)], lru)
     caller = keeper.caller()
-    wait(lambda asked=caller: lookup(asked, [1]) == [False])
-    asker = keeper._asker
-    assert asker is not None
-    del keeper, caller
+    wait(lambda: lookup(caller, [1]) == [False])
+    assert keeper._asker is not None
+    return keeper._asker
+
+
+def test_a_thread_that_asks_ends_with_its_keeper() -> None:
+    asker = asked()
     wait(lambda: gc.collect() >= 0 and not asker.is_alive())
 
 
