@@ -5,8 +5,7 @@ Python runs a signal's handler in the main thread, between any two bytecodes. A 
 being changed, and a lock taken for ever where a Python function takes it. So FlowKV puts a handler
 of its own in front of those that are set. It passes the signal on, except while the main thread
 holds a watched lock or runs a function that is marked; then the signal is sent again a moment
-later. Nothing is paid for that outside of signals. `signal.getsignal` goes on to name the handler
-behind, since `asyncio.run` and others take Ctrl-C over, and give it back, by what that answers.
+later. Nothing is paid for that outside of signals.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import wraps
 from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar, cast
 
@@ -94,16 +92,6 @@ def cover() -> None:
         handler = _signal.getsignal(number)
         if callable(handler) and type(handler) is not _Front:
             _signal.signal(number, _Front(handler))
-            signal.getsignal = _getsignal
-
-
-_getsignal_of_python = signal.getsignal
-
-
-@wraps(_getsignal_of_python)
-def _getsignal(signalnum: int) -> Any:
-    found: Any = _getsignal_of_python(signalnum)
-    return found.behind if type(found) is _Front else found
 
 
 class _Front:
