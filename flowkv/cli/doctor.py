@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -30,7 +31,7 @@ from flowkv.core.config import format_size
 from flowkv.report.screen import Screen
 
 if TYPE_CHECKING:
-    from flowkv import KV, Step
+    from flowkv import KV, Geometry, Step
 
 State = Literal["ok", "note", "warn", "bad"]
 
@@ -385,26 +386,31 @@ def compile_all() -> Finding:
 
 
 def _compile_for_gpu() -> None:
-    """Compiles for the first GPU, if there is one, side by side: the shapes that most models have.
+    """Compile for the first GPU, if there is one, the shapes that most models have.
 
-    `flowkv.attach` compiles what other shapes need, beside the first calls.
+    As many processes run at once as there are processors. `flowkv.attach` compiles what other
+    shapes need, beside the first calls.
     """
     import torch
 
     from flowkv import Geometry
-    from flowkv.cache import ahead
 
     if not torch.cuda.is_available():
         return
-    begun = []
-    for heads, query_heads, head_dim in _SHAPES:
-        shape = Geometry.uniform(
-            layers=32, kv_heads=heads, head_dim=head_dim, dtype="bfloat16", device="cuda:0"
-        )
-        begun += [ahead.begin(shape, codec, query_heads) for codec in ("raw", "kv8", "kv4c")]
-    for process in begun:
-        if process is not None:
-            process.wait()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for heads, query_heads, head_dim in _SHAPES:
+            shape = Geometry.uniform(
+                layers=32, kv_heads=heads, head_dim=head_dim, dtype="bfloat16", device="cuda:0"
+            )
+            for codec in ("raw", "kv8", "kv4c"):
+                pool.submit(_compile_shape, shape, codec, query_heads)
+
+
+def _compile_shape(shape: Geometry, codec: str, query_heads: int) -> None:
+    from flowkv.cache import ahead
+
+    if (process := ahead.begin(shape, codec, query_heads)) is not None:
+        process.wait()
 
 
 def _answer(kv: KV, prompt: list[int]) -> None:
