@@ -376,7 +376,8 @@ def test_what_is_shared_comes_whatever_becomes_of_who_asked_first(
     policy: Any, happens: str
 ) -> None:
     prompt, link = tokens(6 * PAGE + 1), Link(per_poll=0)
-    with stored(prompt, link, policy=policy, load_deadline_s=0.05) as kv:
+    deadline_s = 0.5 if happens == "hang" else 30.0
+    with stored(prompt, link, policy=policy, load_deadline_s=deadline_s) as kv:
         first = kv.open(prompt, wait=False, computable=False)
         link.work(2)
         first.restoration.pump()
