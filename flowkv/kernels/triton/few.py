@@ -388,7 +388,9 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: list[i
     if lists is None:
         scoring = (*task.softmax, task.alibi, task.tree, *last)
         launch(
-            *(attend_few, (shares[0], heads), *first, *scoring),
+            attend_few,
+            (shares[0], heads),
+            *(*first, *scoring),
             C=constants,
             num_warps=warps,
             **REGISTERS,
@@ -397,7 +399,9 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: list[i
     codec = task.pages.sealed[0]
     q = turned(task.q) if codec.codec == "kv4h" else task.q
     launch(
-        *(attend_lists, (shares[0] + shares[1], heads), *first, shares[0], *task.softmax),
+        attend_lists,
+        (shares[0] + shares[1], heads),
+        *(*first, shares[0], *task.softmax),
         *(task.alibi, task.tree, *lists, work.segments, task.most_pages, *last),
         *(q, task.pages.arena, q.stride(0), q.stride(1)),
         C=constants,
