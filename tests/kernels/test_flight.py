@@ -107,7 +107,7 @@ def worst_share(tokens: int, block: int, programs: int, heads: int = 8, group: i
     return max(loads) / (sum(works) / processors)
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(512, 1.5), (1024, 1.1), (2048, 1.05), (16384, 1.01)])
+@pytest.mark.parametrize(("tokens", "most"), [(512, 1.2), (1024, 1.1), (2048, 1.05), (16384, 1.01)])
 def test_the_blocks_of_a_prompt_are_balanced(tokens: int, most: int) -> None:
     """Of 132 processors; 1.83 (512) and 1.23 (2k) with 128 rows, one head after the other."""
     block, warps = flight.prefilling(256, 64, CARD)
