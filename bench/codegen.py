@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 ALL = ("window", "softcap", "sinks", "lse")
 PREFILL = {"rows": 1, "new": 2048}
-SEALED = {"kernel": "attend_sealed"}
+SEALED = {"kernel": "attend_lists"}
 LATENT = {"head_dim": 576, "value_dim": 512, "options": ("latent",)}
 CASES = (
     Case("decode", budget=1.4, scope="every"),
@@ -93,10 +93,11 @@ CASES = (
     Case("decode-d192", head_dim=192, value_dim=128, budget=2.2, scope="full"),
     Case("decode-all", options=ALL, budget=2.2),
     Case("verify", new=4, budget=2.2),
-    Case("decode-kv8", codec="kv8", page=128, budget=1.5, scope="every", **SEALED),
-    Case("decode-k8v4", codec="k8v4", page=128, budget=2.0, **SEALED),
-    Case("decode-kv4c", codec="kv4c", page=128, budget=2.0, scope="every", **SEALED),
-    Case("decode-kv4h", codec="kv4h", page=128, budget=2.0, scope="every", **SEALED),
+    # Small tiles, many programs: bytes in flight cost instructions (`triton.flight`).
+    Case("decode-kv8", codec="kv8", page=128, budget=1.7, scope="every", **SEALED),
+    Case("decode-k8v4", codec="k8v4", page=128, budget=2.3, **SEALED),
+    Case("decode-kv4c", codec="kv4c", page=128, budget=2.3, scope="every", **SEALED),
+    Case("decode-kv4h", codec="kv4h", page=128, budget=2.3, scope="every", **SEALED),
     Case("decode-kv8-p64", codec="kv8", budget=1.5, scope="full", **SEALED),
     # Half a page of work for all of its channels: bound by instructions, sm_100 most.
     Case("decode-kv4c-p64", codec="kv4c", budget=2.7, scope="full", **SEALED),
@@ -117,7 +118,7 @@ CASES = (
     ),
     Case("decode-kv8-all", codec="kv8", page=128, options=ALL, budget=2.2, scope="full", **SEALED),
     Case("verify-kv4h", codec="kv4h", page=128, new=4, budget=4.0, **SEALED),
-    Case("decode-mass", codec="kv4h", page=128, options=("mass",), budget=2.2, **SEALED),
+    Case("decode-mass", codec="kv4h", page=128, options=("mass",), budget=2.7, **SEALED),
     Case("decode-invariant", codec="kv4h", options=("invariant", "alibi"), **SEALED),
     Case("prefill", scope="every", **PREFILL),
     Case("prefill-d64", head_dim=64, scope="full", **PREFILL),
@@ -349,7 +350,7 @@ def report(case: Case, arch: str, launch: Launch) -> dict[str, Any]:
         **found,
     }
     if "loop" in found and launch.kernel.startswith("attend"):
-        known = launch.constants["C"]
+        known = launch.constants.get("S", launch.constants["C"])
         threads = metadata.num_warps * metadata.target.warp_size
         elements = known.TILE * (known.HEAD_DIM + known.VALUE_DIM)
         row |= {"tile": known.TILE, "inst_per_el": round(found["loop"] * threads / elements, 2)}

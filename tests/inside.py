@@ -154,10 +154,11 @@ if TYPE_CHECKING:
     from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND, check_batch, check_scoring
     from flowkv.kernels.loss import bounds, by_token, turning
     from flowkv.kernels.reference import decoded, narrowed, page_views, rotate, transcode
-    from flowkv.kernels.triton import attend, codec, few, many, move, task
+    from flowkv.kernels.triton import attend, codec, few, flight, many, move, task
     from flowkv.kernels.triton import launch as triton_launch
     from flowkv.kernels.triton.attend import paged_attention
     from flowkv.kernels.triton.launch import interpreted, launch
+    from flowkv.kernels.triton.many import falling
     from flowkv.kernels.triton.move import append_kernel
     from flowkv.kernels.triton.sealed import rotation, sealed_config, turn
     from flowkv.kernels.triton.task import merge_two

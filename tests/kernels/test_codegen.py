@@ -48,6 +48,9 @@ def keeps_its_budget(row: dict[str, Any]) -> None:
         assert row["inst_per_el"] <= row["budget"] * SLACK, where
     if row["kernel"].startswith("attend") and "fp32" not in row["case"]:
         multiplies_with_matrix_units(row, where)
+    if row["kernel"] == "transcode_kernel" and row["arch"] == "sm_90":
+        threads = 32 * row["warps"]
+        assert 3 * threads * row["regs"] <= 65536, f"fewer than three a processor: {where}"
     if row["kernel"] in UNFUSED:
         assert row["fused"] == 0, where
     if row["kernel"] in MOVING + UNFUSED:
@@ -55,7 +58,7 @@ def keeps_its_budget(row: dict[str, Any]) -> None:
 
 
 def multiplies_with_matrix_units(row: dict[str, Any], where: str) -> None:
-    sealed = ["IMMA"] if row["kernel"] == "attend_sealed" else ["HMMA"]
+    sealed = ["IMMA"] if row["kernel"] in ("attend_lists", "attend_sealed") else ["HMMA"]
     kinds = [MMA[row["arch"]]] if row["kernel"] == "attend_many" else sealed
     assert any(mma.startswith(tuple(kinds)) for mma in row["mma"]), where
     # K and V travel past the registers: a register copy of a tile is the classic mistake.

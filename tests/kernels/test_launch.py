@@ -16,7 +16,9 @@ import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 
 from bench.nodevice import NoDevice, active  # noqa: E402
+from flowkv.kernels import paged_attention  # noqa: E402
 from tests.inside import compiling, launch, triton_launch  # noqa: E402
+from tests.kernels.scene import Scene, layout_of  # noqa: E402
 
 
 @triton.jit
@@ -119,3 +121,28 @@ def test_triton_3_8_is_warned_of_once(launches: Launches, monkeypatch: pytest.Mo
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run()
+
+
+@pytest.mark.parametrize(
+    ("sealed", "kernels"),
+    [
+        ((), ["attend_few"]),
+        (("kv8",), ["attend_lists"]),
+        (("kv4h",), ["turn_queries", "attend_lists"]),
+        (("kv8", "kv4c"), ["attend_lists", "attend_sealed"]),
+    ],
+)
+def test_a_decode_call_launches_once_for_raw_and_sealed_pages(
+    sealed: tuple[str, ...], kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And merges; only a step's first layer lists the pages."""
+    names: list[str] = []
+    monkeypatch.setattr(
+        triton_launch, "run_kernel", lambda kernel, *args: names.append(kernel.__name__)
+    )
+    scene = Scene(layout_of(2, 64, page_size=64), [200, 70], [1, 1], layer=0, sealed=sealed)
+    for layer in range(2):
+        pages = scene.pages._replace(layer=layer)
+        paged_attention(scene.queries(2), pages, scene.batch, backend="triton")
+    once = [*kernels, "merge_few"]
+    assert names == ["list_pages"] * bool(sealed) + once + once

@@ -64,9 +64,9 @@ def narrow(b, dtype: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def clean(b, LIMIT: tl.constexpr):
-    """(The tile with 0 for magnitudes of the bits LIMIT and more, the largest bits of each row)."""
+    """(The tile with 0 for magnitudes of the bits LIMIT and more, the bits of magnitudes)."""
     bits = b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.where(bits < LIMIT, b, 0.0), tl.max(bits, axis=1)
+    return tl.where(bits < LIMIT, b, 0.0), bits
 
 
 @triton.jit
@@ -148,6 +148,16 @@ def put(p, b, m, MASKED: tl.constexpr):
         tl.store(p, b, mask=m)
     else:
         tl.store(p, b)
+
+
+@triton.jit
+def near(SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """Offsets of a line of a block, of which a thread takes COUNT neighbours and not 16 bytes.
+
+    What belongs to a column is computed by every thread that holds elements of it: a thread of few
+    columns and many lines computes little twice. Loads of a warp are as wide in either case.
+    """
+    return tl.max_contiguous(tl.arange(0, SIZE), COUNT)
 
 
 @triton.jit
@@ -236,11 +246,11 @@ def key_tile(p_byte, p_half, p_raw, t, o_c, C: tl.constexpr):
     b_b = keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, True, C)
     if C.OLD.CODEC == KV4H:
         b_a, b_b = rotate(b_a, b_b, C)
-    b_a, worst_a = clean(b_a, LIMIT)
-    b_b, worst_b = clean(b_b, LIMIT)
+    b_a, bits_a = clean(b_a, LIMIT)
+    b_b, bits_b = clean(b_b, LIMIT)
     if C.NEW.CODEC == KV4H:
         b_a, b_b = rotate(b_a, b_b, C)
-    return b_a, b_b, tl.maximum(worst_a, worst_b)
+    return b_a, b_b, tl.max(tl.maximum(bits_a, bits_b), axis=1)
 
 
 @triton.jit
@@ -266,8 +276,8 @@ NON_FINITE, OUT_OF_RANGE = tl.constexpr(1), tl.constexpr(2)  # see `dispatch`
 GRANULE = tl.constexpr(GRANULE_BYTES)
 KEY_ELEMENTS, VALUE_ELEMENTS = 2048, 4096
 """Of each block of a tile of K, of V; V is turned over, which wants many tokens."""
-MOST_ELEMENTS = 8192
-"""Of a block of K that is encoded by channel: up to here, all tokens of the page are one tile."""
+CHANNEL_ELEMENTS = 2048
+"""Of a block of K that is encoded by channel: all tokens of the page, and as many of the dims."""
 
 
 @triton.jit
@@ -312,57 +322,55 @@ def transcode_keys(p_byte, p_half, p_raw, p_to, p_to_half, p_to_raw, p_status, C
 
 @triton.jit
 def put_channels(low, high, p_scale, o_d, m_d, C: tl.constexpr):
-    """Store the scales of channels, and what they count from; 1 where either is too large."""
+    """Store the scales of channels, and what they count from.
+
+    Returns:
+        What they count from, the reciprocals of their scales, and 1 where either is too large.
+    """
     scale, over = half(tl.div_rn(high - low, 15.0))
     offset, low_over = half(low + 0.0)
     put(p_scale + o_d, scale, m_d, C.K_MASKED)
     put(p_scale + C.DIM + o_d, offset, m_d, C.K_MASKED)
-    return ((over | low_over) & m_d).to(tl.int32)
-
-
-@triton.jit
-def channels(p_scale, o_d, m_d, C: tl.constexpr):
-    """(What channels count from, reciprocals of their scales), as they were stored."""
-    scale = fetch(p_scale + o_d, m_d, C.K_MASKED).to(tl.float32)
-    offset = fetch(p_scale + C.DIM + o_d, m_d, C.K_MASKED).to(tl.float32)
-    return offset[None, :], reciprocal(scale)[None, :]
+    r = reciprocal(scale.to(tl.float32))
+    return offset.to(tl.float32)[None, :], r[None, :], ((over | low_over) & m_d).to(tl.int32)
 
 
 @triton.jit
 def transcode_channels(p_byte, p_half, p_raw, p_to, p_to_half, p_status, C: tl.constexpr):
     """Keys with a scale and an offset for each channel: all rows at once, or by reading twice."""
-    o_c = tl.arange(0, C.K_COLUMNS)
-    b_a, b_b, worst = key_tile(p_byte, p_half, p_raw, 0, o_c, C)
-    m_t = (tl.arange(0, C.K_ROWS) < C.PAGE)[:, None]
-    low_a = tl.where(m_t, b_a, float("inf"))
-    low_b = tl.where(m_t, b_b, float("inf"))
-    high_a = tl.where(m_t, b_a, float("-inf"))
-    high_b = tl.where(m_t, b_b, float("-inf"))
-    for t in range(C.K_ROWS, C.PAGE, C.K_ROWS):
-        b_a, b_b, most = key_tile(p_byte, p_half, p_raw, t, o_c, C)
-        worst = tl.maximum(worst, most)
-        m_t = (t + tl.arange(0, C.K_ROWS) < C.PAGE)[:, None]
-        low_a = tl.minimum(low_a, tl.where(m_t, b_a, low_a))
-        low_b = tl.minimum(low_b, tl.where(m_t, b_b, low_b))
-        high_a = tl.maximum(high_a, tl.where(m_t, b_a, high_a))
-        high_b = tl.maximum(high_b, tl.where(m_t, b_b, high_b))
     p_scale = p_to_half + C.NEW.K_SCALES // 2
-    o_a = dims_of(o_c, False, C)
-    o_b = dims_of(o_c, True, C)
-    m_c = o_c < C.HALF_DIM
-    over = put_channels(tl.min(low_a, axis=0), tl.max(high_a, axis=0), p_scale, o_a, m_c, C)
-    over |= put_channels(tl.min(low_b, axis=0), tl.max(high_b, axis=0), p_scale, o_b, m_c, C)
-    tl.debug_barrier()  # other threads need them, spread otherwise: reading beats dividing again
-    from_a, r_a = channels(p_scale, o_a, m_c, C)
-    from_b, r_b = channels(p_scale, o_b, m_c, C)
-    for t in range(0, C.PAGE, C.K_ROWS):
-        if C.K_ROWS < C.PAGE:
-            b_a, b_b, _ = key_tile(p_byte, p_half, p_raw, t, o_c, C)
-        b_qa = nearest((b_a - from_a) * r_a, 0.0, 15.0)
-        b_qb = nearest((b_b - from_b) * r_b, 0.0, 15.0)
-        o_t = t + tl.arange(0, C.K_ROWS)
-        put_keys(p_to, b_qa, b_qb, o_t, o_c, o_t < C.PAGE, True, C)
-    report(p_status, worst, tl.max(over, axis=0), HUGE)
+    for c in range(0, C.HALF_DIM, C.K_COLUMNS):
+        o_c = c + near(C.K_COLUMNS, 2)
+        b_a, b_b, worst = key_tile(p_byte, p_half, p_raw, 0, o_c, C)
+        m_t = (tl.arange(0, C.K_ROWS) < C.PAGE)[:, None]
+        low_a = tl.where(m_t, b_a, float("inf"))
+        low_b = tl.where(m_t, b_b, float("inf"))
+        high_a = tl.where(m_t, b_a, float("-inf"))
+        high_b = tl.where(m_t, b_b, float("-inf"))
+        for t in range(C.K_ROWS, C.PAGE, C.K_ROWS):
+            b_a, b_b, most = key_tile(p_byte, p_half, p_raw, t, o_c, C)
+            worst = tl.maximum(worst, most)
+            m_t = (t + tl.arange(0, C.K_ROWS) < C.PAGE)[:, None]
+            low_a = tl.minimum(low_a, tl.where(m_t, b_a, low_a))
+            low_b = tl.minimum(low_b, tl.where(m_t, b_b, low_b))
+            high_a = tl.maximum(high_a, tl.where(m_t, b_a, high_a))
+            high_b = tl.maximum(high_b, tl.where(m_t, b_b, high_b))
+        m_c = o_c < C.HALF_DIM
+        o_a, o_b = dims_of(o_c, False, C), dims_of(o_c, True, C)
+        from_a, r_a, over = put_channels(
+            tl.min(low_a, axis=0), tl.max(high_a, axis=0), p_scale, o_a, m_c, C
+        )
+        from_b, r_b, over_b = put_channels(
+            tl.min(low_b, axis=0), tl.max(high_b, axis=0), p_scale, o_b, m_c, C
+        )
+        for t in range(0, C.PAGE, C.K_ROWS):
+            if C.K_ROWS < C.PAGE:
+                b_a, b_b, _ = key_tile(p_byte, p_half, p_raw, t, o_c, C)
+            b_qa = nearest((b_a - from_a) * r_a, 0.0, 15.0)
+            b_qb = nearest((b_b - from_b) * r_b, 0.0, 15.0)
+            o_t = t + tl.arange(0, C.K_ROWS)
+            put_keys(p_to, b_qa, b_qb, o_t, o_c, o_t < C.PAGE, True, C)
+        report(p_status, worst, tl.max(over | over_b, axis=0), HUGE)
 
 
 @triton.jit
@@ -375,15 +383,15 @@ def transcode_values(p_byte, p_half, p_raw, p_to, p_to_half, p_to_raw, p_status,
     worst = tl.full([C.V_ROWS], 0, tl.int32)
     over = tl.full([C.V_ROWS], 0, tl.int32)
     for t in range(0, C.HALF_PAGE, C.V_ROWS):
-        o_c = t + tl.arange(0, C.V_ROWS)
+        o_c = t + (tl.arange(0, C.V_ROWS) if C.OLD.CODEC == RAW else near(C.V_ROWS, 4))
         b_q = tl.full([C.V_ROWS, C.V_COLUMNS], 0, tl.int32)
         for i in tl.static_range(2):
             o_t = o_c + i * C.HALF_PAGE
             m_t = (o_c < C.HALF_PAGE) & (o_t < C.PAGE)
             m = m_t[:, None] & (o_d < C.VALUE_DIM)[None, :]
             b = values_of(p_byte, p_half, p_raw, o_c, o_d, i, C)
-            b, most = clean(b, LIMIT)
-            worst = tl.maximum(worst, most)
+            b, bits = clean(b, LIMIT)
+            worst = tl.maximum(worst, tl.max(bits, axis=1))
             if C.NEW.CODEC == RAW:
                 b = narrow(b, p_to_raw.dtype.element_ty, C.BF16)
                 p = p_to_raw + C.NEW.VALUES // C.ITEM + o_t[:, None] * C.VALUE_DIM + o_d[None, :]
@@ -508,10 +516,10 @@ def coding(old: PageLayout, new: PageLayout | None = None) -> Coding:
     rotates = old.codec == "kv4h" or (new is not None and new.codec == "kv4h")
     block = dim & -dim if rotates else 0
     columns, value_columns = padded((dim + 1) // 2), padded(value_dim)
-    most = MOST_ELEMENTS if new is not None and new.codec == "kv4c" else KEY_ELEMENTS
-    rows = min(triton.next_power_of_2(page), max(1, most // columns))
-    if rows < page:
-        rows = min(rows, max(1, KEY_ELEMENTS // columns))
+    rows = min(triton.next_power_of_2(page), max(1, KEY_ELEMENTS // columns))
+    if new is not None and new.codec == "kv4c" and not block:  # columns need no others
+        rows = min(256, triton.next_power_of_2(page))
+        columns = min(columns, max(16, CHANNEL_ELEMENTS // rows))
     half_page = triton.next_power_of_2((page + 1) // 2)
     value_rows = min(half_page, max(1, VALUE_ELEMENTS // value_columns))
     return Coding(
@@ -531,7 +539,7 @@ def coding(old: PageLayout, new: PageLayout | None = None) -> Coding:
         FACTOR=block**-0.5 if block else 1.0,
         K_ROWS=rows,
         K_COLUMNS=columns,
-        K_MASKED=page % rows != 0 or 2 * columns != dim,
+        K_MASKED=page % rows != 0 or dim % (2 * columns) != 0,
         V_ROWS=value_rows,
         V_COLUMNS=value_columns,
         V_MASKED=page % (2 * value_rows) != 0 or value_columns != value_dim,
@@ -558,7 +566,7 @@ def transcode(
             *(arena, arena.view(torch.float16), arena.view(dtype)),
             *(source.contiguous(), target.contiguous(), status),
             C=constants,
-            num_warps=8 if constants.K_ROWS * constants.K_COLUMNS >= MOST_ELEMENTS else 4,
+            num_warps=4,
             enable_fp_fusion=False,
         )
     return status

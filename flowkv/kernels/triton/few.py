@@ -6,8 +6,8 @@ Bound by memory, so the work is to keep loads in flight and instructions few:
 * one tile lies in one page: one scalar page address, affine below it;
 * tiles that every query sees in full run without masks, the others are peeled.
 
-Where pages may be sealed, this kernel serves the raw ones among them, `triton.sealed` the others of
-each codec, and all their partials are merged at once.
+Where pages may be sealed, one launch serves the raw ones and those of the first codec, which
+`triton.sealed` attends over, as those of each other codec; all partials are merged at once.
 """
 
 # ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
@@ -21,18 +21,24 @@ import torch
 import triton
 import triton.language as tl
 
-from flowkv.core.geometry import ITEMSIZE, PageLayout
+from flowkv.core.geometry import PageLayout
+from flowkv.kernels.triton.flight import decoding, stream
 from flowkv.kernels.triton.launch import Constants, Traits, launch, strides, traits
-from flowkv.kernels.triton.sealed import Work, attend_list, sealed_config
+from flowkv.kernels.triton.sealed import (
+    Work,
+    attend_list,
+    sealed_config,
+    sealed_constants,
+    sealed_share,
+    turned,
+)
 from flowkv.kernels.triton.task import (
     BITS,
-    FIELDS,
     REGISTERS,
     Task,
     lists_of,
     merge_few,
     merge_parts,
-    tile_of,
 )
 from flowkv.kernels.triton.tile import (
     LOG2E,
@@ -178,23 +184,20 @@ def few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_numbers, p_mass, b_seen, 
     return b_top, b_l, b_acc
 
 
-@triton.jit(do_not_specialize=["layer", "n_rows", "n_shares", "i_list", "n_segments"])
-def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_part_lse, stride_token,
-               stride_head, stride_table, layer, n_rows, n_shares, scale, softcap, p_alibi, p_tree,
-               p_lists, p_granules, p_numbers, i_list, n_segments, stride_list, p_mass, stride_mass,
-               C: tl.constexpr):  # fmt: skip
-    """Partials of one KV head over one share of the pages of all rows with 0 < T <= FEW.
+@triton.jit
+def few_share(i_share, n_shares, p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part,
+              p_part_lse, stride_token, stride_head, stride_table, layer, n_rows, scale, softcap,
+              p_alibi, p_tree, p_lists, p_granules, p_numbers, stride_list, p_mass, stride_mass,
+              C: tl.constexpr):  # fmt: skip
+    """Write the partials of one KV head over one share of the pages of all rows with 0 < T <= FEW.
 
-    Grid (n_shares, Hk). Column c stands for new token c // GROUP and query head c % GROUP of the
+    Column c stands for new token c // GROUP and query head c % GROUP of the
     group. Writes segment share + row (with UNITS, the number of the unit) of p_part
     `[segments, Hk, COLUMNS, Dv]` and of p_part_lse `[segments, Hk, COLUMNS]`, which is in units of
-    log 2. With LISTED, pages are those of list i_list (`triton.task`), whose partials begin
-    i_list * n_segments segments later; otherwise those of the table.
+    log 2. With LISTED, pages are those of list 0 (`triton.task`), otherwise those of the table.
     """
-    i_share = tl.program_id(0)
     i_head = tl.program_id(1)
     if C.LISTED:
-        p_lists += i_list * FIELDS * n_rows
         b_pages = few_rows(p_lists, p_starts, n_rows, C)
     else:
         b_pages = few_pages(p_starts, p_lengths, n_rows, C)
@@ -276,10 +279,8 @@ def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_par
                 b_m, b_l, b_acc = few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_pages, p_to,
                                            b_seen, b_slope, b_tree, n_tokens, context, scale,
                                            softcap, True, C)  # fmt: skip
-            o_part = segment.to(tl.int64)
-            if C.LISTED:
-                o_part += i_list * n_segments
-            o_part = (o_part * tl.num_programs(1) + i_head) * C.COLUMNS + o_c
+            o_part = segment.to(tl.int64) * tl.num_programs(1) + i_head
+            o_part = o_part * C.COLUMNS + o_c
             store_partial(p_part, p_part_lse, o_part, m_c, b_m * unit_of(scale, C), b_l,
                           b_acc, 0, C)  # fmt: skip
         if C.UNITS > 0:
@@ -294,15 +295,53 @@ def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_par
             i_row += 1
 
 
+@triton.jit(do_not_specialize=["layer", "n_rows"])
+def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_part_lse, stride_token,
+               stride_head, stride_table, layer, n_rows, scale, softcap, p_alibi, p_tree, p_mass,
+               stride_mass, C: tl.constexpr):  # fmt: skip
+    """Attend over raw pages alone. Grid (shares, Hk)."""
+    few_share(tl.program_id(0), tl.num_programs(0), p_q, p_arena, p_table, p_rows, p_lengths,
+              p_starts, p_part, p_part_lse, stride_token, stride_head, stride_table, layer, n_rows,
+              scale, softcap, p_alibi, p_tree, p_rows, p_rows, p_rows, 0, p_mass, stride_mass,
+              C)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer", "n_rows", "n_shares", "n_segments"])
+def attend_lists(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_part_lse,
+                 stride_token, stride_head, stride_table, layer, n_rows, n_shares, scale, softcap,
+                 p_alibi, p_tree, p_lists, p_granules, p_numbers, n_segments, stride_list, p_mass,
+                 stride_mass, p_turned, p_bytes, stride_turned, stride_turned_head, C: tl.constexpr,
+                 S: tl.constexpr):  # fmt: skip
+    """Attend over the raw pages (list 0, C) and those of list 1 (S) in one launch.
+
+    Grid (n_shares + shares of list 1, Hk): where a list is empty, its programs end while others
+    work.
+    """
+    i_share = tl.program_id(0)
+    if i_share < n_shares:
+        few_share(i_share, n_shares, p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part,
+                  p_part_lse, stride_token, stride_head, stride_table, layer, n_rows, scale,
+                  softcap, p_alibi, p_tree, p_lists, p_granules, p_numbers, stride_list, p_mass,
+                  stride_mass, C)  # fmt: skip
+    else:
+        sealed_share(i_share - n_shares, tl.num_programs(0) - n_shares, p_turned, p_bytes,
+                     p_lengths, p_starts, p_part, p_part_lse, stride_turned, stride_turned_head,
+                     layer, n_rows, scale, softcap, p_alibi, p_lists, p_granules, p_numbers, 1,
+                     n_segments, stride_list, p_mass, stride_mass, S)  # fmt: skip
+
+
 def decode(task: Task) -> None:
     """Attend with all rows that have few new tokens."""
     layout, device, sealed = task.layout, traits(task.out.device), task.pages.sealed
-    shape, tune = _config(layout, device)
     columns = max(8, 1 << (task.few * task.group - 1).bit_length())
+    tunes = [sealed_config(codec, columns, device)[1] for codec in sealed]
+    shape, tune = _config(
+        layout, device, *((tunes[0]["warps"], tunes[0]["room"]) if sealed else ())
+    )
     least = -(-128 // layout.page_size)  # pages of a share
     units = MOST_UNITS if task.how.invariant else 0
     most = max(1, -(-task.rows * task.most_pages // least))
-    configs = [tune, *(sealed_config(codec, columns, device)[1] for codec in sealed)]
+    configs = [tune, *tunes]
     held = [device.processors * config["programs"] // layout.kv_heads for config in configs]
     shares = [max(1, min(count, most, MOST_SHARES)) for count in held]
     segments = max(shares) + task.rows
@@ -318,8 +357,8 @@ def decode(task: Task) -> None:
         parts = new_parts(task, columns, tiles)
     lists = lists_of(task) if sealed else None
     work = Work(lists, segments, part, part_lse, parts, tiles, common)
-    _attend(task, work, shape, tune["warps"], shares[0])
-    for i, (codec, share) in enumerate(zip(sealed, shares[1:], strict=True), 1):
+    _attend(task, work, shape, tune["warps"], shares)
+    for i, (codec, share) in enumerate(zip(sealed[1:], shares[2:], strict=True), 2):
         attend_list(task, work, i, codec, share)
     packed = sum(share << i * BITS.value for i, share in enumerate(shares)) if sealed else shares[0]
     counts = task.batch.lengths if lists is None else lists.counts
@@ -338,39 +377,48 @@ def decode(task: Task) -> None:
         add_mass(task, parts)
 
 
-def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: int) -> None:
-    """Attend over raw pages, those of list 0 if there are lists."""
-    lists = work.lists
+def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: list[int]) -> None:
+    """Attend over raw pages and, if there are lists, those of list 1."""
+    lists, heads = work.lists, task.layout.kv_heads
+    constants = shape._replace(
+        **task.batching, **task.switches, **work.common, LISTED=lists is not None, MASS=work.tiles
+    )
+    first = (*task.operands, work.part, work.part_lse, *task.numbers)
+    last = work.parts, work.parts.stride(0)
+    if lists is None:
+        scoring = (*task.softmax, task.alibi, task.tree, *last)
+        launch(
+            attend_few,
+            (shares[0], heads),
+            *(*first, *scoring),
+            C=constants,
+            num_warps=warps,
+            **REGISTERS,
+        )
+        return
+    codec = task.pages.sealed[0]
+    q = turned(task.q) if codec.codec == "kv4h" else task.q
     launch(
-        attend_few,
-        (shares, task.layout.kv_heads),
-        *(*task.operands, work.part, work.part_lse, *task.numbers, shares, *task.softmax),
-        *(task.alibi, task.tree, *(lists or (task.batch.lengths,) * 3), 0, work.segments),
-        *(task.most_pages, work.parts, work.parts.stride(0)),
-        C=shape._replace(
-            **task.batching,
-            **task.switches,
-            **work.common,
-            LISTED=lists is not None,
-            MASS=work.tiles,
-        ),
+        attend_lists,
+        (shares[0] + shares[1], heads),
+        *(*first, shares[0], *task.softmax),
+        *(task.alibi, task.tree, *lists, work.segments, task.most_pages, *last),
+        *(q, task.pages.arena, q.stride(0), q.stride(1)),
+        C=constants,
+        S=sealed_constants(task, work, codec)[0],
         num_warps=warps,
         **REGISTERS,
     )
 
 
 @lru_cache(maxsize=256)
-def _config(layout: PageLayout, device: Traits) -> tuple[Constants, dict[str, int]]:
-    """Constants of `attend_few`; warps of a program, programs that a processor holds at once."""
-    shape, item = strides(layout), ITEMSIZE[layout.dtype]
-    row_bytes = (shape.D + shape.DV) * item
-    # float32 is multiplied exactly, without tensor cores, and holds whole operands in registers.
-    tile = tile_of(layout, 64 if item == 2 else 16)
-    while tile > 16 and tile * row_bytes > 32768:  # more needs 4 warps, which tempts to use WGMMA
-        tile //= 2
-    # A loop that reads the page table needs 5 stages for two K/V tiles in flight, 3 for one; AMD's
-    # devices have shared memory for one.
-    shape = shape._replace(TILE=tile, STAGES=5 if device.major else 3)
-    warps = 1 if tile * row_bytes <= 16384 and item == 2 else 2
-    programs = max(1, min(8, device.shared_bytes // (2 * tile * row_bytes + 2048)))
-    return shape, {"warps": warps, "programs": programs, "tile": tile}
+def _config(
+    layout: PageLayout, device: Traits, warps: int = 0, room: int = 0
+) -> tuple[Constants, dict[str, int]]:
+    """Constants of `few_share`; warps of a program, programs that a processor holds at once.
+
+    Beside a sealed list, a program has that list's warps and room.
+    """
+    tiling = decoding(stream(layout, 8), device, warps, room)
+    shape = strides(layout)._replace(TILE=tiling.block, STAGES=tiling.stages)
+    return shape, {"warps": tiling.warps, "programs": tiling.programs, "tile": tiling.block}

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from flowkv.core.geometry import CODEC_SHIFT, ITEMSIZE, PageLayout
 from flowkv.kernels.triton.codec import Spare, unseal
+from flowkv.kernels.triton.flight import prefilling
 from flowkv.kernels.triton.launch import Constants, Traits, launch, strides, traits
 from flowkv.kernels.triton.task import REGISTERS, Task, merge_many, merge_parts, tile_of
 from flowkv.kernels.triton.tile import (
@@ -84,14 +85,14 @@ def block_tiles(page, n_pages, i_block, n_new, n_tokens, C: tl.constexpr):
 
 
 @triton.jit
-def spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, C: tl.constexpr):
+def spare_offset(p_spare, p_run, i_rank, i_spare, n_columns, n_spare, C: tl.constexpr):
     """Elements from p_run to the spare run of a row's first page, whose rank is i_rank.
 
     An offset, not a pointer: AMD's compiler wants all that a load may read to have one base.
     """
     ITEM: tl.constexpr = 4096 // C.GRANULE
     o_spare = (p_spare.to(tl.int64) - p_run.to(tl.int64)) // ITEM
-    return o_spare + i_rank.to(tl.int64) * n_columns * n_spare + tl.program_id(1) * C.RUN
+    return o_spare + i_rank.to(tl.int64) * n_columns * n_spare + i_spare * C.RUN
 
 
 @triton.jit
@@ -196,7 +197,8 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
         b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
         b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
         i_rank = sum_before((b_new > C.FEW).to(tl.int32), i_row)
-        o_spare = spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, C)
+        o_spare = spare_offset(
+            p_spare, p_run, i_rank, tl.program_id(1), n_columns, n_spare, C)  # fmt: skip
     o_d = tl.arange(0, C.D)
     context = n_tokens - n_new
     b_mass = tl.full([C.BLOCK], 0, tl.float32)
@@ -297,19 +299,27 @@ def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, 
     return b_top, b_l, b_acc
 
 
-@triton.jit(do_not_specialize=["layer", "n_rows", "n_shares", "head_low", "n_heads", "n_columns"])
+@triton.jit(
+    do_not_specialize=[
+        *("layer", "n_rows", "n_shares", "head_low", "n_heads", "n_columns", "n_here", "n_falling")
+    ]
+)
 def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_alibi, p_tree,
                 p_spare, p_out, p_lse, stride_token, stride_head, stride_table, layer, n_rows,
-                n_shares, head_low, n_heads, n_columns, scale, softcap,
+                n_shares, head_low, n_heads, n_columns, n_here, n_falling, scale, softcap,
                 C: tl.constexpr):  # fmt: skip
     """One block of query rows of one KV head over one chunk of pages, for rows with T > FEW.
 
-    Grid (items, KV heads from head_low on); the item counts chunks within blocks within rows. With
-    SEALED, p_spare holds runs `[rows with T > FEW, n_columns, those heads]`. Results go where
-    `store_block` says, partials to `[items, n_heads, BLOCK, Dv]`.
+    Grid (items * n_here,), n_here KV heads from head_low on; the item counts chunks within blocks
+    within rows. Later blocks see more: n_falling of each head begin first, from the last one down,
+    the others follow from the first one up (`falling`). With SEALED, p_spare holds runs `[rows with
+    T > FEW, n_columns, those heads]`. Results go where `store_block` says, partials to `[items,
+    n_heads, BLOCK, Dv]`.
     """
-    i_item = tl.num_programs(0) - 1 - tl.program_id(0)  # later blocks see more: they begin first
-    i_head = tl.program_id(1) + head_low
+    i_item = tl.program_id(0) // n_here
+    i_head = tl.program_id(0) % n_here + head_low
+    n_items = tl.num_programs(0) // n_here
+    i_item = tl.where(i_item < n_falling, n_items - 1 - i_item, i_item - n_falling)
     i_row, i_rank, i_block, page, n_pages = block_of_item(
         i_item, p_starts, p_lengths, n_rows, n_shares, C)  # fmt: skip
     if i_row >= n_rows:
@@ -317,10 +327,11 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
     start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
     p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
     p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
-    n_spare = tl.num_programs(1) * C.RUN
+    n_spare = n_here * C.RUN
     o_spare = i_rank
     if C.SEALED:
-        o_spare = spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, C)
+        o_spare = spare_offset(
+            p_spare, p_run, i_rank, i_head - head_low, n_columns, n_spare, C)  # fmt: skip
     o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
     o_d = tl.arange(0, C.D)
     o_token = (start + o_r // C.GROUP).to(tl.int64)
@@ -349,6 +360,13 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
         b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,
                                     b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
                                     True, C)  # fmt: skip
+    # There are no registers to keep the rows in, so they are found anew: the difference is always
+    # 0, which the compiler cannot know.
+    o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
+    o_r += tl.load(p_starts + i_row, volatile=True) - start
+    o_token = (start + o_r // C.GROUP).to(tl.int64)
+    o_head = i_head * C.GROUP + o_r % C.GROUP
+    m_r = o_r < n_new * C.GROUP
     store_block(b_m * unit_of(scale, C), b_l, b_acc, p_out, p_lse, p_sinks,
                 i_item * n_heads + i_head, o_token, o_head, n_heads * C.GROUP, m_r, C)  # fmt: skip
 
@@ -384,9 +402,10 @@ def prefill(task: Task) -> None:
     for spare in unseal(task):
         launch(
             attend_many,
-            (cut.items, spare.heads),
+            (cut.items * spare.heads,),
             *(*task.operands, task.sinks, task.alibi, task.tree, spare.runs, part, part_lse),
-            *(*task.numbers, cut.shares, spare.low, heads, task.most_pages, *task.softmax),
+            *(*task.numbers, cut.shares, spare.low, heads, task.most_pages, spare.heads),
+            *(falling(cut.items, spare.heads, device.processors * tune["programs"]), *task.softmax),
             C=constants,
             num_warps=tune["warps"],
             **REGISTERS,
@@ -396,6 +415,15 @@ def prefill(task: Task) -> None:
     if task.how.mass is not None:  # weights are relative to what all pages together gave
         for spare in unseal(task):
             add_mass(task, spare)
+
+
+def falling(items: int, heads: int, at_once: int) -> int:
+    """Return how many items of each head begin in falling order, the longest first.
+
+    Whichever processor is free takes the longest that is left. Where all programs begin at once,
+    the second half rises: the programs of a processor are a long one and a short one.
+    """
+    return -(-items // 2) if items * heads <= at_once else items
 
 
 def cut_of(task: Task, block: int, shares: int) -> Cut:
@@ -423,9 +451,12 @@ def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tens
 def _config(layout: PageLayout, device: Traits, busy: bool) -> tuple[Constants, dict[str, int]]:
     """Constants of `attend_many`; query rows of a block, warps, programs a processor holds."""
     shape, item = strides(layout), ITEMSIZE[layout.dtype]
-    block, tile = (128, tile_of(layout, 64)) if item == 2 else (64, 16)
+    warps, tile = 8, tile_of(layout, 64) if item == 2 else 16
+    block = 128 if item == 2 else 64
     if item == 2 and max(shape.D, shape.DV) > 128:  # as much as registers hold
         block, tile = {9: 128, 10: 64}.get(device.major, 32), min(tile, 32)
+    elif item == 2:
+        block, warps = prefilling(shape.D + shape.DV, tile, device)
     if item == 2 and busy and device.major < 9:  # spare runs, or ALiBi, take registers too
         tile = min(tile, 32)
     row_bytes = (shape.D + shape.DV) * item
@@ -433,4 +464,4 @@ def _config(layout: PageLayout, device: Traits, busy: bool) -> tuple[Constants, 
     while block > 32 and block * shape.D * item + 2 * tile * row_bytes > room:
         block //= 2
     shape = shape._replace(TILE=tile, STAGES=5 if device.major else 3)
-    return shape, {"block": block, "warps": 8, "programs": 1}
+    return shape, {"block": block, "warps": warps, "programs": 8 // warps}

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from flowkv.core.geometry import PageLayout
+from flowkv.kernels.triton.flight import BITS, decoding, room_of, stream
 from flowkv.kernels.triton.launch import (
     Constants,
     Traits,
@@ -342,21 +343,21 @@ def logits(b_s, p_ks, o_t, m_t, b_at, b_step, b_shift, b_seen, b_slope, softcap,
     return b_s
 
 
-@triton.jit(do_not_specialize=["layer", "n_rows", "i_list", "n_segments"])
-def attend_sealed(p_q, p_arena, p_lengths, p_starts, p_part, p_part_lse, stride_token, stride_head,
-                  layer, n_rows, scale, softcap, p_alibi, p_lists, p_granules, p_numbers, i_list,
-                  n_segments, stride_list, p_mass, stride_mass, C: tl.constexpr):  # fmt: skip
-    """Partials of one KV head over one share of the pages of list i_list.
+@triton.jit
+def sealed_share(i_share, n_shares, p_q, p_arena, p_lengths, p_starts, p_part, p_part_lse,
+                 stride_token, stride_head, layer, n_rows, scale, softcap, p_alibi, p_lists,
+                 p_granules, p_numbers, i_list, n_segments, stride_list, p_mass, stride_mass,
+                 C: tl.constexpr):  # fmt: skip
+    """Write the partials of one KV head over one share of the pages of list i_list.
 
-    As `attend_few` with LISTED; D and DV cover what K and V hold in a line of bytes, p_arena is
+    As `few_share` with LISTED; D and DV cover what K and V hold in a line of bytes, p_arena is
     bytes, and all offsets are. K of kv4h wants p_q rotated.
     """
-    i_share = tl.program_id(0)
     i_head = tl.program_id(1)
     p_lists += i_list * FIELDS * n_rows
     b_pages = few_rows(p_lists, p_starts, n_rows, C)
     b_items = few_items(b_pages, C)
-    n_share = share_of_items(b_items, tl.num_programs(0), C)
+    n_share = share_of_items(b_items, n_shares, C)
     i_item = i_share * n_share
     left = tl.minimum(n_share, tl.sum(b_items, axis=0) - i_item)
     i_row = row_of_item(b_items, i_item)
@@ -454,6 +455,17 @@ def attend_sealed(p_q, p_arena, p_lengths, p_starts, p_part, p_part_lse, stride_
             i_row += 1
 
 
+@triton.jit(do_not_specialize=["layer", "n_rows", "i_list", "n_segments"])
+def attend_sealed(p_q, p_arena, p_lengths, p_starts, p_part, p_part_lse, stride_token, stride_head,
+                  layer, n_rows, scale, softcap, p_alibi, p_lists, p_granules, p_numbers, i_list,
+                  n_segments, stride_list, p_mass, stride_mass, C: tl.constexpr):  # fmt: skip
+    """Attend over list i_list alone. Grid (shares, Hk)."""
+    sealed_share(tl.program_id(0), tl.num_programs(0), p_q, p_arena, p_lengths, p_starts, p_part,
+                 p_part_lse, stride_token, stride_head, layer, n_rows, scale, softcap, p_alibi,
+                 p_lists, p_granules, p_numbers, i_list, n_segments, stride_list, p_mass,
+                 stride_mass, C)  # fmt: skip
+
+
 # Queries in the rotated coordinates of kv4h keys, in Triton.
 #
 # Scores do not change when keys and queries are rotated alike. The rotation is a matrix of signs,
@@ -532,8 +544,6 @@ def turn(dim: int, device: torch.device) -> torch.Tensor:
 
 # Launches of `attend_sealed`: tile sizes and warps of each codec.
 
-_BITS = {"kv8": (8, 8), "k8v4": (8, 4), "kv4c": (4, 4), "kv4h": (4, 4)}
-
 
 class Work(NamedTuple):
     """Operands that the launches of one decoding call share.
@@ -557,10 +567,25 @@ class Work(NamedTuple):
     common: dict[str, Any]
 
 
-def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: int) -> None:
-    """Attend over the pages of one sealed codec."""
+def sealed_constants(task: Task, work: Work, codec: PageLayout) -> tuple[Constants, int]:
+    """Return the constants of a call over pages of a sealed codec, and the warps of a program."""
     device, columns = traits(task.out.device), work.part.shape[2]
     shape, tune = sealed_config(codec, columns, device)
+    constants = shape._replace(
+        **task.batching,
+        **work.common,
+        SOFTCAP=task.switches["SOFTCAP"],
+        ALIBI=task.switches["ALIBI"],
+        CAUSAL=task.switches["CAUSAL"],
+        MASS=work.tiles,
+        ASM=device.ptx,
+    )
+    return constants, tune["warps"]
+
+
+def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: int) -> None:
+    """Attend over the pages of one sealed codec, beside others."""
+    constants, warps = sealed_constants(task, work, codec)
     q = turned(task.q) if codec.codec == "kv4h" else task.q
     assert work.lists is not None
     launch(
@@ -569,16 +594,8 @@ def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: 
         *(q, task.pages.arena, *task.operands[4:], work.part, work.part_lse),
         *(q.stride(0), q.stride(1), task.pages.layer, task.rows, *task.softmax, task.alibi),
         *(*work.lists, i_list, work.segments, task.most_pages, work.parts, work.parts.stride(0)),
-        C=shape._replace(
-            **task.batching,
-            **work.common,
-            SOFTCAP=task.switches["SOFTCAP"],
-            ALIBI=task.switches["ALIBI"],
-            CAUSAL=task.switches["CAUSAL"],
-            MASS=work.tiles,
-            ASM=device.ptx,
-        ),
-        num_warps=tune["warps"],
+        C=constants,
+        num_warps=warps,
         **REGISTERS,
     )
 
@@ -588,36 +605,21 @@ def sealed_config(
     layout: PageLayout, columns: int, device: Traits
 ) -> tuple[Constants, dict[str, int]]:
     """Constants of `attend_sealed`; warps of a program, programs that a processor holds at once."""
-    k_bits, v_bits = _BITS[layout.codec]
-    dim, value_dim = layout.head_dim, layout.value_dim
-    d, dv = max(32, padded(dim * k_bits // 8)), padded(value_dim)
+    k_bits, v_bits = BITS[layout.codec]
     pair = 2 if v_bits == 4 else 1  # slots of a tile whose values share a byte
-    slots = layout.page_size // pair
-    width = d * 8 // k_bits + dv
-    # One warp needs no barriers, and holds scores, outputs and operands of 64 slots of 128 dims
-    # for 8 columns. Integer tensor cores take 32 slots at least.
-    block = 128 // pair
-    while block > 32 and (slots % block or block * pair * width > 16384):
-        block //= 2
-    warps = min(4, max(1, block * pair * width >> 14) * (columns // 8))
-    parts = 1
-    if layout.codec == "kv4c" and device.major >= 10:  # whose assembler spills otherwise
-        warps = min(4, 2 * warps)
-        block *= 2 if slots % (2 * block) == 0 else 1
-    elif layout.codec == "kv4c" and slots % (2 * block) == 0:
-        parts = 2  # which share the query that a page's scales were multiplied into
-    tile = block * pair * parts
-    tile_bytes = tile * (dim * k_bits + value_dim * v_bits) // 8
-    programs = max(1, min(8 // warps, device.shared_bytes // (2 * tile_bytes + 3072)))
+    tiling = decoding(stream(layout, columns), device)
+    tile = tiling.block * pair
     shape = coded(layout)._replace(
-        D=d,
-        DV=dv,
-        TILE=tile,
-        PARTS=parts,
+        D=max(32, padded(layout.head_dim * k_bits // 8)),
+        DV=padded(layout.value_dim),
+        TILE=tile * tiling.parts,
+        PARTS=tiling.parts,
         K_BITS=k_bits,
         V_BITS=v_bits,
         CHANNELS=layout.codec == "kv4c",
-        STAGES=5,
-        WARPS=warps,
+        STAGES=tiling.stages,
+        WARPS=tiling.warps,
     )
-    return shape, {"warps": warps, "programs": programs, "tile": tile // parts}
+    room = room_of(tiling, stream(layout, columns))
+    tune = {"warps": tiling.warps, "programs": tiling.programs, "tile": tile, "room": room}
+    return shape, tune

@@ -261,9 +261,6 @@ FIELDS = tl.constexpr(4)
 BITS = tl.constexpr(12)
 """Bits for each list in the packed numbers of shares."""
 
-LINES = tl.constexpr(8)
-"""A power of two, of lists at most."""
-
 TAG = tl.constexpr(CODEC_SHIFT)
 PLACE = tl.constexpr(GRANULE_MASK)
 
@@ -298,6 +295,7 @@ def list_pages(p_table, p_rows, p_lengths, p_starts, p_counts, p_granules, p_num
         if not C.TREE:
             sees_all += 1
     hidden = n_tokens - C.WINDOW if C.WINDOW > 0 else 0  # from here on the last new token sees
+    LINES: tl.constexpr = 2 if C.LISTS <= 2 else 4 if C.LISTS <= 4 else 8
     o_list = tl.arange(0, LINES)
     b_tags = (tags >> (o_list * 4)) & 15
     b_tags = tl.where(o_list < C.LISTS, b_tags, 16)
@@ -309,7 +307,8 @@ def list_pages(p_table, p_rows, p_lengths, p_starts, p_counts, p_granules, p_num
         b_page = tl.load(p_line + o_page, mask=o_page < end, other=-1)
         m = (b_page >> TAG)[:, None] == b_tags[None, :]
         b_count += tl.sum(m.to(tl.int32), axis=0)
-        b_edge += tl.sum((m & (o_page * C.PAGE < hidden)[:, None]).to(tl.int32), axis=0)
+        if C.WINDOW > 0:
+            b_edge += tl.sum((m & (o_page * C.PAGE < hidden)[:, None]).to(tl.int32), axis=0)
         b_tail += tl.sum((m & (o_page * C.PAGE + C.PAGE > sees_all)[:, None]).to(tl.int32), axis=0)
     b_first = tl.cumsum(b_count, axis=0) - b_count
     p_count = p_counts + o_list * FIELDS * n_rows + i_row
