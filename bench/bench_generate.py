@@ -32,7 +32,7 @@ def main() -> int:
     bench = Bench(options.rounds)
     rows = [bench.ttft(n) for n in (1024, 3072)]
     rows += [bench.tpot(n) for n in (256, 1024, 3072)]
-    rows += [bench.overhead(n) for n in (1024, 3072)]
+    rows += [bench.overhead(n) for n in (300, 1024, 3072)]
     for row in rows:
         shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
         print("  ".join(shown))

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
-from itertools import islice
+from itertools import islice, takewhile
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -946,11 +947,12 @@ class PageStore:
 
     def _make_room(self, number: int, body_bytes: int) -> bool:
         tier, place = self.tiers[number], self.tier_places[number]
-        self.mover.collect()  # so that what is on its way is not counted twice
         need = tier.frame_bytes(body_bytes)
         while tier.used_bytes() + self._incoming[number] + need > tier.capacity_bytes:
             if need > tier.capacity_bytes:
                 return False
+            if self.mover.collect():
+                continue  # what is there already is not on its way any more
             if (stranger := self.stranger(number)) is not None:
                 self.remove(stranger, number)
                 self._leave_tier(stranger, number, "unused")
@@ -1376,11 +1378,11 @@ class PageStore:
 
     def outgrow(self, block: Block) -> None:
         """Gives up tails that hold nothing but the first tokens of a page."""
-        tokens = block.tokens
-        if self.tails and tokens is not None:
-            for shared, one in list(self.index.beginnings.near(block.place, tokens)):
-                if one in self.tails and one.tokens is not None and shared == len(one.tokens):
-                    self.drop_tails([one])
+        if self.tails and block.tokens is not None:
+            near = takewhile(itemgetter(0), self.index.beginnings.near(block.place, block.tokens))
+            self.drop_tails(
+                [one for shared, one in near if one in self.tails and shared == len(one.tokens)]  # type: ignore[arg-type]
+            )
 
     def drop_tails(self, tails: Iterable[Block] | None = None) -> None:
         """Gives tails up; all of them if something was erased, or is not what it was named."""

@@ -37,6 +37,10 @@ from flowkv.hooks.fingerprint import Weights, readable
 from flowkv.hooks.simple import BUILTINS, MODULES, codes, names_of, pure, text_of, uses
 
 MISSING: Any = object()
+_Read = Callable[[Any], Any]
+_CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_CONTENT = operator.attrgetter("cell_contents")
+_VALUES = operator.methodcaller("values")
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 """Types of values that are compared, not told by identity."""
 MOST_VALUES = 4096
@@ -150,7 +154,6 @@ class Walk:
         self._kept: list[Any] = []  # so that no other object gets an id that was seen
         self._labels: dict[str, int] = {}
         self._spaces: dict[int, tuple[Any, dict[str, Any]]] = {}  # what names meant, by mapping
-        self._codes: list[tuple[types.FunctionType, list[Any]]] = []
         self._members: set[tuple[int, frozenset[str]]] = set()
         self._names: set[str] = set()
         self._roots: set[str] = set()
@@ -158,13 +161,16 @@ class Walk:
         self._passed: list[tuple[Any, str]] = []
         self._configs: list[tuple[str, Any]] = []
         self._inert: list[tuple[str, Any]] = []  # what libraries alone may look at
-        # What reads what was met again, and what it read.
-        self._readers: list[Callable[[], Iterable[Any]]] = []
-        self._known: list[Any] = []
+        # By what reads them: the things that were met, and what was read of them, one value of
+        # each or several. All of a kind are read in one go, without a line of Python for each.
+        self._ones: dict[_Read, tuple[list[Any], list[Any]]] = {}
+        self._many: dict[_Read, tuple[list[Any], list[Any]]] = {}
+        self._empty: list[Any] = []  # mappings that must stay empty
+        self._watch_one(any, self._empty)
         self._module(_ROOT, model)
         self._environment(model)
         self._releases()
-        self._watch_rest()
+        self._watch_spaces()
 
     @property
     def digest(self) -> str:
@@ -188,15 +194,22 @@ class Walk:
     def same(self) -> bool:
         """Return whether all that was met is still there; what tensors hold is not read."""
         try:
-            now = list(itertools.chain.from_iterable([read() for read in self._readers]))
+            if all(map(operator.is_, self._now(), self._known())):
+                return True
+            return all(map(_alike, self._now(), self._known()))
         except Exception:  # something is gone
             return False
-        known = self._known
-        if len(now) != len(known):
-            return False
-        if all(map(operator.is_, now, known)):
-            return True
-        return all(_alike(a, b) for a, b in zip(now, known, strict=True) if a is not b)
+
+    def _now(self) -> Iterator[Any]:
+        """Read all that is watched, and at the end what is none of it."""
+        ones = [map(read, things) for read, (things, _) in self._ones.items()]
+        every = [map(read, things) for read, (things, _) in self._many.items()]
+        many = map(itertools.chain.from_iterable, every)
+        return itertools.chain(*ones, *many, (self,))
+
+    def _known(self) -> Iterator[Any]:
+        kinds = *self._ones.values(), *self._many.values()
+        return itertools.chain(*(known for _, known in kinds), (self,))
 
     def settled(self) -> bool:
         """Return whether buffers that forwards rewrite hold what they are made from."""
@@ -204,16 +217,33 @@ class Walk:
 
     def forget(self) -> None:
         """Release a model that is gone."""
-        held: tuple[Any, ...] = self._readers, self._known, self._kept, self._passed, self.tensors
-        for each in held:
+        held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
+        for each in (*held, self.tensors):
             each.clear()
 
     # ---- what is watched, and what cannot be named
 
     def _watch(self, read: Callable[[], Iterable[Any]]) -> None:
         """Compare, whenever it is asked whether all is as it was, the things that are read."""
-        self._readers.append(read)
-        self._known.extend(read())
+        self._watch_all(operator.call, read)
+
+    def _watch_one(self, read: _Read, thing: Any) -> None:
+        """Compare what is read of a thing."""
+        things, known = self._ones.setdefault(read, ([], []))
+        things.append(thing)
+        known.append(read(thing))
+
+    def _watch_all(self, read: _Read, thing: Any) -> None:
+        """Compare the several things that are read of one."""
+        things, known = self._many.setdefault(read, ([], []))
+        things.append(thing)
+        known.extend(read(thing))
+
+    def _watch_mapping(self, held: Mapping[str, Any]) -> None:
+        """Compare all that a mapping holds, and its order."""
+        self._watch_one(len, held)
+        self._watch_all(tuple, held)
+        self._watch_all(_VALUES, held)
 
     def _watch_names(self, space: Any, names: Iterable[str]) -> None:
         """Watch what names mean in a mapping, or that they mean nothing."""
@@ -223,28 +253,17 @@ class Walk:
             if name not in known:
                 known[name] = held.get(name, MISSING)
 
-    def _watch_rest(self) -> None:
-        """Watch what was collected, in a few readings: a decode step pays for them."""
-        functions = [function for function, _ in self._codes]
-        if functions:
-            self._readers += [
-                lambda: [f.__code__ for f in functions],
-                lambda: [f.__defaults__ for f in functions],
-            ]
-            self._known += [code for _, (code, _) in self._codes]
-            self._known += [defaults for _, (_, defaults) in self._codes]
-        kept = [f for f in functions if f.__kwdefaults__ is not None]
-        self._watch(lambda: [tuple((f.__kwdefaults__ or {}).items()) for f in kept])
-        for space, known in self._spaces.values():
-            present = [name for name, value in known.items() if value is not MISSING]
-            absent = frozenset(name for name, value in known.items() if value is MISSING)
+    def _watch_spaces(self) -> None:
+        """Watch what names were found to mean."""
+        gets, known = self._many.setdefault(operator.call, ([], []))
+        for space, meant in self._spaces.values():
+            present = [name for name, value in meant.items() if value is not MISSING]
+            absent = frozenset(name for name, value in meant.items() if value is MISSING)
             if present:  # with one name, a getter gives no tuple
-                read = functools.partial(operator.itemgetter(*present, present[0]), space)
-                self._readers.append(read)
-                self._known += [*map(known.get, present), known[present[0]]]
+                gets.append(functools.partial(operator.itemgetter(*present, present[0]), space))
+                known += [*map(meant.get, present), meant[present[0]]]
             if absent:
-                self._readers.append(functools.partial(_only, absent.isdisjoint, space))
-                self._known.append(True)
+                self._watch_one(operator.call, functools.partial(space.keys().isdisjoint, absent))
 
     def _reject(self, path: str, why: str) -> None:
         self.foreign = self.foreign or f"{path}: {why}"
@@ -325,25 +344,19 @@ class Walk:
         names = [*_WATCHED, *own]
         if "training" in held:  # a compiled module has it elsewhere
             names.append("training")
-        get = operator.itemgetter(*names)
-        filled = [held[name] for name in _WATCHED if held[name]]
-        empty = [held[name] for name in _WATCHED if not held[name]]
+        self._watch(functools.partial(operator.itemgetter(*names), held))
+        me = weakref.ref(module)
+        self._watch_one(_class_of, me)
+        self._watch_one((lambda d: len(d.keys() - free)) if free else len, held)
         moving = [n for k in _TENSORS for n, t in held[k].items() if _offload(module, n, t)]
         skip = free.union(moving)
-        me = weakref.ref(module)
-
-        def read() -> list[Any]:
-            size = len(held) - len(free & held.keys()) if free else len(held)
-            found = [type(me()), size, any(empty), *get(held)]
-            for space in filled:
-                if skip:
-                    found += [x for name, t in space.items() if name not in skip for x in (name, t)]
-                else:
-                    found += space
-                    found += space.values()
-            return found
-
-        self._watch(read)
+        for space in [held[name] for name in _WATCHED]:
+            if not space:
+                self._empty.append(space)
+            elif skip:
+                self._watch(functools.partial(_beside, skip, space))
+            else:
+                self._watch_mapping(space)
 
     def _attribute(self, path: str, module: torch.nn.Module, name: str, value: Any) -> None:
         if name == "_hf_hook":
@@ -478,7 +491,7 @@ class Walk:
         if slots:
             self._watch(lambda: [getattr(value, name, None) for name in slots])
         if held:
-            self._watch(lambda: [*held, *held.values()])
+            self._watch_mapping(held)
 
     def _container(self, path: str, value: Any) -> None:
         if self._visited(path, value):
@@ -491,7 +504,8 @@ class Walk:
         if kind in (set, frozenset):
             if all(type(item) in PLAIN for item in value):
                 self.leaves[path] = f"{kind.__name__} {sorted(map(repr, value))}"
-                self._watch(lambda: (frozenset(value),))
+                first = frozenset(value)
+                self._watch_one(operator.call, lambda: value == first)
             else:
                 self._reject(path, f"a {kind.__name__} of objects")
             return
@@ -505,7 +519,7 @@ class Walk:
         for i, (_, item) in enumerate(items):
             self._value(f"{path}[{keys[i] if mapping else i}]", item)
         if mapping:
-            self._watch(lambda: [*value, *value.values()])
+            self._watch_mapping(value)
         elif kind is list:
             self._watch(lambda: value)
 
@@ -523,15 +537,15 @@ class Walk:
             books = {*transformers().BOOKKEEPING, "streamed_weight", "_wrapped_in"}
             for name in sorted(beside.keys() - books):
                 self._value(f"{path}.{name}", beside[name])
-            self._watch(lambda: [*beside, *beside.values()])
+            self._watch_mapping(beside)
         elif not beside:
-            self._watch(lambda: (bool(beside),))
+            self._empty.append(beside)
 
     def _config(self, path: str, config: Any) -> None:
         if self._visited(path, config):
             return
         library, held = transformers(), vars(config)
-        frozen = {name: _frozen(value) for name, value in held.items()}
+        frozen = _unswitched({name: _frozen(value) for name, value in held.items()})
         try:
             text = library.settings(config)
         except Exception:  # some of its settings are for each layer
@@ -543,13 +557,11 @@ class Walk:
         self._configs.append((path, config))
 
         def same() -> bool:
-            if vars(config) == frozen:
+            if _unswitched(vars(config)) == frozen:
                 return True
-            if self.own or not text:
-                return _without(vars(config), _SWITCHED) == _without(frozen, _SWITCHED)
-            return bool(library.settings(config) == text)
+            return bool(text) and not self.own and bool(library.settings(config) == text)
 
-        self._watch(lambda: (same(),))
+        self._watch_one(operator.call, same)
 
     # ---- code
 
@@ -561,7 +573,9 @@ class Walk:
         home = str(function.__globals__.get("__name__"))
         library = _genuine(function)
         label = self._label(f"<{home}.{function.__code__.co_qualname}>", function)
-        self._codes.append((function, [function.__code__, function.__defaults__]))
+        self._watch_all(_CODE, function)
+        if function.__kwdefaults__ is not None:
+            self._watch(lambda: itertools.chain(*(function.__kwdefaults__ or {}).items()))
         if library:
             self._release_of(label, home)
         elif _released_name(home):
@@ -578,7 +592,7 @@ class Walk:
         cells = function.__closure__ or ()
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             content = _content_of(cell)
-            self._watch(functools.partial(_only, _content_of, cell))
+            self._watch_one(_content_of if content is MISSING else _CONTENT, cell)
             if isinstance(content, types.ModuleType) or content is MISSING:
                 if not library:
                     self._reject(f"{path}: closure", f"{name} is a Python module")
@@ -781,7 +795,7 @@ class Walk:
                 return label
             self.own.append(label)
             todo |= {"extra_repr", "__repr__", "__str__"}
-            self._watch(functools.partial(_only, _size, owner))
+            self._watch_one(_size, owner)
             todo |= {n for n in vars(owner) if n.startswith("__") and n not in _CLASS_ITEMS}
             todo |= {"__slots__"} & vars(owner).keys()
         named = set[str]().union(*map(vars, lineage)) - (_CLASS_ITEMS - {"__slots__"})
@@ -860,7 +874,7 @@ class Walk:
         flags = _flags()
         for name, value in flags.items():
             self.leaves[f"torch/{name}"] = str(value)
-        self._watch(lambda: (_flags() == flags,))
+        self._watch_one(operator.call, lambda: _flags() == flags)
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             hooks = getattr(torch_module, kind)
             for i, hook in enumerate(hook for hook in hooks.values() if _root(hook) not in _OWN):
@@ -889,7 +903,7 @@ class Walk:
                 self._member(_name(cls), f"<{_name(owner)}>.update", owner, "update")
         for registry, name, function in library.chosen_functions(model):
             self._value(f"{type(registry).__name__} {name}", function)
-            self._watch(functools.partial(_only, registry.get, name))
+            self._watch_one(registry.get, name)
 
 
 _TENSOR = dict(vars(torch.Tensor))
@@ -1147,9 +1161,13 @@ def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
     return where
 
 
-def _only(read: Callable[..., Any], *given: Any) -> tuple[Any]:
-    """Return what one reading gives, as a tuple of it."""
-    return (read(*given),)
+def _beside(names: frozenset[str], held: Mapping[str, Any]) -> list[Any]:
+    """Return what a mapping holds beside some names."""
+    return [each for name, value in held.items() if name not in names for each in (name, value)]
+
+
+def _class_of(thing: weakref.ref[Any]) -> type:
+    return type(thing())
 
 
 def _settled(module: weakref.ref[Any], name: str) -> bool:
@@ -1198,8 +1216,11 @@ def _alike(a: Any, b: Any) -> bool:
     return type(a) in (*PLAIN, *_TEXTS) and (bool(a == b) or repr(a) == repr(b) == "nan")
 
 
-def _without(held: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: value for name, value in held.items() if name not in names}
+def _unswitched(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as they are between forwards."""
+    prefix = transformers().OWN_PREFIX
+    own = {n: held[n].removeprefix(prefix) for n in _SWITCHED if isinstance(held.get(n), str)}
+    return {**held, **own}
 
 
 def _frozen(value: Any) -> Any:

@@ -7,11 +7,14 @@ or a numpy view are not counted; a rolling reading goes over all bytes again and
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flowkv.kernels import checksum
@@ -75,6 +78,19 @@ class _Read(NamedTuple):
         )
 
 
+class _Glance(NamedTuple):
+    """Memory of this process, and what all of it held."""
+
+    parts: list[torch.Tensor]
+    addresses: list[int]
+    memory: list[Any]
+    digest: bytes
+
+    def same(self) -> bool:
+        there = [part.data_ptr() for part in self.parts] == self.addresses
+        return there and _digest(self.memory) == self.digest
+
+
 class Weights:
     """Named tensors and what they hold. A reading is remembered by object, address and version.
 
@@ -87,6 +103,7 @@ class Weights:
         self.n_bytes = self.passes = self._next = 0
         self._reads: dict[int, _Read]
         self._blocks: list[tuple[torch.Tensor | Streamed, int, int, bytes]] | None
+        self._glance: _Glance | None
         self._hold({})
 
     def read(self, named: Mapping[str, torch.Tensor]) -> str:
@@ -132,35 +149,22 @@ class Weights:
         return known is not None and known.tensor is tensor and known.counted()
 
     def _all_counted(self) -> bool:
-        tensors, *columns = self._columns
-        try:  # by column: a decode step pays for this
-            same = [
-                [t._version for t in tensors],
-                [t.data_ptr() for t in tensors],
-                [(t.dtype, t.shape, t.stride()) for t in tensors],
-            ] == columns
-            return same and all(read.counted() for read in self._streamed)
+        try:  # in one go: a decode step pays for this
+            states = [(t._version, t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._met]
+            return states == self._states and all(read.counted() for read in self._streamed)
         except RuntimeError:  # some have no versions, addresses or strides
             return all(read.counted() for read in self._reads.values())
-
-    def differing(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Ids of those tensors that do not hold any more what they held when they were read."""
-        return _differing({id(t): self._reads[id(t)] for t in tensors if id(t) in self._reads})
 
     def forget(self) -> None:
         """Lets go of all tensors."""
         self._hold({})
 
     def _hold(self, reads: dict[int, _Read]) -> None:
-        self._reads, self._blocks, self._next = reads, None, 0
+        self._reads, self._blocks, self._next, self._glance = reads, None, 0, None
         met = [read for read in reads.values() if read.streamed is None]
         self._streamed = [read for read in reads.values() if read.streamed is not None]
-        self._columns: list[list[Any]] = [
-            [read.tensor for read in met],
-            [read.version for read in met],
-            [read.address for read in met],
-            [read.layout for read in met],
-        ]
+        self._met = [read.tensor for read in met]
+        self._states = [(r.version, r.address, *(r.layout or ())) for r in met]
 
     def roll(self, n_bytes: int) -> bool:
         """Reads the next bytes of a rolling reading, at least one block; False if they changed."""
@@ -184,8 +188,24 @@ class Weights:
         self._next = 0
 
     def same(self) -> bool:
-        """Whether all bytes are what they were; reads them."""
-        return not _differing(self._reads)
+        """Return whether all bytes are what they were; reads them.
+
+        Memory of this process is compared by a digest that is faster than the sums of the name.
+        """
+        if self._glance is None:
+            copies: dict[int, list[torch.Tensor]] = {}
+            for key, read in self._reads.items():
+                if read.streamed is None and all(map(_lies_here, read.parts)):
+                    copies[key] = [bytes_of(part).clone() for part in read.parts]
+            # Sums and digest are those of one copy, whatever is written meanwhile.
+            if any(sums != self._reads[key].sums for key, sums in _sums(copies).items()):
+                return False
+            parts = [part for key in copies for part in self._reads[key].parts]
+            memory, held = map(_memory_of, parts), chain(*copies.values())
+            addresses = [part.data_ptr() for part in parts]
+            self._glance = _Glance(parts, addresses, [*memory], _digest(map(_memory_of, held)))
+            self._apart = {key: read for key, read in self._reads.items() if key not in copies}
+        return self._glance.same() and not _differing(self._apart)
 
     @property
     def rolling(self) -> bool:
@@ -299,6 +319,21 @@ def _stored(cls: Any) -> bool:
 
 def _text(value: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8)
+
+
+def _lies_here(part: torch.Tensor) -> bool:
+    return part.is_cpu and bytes_of(part).data_ptr() == part.data_ptr() > 0
+
+
+def _memory_of(part: torch.Tensor) -> Any:
+    return (ctypes.c_char * _n_bytes(part)).from_address(part.data_ptr())
+
+
+def _digest(memory: Iterable[Any]) -> bytes:
+    state = xxhash.xxh3_128()
+    for each in memory:
+        state.update(each)
+    return state.digest()
 
 
 def _n_bytes(part: torch.Tensor) -> int:

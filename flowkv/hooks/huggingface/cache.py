@@ -136,6 +136,7 @@ class ModelPlan:
         placed: Layers in pages, by their index.
         devices: Devices of layers with a recurrent state, by their index.
         count: Layers that the configuration asked for.
+        stateful: Some layers are recurrent: prefixes are reusable only where states were saved.
     """
 
     def __init__(
@@ -148,16 +149,12 @@ class ModelPlan:
     ) -> None:
         self.specs, self.geometry, self.devices = tuple(specs), geometry, devices or {}
         self.count = len(self.specs)
+        self.stateful = any(spec.stateful for spec in self.specs)
         self.placed = {
             index: PlacedLayer(index, g, group, in_pages=in_pages)
             for g, group in enumerate(geometry.groups)
             for index in group.layers
         }
-
-    @property
-    def stateful(self) -> bool:
-        """Whether some layers are recurrent: prefixes are reusable only where states were saved."""
-        return any(spec.stateful for spec in self.specs)
 
     def matches(self, layers: Sequence[Any], count: int) -> bool:
         """Whether a native cache, made by the configuration of the moment, has these layers.

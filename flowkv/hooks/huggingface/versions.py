@@ -148,7 +148,7 @@ UNIMPORTANT = BOOKKEEPING | frozenset(
     return_dict output_attentions output_hidden_states task_specific_params auto_map
     chunk_size_feed_forward _output_attentions _post_init_done""".split()
 )
-_OWN_PREFIX = "flowkv_"
+OWN_PREFIX = "flowkv_"
 
 
 def settings(config: Any) -> str:
@@ -156,7 +156,7 @@ def settings(config: Any) -> str:
     held = _important(config.to_dict(), config)
     for name in ("_attn_implementation", "_experts_implementation"):
         chosen = getattr(config, f"{name}_internal", None)
-        held[name] = chosen.removeprefix(_OWN_PREFIX) if isinstance(chosen, str) else None
+        held[name] = chosen.removeprefix(OWN_PREFIX) if isinstance(chosen, str) else None
     return json.dumps(_plain(held), sort_keys=True, separators=(",", ":"))
 
 
@@ -201,7 +201,7 @@ def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:
     """(registry, name, function) of the attention and mask functions that a model runs."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     chosen = {getattr(c, "_attn_implementation_internal", None) for c in configs.values()}
-    names = sorted({name.removeprefix(_OWN_PREFIX) for name in chosen if isinstance(name, str)})
+    names = sorted({name.removeprefix(OWN_PREFIX) for name in chosen if isinstance(name, str)})
     registries = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
     return [(registry, name, registry.get(name)) for registry in registries for name in names]
 

@@ -155,6 +155,7 @@ class Home:
             raise StoreError("a disk tier has no path", "Give it a directory of its own")
         # absolute: slab files are opened when they are needed, and programs change directory
         self.path, self._files = Path(directory).expanduser().absolute(), files
+        self._lock_path = str(self.path / LOCK)
         self.superblock: Superblock | None = None
         self.found = False
         self._lock_fd = self._directory_fd = -1
@@ -185,7 +186,7 @@ class Home:
 
     def holds(self) -> bool:
         """Whether it still owns what lies at the path: the lock file there is the one it locked."""
-        return self.owner and self._files.same(self._lock_fd, str(self.path / LOCK))
+        return self.owner and self._files.same(self._lock_fd, self._lock_path)
 
     def take_over(self, capacity_bytes: int) -> bool:
         """Makes a reader the owner where there is none any more; whether it is one now."""

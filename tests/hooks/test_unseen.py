@@ -1,0 +1,65 @@
+"""What a prompt that was never seen costs beyond the plain model, counted."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import flowkv
+from tests.fixture_model import load_tiny
+
+ROOT = str(Path(flowkv.__file__).parent)
+
+
+def calls(model: Any, tokens: int, seed: int) -> Counter[str]:
+    """FlowKV's own calls of Python functions for one unseen prompt and one new token, by name."""
+    prompt = torch.randint(1, 255, (1, tokens), generator=torch.Generator().manual_seed(seed))
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOT):
+            found[code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        model.generate(prompt, max_new_tokens=1, min_new_tokens=1, do_sample=False, pad_token_id=0)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.fixture
+def model() -> Any:
+    return load_tiny().eval()
+
+
+def test_weights_are_read_when_a_prompt_begins_and_before_its_pages_are_known(model: Any) -> None:
+    with flowkv.attach(model, gpu="32MiB"):
+        calls(model, 300, 0)
+        for tokens, looks in ((300, 2), (50, 1)):  # 50 tokens fill no page
+            found = calls(model, tokens, tokens)
+            assert found["Walk.same"] == found["Weights.same"] == looks
+            assert found["checksum"] == 0, "the sums of the name are for a name that is new"
+
+
+def test_an_unseen_prompt_takes_few_calls_of_python(model: Any) -> None:
+    with flowkv.attach(model, gpu="32MiB"):
+        calls(model, 300, 0)
+        assert sum(calls(model, 300, 1).values()) < 1600  # 1,350; 2,700 before they were counted
+
+
+def test_an_unseen_prompt_that_is_stored_takes_few_calls_of_python(
+    model: Any, tmp_path: Path
+) -> None:
+    with flowkv.attach(model, gpu="32MiB", disk=f"{tmp_path}:256MiB") as kv:
+        calls(model, 300, 0)
+        kv.flush()
+        found = calls(model, 300, 1)
+        assert sum(found.values()) < 3000  # 3,800 before; how many answers of a disk, time says
