@@ -914,7 +914,7 @@ class ForwardHook:
 
     def unchanged(self, *, full: bool) -> bool:
         """Return whether the model is what was named, as a forward begins that may fill pages."""
-        return (self.identity.same if full else self.identity.steady)(self._model())
+        return (self.identity.same if full else self.identity.steady)(self.model)
 
     def trusted(self, rows: Rows | None = None) -> bool:
         """Whether the model still is what the pages of these rows will be named after."""
