@@ -179,13 +179,14 @@ def candidates(read: Stream, device: Traits, warps: int) -> Iterator[Tiling]:
     exact = raw and read.item == 4  # float32 is multiplied exactly, without tensor cores
     blocks = (16, 32, 64, 128) if raw else (32, 64, 128)
     stages: tuple[int, ...] = (3, 5, 7) if raw else (3, 5)
-    if raw and not device.major:  # AMD's devices have shared memory for one tile
-        stages = (3,)
+    widths: tuple[int, ...] = (2,) if exact else (1, 2) if raw else (1, 2, 4)
+    if raw and not device.major:  # AMD's devices: one tile in shared memory, and 2 warps or spills
+        stages, widths = (3,), (2,)
     for block in blocks[:1] if exact else blocks:
         for parts in (1, 2) if read.codec == "kv4c" else (1,):
             if block * parts > blocks[0] and read.slots % (block * parts):
                 continue
-            for width in (warps,) if warps else (2,) if exact else (1, 2) if raw else (1, 2, 4):
+            for width in (warps,) if warps else widths:
                 for ahead in stages:
                     yield Tiling(block, parts, width, ahead)
 
