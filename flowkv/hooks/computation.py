@@ -41,6 +41,7 @@ _Read = Callable[[Any], Any]
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CONTENT = operator.attrgetter("cell_contents")
 _VALUES = operator.methodcaller("values")
+_CLASS = operator.attrgetter("__class__")
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 """Types of values that are compared, not told by identity."""
 MOST_VALUES = 4096
@@ -345,8 +346,7 @@ class Walk:
         if "training" in held:  # a compiled module has it elsewhere
             names.append("training")
         self._watch(functools.partial(operator.itemgetter(*names), held))
-        me = weakref.ref(module)
-        self._watch_one(_class_of, me)
+        self._watch_one(_CLASS, weakref.proxy(module))
         self._watch_one((lambda d: len(d.keys() - free)) if free else len, held)
         moving = [n for k in _TENSORS for n, t in held[k].items() if _offload(module, n, t)]
         skip = free.union(moving)
@@ -707,9 +707,12 @@ class Walk:
                     look(f"{path}[{place}]", item)
             self.leaves[path] = f"{kind.__name__} {sorted(said) if unordered else said}"
             if mapping:
-                self._watch(lambda: [*value, *value.values()])
+                self._watch_mapping(value)
+            elif unordered:
+                self._watch_one(functools.partial(operator.eq, frozenset(value)), value)
             elif kind is not tuple:
-                self._watch(lambda: (frozenset(value),) if unordered else value)
+                self._watch_one(len, value)
+                self._watch_all(tuple, value)
 
     def _shipped_class(self, path: str, cls: Any) -> None:
         self.leaves[path] = f"class {_name(cls)}"
@@ -913,28 +916,37 @@ _TABLE = 256
 _TINY, _HALF = sys.float_info.min, 0.5
 
 
+_FLAGS: dict[str, Callable[[], Any]] = {
+    "matmul": torch.get_float32_matmul_precision,
+    "tf32": functools.partial(getattr, torch.backends.cuda.matmul, "allow_tf32"),
+    "cudnn": functools.partial(getattr, torch.backends.cudnn, "allow_tf32"),
+    **{
+        kind: functools.partial(
+            getattr, torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction"
+        )
+        for kind in ("fp16", "bf16")
+    },
+    "mkldnn": functools.partial(
+        operator.attrgetter("matmul.fp32_precision"), torch.backends.mkldnn
+    ),
+    "dtype": torch.get_default_dtype,
+    "deterministic": torch.are_deterministic_algorithms_enabled,
+    "fill": functools.partial(
+        getattr, torch.utils.deterministic, "fill_uninitialized_memory", None
+    ),
+}
+"""The switches that change what the same code computes."""
+
+
 def _flags() -> dict[str, Any]:
-    """Read the switches that change what the same code computes."""
-    matmul, mkldnn = torch.backends.cuda.matmul, cast("Any", torch.backends.mkldnn)
-    return {
-        "matmul": _flag(torch.get_float32_matmul_precision),
-        "tf32": _flag(lambda: matmul.allow_tf32),
-        "cudnn": _flag(lambda: torch.backends.cudnn.allow_tf32),
-        "fp16": _flag(lambda: matmul.allow_fp16_reduced_precision_reduction),
-        "bf16": _flag(lambda: matmul.allow_bf16_reduced_precision_reduction),
-        "mkldnn": _flag(lambda: mkldnn.matmul.fp32_precision),
-        "dtype": _flag(torch.get_default_dtype),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "fill": getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
-        "denormals": _TINY * _HALF != 0.0,  # of the calling thread
-    }
-
-
-def _flag(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (AttributeError, RuntimeError):  # not in this build, or old and new flags are mixed
-        return None
+    """Read the switches; None where a build lacks one, or old and new ones are mixed."""
+    found: dict[str, Any] = {"denormals": _TINY * _HALF != 0.0}  # of the calling thread
+    for name, read in _FLAGS.items():
+        try:
+            found[name] = read()
+        except (AttributeError, RuntimeError):
+            found[name] = None
+    return found
 
 
 def _overrides() -> set[str]:
@@ -1164,10 +1176,6 @@ def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
 def _beside(names: frozenset[str], held: Mapping[str, Any]) -> list[Any]:
     """Return what a mapping holds beside some names."""
     return [each for name, value in held.items() if name not in names for each in (name, value)]
-
-
-def _class_of(thing: weakref.ref[Any]) -> type:
-    return type(thing())
 
 
 def _settled(module: weakref.ref[Any], name: str) -> bool:
