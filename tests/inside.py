@@ -121,13 +121,14 @@ if TYPE_CHECKING:
     from flowkv.engine.runner import Forward, OpenRow, PackedRunner, Runner, own_model
     from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks import computation, identity
+    from flowkv.hooks import computation, graphs, identity
     from flowkv.hooks import weights as weights_module
     from flowkv.hooks.blend import Rewrite
     from flowkv.hooks.checkpoint import Checkpoint
     from flowkv.hooks.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES
     from flowkv.hooks.embedding import LEAST_KNOWN, EmbeddingTable, write_table
     from flowkv.hooks.fingerprint import UnnamedError, Weights
+    from flowkv.hooks.graphs import GraphedForward, shape_of
     from flowkv.hooks.huggingface import door, load, restore, smollm2
     from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
     from flowkv.hooks.huggingface.attach import door_of
@@ -136,7 +137,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.door import ForwardHook
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids
     from flowkv.hooks.huggingface.load import load_model
-    from flowkv.hooks.huggingface.packed import PackedLayer
+    from flowkv.hooks.huggingface.packing import PackedLayer
     from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
     from flowkv.hooks.huggingface.restore import Part as restore_Part
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows

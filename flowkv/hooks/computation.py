@@ -210,7 +210,7 @@ class Walk:
 
     def _known(self) -> Iterator[Any]:
         kinds = *self._ones.values(), *self._many.values()
-        return itertools.chain(*(known for _, known in kinds), (self,))
+        return itertools.chain(*[known for _, known in kinds], (self,))
 
     def settled(self) -> bool:
         """Return whether buffers that forwards rewrite hold what they are made from."""
@@ -557,7 +557,7 @@ class Walk:
         self._configs.append((path, config))
 
         def same() -> bool:
-            if _unswitched(vars(config)) == frozen:
+            if vars(config) == frozen or _unswitched(vars(config)) == frozen:
                 return True
             return bool(text) and not self.own and bool(library.settings(config) == text)
 
@@ -575,7 +575,7 @@ class Walk:
         label = self._label(f"<{home}.{function.__code__.co_qualname}>", function)
         self._watch_all(_CODE, function)
         if function.__kwdefaults__ is not None:
-            self._watch(lambda: itertools.chain(*(function.__kwdefaults__ or {}).items()))
+            self._watch_mapping(function.__kwdefaults__)
         if library:
             self._release_of(label, home)
         elif _released_name(home):

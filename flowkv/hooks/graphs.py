@@ -34,7 +34,7 @@ Call = Callable[[Step], torch.Tensor]
 """Runs a model over a step with `tokens` `[1, R]` and `positions` `[1, R]`; logits `[1, R, V]`."""
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """Records the device's work once, and does it again."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -80,12 +80,12 @@ class CudaRecorder:
         self._graph.replay()
 
 
-def recorder_of(device: torch.device) -> Recorder | None:
+def recorder_of(device: torch.device) -> StepRecorder | None:
     """Return what records steps on a device; None where nothing does."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """The shape of a captured step.
 
     Attributes:
@@ -97,7 +97,7 @@ class Shape(NamedTuple):
     pages: int
 
 
-def shape_of(rows: int, pages: int, most_rows: int) -> Shape:
+def shape_of(rows: int, pages: int, most_rows: int) -> StepShape:
     """Return the smallest captured shape that serves a step.
 
     Args:
@@ -107,7 +107,7 @@ def shape_of(rows: int, pages: int, most_rows: int) -> Shape:
     """
     step = 16 if rows > 32 else 8
     wide = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // step) * step
-    return Shape(max(rows, min(wide, most_rows)), 1 << (pages - 1).bit_length())
+    return StepShape(max(rows, min(wide, most_rows)), 1 << (pages - 1).bit_length())
 
 
 class StaticStep(Step):
@@ -127,7 +127,7 @@ class StaticStep(Step):
 
     __slots__ = ("_buffer", "_held", "_numbers", "_stages", "_table", "_turn", "places", "shape")
 
-    def __init__(self, planner: Planner, shape: Shape, device: torch.device) -> None:
+    def __init__(self, planner: Planner, shape: StepShape, device: torch.device) -> None:
         groups, rows = len(planner.geometry.groups), shape.rows
         self.shape = shape
         n_numbers = groups * rows + rows + 1
@@ -247,7 +247,7 @@ class StaticStep(Step):
 
 class _Graph(NamedTuple):
     step: StaticStep
-    recorder: Recorder
+    recorder: StepRecorder
     logits: torch.Tensor
 
 
@@ -268,9 +268,9 @@ class GraphedForward:
     ) -> None:
         self._call, self._state, self._config, self._report = call, state, config, report
         self._known: object = None
-        self._graphs: OrderedDict[Shape, _Graph] = OrderedDict()
-        self._seen: dict[Shape, int] = {}
-        self._shapes: dict[tuple[int, int], Shape] = {}
+        self._graphs: OrderedDict[StepShape, _Graph] = OrderedDict()
+        self._seen: dict[StepShape, int] = {}
+        self._shapes: dict[tuple[int, int], StepShape] = {}
         self._lock = threading.Lock()
         self._planner: Planner | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -346,7 +346,7 @@ class GraphedForward:
                 current.wait_stream(self._stream)
             self._stream = current
 
-    def _shape(self, step: Step) -> Shape:
+    def _shape(self, step: Step) -> StepShape:
         planner = step.planner
         if planner is not self._planner:
             self._forget()
@@ -361,7 +361,7 @@ class GraphedForward:
     def _capture(
         self,
         step: Step,
-        shape: Shape,
+        shape: StepShape,
         ids: torch.Tensor,
         positions: torch.Tensor,
         logits: torch.Tensor,
@@ -380,7 +380,7 @@ class GraphedForward:
             return None
         return _Graph(static, recorder, out)
 
-    def _keep(self, shape: Shape, graph: _Graph) -> None:
+    def _keep(self, shape: StepShape, graph: _Graph) -> None:
         device = graph.logits.device
         total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 40
         most_bytes = self._config.graph_bytes(total)

@@ -12,9 +12,9 @@ import torch
 
 import flowkv
 from flowkv import kernels
-from flowkv.hooks import graphs
 from tests.hooks.recorder import launches, recorded
 from tests.hooks.test_graphs import Nano, counts, geometry
+from tests.inside import graphs
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/hooks/test_graphs.py"
 

@@ -15,9 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flowkv.hooks import graphs
-from flowkv.hooks.huggingface import door
-from flowkv.kernels import dispatch
+from tests import inside
+from tests.inside import dispatch, door, graphs
 
 _RECORDING: list[LaunchRecorder] = []
 
@@ -114,8 +113,7 @@ _OWN, _CHECK = dispatch.resolve, dispatch.check_batch
 @contextmanager
 def launches() -> Iterator[None]:
     """Triton's interpreter serves the CPU, and each launch of a kernel is kept by itself."""
-    from flowkv.kernels.triton import launch
-
+    launch = inside.triton_launch
     own = launch.run_kernel
 
     def run_kernel(kernel: Any, grid: Any, args: Any, constants: Any) -> Any:
