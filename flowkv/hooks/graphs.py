@@ -291,10 +291,14 @@ class GraphedForward:
             if graph is None:
                 return None
             self._graphs.move_to_end(shape)
-            self._follow_stream(graph.logits.device)
-            graph.step.fill(step, ids, positions)
-            graph.recorder.replay()
-            logits = graph.logits[0, : len(step.seqs)].clone()
+            try:
+                self._follow_stream(graph.logits.device)
+                graph.step.fill(step, ids, positions)
+                graph.recorder.replay()
+                logits = graph.logits[0, : len(step.seqs)].clone()
+            except Exception as error:  # of the device or its driver: the model runs by itself
+                self._refuse(f"a step cannot be replayed: {error}")
+                return None
             # The device computes meanwhile; a step that is run again writes the same places.
             if self._state() is not self._known:
                 self._forget()

@@ -90,6 +90,17 @@ def test_encoded_pages(options: dict[str, Any]) -> None:
     assert_same(*answers)
 
 
+def test_inference_mode_and_without_in_turns() -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+    with recorded(), attached(model) as kv:
+        for mode in (torch.inference_mode, nullcontext, torch.inference_mode):
+            with mode():
+                assert_same(
+                    generate(model, 12, input_ids=PROMPT), generate(twin, 12, input_ids=PROMPT)
+                )
+        assert counts(kv)[1] > 25
+
+
 def test_rows_that_come_and_go_in_an_engine() -> None:
     model, twin = models.causal("llama"), models.causal("llama")
     prompts = [models.prompt(n, seed=n)[0].tolist() for n in (5, 30, 12, 18, 7)]
@@ -294,6 +305,24 @@ def test_a_capture_that_fails_leaves_steps_eager() -> None:
         assert_same(generate(model, 30, input_ids=PROMPT), generate(twin, 30, input_ids=PROMPT))
         assert "not permitted" in kv.stats()["graphs"]["eager"] and counts(kv) == (0, 0)
         assert sum(isinstance(one, Failing) for one in made) == 1  # it is not tried again
+
+
+def test_a_replay_that_fails_leaves_steps_eager() -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+
+    class Failing(LaunchRecorder):
+        left = 4
+
+        def replay(self) -> None:
+            self.left -= 1
+            if not self.left:
+                raise RuntimeError("an illegal instruction was encountered")
+            super().replay()
+
+    with recorded(), attached(model) as kv, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "recorder_of", lambda device: Failing())
+        assert_same(generate(model, 20, input_ids=PROMPT), generate(twin, 20, input_ids=PROMPT))
+        assert "illegal" in kv.stats()["graphs"]["eager"]
 
 
 def test_a_captured_step_that_answers_otherwise_is_not_used() -> None:
