@@ -65,19 +65,21 @@ class CudaRecorder:
         """Record what `run` does; it runs once before, since libraries allocate on first use."""
         side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            run()
-        current.wait_stream(side)
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            before = torch.cuda.memory_reserved(self._device)  # unused memory was given back by now
-            out = run()
-        self.n_bytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
+        with torch.cuda.device(self._device):
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                run()
+            current.wait_stream(side)
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                before = torch.cuda.memory_reserved()  # unused memory was given back by now
+                out = run()
+            self.n_bytes = max(torch.cuda.memory_reserved() - before, 0)
         return out
 
     def replay(self) -> None:
         """Do the recorded work again, on the current stream."""
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._graph.replay()
 
 
 def recorder_of(device: torch.device) -> StepRecorder | None:
