@@ -9,7 +9,8 @@ What its codec cannot hold is not tried again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import numpy as np
@@ -245,6 +246,9 @@ def describe(refusal: Refusal) -> str:
 # Makes full pages known: checked, named by their chain key, shared from then on.
 
 
+_Full = tuple[Sequence, int, dict[int, int], int]
+
+
 class Publisher:
     """Publishes pages of sequences. Callers hold the KV lock.
 
@@ -275,38 +279,50 @@ class Publisher:
             seqs: The sequences.
             exact: Only if it has the same bytes: rounding may differ with what else was in a step.
         """
+        due = [each for seq in seqs for each in self._due(seq)]
+        sound = self._sound([(g, page) for _, g, own, _ in due for page in own.values()])
         fresh: list[list[Block]] = [[] for _ in self.store.geometry.groups]
         try:
-            for seq in seqs:
-                self._publish_full(seq, fresh, exact)
+            for seq, g, own, full in due:
+                if exact:
+                    own = {n: page for n, page in own.items() if not self._differs(seq, g, n)}
+                self._publish_group(seq, g, own, full, fresh[g], sound)
         finally:
             for blocks in fresh:
                 self.store.insert(blocks)
 
-    def _publish_full(self, seq: Sequence, fresh: list[list[Block]], exact: bool) -> None:
-        full = min(seq.length, len(seq.tokens)) // self.page_size
+    def _due(self, seq: Sequence) -> list[_Full]:
+        """Return, for each group, the sequence's own full pages by number, and where they end."""
+        found, full = list[_Full](), min(seq.length, seq.known) // self.page_size
         for g, blocks in enumerate(seq.blocks):
             start = max(seq.published[g], seq.first_page[g])
-            if start >= full or not self.allowed(seq):
-                continue
-            before = len(fresh[g])
-            own = [
-                page_no
-                for page_no in range(start, full)
-                if blocks[page_no] is None and not (exact and self._differs(seq, g, page_no))
-            ]
-            sound = self._sound(g, self.tables.pages[g][seq.row, own].tolist())
-            for page_no, finite in zip(own, sound, strict=True):
-                self._publish(seq, g, page_no, fresh[g], finite=finite)
-                if not seq.publishable:
-                    return
-            seq.published[g] = full
-            pages = len(fresh[g]) - before
-            if pages:
-                tokens = pages * self.page_size
-                self.store.bus.emit(
-                    Published(group=g, pages=pages, tokens=tokens, tenant=seq.owner)
-                )
+            if start < full and self.allowed(seq):
+                line = self.tables.pages[g][seq.row, start:full].tolist()
+                own = {n: page for n, page in enumerate(line, start) if blocks[n] is None}
+                found.append((seq, g, own, full))
+        return found
+
+    def _publish_group(
+        self,
+        seq: Sequence,
+        g: int,
+        own: Mapping[int, int],
+        full: int,
+        fresh: list[Block],
+        sound: Mapping[tuple[int, int], bool],
+    ) -> None:
+        before = len(fresh)
+        for page_no, page in own.items():
+            if not seq.publishable:
+                return
+            self._publish(seq, g, page_no, fresh, finite=sound[g, page])
+        if not seq.publishable:
+            return
+        seq.published[g] = full
+        pages = len(fresh) - before
+        if pages:
+            tokens = pages * self.page_size
+            self.store.bus.emit(Published(group=g, pages=pages, tokens=tokens, tenant=seq.owner))
 
     def _differs(self, seq: Sequence, group: int, page_no: int) -> bool:
         """Whether a page is known with other bytes than those that a sequence has."""
@@ -359,25 +375,26 @@ class Publisher:
         if codec or not store.forms[group].ladder.rungs:  # else it is once it is encoded
             store.write_down(block)
 
-    def _sound(self, group: int, pages: list[int]) -> list[bool]:
-        """Return which pages hold finite numbers only; blank what lies between stripes of raw ones.
+    def _sound(self, pages: Items[tuple[int, int]]) -> dict[tuple[int, int], bool]:
+        """Return which (group, page) hold finite numbers only; blank what lies between stripes.
 
-        The device is asked once for all of them. Encoded pages were finite when they were encoded.
+        The device is asked once for each group. Encoded pages were finite when they were encoded.
         """
-        pool, layout = self.store.pool(group), self.store.forms[group].raw
-        dtype, raw = getattr(torch, layout.dtype), []
-        for page in pages:
-            if page >> CODEC_SHIFT:
-                continue
-            stripes = pool.page_bytes(page, layout.page_bytes)
+        sound = dict.fromkeys(pages, True)
+        for g in {g for g, page in pages if not page >> CODEC_SHIFT}:
+            pool, layout = self.store.pool(g), self.store.forms[g].raw
+            n_bytes, dtype = layout.page_bytes, getattr(torch, layout.dtype)
+            raw = [each for each in pages if each[0] == g and not each[1] >> CODEC_SHIFT]
+            parts = [pool.page_bytes(page, n_bytes) for _, page in raw]
             if layout.stripe_bytes < layout.stripe_stride_bytes:
-                # Padding holds whatever the page held before, for another group or tenant.
-                stripes = stripes.view(layout.layers, layout.stripe_stride_bytes)
-                stripes[:, layout.stripe_bytes :].zero_()
-                stripes = stripes[:, : layout.stripe_bytes]
-            raw.append(stripes.view(dtype))
-        found = iter(are_finite(raw))
-        return [bool(page >> CODEC_SHIFT) or next(found) for page in pages]
+                shape = layout.layers, layout.stripe_stride_bytes
+                parts = [part.view(shape) for part in parts]
+                for part in parts:
+                    # Padding holds whatever the page held before, for another group or tenant.
+                    part[:, layout.stripe_bytes :].zero_()
+                parts = [part[:, : layout.stripe_bytes] for part in parts]
+            sound.update(zip(raw, are_finite([part.view(dtype) for part in parts]), strict=True))
+        return sound
 
 
 def are_finite(parts: list[torch.Tensor]) -> list[bool]:

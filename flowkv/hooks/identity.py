@@ -304,7 +304,7 @@ def _helped(model: torch.nn.Module) -> bool:
         held = vars(module)
         around = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         owners = [getattr(each, "__self__", each) for each in around]
-        owners += [held["forward"]] if "forward" in held else []
+        owners += [held[name] for name in ("forward", "_call_impl") if name in held]
         if "_hf_hook" in held or not all(getattr(o, "captures", False) for o in owners):
             return True
     return False

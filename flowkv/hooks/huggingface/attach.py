@@ -157,8 +157,8 @@ def _hear(model: torch.nn.Module, kv: KV) -> None:
     """Tells on the bus of a cache what attached weights and embeddings of its model read."""
     found = dict[int, Bus]()
     for module in model.modules():
-        for called in (vars(module).get("forward"), *module._forward_pre_hooks.values()):
-            by = getattr(called, "__self__", None)
+        for called in map(vars(module).get, ("forward", "_call_impl")):
+            by = getattr(getattr(called, "func", called), "__self__", None)
             if isinstance(by, (AttachedEmbedding, StreamedWeights)) and by.bus is not kv.bus:
                 found[id(by.bus)] = by.bus
     for bus in found.values():
