@@ -6,7 +6,6 @@ import gc
 import tracemalloc
 from collections import Counter
 from itertools import count
-from pathlib import Path
 
 import pytest
 
@@ -94,14 +93,6 @@ def test_conversations_whose_pages_are_known_are_remembered() -> None:
     assert len(kv.visits._sessions) > 256
     assert [kv.hint(session, 5.0) for session in kept] == [8] * 40
     kv.close()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("tiers", [[], ["host:256KiB"], "disk"], ids=["none", "host", "disk"])
-def test_with_the_bounds_as_they_are(tmp_path: Path, tiers: list[str] | str) -> None:
-    places = [f"disk:{tmp_path}:1MiB"] if tiers == "disk" else tiers
-    kv = make_kv(simple(), pages=32, tiers=places, policy="auto")
-    check(kv, 3000, spare=80, spare_bytes=64 << 10)
 
 
 @pytest.mark.slow

@@ -290,6 +290,23 @@ def test_what_a_graph_does_not_give(asked: str) -> None:
         assert counts(kv) == (0, 0)
 
 
+@pytest.mark.parametrize("asked", [dict(output_router_logits=True), dict(use_cache=False)])
+def test_more_than_logits_is_asked_for_once_there_are_graphs(asked: dict[str, bool]) -> None:
+    model, twin = models.causal("gpt_oss"), models.causal("gpt_oss")
+    answers = []
+    with recorded(), attached(model) as kv:
+        for each in (model, twin):
+            out = generate(each, 10, input_ids=PROMPT)
+            given = dict(past_key_values=out.past_key_values, position_ids=torch.tensor([[29]]))
+            replayed = counts(kv)[1]
+            with torch.no_grad():
+                answers.append(each(input_ids=out.sequences[:, -1:], **given, **asked))
+            assert counts(kv)[1] == replayed > 0
+    ours, theirs = answers
+    assert ours.keys() == theirs.keys()
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=2e-4, atol=2e-4)
+
+
 # Limits
 
 

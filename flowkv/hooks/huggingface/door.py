@@ -728,7 +728,8 @@ class ForwardHook:
         rows, given = cache.rows, call.given
         if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
             self.kv.graphed["eager"] = "the model computes with keys and values itself"
-        asked = given.get("return_dict") is False or given.get("output_hidden_states")
+        asked = False in (given.get("return_dict"), given.get("use_cache"))
+        asked = asked or any(map(given.get, ("output_hidden_states", "output_router_logits")))
         places = call.positions
         return not (
             call.columns != 1
