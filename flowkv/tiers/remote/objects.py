@@ -410,7 +410,10 @@ class ObjectTier(RemoteTier):
     def recall(self) -> dict[bytes, Fact]:
         """What the catalogs say."""
         self.known.fresh = []
-        facts = dict(self._news())
+        facts: dict[bytes, Fact] = {}
+        for key, fact in self._news():  # a directory lists its files in any order
+            if key not in facts or facts[key].stored_ns <= fact.stored_ns:
+                facts[key] = fact
         if len(self._seen) > MOST_CATALOGS:
             self._old = sorted(self._seen)
         return facts

@@ -806,8 +806,10 @@ class RemoteTier:
         look = self.known.look()
         for name, n_bytes, stored_ns in self.backend.list(self.limits.call_s):
             key = bytes.fromhex(name)
-            fact = told.get(key) or Fact(stored_ns=stored_ns)
-            facts.append((key, fact._replace(n_bytes=n_bytes)))
+            fact = told.get(key)
+            if fact is None or fact.n_bytes != n_bytes:  # of an earlier frame of that key
+                fact = Fact(n_bytes, None, stored_ns)
+            facts.append((key, fact))
             if len(facts) == LISTED:
                 self.known.learn(facts, look)
                 facts.clear()

@@ -253,6 +253,30 @@ def test_opening_reads_catalogs_and_no_headers(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_the_last_catalog_that_names_a_frame_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_first: bool
+) -> None:
+    """Directories list their files in any order."""
+    list_names = ObjectBackend.names
+
+    def names(self: ObjectBackend, folder: str, timeout_s: float) -> Iterator[Any]:
+        found = sorted(list_names(self, folder, timeout_s), reverse=newest_first)
+        return iter(found)
+
+    monkeypatch.setattr(ObjectBackend, "names", names)
+    tier, key = ObjectTier(tmp_path.as_uri()), key_of(0)
+    for parent in (key_of("first"), key_of("second")):
+        tier.erase([key])
+        info = info_of(SIZE, parent=parent)
+        job = tier.submit_store([Store(key, info, memoryview(body_of(0)))])
+        assert answers(tier, job, 1)[0].outcome is Outcome.STORED
+        tier.close()
+        tier = ObjectTier(tmp_path.as_uri())
+    assert [entry.info.parent for entry in tier.scan()] == [key_of("second")]
+    tier.close()
+
+
 def test_catalogs_that_were_not_written_cost_headers(tmp_path: Path) -> None:
     """A process that was killed leaves frames that no catalog knows."""
     uri = tmp_path.as_uri()
