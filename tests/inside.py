@@ -483,17 +483,7 @@ if TYPE_CHECKING:
         decode_catalog,
         encode_catalog,
     )
-    from flowkv.tiers.remote.redis import (
-        MAX_LINE_BYTES,
-        MAX_REPLY_BYTES,
-        Redis,
-        RedisTier,
-        ServerError,
-        Wire,
-        WireError,
-        pack,
-        pack_set,
-    )
+    from flowkv.tiers.remote.redis import Redis, RedisTier
     from flowkv.tiers.remote.tier import (
         FAILURES,
         Aside,

@@ -36,7 +36,9 @@ def test_one_fault_under_a_load(name: str, command: bytes) -> None:
         assert hits(tier, ["b"], 20480) == 1  # its reply is the one that "another" repeats
         server.plan.append(FAULTS[name])
         outcome, reason = load_one(tier, "a", 20480, 0.5)
-        quiet = name in ("drop", "shorten")  # nothing more comes: the deadline ends it
+        # More bytes are awaited than come: the deadline ends it.
+        quiet = name in ("drop", "shorten", "huge", "negative")
+        quiet = quiet or (name == "longer" and command == b"ECHO")
         told = {"rot": "digest", "another": "key"}  # what only the frame itself can tell
         if name in told and command == b"GETRANGE":
             assert (outcome, reason) == ("miss", told[name]) and tier.corrupt == 1
@@ -127,11 +129,11 @@ def test_a_server_that_hangs_opens_the_breaker_and_closing_is_quick() -> None:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 20))]
 )
 def test_many_faults(seed: int) -> None:
-    """Thirty in a hundred replies are spoilt in some way: every hit is right, and some are hits."""
+    """Fifteen in a hundred replies are spoilt in some way: every hit is right, some are hits."""
     size, names = 12288, range(24)
     with FaultyRedis(seed) as server:
         tier = RedisTier(server.uri, limits=RemoteLimits(threads=3, open_s=2.0, every_s=0.05))
-        server.chance = 0.3
+        server.chance = 0.15
         found, kept = 0, set()
         for turn in range(6):
             wishes = [
@@ -139,13 +141,13 @@ def test_many_faults(seed: int) -> None:
                 for n in names
                 if n % 6 == turn
             ]
-            done = answers(tier, tier.submit_store(wishes, deadline_s=0.4), len(wishes))
+            done = answers(tier, tier.submit_store(wishes, deadline_s=0.8), len(wishes))
             kept |= {a.key for a in done if a.outcome is Outcome.STORED}
             targets = [bytearray(size) for _ in names]
             loads = [
                 Load(key_of(n), memoryview(t), LAYOUT) for n, t in zip(names, targets, strict=True)
             ]
-            for answer in answers(tier, tier.submit_load(loads, deadline_s=0.4), len(loads)):
+            for answer in answers(tier, tier.submit_load(loads, deadline_s=0.8), len(loads)):
                 if answer.outcome is Outcome.HIT:
                     assert targets[answer.item] == body_of(answer.item, size), "WRONG BYTES"
                     found += 1
