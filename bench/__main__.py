@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import bench.blend
 import bench.embedding
 import bench.engines.command
-import bench.hierarchy
 import bench.mass
 import bench.memo
 import bench.overflow
@@ -31,7 +30,6 @@ def parser() -> Parser:
     )
     verb = adder(made.add_subparsers(title="verbs", metavar="VERB", required=True))
     bench.real.add_verbs(verb)
-    bench.hierarchy.add_verbs(verb)
     bench.embedding.add_verbs(verb)
     bench.weights.add_verbs(verb)
     bench.overflow.add_verbs(verb)

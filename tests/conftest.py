@@ -26,7 +26,7 @@ POISON_LIMIT_BYTES = 64 << 20
 # show on a few, that measure, or whose subject stands beside what serves a model: `python -m tests`
 # leaves them to `--all`, everybody else runs them as ever.
 THOROUGH = """
-bench/test_blend.py bench/test_hierarchy.py bench/test_mass.py bench/test_overflow.py
+bench/test_blend.py bench/test_mass.py bench/test_overflow.py
 bench/test_perplexity.py bench/test_policy.py bench/test_quality.py bench/test_restarts.py
 bench/test_restore_cuda.py bench/test_restore_emulated.py bench/test_restore_protocol.py
 bench/test_restore_table.py bench/test_restore_torch.py bench/test_serve_load.py

@@ -301,14 +301,10 @@ if TYPE_CHECKING:
     from flowkv.policy.order.leaf import FIRST_CAPACITY, RECENTS, SEEN_ONCE, STAYERS
     from flowkv.policy.pages import (
         Defragmentation,
-        Heat,
         Importance,
         Ladder,
         Occupancy,
-        Shares,
-        Temperature,
         make_ladder,
-        shares_that_fit,
     )
     from flowkv.policy.prefetch.markov import Markov
     from flowkv.policy.prefetch.prefetcher import (

@@ -16,7 +16,6 @@ GROUPS = {
     "chains": "Recall of the Markov predictor, of Bayes' optimum",
     "cycles": "Hits where blocks are used in a circle, once that is noticed",
     "bursts": "Bursty and drifting traffic, with prefetch",
-    "hierarchy": "The memory hierarchy",
 }
 """What the groups of findings are about."""
 

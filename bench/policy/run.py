@@ -13,7 +13,6 @@ import flowkv
 from bench.policy.cost import cost
 from bench.policy.finding import Finding, summary
 from bench.policy.ground import PUBLIC, Ground, Replays, grounds
-from bench.policy.hierarchy import hierarchy
 from bench.policy.replayed import bursts, closure, floor, hints, prefetch, warm_start
 from bench.policy.streams import chains, cycles
 
@@ -60,7 +59,6 @@ def measure_policies(*, quick: bool = False, tell: Tell | None = None) -> Report
         ("costs", lambda found, _: cost(found, quick)),
         ("chains", lambda _, __: chains(quick)),
         ("cycles", lambda _, __: cycles()),
-        ("memory hierarchy", lambda _, __: hierarchy()),
     ]
     say = tell or (lambda _done, _all, _doing: None)
     load = os.getloadavg()[0]  # of others; costs on a busy machine are too high

@@ -199,7 +199,6 @@ def test_one_run_measures_everything(
     monkeypatch.setattr(run, "grounds", lambda quick: given)
     monkeypatch.setattr(run, "chains", lambda quick: [])
     monkeypatch.setattr(run, "cycles", list)
-    monkeypatch.setattr(run, "hierarchy", lambda: [])
     out = tmp_path / "policy.json"
     assert main(["policy", "--quick", "--json", "--out", str(out)]) == 0
     report = json.loads(capsys.readouterr().out)
