@@ -165,7 +165,7 @@ if TYPE_CHECKING:
     from flowkv.kernels.triton.task import merge_two
     from flowkv.kernels.triton.tile import FLIP_SIGNS, SPLIT_DIGITS, SPLIT_NIBBLES
     from flowkv.kernels.triton.tile import MOST as tile_MOST
-    from flowkv.observe import events
+    from flowkv.observe import events, recording
     from flowkv.observe.events import (
         Admitted,
         Audited,
@@ -212,6 +212,7 @@ if TYPE_CHECKING:
     from flowkv.observe.metrics import MOST as metrics_MOST
     from flowkv.observe.otel import Bridge
     from flowkv.observe.prometheus import Exporter
+    from flowkv.observe.recording import Writer
     from flowkv.observe.timeline import (
         LATENCIES,
         Lanes,
@@ -351,7 +352,7 @@ if TYPE_CHECKING:
     from flowkv.residency.keyed import KeyedPolicy
     from flowkv.sim import formats
     from flowkv.sim.character import lru_hit_ratios, stack_distances
-    from flowkv.sim.formats import Reader, Writer, read_mooncake, read_sessions
+    from flowkv.sim.formats import Reader, read_mooncake, read_sessions
     from flowkv.sim.generate import KINDS as generate_KINDS
     from flowkv.sim.generate import MarkovTraceConfig, bursts, poisson, transitions, walk
     from flowkv.sim.hardware import CODECS as hardware_CODECS

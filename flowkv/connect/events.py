@@ -25,7 +25,7 @@ from msgspec import Meta
 from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.core.files import MALFORMED
 from flowkv.core.keys import ROOT, tenant_salt
-from flowkv.sim.formats import MOST_BLOCK_TOKENS, Writer
+from flowkv.observe.recording import MOST_BLOCK_TOKENS, Writer
 
 if TYPE_CHECKING:
     from flowkv.cache.index import Block

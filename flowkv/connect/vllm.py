@@ -22,10 +22,10 @@ from typing import Any
 from flowkv.connect.identity import identify
 from flowkv.core.errors import ConfigError, StateError, experimental
 from flowkv.core.keys import ROOT, tenant_salt
+from flowkv.observe.recording import Writer
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.residency.keeper import open_keeper
 from flowkv.residency.keyed import KeyedPolicy
-from flowkv.sim.formats import Writer
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 
 TESTED = "0.32"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
-import hashlib
 import io
 import itertools
 import os
-import secrets
-import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO, Self, TypeAlias, TypeVar, cast
+from typing import Annotated, BinaryIO, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,8 +17,18 @@ import zstandard
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED, open_regular
+from flowkv.observe.recording import (
+    FRAME_HEAD,
+    ID_BYTES,
+    MAGIC,
+    MOST_BLOCK_TOKENS,
+    About,
+    RecordedRequest,
+    Tokens,
+    Writer,  # noqa: F401 - its public name
+)
 from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
 from flowkv.sim.trace import LEAST_BYTES, MOST_A_BYTE, Trace, build_trace, read_npz, wide
 
@@ -107,8 +113,6 @@ STOPS = {
     "": UNKNOWN_STOP, "tool_use": TOOL_USE, "tool_calls": TOOL_USE, "end_turn": TURN_END,
     "stop": TURN_END, "max_tokens": CUT_OFF, "length": CUT_OFF,
 }  # fmt: skip
-MOST_BLOCK_TOKENS = 1 << 20
-Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
 Time: TypeAlias = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=1e13)]
 
 
@@ -381,174 +385,10 @@ def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[n
     return pairs
 
 
-# Recordings: what a live cache was asked for, to be replayed later.
-#
-# No text, no token and no name is written: chains of block ids, hashed once more with a salt that
-# is kept nowhere, lengths, times. So a recording cannot be matched with another one, or with a
-# store.
-#
-# A file is a magic line and frames. A frame is 16 bytes (u32 compressed length, u32 length, u64
-# xxh3_64 of what is compressed) and zstd-compressed msgpack. The first frame is a map that
-# describes the file, fields of a request included; each further one a list of requests. A request
-# names the deepest block that was written before (a number, counting from 0; -1 for none) and, of
-# 16 bytes each, the ids of the blocks below it.
-#
-# What a crash leaves, a file that ends within a frame, is read up to there.
+# Recordings of a live cache (`flowkv.observe.recording` writes them), read as traces.
 
-MAGIC = b"FLOWKV recording 1\n"
-_HEAD = struct.Struct("<IIQ")
-_MOST_KNOWN = 1 << 19  # some 60 MB; beyond that, ids are written anew
-_FRAME_REQUESTS, _FRAME_BLOCKS = 4096, 1 << 16
-_ID_BYTES = 16
 T = TypeVar("T")
 _REMEDY = "Record it anew, or pass another file"
-
-
-class RecordedRequest(msgspec.Struct, array_like=True, frozen=True):
-    """One request, as it is written.
-
-    Attributes:
-        time_ns: Arrival, on any clock.
-        above: Number of the deepest block that was written before, or -1.
-        ids: Ids of the blocks below it, root to leaf.
-        input_tokens: Of the prompt.
-        output_tokens: Of the answer.
-        session: A hash of the conversation's name, or -1.
-        tenant: Numbered in the order of appearance.
-        stop: See `flowkv.policy.base`.
-    """
-
-    time_ns: Annotated[int, Meta(ge=-(2**62), lt=2**62)]
-    above: int
-    ids: bytes
-    input_tokens: Tokens = 0
-    output_tokens: Tokens = 0
-    session: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
-    tenant: Tokens = 0
-    stop: Annotated[int, Meta(ge=0, lt=2**7)] = 0
-
-
-class About(msgspec.Struct, frozen=True):
-    """The first frame."""
-
-    block_tokens: int
-    version: int = 1
-    fields: tuple[str, ...] = RecordedRequest.__struct_fields__
-
-
-class Writer:
-    """Writes a recording. For one thread.
-
-    Args:
-        path: A new file; an old one is replaced.
-        block_tokens: Tokens of a block.
-        salt: Of the hashes; a random one, kept nowhere, by default.
-
-    Raises:
-        OSError: The file cannot be written; any call may.
-    """
-
-    def __init__(self, path: str | Path, *, block_tokens: int, salt: bytes | None = None) -> None:
-        self.path = Path(path)
-        self.block_tokens = block_tokens
-        self._salt = (secrets.token_bytes(16) if salt is None else salt)[:64]
-        self._known: dict[bytes, int] = {}
-        self._tenants: dict[bytes, int] = {}
-        self._count = self._blocks = 0
-        self._pending: list[RecordedRequest] = []
-        self._file: BinaryIO | None = self.path.open("wb")
-        self._file.write(MAGIC)
-        self._write(msgspec.msgpack.encode(About(block_tokens)))
-
-    def request(
-        self,
-        time_ns: int,
-        ids: NDArray[np.uint64] | bytes,
-        *,
-        input_tokens: int = 0,
-        output_tokens: int = 0,
-        session: bytes = b"",
-        tenant: bytes = b"",
-        stop: int = 0,
-    ) -> None:
-        """Notes a request, best when it is complete.
-
-        Args:
-            time_ns: When it arrived, on any clock that does not jump.
-            ids: Chain ids of its whole blocks, root to leaf: u64 [n, 2], or 16 bytes each. Equal
-                ids mean equal whole prefixes.
-            input_tokens: Of the prompt.
-            output_tokens: Of the answer.
-            session: Name of the conversation, if it is known.
-            tenant: Name of the tenant.
-            stop: Why the answer ended; see `flowkv.policy.base`.
-
-        Raises:
-            StateError: After `close`.
-        """
-        raw = ids if isinstance(ids, bytes) else np.ascontiguousarray(ids, "<u8").tobytes()
-        chain = [raw[i : i + _ID_BYTES] for i in range(0, len(raw) - _ID_BYTES + 1, _ID_BYTES)]
-        if len(self._known) > _MOST_KNOWN:
-            self._known.clear()
-        # Whoever is known, all above it are.
-        above = bisect.bisect(chain, 0, key=lambda block: block not in self._known)
-        new = chain[above:]
-        first = self._known[chain[above - 1]] if above else -1
-        for i, block in enumerate(new):
-            self._known[block] = self._count + i
-        self._count += len(new)
-        self._blocks += len(new)
-        hashed = b"".join(self._hash(block, b"block") for block in new)
-        whose = self._tenants.setdefault(tenant, len(self._tenants))
-        number = int.from_bytes(self._hash(session, b"session")[:8], "little") >> 2
-        self._pending.append(
-            RecordedRequest(
-                int(time_ns),
-                first,
-                hashed,
-                int(input_tokens),
-                int(output_tokens),
-                number if session else -1,
-                whose,
-                int(stop),
-            )
-        )
-        if len(self._pending) >= _FRAME_REQUESTS or self._blocks >= _FRAME_BLOCKS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes what was noted so far."""
-        if self._file is None:
-            raise StateError(f"recording {self.path} is closed", "Open another Writer")
-        if self._pending:
-            pending, self._pending, self._blocks = self._pending, [], 0
-            self._write(msgspec.msgpack.encode(pending))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Writes the rest; a second call does nothing."""
-        if self._file is not None:
-            try:
-                self.flush()
-            finally:
-                self._file.close()
-                self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _hash(self, name: bytes, what: bytes) -> bytes:
-        return hashlib.blake2b(name, digest_size=_ID_BYTES, key=self._salt, person=what).digest()
-
-    def _write(self, body: bytes) -> None:
-        if self._file is None:
-            raise StateError(f"recording {self.path} is closed", "Open another Writer")
-        packed = zstandard.ZstdCompressor(level=3).compress(body)
-        self._file.write(_HEAD.pack(len(packed), len(body), xxhash.xxh3_64_intdigest(body)))
-        self._file.write(packed)
 
 
 class Reader:
@@ -598,10 +438,10 @@ class Reader:
         requests, left = list(self), most_blocks(self.path)
         for request in requests:
             above, count = request.above, len(ids)
-            if not -1 <= above < count or len(request.ids) % _ID_BYTES:
+            if not -1 <= above < count or len(request.ids) % ID_BYTES:
                 raise ConfigError(f"{self.path} names a block before its time", _REMEDY)
-            for at in range(0, len(request.ids), _ID_BYTES):
-                ids.append(request.ids[at : at + _ID_BYTES])
+            for at in range(0, len(request.ids), ID_BYTES):
+                ids.append(request.ids[at : at + ID_BYTES])
                 parents.append(above)
                 depths.append(depths[above] + 1 if above >= 0 else 1)
                 above = len(ids) - 1
@@ -631,8 +471,8 @@ class Reader:
                 raise ConfigError(f"{self.path} is no recording of FlowKV", _REMEDY)
             size = os.fstat(file.fileno()).st_size
             left = LEAST_BYTES + MOST_A_BYTE * size
-            while len(head := file.read(_HEAD.size)) == _HEAD.size:
-                packed_bytes, n_bytes, digest = _HEAD.unpack(head)
+            while len(head := file.read(FRAME_HEAD.size)) == FRAME_HEAD.size:
+                packed_bytes, n_bytes, digest = FRAME_HEAD.unpack(head)
                 left -= n_bytes
                 if left < 0:
                     raise ConfigError(f"{self.path} has a frame of {n_bytes} bytes", _REMEDY)

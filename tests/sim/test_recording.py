@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.sim import generate, read_trace
-from tests.inside import ConfigError, Reader, StateError, Writer, formats
+from tests.inside import ConfigError, Reader, StateError, Writer, recording
 from tests.sim.stories import chains, same, stories, told
 
 SALT = b"salt"
@@ -44,8 +44,8 @@ def test_what_is_recorded_is_replayed(tmp_path_factory, story, most, frame):
     """Also when the writer forgets what it wrote, and frames are short."""
     path = tmp_path_factory.mktemp("r") / "story.rec"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "_MOST_KNOWN", most)
-        patch.setattr(formats, "_FRAME_REQUESTS", frame)
+        patch.setattr(recording, "_MOST_KNOWN", most)
+        patch.setattr(recording, "_FRAME_REQUESTS", frame)
         record(path, story)
     got, want = read_trace(path), told(story)
     got.check()
