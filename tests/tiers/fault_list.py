@@ -227,7 +227,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_envelope.py::test_noise_raises_nothing_but_bad_frames",
             "tiers/test_envelope.py::test_headers_that_lie_about_lengths_reserve_no_memory",
             "tiers/test_check.py::test_rows_that_lie_lead_nowhere",
-            "tiers/remote/test_resp.py::test_garbage_raises_only_typed_errors",
+            "tiers/remote/test_redis_replies.py::test_garbage_raises_only_typed_errors",
             "tiers/remote/test_objects.py::test_catalogs_of_noise",
             "cache/test_export.py::test_no_damage_gives_a_wrong_byte",
         ),
