@@ -23,6 +23,8 @@ import pytest
 import torch
 import xxhash
 
+from flowkv.core.compiled_digest import compile_digest
+from flowkv.core.digest import digests
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.digest import CHECK, check_frames
@@ -31,7 +33,6 @@ from flowkv.tiers.envelope import Envelope, Integrity, Keyring
 from flowkv.tiers.frame import describe, fixed_fields, pack_header
 from flowkv.tiers.lossless import Lossless, unpack_stripe
 from tests.fixture_model import load_tiny, stdlib_text
-from tests.tiers import twin
 
 ROUND_BYTES = 64 << 20
 STRIPES = 16
@@ -203,29 +204,41 @@ def test_digests(size: int, getters: Callable[[list[Store], Envelope], Getter]) 
 
 
 @pytest.mark.parametrize("size", [4 << 10, 64 << 10, 1 << 20])
-def test_twin(size: int) -> None:
-    """The numba twin against the library, over memory that fits the caches and that does not."""
+def test_nh_128(size: int) -> None:
+    """The digest alone, over memory that fits the caches and that does not."""
     noise = np.frombuffer(np.random.default_rng(0).bytes(ROUND_BYTES), np.uint8)
-    view, print_name = memoryview(noise), f"\nxxh3_128, {size >> 10} KiB"
-    assert twin.digest(noise.ctypes.data, size) == xxhash.xxh3_128_digest(view[:size])
-    print(print_name)
-    for name, starts in (
-        ("in cache", [0] * (ROUND_BYTES // 4 // size)),
-        ("in memory", list(range(0, ROUND_BYTES, size))),
-    ):
-        rows = np.array(
-            [(0, 0, noise.ctypes.data + start, 0, 0, size, 0, 0, 0, 0) for start in starts], CHECK
-        )
-        parts = [view[start : start + size] for start in starts]
-        took = rounds(
-            {
-                "library": lambda parts=parts: [xxhash.xxh3_128_digest(part) for part in parts],
-                "twin": lambda rows=rows: twin.digest_many(rows["data"], size),
-            },
-            9,
-            time.thread_time,
-        )
-        show(f"library / twin, {name}", each(took["library"], took["twin"]))
+    start = time.process_time()
+    compile_digest()
+    print(f"\nNH-128, {size >> 10} KiB; loaded or compiled in {time.process_time() - start:.2f} s")
+    copy = np.zeros_like(noise)
+    for name, count in (("in cache", 1), ("in memory", ROUND_BYTES // size)):
+        parts = [noise[n * size : (n + 1) * size] for n in range(count)]
+        targets = [copy[n * size : (n + 1) * size] for n in range(count)]
+        words, times = noise[: count * size].view(np.uint64), max(1, ROUND_BYTES // size // count)
+        ways: dict[str, Callable[[], object]] = {
+            "digest": lambda whole=noise[: count * size]: digests(whole, size),
+            "xxh3_128": lambda parts=parts: [xxhash.xxh3_128_digest(part) for part in parts],
+            "read (sum of words)": words.sum,
+            "copy": lambda parts=parts, targets=targets: [*map(np.copyto, targets, parts)],
+        }
+        repeated = {
+            way: lambda call=call, times=times: [call() for _ in range(times)]
+            for way, call in ways.items()
+        }
+        took = rounds(repeated, 15, time.thread_time)
+        for way in ways:
+            n_bytes = times * count * size
+            show(f"{way}, {name}, GB/s and core", [n_bytes / s / 1e9 for s in took[way]])
+        show(f"digest / read, {name}", each(took["read (sum of words)"], took["digest"]))
+
+
+def test_before_it_is_compiled() -> None:
+    noise = np.frombuffer(np.random.default_rng(0).bytes(ROUND_BYTES), np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flowkv.core.digest._compiled", None)
+        took = rounds({"numpy": lambda: digests(noise, 1 << 18)}, 9, time.thread_time)
+    print()
+    show("NH-128 in numpy, GB/s and core", [ROUND_BYTES / s / 1e9 for s in took["numpy"]])
 
 
 @cache

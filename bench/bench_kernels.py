@@ -31,6 +31,7 @@ from flowkv.kernels import (
     cascade_attention,
     checksum,
     copy_pages,
+    digest_pages,
     drop_tokens,
     gather_dense,
     gather_pages,
@@ -373,6 +374,16 @@ def test_checksum(benchmark: Any, side: str) -> None:
     """512 MiB, as much as a small model's weights; torch reads them once and sums them up."""
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (1 << 26,))
     benchmark(words.sum if side == "torch" else lambda: checksum(words, 1 << 19))
+
+
+@benched("digest_pages")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_digest_pages(benchmark: Any, side: str) -> None:
+    """512 pages of 1 MiB in 32 stripes, where they lie; torch reads them once and sums them up."""
+    arena = torch.randint(0, 256, (512 << 20,), dtype=torch.uint8)
+    words, source = arena.view(torch.int64), torch.arange(0, 512 * 256, 256).int()
+    ours = partial(digest_pages, arena, source, 256, 32)
+    benchmark(words.sum if side == "torch" else ours)
 
 
 def remade() -> tuple[Setting, torch.Tensor, Tensors]:

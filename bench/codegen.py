@@ -164,6 +164,8 @@ CASES = (
     Case("decode-kv4h-page", "transcode", codec="kv4h+raw"),
     Case("check-raw", "transcode"),
     Case("checksum", "checksum", codec="any", scope="every"),
+    Case("digest", "digest_pages", codec="any", scope="every"),
+    Case("gather-digest", "gather_pages", codec="any", options=("digest",), scope="every"),
     Case("copy", "copy_pages", codec="any", scope="every"),
     Case("gather", "gather_pages", codec="any"),
     Case("scatter", "scatter_pages", codec="any"),
@@ -300,6 +302,14 @@ def checksum(x: Scene) -> None:
     kernels.checksum(x.pages.arena.view(torch.int64), 1 << 16, backend="triton")
 
 
+@calls("digest_pages")
+def digest_pages(x: Scene) -> None:
+    layout = x.pages.layout
+    kernels.digest_pages(
+        x.pages.arena, x.batch.rows, layout.granules, layout.layers, backend="triton"
+    )
+
+
 @calls("copy_pages")
 def copy_pages(x: Scene) -> None:
     kernels.copy_pages(
@@ -311,7 +321,12 @@ def copy_pages(x: Scene) -> None:
 def gather_pages(x: Scene) -> None:
     layout, index = x.pages.layout, x.batch.rows
     out = torch.zeros(len(index), layout.page_bytes, dtype=torch.uint8)
-    kernels.gather_pages(x.pages.arena, index, layout.granules, out, backend="triton")
+    digests = torch.zeros(len(index), layout.layers, 2, dtype=torch.int64)
+    kernels.gather_pages(
+        *(x.pages.arena, index, layout.granules, out),
+        digests=digests if "digest" in x.case.options else None,
+        backend="triton",
+    )
 
 
 @calls("scatter_pages")

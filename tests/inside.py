@@ -55,7 +55,9 @@ if TYPE_CHECKING:
     from flowkv.cli.command import read_prompts, write_replay_report
     from flowkv.connect.identity import fingerprint
     from flowkv.core import compiling, errors, interrupts
+    from flowkv.core import digest as core_digest
     from flowkv.core.clock import Clock, ManualClock, SystemClock
+    from flowkv.core.compiled_digest import compile_digest
     from flowkv.core.compiling import Intervals
     from flowkv.core.config import (
         ENVIRONMENT,
@@ -68,6 +70,8 @@ if TYPE_CHECKING:
         parse_quota,
         parse_size,
     )
+    from flowkv.core.digest import KEYS, digests
+    from flowkv.core.digest import digest as digest_of
     from flowkv.core.errors import (
         BusyError,
         CapacityError,
@@ -150,7 +154,7 @@ if TYPE_CHECKING:
     from flowkv.kernels.cpu import operations as cpu_pool
     from flowkv.kernels.cpu import operations as pages
     from flowkv.kernels.cpu.attend import NIBBLES, SIGNED, UNSIGNED, dots_of
-    from flowkv.kernels.cpu.bits import FAST, data, exp2, narrow, order, tanh, unorder, widen
+    from flowkv.kernels.cpu.bits import FAST, exp2, narrow, order, tanh, unorder, widen
     from flowkv.kernels.cpu.operations import address
     from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND, check_batch, check_scoring
     from flowkv.kernels.loss import bounds, by_token, turning
@@ -388,7 +392,7 @@ if TYPE_CHECKING:
     from flowkv.testing.stories import VerificationError, require
     from flowkv.tiers import digest, envelope, erasure_log, host
     from flowkv.tiers.base import UNBOUNDED
-    from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128
+    from flowkv.tiers.digest import CHECK, REASONS, SEAL, STREAMED_BYTES, check_frames, seal_frames
     from flowkv.tiers.disk import journal
     from flowkv.tiers.disk import tier as transfer
     from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
@@ -430,6 +434,7 @@ if TYPE_CHECKING:
         AES_256_GCM,
         DIGEST_AT,
         MAX_STRIPES,
+        NH_128,
         XXH3_128,
         accept,
         aligned,
@@ -440,7 +445,7 @@ if TYPE_CHECKING:
         pack_header,
         place,
         stored_sizes,
-        verify_stripe,
+        verify_stripes,
     )
     from flowkv.tiers.frame import KINDS as frame_KINDS
     from flowkv.tiers.frame import describe as frame_describe

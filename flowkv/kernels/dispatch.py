@@ -332,6 +332,7 @@ def gather_pages(
     out: torch.Tensor,
     *,
     part: tuple[int, int] | None = None,
+    digests: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Copy pages of the arena, or one layer's stripe of each, side by side into staging.
@@ -344,6 +345,8 @@ def gather_pages(
             which holds the pages when the stream has come so far.
         part: `(first, count)` in granules (`stripe_part`) of each page; `out` is
             `[n, count * 4096]` then. Default: whole pages.
+        digests: int64 `[n, stripes, 2]` on the arena's device, contiguous; gets the digests of the
+            stripes, equal parts of what is moved, in the same pass (`digest_pages`).
         backend: "reference", "cpu" or "triton"; default by device.
 
     Raises:
@@ -352,7 +355,9 @@ def gather_pages(
     """
     _check_staged(arena, granules, part, "out", out, source=source)
     move = resolve("gather_pages", ANY, backend or choose(arena.device))
-    move(arena, source, granules, out, part)
+    if digests is not None:
+        _check_digests(digests, arena, len(source), part[1] if part else granules)
+    move(arena, source, granules, out, part, digests)
 
 
 def scatter_pages(
@@ -362,6 +367,7 @@ def scatter_pages(
     data: torch.Tensor,
     *,
     part: tuple[int, int] | None = None,
+    digests: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Copy the lines of a staging tensor to pages of the arena, or to one stripe of each.
@@ -374,6 +380,8 @@ def scatter_pages(
             which must live until the stream has come so far.
         part: `(first, count)` in granules (`stripe_part`) of each page, the only bytes written;
             `data` is `[n, count * 4096]` then. Default: whole pages.
+        digests: int64 `[n, stripes, 2]` on the arena's device, contiguous; gets the digests of the
+            stripes, equal parts of what is moved, in the same pass (`digest_pages`).
         backend: "reference", "cpu" or "triton"; default by device.
 
     Raises:
@@ -382,7 +390,41 @@ def scatter_pages(
     """
     _check_staged(arena, granules, part, "data", data, target=target)
     move = resolve("scatter_pages", ANY, backend or choose(arena.device))
-    move(arena, target, granules, data, part)
+    if digests is not None:
+        _check_digests(digests, arena, len(target), part[1] if part else granules)
+    move(arena, target, granules, data, part, digests)
+
+
+def digest_pages(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    granules: int,
+    stripes: int,
+    *,
+    part: tuple[int, int] | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the digests of the stripes of pages, where they lie (NH-128, `flowkv.core.digest`).
+
+    Args:
+        arena: uint8 `[bytes]`.
+        source: int32 `[n]`, granules at which the pages begin.
+        granules: Granules of a page.
+        stripes: Equal parts of a page, or of its `part`, each with a digest of its own.
+        part: `(first, count)` in granules of each page (`stripe_part`). Default: whole pages.
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Returns:
+        int64 `[n, stripes, 2]`, low half and high half of each, on the device of `arena`: as bytes,
+        those of a frame's header.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend.
+    """
+    _check_stripes(_check_part(arena, granules, part, source=source), stripes)
+    digest = resolve("digest_pages", ANY, backend or choose(arena.device))
+    return digest(arena, source, granules, stripes, part)
 
 
 def drop_tokens(
@@ -432,6 +474,19 @@ def stripe_part(layout: PageLayout, layer: int, layers: int = 1) -> tuple[int, i
     return layer * stripe, layers * stripe
 
 
+def _check_part(
+    arena: torch.Tensor, granules: int, part: tuple[int, int] | None, **lists: torch.Tensor
+) -> int:
+    check_granules(arena, granules, **lists)
+    first, count = part or (0, granules)
+    if first < 0 or count < 0 or first + count > granules:
+        raise GeometryError(
+            f"part ({first}, {count}) of pages of {granules} granules",
+            "Pass (first granule, granules) within the page, as stripe_part() answers",
+        )
+    return count
+
+
 def _check_staged(
     arena: torch.Tensor,
     granules: int,
@@ -440,15 +495,28 @@ def _check_staged(
     staging: torch.Tensor,
     **lists: torch.Tensor,
 ) -> None:
-    check_granules(arena, granules, **lists)
-    first, count = part or (0, granules)
-    if first < 0 or count < 0 or first + count > granules:
-        raise GeometryError(
-            f"part ({first}, {count}) of pages of {granules} granules",
-            "Pass (first granule, granules) within the page, as stripe_part() answers",
-        )
+    count = _check_part(arena, granules, part, **lists)
     (places,) = lists.values()
     check_staging(name, staging, arena, len(places), count)
+
+
+def _check_stripes(granules: int, stripes: int) -> None:
+    if stripes < 1 or granules % stripes:
+        raise GeometryError(
+            f"{granules} granules in {stripes} stripes",
+            "Use stripes of equal whole granules",
+        )
+
+
+def _check_digests(digests: torch.Tensor, arena: torch.Tensor, n: int, granules: int) -> None:
+    stripes = digests.shape[1] if digests.dim() == 3 else 0
+    plain = digests.dtype is torch.int64 and digests.is_contiguous()
+    if digests.shape != (n, stripes, 2) or not plain or digests.device != arena.device:
+        raise GeometryError(
+            f"digests are {digests.dtype} {tuple(digests.shape)} on {digests.device}",
+            f"Make them contiguous torch.int64 [{n}, stripes, 2] on {arena.device}",
+        )
+    _check_stripes(granules, stripes)
 
 
 # Keys that move to other positions: pages are reused where their prefix is another one.

@@ -13,10 +13,6 @@ import torch
 
 from flowkv.core.geometry import PageLayout
 
-STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9
-"""G, and the multipliers of `mix`; odd, from Steele et al., "Fast splittable pseudorandom number
-generators" (2014), and Degski's mixer."""
-
 
 class Pages(NamedTuple):
     """One layer of all pages of one layer group.

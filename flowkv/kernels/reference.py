@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from flowkv.core.digest import FIRST, KEYS, SECOND, STEP, WORDS
 from flowkv.core.geometry import GRANULE_BYTES, PageLayout, codec_of, granule_of
 from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE
-from flowkv.kernels.operands import FIRST, SECOND, STEP, Pages, Ragged, Rotary, Scoring
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 
 # The oracle of the codecs: what every byte of a sealed page is, in plain torch, on any device.
 #
@@ -512,11 +514,14 @@ def gather_pages(
     granules: int,
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
+    digests: torch.Tensor | None = None,
 ) -> None:
     """Copy pages of the arena, or `part` of each, side by side into `out`, uint8 `[n, bytes]`."""
     frames = _pages_parts(_frames(arena, granules), part)
     for n, g in enumerate(source.tolist()):
         out[n] = frames[g]
+    if digests is not None:
+        digests.copy_(digest_pages(arena, source, granules, digests.shape[1], part))
 
 
 def scatter_pages(
@@ -525,11 +530,45 @@ def scatter_pages(
     granules: int,
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
+    digests: torch.Tensor | None = None,
 ) -> None:
     """Copy the lines of `data`, uint8 `[n, bytes]`, to pages of the arena, or to `part` of each."""
     frames = _pages_parts(_frames(arena, granules), part)
     for n, g in enumerate(target.tolist()):
         frames[g] = data[n]
+    if digests is not None:
+        digests.copy_(digest_pages(arena, target, granules, digests.shape[1], part))
+
+
+def digest_pages(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    granules: int,
+    stripes: int,
+    part: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Return the digests of the stripes of pages; see `dispatch.digest_pages`."""
+    frames = _pages_parts(_frames(arena, granules), part)
+    keys = torch.from_numpy(KEYS.view(np.int64)).to(arena.device)
+    digests = arena.new_empty(len(source), stripes, 2, dtype=torch.int64)
+    for n, g in enumerate(source.tolist()):
+        words = frames[g].clone().view(torch.int64).view(stripes, -1, 1, WORDS)
+        x = words + keys  # [stripes, granules of a stripe, 2, WORDS]
+        h, k = ((x & 0xFFFFFFFF) * _shifted(x, 32)).sum(-1).unbind(-1)
+        place = torch.arange(1, h.shape[1] + 1, device=arena.device) * _signed(STEP)
+        u = _mixed(h + place)
+        one, two = u.sum(1), _mixed(k + u).sum(1)
+        n_bytes = h.shape[1] * GRANULE_BYTES
+        low = _mixed(one + two + (torch.full_like(one, n_bytes + 1) * _signed(STEP)))
+        digests[n] = torch.stack((low, _mixed(two + low)), -1)
+    return digests
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """Mix the bits of int64; see `core.digest.mix`."""
+    x = (x ^ _shifted(x, 32)) * _signed(FIRST)
+    x = (x ^ _shifted(x, 29)) * _signed(SECOND)
+    return x ^ _shifted(x, 32)
 
 
 # The oracle of the operations that remake pages, and of rotation (RoPE).
@@ -584,10 +623,7 @@ def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
             part = block[first : first + _AT_ONCE]
             key = torch.arange(first + 1, first + 1 + len(part), device=words.device)
             key = key * _signed(STEP)
-            x = part ^ key
-            x = (x ^ _shifted(x, 32)) * _signed(FIRST)
-            x = (x ^ _shifted(x, 29)) * _signed(SECOND)
-            x = x ^ _shifted(x, 32)
+            x = _mixed(part ^ key)
             out[0] += x.sum()
             out[1] += (x * (key | 1)).sum()
     return sums

@@ -74,6 +74,9 @@ def open_tier(
         MissingDependencyError: The tier needs an extra that is not installed.
         StoreError: The directory, or the engine, cannot be used.
     """
+    from flowkv.core.compiled_digest import compile_digest  # and with it numba
+
+    compile_digest()
     if kind in REMOTE_KINDS:
         opened = {"name": name, "envelope": envelope, "clock": clock}
         return _open_remote(kind, path, capacity_bytes, opened)

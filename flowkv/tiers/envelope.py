@@ -7,7 +7,7 @@
 
 | integrity | a frame is right if                    | finds                                       |
 |-----------|----------------------------------------|---------------------------------------------|
-| "xxh3"    | xxh3_128 of header and stripes agree   | accidents                                   |
+| "xxh3"    | digests of header and stripes agree    | accidents                                   |
 | "aead"    | their AES-256-GCM tags do              | also forgery; and hides the content         |
 
 A tier reads one kind only: whoever wants "aead" gets no frame that lacks it, whatever the frame
@@ -38,8 +38,8 @@ from flowkv.tiers.frame import (
     DIGEST_AT,
     DIGEST_BYTES,
     FIXED_BYTES,
+    NH_128,
     SALT_BYTES,
-    XXH3_128,
     BadFrame,
     Buffer,
     Header,
@@ -53,7 +53,7 @@ from flowkv.tiers.frame import (
     pack_header,
     place,
     stored_sizes,
-    verify_stripe,
+    verify_stripes,
 )
 
 if TYPE_CHECKING:
@@ -223,11 +223,12 @@ class Envelope:
     @property
     def kind(self) -> int:
         """What the headers of its frames say about their integrity."""
-        return AES_256_GCM if self.integrity == "aead" else XXH3_128
+        return AES_256_GCM if self.integrity == "aead" else NH_128
 
     def reads(self, integrity: int) -> bool:
         """Whether it can check frames whose headers say so."""
-        return integrity == self.kind and (integrity == XXH3_128 or self._keyring is not None)
+        aead = self.integrity == "aead"
+        return (integrity == AES_256_GCM) == aead and (self._keyring is not None or not aead)
 
     def most_bytes(self, body_bytes: int) -> int:
         """Upper bound of a stored frame with such a body, all of it."""
@@ -321,7 +322,7 @@ class Envelope:
             raise BadFrame("stripes", f"stripes from {first} on, {stripes} of {header.stripes}")
         if aead and self._keyring is None:
             raise BadFrame("integrity", "there is no key for encrypted frames")
-        if header.integrity != (AES_256_GCM if aead else XXH3_128):
+        if (header.integrity == AES_256_GCM) != aead:
             raise BadFrame("integrity", f"a frame of integrity {header.integrity}")
         in_place, n_bytes = target is stored, stripes * step
         view, target = memoryview(stored).cast("B"), target.cast("B")
@@ -332,8 +333,7 @@ class Envelope:
         if aead or header.sizes:
             self._unwrap(header, view, target, range(first, first + stripes))
             return n_bytes
-        for number in range(stripes):
-            verify_stripe(header, first + number, view[number * step : (number + 1) * step])
+        verify_stripes(header, first, view[:n_bytes])
         if not in_place:
             target[:n_bytes] = view[:n_bytes]
         return n_bytes
@@ -378,7 +378,7 @@ class Envelope:
             elif cipher is None:
                 out[:] = piece[:step]
             if cipher is None:
-                verify_stripe(header, number, out)
+                verify_stripes(header, number, out)
 
     def _head_of_encrypted(self, data: Buffer, keyring: Keyring) -> Header:
         """What the header of an encrypted frame says once its tag is found right."""

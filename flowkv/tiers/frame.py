@@ -22,8 +22,9 @@ generation: the same frame has the same bytes in memory, on a disk and on the wi
 from a header is used before its digest is right, and no length before it was checked against the
 bytes that are there (DESIGN D5, D11).
 
-xxh3_128 finds accidents, not attackers. The byte `integrity` names the check: a reader that wants
-the keyed one refuses frames without it, and the other way round (`tiers.envelope`).
+The byte `integrity` names the check, of header and stripes. New frames have NH-128 (`core.digest`)
+or tags; the xxh3_128 of older ones is still verified. Digests find accidents, not attackers: a
+reader that wants tags refuses frames without them, and the other way round (`tiers.envelope`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import NamedTuple, TypeAlias
 
 import xxhash
 
+from flowkv.core.digest import digests
 from flowkv.core.errors import FlowKVError
 from flowkv.core.geometry import CODECS, GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
@@ -48,7 +50,7 @@ LAYOUT_BYTES = 16
 SALT_BYTES = 16
 SIZE_BYTES = 4
 MAX_STRIPES = 1 << 16
-XXH3_128, AES_256_GCM = 0, 1
+XXH3_128, AES_256_GCM, NH_128 = 0, 1, 2
 """Values of the byte `integrity`."""
 
 FIXED_BYTES = 256
@@ -88,7 +90,7 @@ class Header(NamedTuple):
         info: The frame's description.
         digests: 16 bytes per stripe, in order: digests of the plain stripes, or tags.
         generation: Number that the tier gave the place where the frame lies, or 0.
-        integrity: `XXH3_128` or `AES_256_GCM`.
+        integrity: `NH_128`, `XXH3_128` or `AES_256_GCM`.
         salt: 16 random bytes that the frame's key was derived with; zeros without one.
         sizes: u32 stored bytes of each stripe; empty where stripes are not compressed.
     """
@@ -97,7 +99,7 @@ class Header(NamedTuple):
     info: FrameInfo
     digests: bytes
     generation: int = 0
-    integrity: int = XXH3_128
+    integrity: int = NH_128
     salt: bytes = bytes(SALT_BYTES)
     sizes: bytes = b""
 
@@ -172,7 +174,7 @@ def describe(key: bytes, info: FrameInfo, body: Buffer, generation: int = 0) -> 
     """
     view = memoryview(body).cast("B")
     count_stripes(key, info, len(view))
-    return Header(key, info, _digests(view, info.stripe_bytes), generation)
+    return Header(key, info, digests(view, info.stripe_bytes), generation)
 
 
 def fixed_fields(header: Header) -> bytes:
@@ -198,7 +200,7 @@ def lay_out(header: Header) -> bytearray:
 def pack_header(header: Header) -> bytes:
     """The bytes of a header that `describe` or `decode_header` made."""
     data = lay_out(header)
-    data[DIGEST_AT] = xxhash.xxh3_128_digest(memoryview(data)[DIGESTED_FROM:])
+    data[DIGEST_AT] = _digest_header(memoryview(data))
     return bytes(data)
 
 
@@ -213,14 +215,14 @@ def encode_header(key: bytes, info: FrameInfo, body: Buffer) -> bytes:
 
 def decode_header(
     data: Buffer,
-    integrity: int = XXH3_128,
+    integrity: int = NH_128,
     sound: Callable[[memoryview], bool] | None = None,
 ) -> Header:
     """What a header says; `data` begins with it and may go on.
 
     Args:
         data: From the beginning of the frame on.
-        integrity: How the frame must be checked.
+        integrity: `AES_256_GCM` for a tag; any other for a digest, of whatever kind.
         sound: Whether the bytes of a header are what its producer made; default: by its digest.
 
     Raises:
@@ -231,8 +233,9 @@ def decode_header(
     if len(view) < size:
         raise BadFrame("truncated", f"a header of {size} bytes ends after {len(view)}")
     view = view[:size]
-    if view[_INTEGRITY_AT] != integrity:
-        raise BadFrame("integrity", f"a frame of integrity {view[_INTEGRITY_AT]}")
+    found = view[_INTEGRITY_AT]
+    if found > NH_128 or (found == AES_256_GCM) != (integrity == AES_256_GCM):
+        raise BadFrame("integrity", f"a frame of integrity {found}")
     if not (sound or _sound)(view):
         raise BadFrame("digest", "the header does not match its digest")
     return _parse(view)
@@ -286,23 +289,25 @@ def verify(header: Header, body: Buffer) -> None:
     Raises:
         BadFrame: "truncated" or "digest".
     """
-    view, step = memoryview(body).cast("B"), header.info.stripe_bytes
+    view = memoryview(body).cast("B")
     if len(view) != header.body_bytes:
         raise BadFrame("truncated", f"{len(view)} bytes of a body of {header.body_bytes}")
-    if _digests(view, step) != header.digests:
-        for stripe in range(header.stripes):
-            verify_stripe(header, stripe, view[stripe * step : (stripe + 1) * step])
+    verify_stripes(header, 0, view)
 
 
-def verify_stripe(header: Header, stripe: int, data: Buffer) -> None:
-    """Compares one stripe with its digest.
+def verify_stripes(header: Header, first: int, data: Buffer) -> None:
+    """Compares neighbouring stripes, from `first` on and nothing else, with their digests.
 
     Raises:
         BadFrame: "digest".
     """
-    at = stripe * DIGEST_BYTES
-    if xxhash.xxh3_128_digest(data) != header.digests[at : at + DIGEST_BYTES]:
-        raise BadFrame("digest", f"stripe {stripe} does not match its digest")
+    found = _digests(header.integrity, data, header.info.stripe_bytes)
+    start = first * DIGEST_BYTES
+    expected = header.digests[start : start + len(found)]
+    for at in range(0, len(found) if found != expected else 0, DIGEST_BYTES):
+        if found[at : at + DIGEST_BYTES] != expected[at : at + DIGEST_BYTES]:
+            number = first + at // DIGEST_BYTES
+            raise BadFrame("digest", f"stripe {number} does not match its digest")
 
 
 def accept(header: Header, key: bytes, layout: bytes, fidelity: int) -> None:
@@ -362,10 +367,18 @@ def aligned(n_bytes: int) -> int:
     return -(-n_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
-def _digests(body: memoryview, step: int) -> bytes:
-    stripes = [body[at : at + step] for at in range(0, len(body), step)]
+def _digests(integrity: int, data: Buffer, step: int) -> bytes:
+    """Digests of each `step` bytes, of the kind that a header names."""
+    if integrity != XXH3_128:
+        return digests(data, step)
+    view = memoryview(data).cast("B")
+    stripes = [view[at : at + step] for at in range(0, len(view), step)]
     return b"".join(map(xxhash.xxh3_128_digest, stripes))
 
 
+def _digest_header(data: memoryview) -> bytes:
+    return _digests(data[_INTEGRITY_AT], data[DIGESTED_FROM:], len(data))
+
+
 def _sound(header: memoryview) -> bool:
-    return xxhash.xxh3_128_digest(header[DIGESTED_FROM:]) == header[DIGEST_AT]
+    return _digest_header(header) == header[DIGEST_AT]

@@ -14,6 +14,7 @@ from flowkv.kernels import (
     append,
     checking,
     checksum,
+    digest_pages,
     drop_tokens,
     gather_dense,
     gather_pages,
@@ -179,6 +180,27 @@ def test_dense_of_pages_that_are_gone() -> None:
         for x, part in zip(got, (scene.k[0], scene.v[0]), strict=True):
             assert torch.equal(x[0, :, -136:].transpose(0, 1), narrowed(part[64:], x.dtype))
             assert not x[0, :, :-136].count_nonzero()
+
+
+@pytest.mark.parametrize(
+    ("granules", "stripes", "part"), [(1, 1, None), (6, 3, None), (6, 1, None), (8, 2, (3, 4))]
+)
+def test_move_digests(granules: int, stripes: int, part: tuple[int, int] | None) -> None:
+    generator = torch.manual_seed(granules)
+    arena = torch.randint(0, 256, (9 * granules * GRANULE_BYTES,), generator=generator).byte()
+    source = torch.tensor([0, 4, 2]).int() * granules + 1
+    found = digest_pages(arena, source, granules, stripes, part=part, backend="triton")
+    wanted = digest_pages(arena, source, granules, stripes, part=part, backend="reference")
+    assert torch.equal(found, wanted)
+    staged = torch.empty(3, (part or (0, granules))[1] * GRANULE_BYTES, dtype=torch.uint8)
+    copied, back = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    gather_pages(arena, source, granules, staged, part=part, digests=copied, backend="triton")
+    other = torch.zeros_like(arena)
+    scatter_pages(other, source, granules, staged, part=part, digests=back, backend="triton")
+    assert torch.equal(copied, wanted) and torch.equal(back, wanted)
+    assert torch.equal(
+        digest_pages(other, source, granules, stripes, part=part, backend="reference"), wanted
+    )
 
 
 @pytest.mark.parametrize(("words", "block"), [(1, 1), (4097, 1000), (70_000, 1 << 19), (65, 64)])

@@ -53,6 +53,8 @@ def keeps_its_budget(row: dict[str, Any]) -> None:
         assert 3 * threads * row["regs"] <= 65536, f"fewer than three a processor: {where}"
     if row["kernel"] in UNFUSED:
         assert row["fused"] == 0, where
+    if row["kernel"] == "digest_kernel":
+        assert "LDG.E.128" in row["memory"], where
     if row["kernel"] in MOVING + UNFUSED:
         assert "LDG.E.128" in row["memory"] and "STG.E.128" in row["memory"], where
 
@@ -69,6 +71,7 @@ def fits_amd(row: dict[str, Any]) -> None:
     """No promise of speed there: it can be launched, and is computed by matrix units."""
     where = f"{row['case']} {row['kernel']}: {row}"
     assert 0 < row["regs"] <= 512 and row["shared_bytes"] <= SHARED_BYTES["gfx942"], where
+    assert row["spills"] == 0 or row["kernel"] != "digest_kernel", where
     if row["case"] in ("decode", "prefill") and row["kernel"].startswith("attend"):
         assert row["spills"] == 0 and row["mma"], where
 

@@ -10,6 +10,7 @@ from flowkv.kernels import (
     Rotary,
     append,
     checksum,
+    digest_pages,
     drop_tokens,
     gather_dense,
     gather_pages,
@@ -118,6 +119,20 @@ def test_stripes_to_staging_and_back(pinned: bool) -> None:
     scatter_pages(arena, (target * granules).int(), granules, out, part=part)
     frames[target, first : first + size] = expected
     assert torch.equal(arena, frames.flatten())
+
+
+@pytest.mark.parametrize("stripes", [1, 4, 32])
+def test_digests(stripes: int) -> None:
+    arena = torch.randint(0, 256, (64 * 32 * GRANULE_BYTES,), dtype=torch.uint8)
+    source = torch.randperm(64)[:50].int() * 32
+    wanted = digest_pages(arena, source, 32, stripes)
+    given, places = arena.cuda(), source.cuda()
+    assert torch.equal(digest_pages(given, places, 32, stripes).cpu(), wanted)
+    staged = torch.empty(50, 32 * GRANULE_BYTES, dtype=torch.uint8).pin_memory()
+    out, back = torch.zeros_like(wanted).cuda(), torch.zeros_like(wanted).cuda()
+    gather_pages(given, places, 32, staged, digests=out)
+    scatter_pages(torch.zeros_like(given), places, 32, staged, digests=back)
+    assert torch.equal(out.cpu(), wanted) and torch.equal(back.cpu(), wanted)
 
 
 @pytest.mark.parametrize(("words", "block"), [(1, 1), (4097, 1000), (3 << 20, 1 << 19)])

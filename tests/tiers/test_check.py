@@ -6,18 +6,17 @@ import time
 
 import numpy as np
 import pytest
-import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flowkv.tiers import BadFrame, decode_header, verify
 from tests.inside import (
     CHECK,
+    NH_128,
     REASONS,
     STREAMED_BYTES,
     StateError,
     check_frames,
+    digest_of,
     fixed_fields,
     header_bytes,
     pack_header,
@@ -25,31 +24,6 @@ from tests.inside import (
 from tests.inside import frame_describe as describe
 
 from .frames import body_of, info_of, key_of
-from .twin import digest as twin_digest
-
-NOISE = np.frombuffer(random.Random(0).randbytes(1 << 21), np.uint8)
-
-
-def twin(data: NDArray[np.uint8]) -> bytes:
-    return twin_digest(data.ctypes.data, len(data))
-
-
-def test_the_twin_agrees_with_the_library_on_every_length() -> None:
-    for n in range(1025):
-        part = NOISE[n % 7 : n % 7 + n]
-        assert twin(part) == xxhash.xxh3_128_digest(part), n
-
-
-@pytest.mark.parametrize("n", [1088, 2047, 2048, 2049, 4064, 4096, 65535, 65536, 1 << 20, 1999999])
-def test_the_twin_agrees_with_the_library_on_long_ones(n: int) -> None:
-    for shift in (0, 1, 63):
-        assert twin(NOISE[shift : shift + n]) == xxhash.xxh3_128_digest(NOISE[shift : shift + n])
-
-
-@given(data=st.binary(max_size=3000), n=st.integers(0, 70000), byte=st.integers(0, 255))
-def test_the_twin_agrees_with_the_library_on_anything(data: bytes, n: int, byte: int) -> None:
-    for part in (data, bytes([byte]) * n, data + bytes(n)):
-        assert twin(np.frombuffer(part, np.uint8)) == xxhash.xxh3_128_digest(part)
 
 
 class Scene:
@@ -179,7 +153,7 @@ def test_every_fixed_field_is_compared(at: int) -> None:
     frame = scene.frame(0)[: scene.head_bytes]
     frame[at] ^= 1
     assert scene.reasons() == ["digest"]
-    frame[16:32] = np.frombuffer(xxhash.xxh3_128_digest(frame[32:]), np.uint8)
+    frame[16:32] = np.frombuffer(digest_of(frame[32:]), np.uint8)
     assert scene.reasons() == [""]
 
 
@@ -221,7 +195,7 @@ def test_it_agrees_with_the_format_in_python() -> None:
         at = rng.choice((rng.randrange(40), rng.randrange(300), rng.randrange(len(frame))))
         frame[at] ^= rng.choice((0, 1 << rng.randrange(8)))
         if rng.randrange(2):
-            frame[16:32] = np.frombuffer(xxhash.xxh3_128_digest(frame[32:4096]), np.uint8)
+            frame[16:32] = np.frombuffer(digest_of(frame[32:4096]), np.uint8)
         try:
             found = decode_header(frame)
             verify(found, frame[4096:])
@@ -242,7 +216,7 @@ def test_noise_is_no_frame() -> None:
         assert scene.reasons() == ["foreign"]
         frame[: scene.head_bytes] = rng.integers(0, 256, scene.head_bytes, np.uint8)
         frame[:16] = scene.expected[0, :16]
-        frame[35] = 0
+        frame[35] = NH_128
         assert scene.reasons() == ["digest"]
 
 

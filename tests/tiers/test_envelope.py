@@ -7,12 +7,11 @@ import struct
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.tiers import BadFrame, Envelope
-from tests.inside import ConfigError, fixed_fields, header_bytes
+from tests.inside import ConfigError, digest_of, fixed_fields, header_bytes
 
 from .frames import info_of, key_of
 from .wraps import KINDS, bfloat16, envelope_of, load, store
@@ -165,7 +164,7 @@ def test_fields_cannot_be_mutated(kind: str, change: str, value: object) -> None
     assert data != frame.data
     for recomputed in (False, True):
         if recomputed:
-            data[16:32] = xxhash.xxh3_128_digest(bytes(data[32 : header.header_bytes]))
+            data[16:32] = digest_of(bytes(data[32 : header.header_bytes]))
             if kind.startswith("xxh3"):
                 break  # accidents do not recompute digests
         for key in (frame.key, other.key):
@@ -231,7 +230,7 @@ def test_noise_raises_nothing_but_bad_frames(kind: str, noise: bytes, at: int, c
             assert frame.body.startswith(load(frame.envelope, data, frame.key))
         if len(data) < 4096:
             break
-        data[16:32] = xxhash.xxh3_128_digest(bytes(data[32:4096]))
+        data[16:32] = digest_of(bytes(data[32:4096]))
 
 
 @pytest.mark.parametrize("kind", ["xxh3", "xxh3 lossless"])
@@ -248,7 +247,7 @@ def test_headers_that_lie_about_lengths_reserve_no_memory(kind: str) -> None:
         data = bytearray(frame.data).ljust(header_bytes(1 << 16, lossless=True))
         struct.pack_into(form, data, at, value)
         size = 4096 * struct.unpack_from("<H", data, 10)[0]
-        data[16:32] = xxhash.xxh3_128_digest(bytes(data[32:size]))
+        data[16:32] = digest_of(bytes(data[32:size]))
         with pytest.raises(BadFrame):
             load(frame.envelope, data, frame.key)
 
@@ -273,7 +272,7 @@ def test_a_hundred_thousand_lies_raise_nothing_but_bad_frames(kind: str) -> None
             data[at : at + size] = value.to_bytes(size, "little")
         if rng.randrange(8):
             data[:16] = frame.data[:16]
-        data[16:32] = xxhash.xxh3_128_digest(bytes(data[32:4096]))
+        data[16:32] = digest_of(bytes(data[32:4096]))
         with contextlib.suppress(BadFrame):  # a header may leave stripes out
             assert frame.body.startswith(load(frame.envelope, data, frame.key))
             served += 1

@@ -24,7 +24,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import HealthCheck, given, settings
 
 import flowkv
@@ -37,7 +36,7 @@ from tests.audit import PACKAGE, Forbidden
 from tests.cache.fakes import Wrapped
 from tests.cache.toy import check_content, make_kv, published, simple, write
 from tests.hooks.nano import make_nano
-from tests.inside import MAGIC, ArchiveReader, HostTier, StoreError
+from tests.inside import MAGIC, ArchiveReader, HostTier, StoreError, digest_of
 
 from .fault_list import FAULTS
 from .frames import LAYOUT, answers, body_of, get, info_of, key_of, outcomes, stored
@@ -395,7 +394,7 @@ def test_S10_frames(at: int, noise: bytes) -> None:
     data = bytearray(HEADER)
     data[at : at + len(noise)] = noise
     data = data[: len(HEADER)]
-    data[16:32] = xxhash.xxh3_128_digest(bytes(data[32:]))
+    data[16:32] = digest_of(bytes(data[32:]))
     with little_memory(MIB), contextlib.suppress(BadFrame):
         header = decode_header(data)
         assert header.body_bytes < 1 << 80

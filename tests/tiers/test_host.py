@@ -65,7 +65,7 @@ def test_what_is_erased_while_it_is_read_is_a_miss(monkeypatch: pytest.MonkeyPat
         tier.erase([key_of("a")])
         raise BadFrame("digest", "half of it was overwritten when it was copied")
 
-    monkeypatch.setattr(host, "verify_stripe", slow)
+    monkeypatch.setattr(host, "verify_stripes", slow)
     assert outcomes(get(tier, ["a"])) == [("miss", "")]
     assert tier.corrupt == 0
 

@@ -9,13 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.tiers import BadFrame, Envelope, Header
-from tests.inside import AGAIN, SAMPLES, Lossless, ManualClock, aligned, pack_header, unpack_stripe
+from tests.inside import (
+    AGAIN,
+    SAMPLES,
+    Lossless,
+    ManualClock,
+    aligned,
+    digest_of,
+    pack_header,
+    unpack_stripe,
+)
 from tests.inside import layout_CODECS as CODECS
 
 from .frames import info_of, key_of
@@ -288,7 +296,7 @@ def test_a_bomb_takes_no_memory() -> None:
     header = Header(
         key_of("bomb"),
         info_of(STEP),
-        xxhash.xxh3_128_digest(bytes(STEP)),
+        digest_of(bytes(STEP)),
         sizes=struct.pack("<I", len(stripe)),
     )
     data = pack_header(header) + stripe

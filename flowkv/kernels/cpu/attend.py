@@ -15,21 +15,17 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from flowkv.core.addresses import LINE_BYTES, ahead, data, pointer, prefetch
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK
 from flowkv.core.parts import PART
 from flowkv.kernels.cpu.bits import (
     FAST,
-    LINE_BYTES,
-    ahead,
-    data,
     exp2,
     float_of,
     memcpy,
     memzero,
     narrow,
     order,
-    pointer,
-    prefetch,
     tanh,
     transpose,
     unorder,

@@ -1,4 +1,4 @@
-"""Primitives that numba lacks: raw addresses, 16-bit floats, memcpy, prefetch, a fast exp2.
+"""Primitives that numba lacks: 16-bit floats, memcpy, a fast exp2.
 
 A 16-bit float travels under the integer type of its width, so that one kernel source serves all:
 uint16 is bfloat16, int16 is float16 (`widen` and `narrow` convert; LLVM vectorises both).
@@ -12,43 +12,16 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from flowkv.core.addresses import ahead, pointer
+from flowkv.core.compiled_digest import digest_of, mix
+from flowkv.core.digest import STEP
 from flowkv.core.parts import PART
-from flowkv.kernels.operands import FIRST, SECOND, STEP
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Not "ninf" and "nnan": masks are -inf, and NaN in a cache must show in the answer."""
 
-LINE_BYTES = 64
-
 _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
 _BYTES = _I8.as_pointer()
-
-
-@intrinsic
-def pointer(context, address, like):
-    """The address as a pointer to elements of the type of `like`."""
-    signature = types.CPointer(like)(address, like)
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return signature, codegen
-
-
-@intrinsic
-def data(context, array):
-    """Pointer to the elements of a contiguous array, which must outlive its use."""
-
-    def codegen(context, builder, signature, args):
-        return context.make_array(signature.args[0])(context, builder, args[0]).data
-
-    return types.CPointer(array.dtype)(array), codegen
-
-
-@intrinsic
-def ahead(context, p, i):
-    """The pointer p + i, in elements."""
-    return p(p, i), lambda context, builder, signature, args: builder.gep(args[0], [args[1]])
 
 
 @intrinsic
@@ -118,20 +91,6 @@ def memzero(context, target, n_bytes):
         return context.get_dummy_value()
 
     return types.none(target, n_bytes), codegen
-
-
-@intrinsic
-def prefetch(context, p, i):
-    """Ask for the cache line of p[i]; never faults."""
-
-    def codegen(context, builder, signature, args):
-        line = builder.bitcast(builder.gep(args[0], [args[1]]), _BYTES)
-        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
-        fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(fn, [line, _I32(0), _I32(2), _I32(1)])  # read, into L2, data
-        return context.get_dummy_value()
-
-    return types.none(p, i), codegen
 
 
 @intrinsic
@@ -265,6 +224,29 @@ def append(a, part, parts):
 
 
 @njit(**PART)
+def _page(a, side, n):
+    """Where page n of a side of a copy begins."""
+    line = a[side + 1]
+    return a[side] + (GRANULE * _int32_at(line, n) if line else n * a[5])
+
+
+@njit(**PART)
+def digest_pages(a, part, parts):
+    """Digest stripes of pages; the slice is a range of all.
+
+    a: as of `move_pages`, whose target may be 0 for no copy; stripes of a page, digests.
+    """
+    stripes, step = a[6], a[5] // a[6]
+    digests = pointer(a[7], np.uint64(0))
+    low, high = a[4] * stripes * part // parts, a[4] * stripes * (part + 1) // parts
+    for i in range(low, high):
+        n, offset = i // stripes, i % stripes * step
+        target = _page(a, 0, n) + offset if a[0] else 0
+        digests[2 * i], digests[2 * i + 1] = digest_of(_page(a, 2, n) + offset, step, target, 0)
+    return high
+
+
+@njit(**PART)
 def move_pages(a, part, parts):
     """Copy n pages; each side is a pool with a list of granules, or staging when its list is 0.
 
@@ -278,9 +260,7 @@ def move_pages(a, part, parts):
     while low < high:
         n, offset = low // page, low % page
         count = min(high - low, page - offset)
-        target = a[0] + (GRANULE * _int32_at(a[1], n) if a[1] else n * page)
-        source = a[2] + (GRANULE * _int32_at(a[3], n) if a[3] else n * page)
-        memcpy(target + offset, source + offset, count)
+        memcpy(_page(a, 0, n) + offset, _page(a, 2, n) + offset, count)
         low += count
     return high
 
@@ -309,7 +289,7 @@ def drop_tokens(a, part, parts):
 
 # The numba kernel of `checksum`.
 
-_STEP, _FIRST, _SECOND = np.uint64(STEP), np.uint64(FIRST), np.uint64(SECOND)
+_STEP = np.uint64(STEP)
 
 
 @njit(**PART)
@@ -323,10 +303,7 @@ def sum_blocks(a, part, parts):
         key, one, two = np.uint64(0), np.uint64(0), np.uint64(0)
         for at in range(first, min(first + a[2], a[1])):
             key += _STEP
-            x = words[at] ^ key
-            x = (x ^ (x >> np.uint64(32))) * _FIRST
-            x = (x ^ (x >> np.uint64(29))) * _SECOND
-            x ^= x >> np.uint64(32)
+            x = mix(words[at] ^ key)
             one += x
             two += x * (key | np.uint64(1))
         sums[2 * block] = one

@@ -15,11 +15,13 @@ import numpy as np
 from numba import types
 
 from flowkv.core import compiling
+from flowkv.core.addresses import ahead, pointer
+from flowkv.core.compiled_digest import STAMP as DIGEST_STAMP
 from flowkv.core.machine_code import kept, kept_callback
 from flowkv.kernels.cpu import attend as cpu_attend
 from flowkv.kernels.cpu import bits, transcode
 from flowkv.kernels.cpu.attend import DONE, LAYER, NEXT, OUT, PARTS, Q_HEAD, Q_TOKEN, TEAM, WORK, Q
-from flowkv.kernels.cpu.bits import ahead, call, call_team, draw, pointer
+from flowkv.kernels.cpu.bits import call, call_team, draw
 
 
 def _entries(stamp):
@@ -91,9 +93,13 @@ def _entries(stamp):
     def move_pages(a, part, parts):
         return bits.move_pages(a, part, parts) if stamp else 0
 
+    @jit
+    def digest_pages(a, part, parts):
+        return bits.digest_pages(a, part, parts) if stamp else 0
+
     return (
         attend, help_with, append_step, merge, append, append_rotary, reposition, drop_tokens,
-        gather_dense, recode, checksum, move_pages,
+        gather_dense, recode, checksum, digest_pages, move_pages,
     )  # fmt: skip
 
 
@@ -129,8 +135,8 @@ def worker(like_q, like, sealed: bool):
 
 
 _SOURCES = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))
-_STAMP = 1 + zlib.crc32(_SOURCES)
+_STAMP = 1 + zlib.crc32(_SOURCES, DIGEST_STAMP)
 (
     attend, help_with, append_step, merge, append, append_rotary, reposition, drop_tokens,
-    gather_dense, recode, checksum, move_pages,
+    gather_dense, recode, checksum, digest_pages, move_pages,
 ) = _entries(_STAMP)  # fmt: skip

@@ -589,10 +589,11 @@ def gather_pages(
     granules: int,
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
+    digests: torch.Tensor | None = None,
 ) -> None:
     """Copy pages of the arena, or a part of each, side by side; see `dispatch.gather_pages`."""
     first, count = part or (0, granules)
-    _move((out, None), (arena[GRANULE_BYTES * first :], source.contiguous()), count)
+    _move((out, None), (arena[GRANULE_BYTES * first :], source.contiguous()), count, digests)
 
 
 def scatter_pages(
@@ -601,22 +602,42 @@ def scatter_pages(
     granules: int,
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
+    digests: torch.Tensor | None = None,
 ) -> None:
     """Copy lines of a staging tensor to pages, or a part of each; see `dispatch.scatter_pages`."""
     first, count = part or (0, granules)
-    _move((arena[GRANULE_BYTES * first :], target.contiguous()), (data, None), count)
+    _move((arena[GRANULE_BYTES * first :], target.contiguous()), (data, None), count, digests)
 
 
-_Side = tuple[torch.Tensor, torch.Tensor | None]
+def digest_pages(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    granules: int,
+    stripes: int,
+    part: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Return the digests of the stripes of pages; see `dispatch.digest_pages`."""
+    first, count = part or (0, granules)
+    digests = arena.new_empty(len(source), stripes, 2, dtype=torch.int64)
+    _move((None, None), (arena[GRANULE_BYTES * first :], source.contiguous()), count, digests)
+    return digests
 
 
-def _move(target: _Side, source: _Side, granules: int) -> None:
+_Side = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _move(target: _Side, source: _Side, granules: int, digests: torch.Tensor | None = None) -> None:
     places = target[1] if target[1] is not None else source[1]
     count, page = 0 if places is None else places.shape[0], granules * GRANULE_BYTES
-    four = (target[0], target[1], source[0], source[1])
-    addresses = [0 if x is None else address(x) for x in four]
-    if count:
-        run(entries.move_pages, count * page, np.array([*addresses, count, page], np.int64))
+    addresses = [_address(x) for x in (*target, *source)]
+    if not count:
+        return
+    a = [*addresses, count, page]
+    if digests is None:
+        run(entries.move_pages, count * page, np.array(a, np.int64))
+    else:
+        a += digests.shape[1], address(digests)
+        run(entries.digest_pages, count * page, np.array(a, np.int64))
 
 
 def run(kernel, n_bytes: int, *operands: object) -> None:

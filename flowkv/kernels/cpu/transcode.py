@@ -7,16 +7,13 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from flowkv.core.addresses import ahead, data, pointer, prefetch
 from flowkv.core.parts import PART
 from flowkv.kernels.cpu.bits import (
-    ahead,
     bits_of,
-    data,
     float_of,
     memzero,
     narrow,
-    pointer,
-    prefetch,
     transpose,
     widen,
 )

@@ -8,16 +8,21 @@ can be captured in CUDA graphs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from flowkv.core.digest import FIRST, KEYS, SECOND, STEP, WORDS
 from flowkv.core.geometry import GRANULE_BYTES, PageLayout
-from flowkv.kernels.operands import FIRST, SECOND, STEP, Pages, Ragged, Rotary
+from flowkv.kernels.operands import Pages, Ragged, Rotary
 from flowkv.kernels.triton.launch import launch, padded, strides, traits
 from flowkv.kernels.triton.tile import row_of_token
+
+_STEP, _FIRST, _SECOND = map(tl.constexpr, (STEP, FIRST, SECOND))
 
 GRANULES = 4
 """Granules a program moves at once: 16 KiB, or eight 16-byte vectors a thread."""
@@ -60,10 +65,15 @@ def gather_pages(
     granules: int,
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
+    digests: torch.Tensor | None = None,
 ) -> None:
     """Copy pages of the arena, or `part` of each, side by side; see `dispatch.gather_pages`."""
     first, count = part or (0, granules)
-    _copy(arena[GRANULE_BYTES * first :], out, source, source, count, SOURCE=True, TARGET=False)
+    moved = arena[GRANULE_BYTES * first :], out, source, source, count
+    if digests is None:
+        _copy(*moved, SOURCE=True, TARGET=False)
+    else:
+        _digest(*moved, digests, SOURCE=True, TARGET=False)
 
 
 def scatter_pages(
@@ -72,10 +82,15 @@ def scatter_pages(
     granules: int,
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
+    digests: torch.Tensor | None = None,
 ) -> None:
     """Copy the lines of `data` to pages, or to `part` of each; see `dispatch.scatter_pages`."""
     first, count = part or (0, granules)
-    _copy(data, arena[GRANULE_BYTES * first :], target, target, count, SOURCE=False, TARGET=True)
+    moved = data, arena[GRANULE_BYTES * first :], target, target, count
+    if digests is None:
+        _copy(*moved, SOURCE=False, TARGET=True)
+    else:
+        _digest(*moved, digests, SOURCE=False, TARGET=True)
 
 
 def _copy(
@@ -105,6 +120,111 @@ def _copy(
         WORDS=GRANULE_BYTES // 4,
         num_warps=4,
     )
+
+
+@triton.jit
+def mixed(x):
+    """Mix the bits of uint64; see `core.digest.mix`."""
+    x = (x ^ (x >> 32)) * _FIRST
+    x = (x ^ (x >> 29)) * _SECOND
+    return x ^ (x >> 32)
+
+
+@triton.jit
+def products(b_x):
+    """The sum of the products of the halves of uint64."""
+    return tl.sum(((b_x & 0xFFFFFFFF) * (b_x >> 32)).to(tl.int64, bitcast=True), 0)
+
+
+@triton.jit(do_not_specialize=["granules", "each", "stripes"])
+def digest_kernel(p_source, p_target, p_from, p_to, p_keys, p_digests, granules, each, stripes,
+                  SOURCE: tl.constexpr, TARGET: tl.constexpr, COPY: tl.constexpr,
+                  WORDS: tl.constexpr):  # fmt: skip
+    """Digest a stripe of `each` granules, and copy it with COPY. Grid (n * stripes,).
+
+    Pages of `granules` begin where the lists say, as those of `copy_kernel`.
+    """
+    i_page = tl.program_id(0) // stripes
+    g_skip = tl.program_id(0) % stripes * each
+    g_from = (i_page * granules + g_skip).to(tl.int64)
+    g_to = g_from
+    if SOURCE:
+        g_from = tl.load(p_source + i_page).to(tl.int64) + g_skip
+    if TARGET:
+        g_to = tl.load(p_target + i_page).to(tl.int64) + g_skip
+    o_w = tl.arange(0, WORDS)
+    b_keys = tl.load(p_keys + o_w)
+    b_others = tl.load(p_keys + WORDS + o_w)
+    one = tl.full((), 0, tl.uint64)
+    two = tl.full((), 0, tl.uint64)
+    place = tl.full((), 0, tl.uint64) + _STEP
+    for i in tl.range(each):
+        b_w = tl.load(p_from + (g_from + i) * WORDS + o_w)
+        if COPY:
+            tl.store(p_to + (g_to + i) * WORDS + o_w, b_w)
+        h = products((b_w + b_keys).to(tl.uint64, bitcast=True))
+        k = products((b_w + b_others).to(tl.uint64, bitcast=True))
+        u = mixed(h.to(tl.uint64, bitcast=True) + place)
+        one += u
+        two += mixed(k.to(tl.uint64, bitcast=True) + u)
+        place += _STEP
+    n_bytes = each.to(tl.uint64) * (8 * WORDS)
+    low = mixed(one + two + (n_bytes + 1) * _STEP)
+    p_out = p_digests + 2 * tl.program_id(0).to(tl.int64)
+    tl.store(p_out, low.to(tl.int64, bitcast=True))
+    tl.store(p_out + 1, mixed(two + low).to(tl.int64, bitcast=True))
+
+
+@cache
+def _keys(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(KEYS.view(np.int64)).to(device)
+
+
+def digest_pages(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    granules: int,
+    stripes: int,
+    part: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Return the digests of the stripes of pages; see `dispatch.digest_pages`."""
+    first, count = part or (0, granules)
+    read = arena[GRANULE_BYTES * first :]
+    digests = arena.new_empty(len(source), stripes, 2, dtype=torch.int64)
+    _digest(read, read, source, source, count, digests, SOURCE=True, TARGET=False, COPY=False)
+    return digests
+
+
+def _digest(
+    read: torch.Tensor,
+    write: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    granules: int,
+    digests: torch.Tensor,
+    *,
+    COPY: bool = True,
+    **lists: bool,
+) -> None:
+    stripes = digests.shape[1]
+    if digests.numel():
+        launch(
+            digest_kernel,
+            (source.shape[0] * stripes,),
+            source.contiguous(),
+            target.contiguous(),
+            read.view(-1).view(torch.int64),
+            write.view(-1).view(torch.int64),
+            _keys(source.device),
+            digests,
+            granules,
+            granules // stripes,
+            stripes,
+            **lists,
+            COPY=COPY,
+            WORDS=WORDS,
+            num_warps=1,
+        )
 
 
 # Makes pages of chosen tokens of other pages on GPUs, in Triton (sparsification).
@@ -361,8 +481,7 @@ TILES = 16
 
 
 @triton.jit(do_not_specialize=["n_words", "block_words", "splits"])
-def checksum_kernel(p_words, p_sums, n_words, block_words, splits, STEP: tl.constexpr,
-                    FIRST: tl.constexpr, SECOND: tl.constexpr, TILE: tl.constexpr,
+def checksum_kernel(p_words, p_sums, n_words, block_words, splits, TILE: tl.constexpr,
                     TILES: tl.constexpr):  # fmt: skip
     """Two sums over one of the `splits` parts of a block."""
     i_p = tl.program_id(0)
@@ -376,11 +495,8 @@ def checksum_kernel(p_words, p_sums, n_words, block_words, splits, STEP: tl.cons
         o_j = first + i * TILE + tl.arange(0, TILE)
         m_j = (o_j < block_words) & (begin + o_j < stop)
         b_w = tl.load(p_words + begin + o_j, mask=m_j, other=0).to(tl.uint64, bitcast=True)
-        b_key = (o_j + 1).to(tl.uint64, bitcast=True) * STEP
-        b_x = b_w ^ b_key
-        b_x = (b_x ^ (b_x >> 32)) * FIRST
-        b_x = (b_x ^ (b_x >> 29)) * SECOND
-        b_x = b_x ^ (b_x >> 32)
+        b_key = (o_j + 1).to(tl.uint64, bitcast=True) * _STEP
+        b_x = mixed(b_w ^ b_key)
         b_one += tl.where(m_j, b_x, 0)
         b_two += tl.where(m_j, b_x * (b_key | 1), 0)
     p_out = p_sums + 2 * i_p.to(tl.int64)
@@ -401,9 +517,6 @@ def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
         len(words),
         block_words,
         splits,
-        STEP=STEP,
-        FIRST=FIRST,
-        SECOND=SECOND,
         TILE=TILE,
         TILES=TILES,
         num_warps=4,

@@ -31,13 +31,12 @@ from numpy.typing import NDArray
 from flowkv.core.geometry import CODECS, GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo
 from flowkv.tiers.frame import (
-    AES_256_GCM,
     DIGEST_BYTES,
     FIXED_BYTES,
     KINDS,
     MAX_STRIPES,
+    NH_128,
     SIZE_BYTES,
-    XXH3_128,
     header_bytes,
 )
 from flowkv.tiers.io.engine import FileIO, read_fully, write_fully
@@ -115,7 +114,7 @@ class Held(NamedTuple):
         stripes: Stripes of the body.
         info: The frame's description.
         stored_bytes: Header and stripes as they are stored.
-        integrity: How the frame is checked (`frame.XXH3_128`, `frame.AES_256_GCM`).
+        integrity: How the frame is checked (`frame.NH_128` and others).
         lossless: Whether its stripes are compressed.
     """
 
@@ -124,7 +123,7 @@ class Held(NamedTuple):
     stripes: int
     info: FrameInfo
     stored_bytes: int
-    integrity: int = XXH3_128
+    integrity: int = NH_128
     lossless: bool = False
 
     @property
@@ -196,7 +195,7 @@ def sensible(rows: Rows) -> Rows:
         & (rows["kind"] < len(KINDS))
         & (rows["codec"] <= rows["fidelity"])
         & (rows["fidelity"] < len(CODECS))
-        & ((rows["integrity"] == XXH3_128) | (rows["integrity"] == AES_256_GCM))
+        & (rows["integrity"] <= NH_128)
         & (rows["lossless"] <= 1)
         & (stripes >= 1)
         & (stripes <= MAX_STRIPES)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-import xxhash
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
+from flowkv.core.digest import digests
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER
@@ -35,7 +35,7 @@ from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
     FIXED_BYTES,
-    XXH3_128,
+    NH_128,
     BadFrame,
     Header,
     aligned,
@@ -142,8 +142,8 @@ class Flight(Operations):
 
     @property
     def plain(self) -> bool:
-        """Whether its stripes lie as they are, with digests."""
-        return self.held.integrity == XXH3_128 and not self.held.lossless
+        """Whether its stripes lie as they are, with digests that compiled code verifies."""
+        return self.held.integrity == NH_128 and not self.held.lossless
 
     @property
     def written(self) -> WrittenFrame:
@@ -298,13 +298,11 @@ class StripeRead(NamedTuple):
 
     def opened(self, memory: ArenaSlot, target: memoryview) -> bool:
         """Verifies and copies them; whether they are what they should be."""
-        step, digests = self.held.info.stripe_bytes, self.digests.values
+        step, known = self.held.info.stripe_bytes, self.digests.values
         stored = memory.view[self.at : self.at + self.stripes * step]
-        for n in range(self.stripes):
-            at = (self.first + n) * DIGEST_BYTES
-            digest = xxhash.xxh3_128_digest(stored[n * step : (n + 1) * step])
-            if digest != digests[at : at + DIGEST_BYTES]:
-                return False
+        start = self.first * DIGEST_BYTES
+        if digests(stored, step) != known[start : start + self.stripes * DIGEST_BYTES]:
+            return False
         target[: len(stored)] = stored
         return True
 
@@ -384,13 +382,6 @@ def _read_header(envelope: Envelope, flight: Flight) -> Header:
     held = flight.held
     data = flight.memory.view[: held.header_bytes]
     return agree(envelope.head(data, flight.item.key, generation=held.seq), held)
-
-
-def _load_checks() -> None:
-    """Loads the compiled check, or compiles it once on a machine: the first restore has no wait."""
-    from flowkv.tiers.digest import check_known
-
-    check_known(())
 
 
 def _open_compiled(flights: Sequence[Flight]) -> list[str]:
@@ -1185,7 +1176,11 @@ class DiskTier:
             if engine is None:
                 engine = open_best(staging.arena, str(self._store.path))
                 if engine.name != "threads":  # else nothing here is compiled
-                    _load_checks()
+                    from flowkv.core.compiled_digest import compile_digest
+                    from flowkv.tiers.digest import compile_frames
+
+                    compile_digest()
+                    compile_frames()  # the first restore has no wait
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
