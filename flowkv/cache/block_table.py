@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, suppress
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
@@ -135,6 +136,7 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
 WINDOW_SLACK_TOKENS = 128
 """Tokens kept behind a sliding window, so that rejected drafts can be taken back."""
 
+_ROW, _PLANNER = attrgetter("row"), attrgetter("planner")
 _STATES = {CLOSED: "closed", STEPPING: "in a step already", SUSPENDED: "suspended"}
 
 
@@ -173,35 +175,9 @@ class Advance(NamedTuple):
     flags: int
 
 
-def begin(
-    tables: Tables,
-    rows: list[int],
-    counts: NDArray[np.int64],
-    page_size: int,
-    last: Advance | None = None,
-) -> Advance:
-    """Marks lines as stepping and says what the step does; marks nothing if it is `REFUSED`.
-
-    In the arrays of the step before, if that had the same lines.
-    """
-    if last is not None and last.rows.tolist() == rows:
-        lines, before, after, starts, ends = last[:5]
-    else:
-        n, lines = len(rows), np.array(rows, np.int32)
-        before, after = np.empty(n, np.int64), np.empty(n, np.int32)
-        starts, ends = np.empty(n + 1, np.int32), np.empty((len(tables.lost), n), np.int32)
-    state = (tables.lengths, tables.lost, tables.shared, tables.state)
-    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts, ends))
-    return Advance(lines, before, after, starts, ends, [], new, length, flags)
-
-
-def finish(tables: Tables, step: Advance) -> None:
-    """Lengths are what the step made them, and its lines are ready for the next one."""
-    _finish(step.rows, step.after, tables.lengths, tables.state)
-
-
 @kept(nogil=True)
 def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
+    # Marks lines as stepping and says what the step does; marks nothing if it is `REFUSED`.
     lengths, lost, shared, states = state
     before, after, starts, ends = out
     flags, most_new, most_length, total = 0, 0, 0, 0
@@ -233,6 +209,7 @@ def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
+    # Lengths are what the step made them, and its lines are ready for the next one.
     for b in range(len(rows)):
         lengths[rows[b]] = after[b]
         states[rows[b]] = READY
@@ -250,6 +227,9 @@ class EdgePrefetcher(Protocol):
 
 class Planner:
     """Steps over the lines of sequences.
+
+    Attributes:
+        layers: All model layers with pages.
 
     Args:
         store: Blocks and pools.
@@ -300,6 +280,7 @@ class Planner:
             layer: Pages(store.pool(g).arena, store.forms[g].raw, i, store.forms[g].sealed)
             for layer, (g, i) in self._places.items()
         }
+        self.layers = frozenset(self._pages)
 
     @staticmethod
     def of(seq: Sequence) -> Planner:
@@ -623,11 +604,6 @@ class Planner:
         with self.guard:
             return self.compactor.everything()
 
-    @property
-    def layers(self) -> frozenset[int]:
-        """All model layers with pages."""
-        return frozenset(self._pages)
-
     def locate(self, layer: int) -> tuple[int, int]:
         """(group, position within it) of a model layer.
 
@@ -686,16 +662,26 @@ class Planner:
         """
         self.guard.settle()
         with self.guard:
-            rows = [seq.row for seq in seqs if seq.planner is self]
-            if len(rows) != len(seqs) or len(counts) != len(rows):
+            rows = [*map(_ROW, seqs)]
+            if {*map(_PLANNER, seqs)} - {self} or len(counts) != len(rows):
                 self._refuse(seqs, counts)
-            step = begin(self.tables, rows, counts, self.page_size, last)
-            if step.flags & REFUSED:
+            if last is not None and last.rows.tolist() == rows:
+                lines, before, after, starts, ends = last[:5]
+            else:
+                n, lines = len(rows), np.array(rows, np.int32)
+                before, after = np.empty(n, np.int64), np.empty(n, np.int32)
+                starts = np.empty(n + 1, np.int32)
+                ends = np.empty((len(self.geometry.groups), n), np.int32)
+            tables, out = self.tables, (before, after, starts, ends)
+            state = tables.lengths, tables.lost, tables.shared, tables.state
+            flags, new, length = _begin(lines, counts, state, self.page_size, out)
+            if flags & REFUSED:
                 self._refuse(seqs, counts)
-            if step.flags & (SHARES | GROWS):
-                self.tables.state[step.rows] = READY  # until all pages are there
+            step = Advance(lines, *out, [], new, length, flags)
+            if flags & (SHARES | GROWS):
+                tables.state[lines] = READY  # until all pages are there
                 step = self._make_room(seqs, step)
-                self.tables.state[step.rows] = STEPPING
+                tables.state[lines] = STEPPING
             if self.store.bus.wants(StepPlanned):
                 new = int(step.starts[-1])
                 context = int(step.ends.max(0).sum()) - new
@@ -737,10 +723,12 @@ class Planner:
                     self.sealer.seal(filled)
                 self.compactor.edge()
             else:
-                finish(self.tables, step)
-                self._let_leave()
+                _finish(step.rows, step.after, self.tables.lengths, self.tables.state)
+                if self._leaving:
+                    self._let_leave()
             self.store.drain()
-            self.look_ahead()
+            if self._prefetches is not None:
+                self.look_ahead()
         self.guard.settle()
 
     def look_ahead(self) -> None:
