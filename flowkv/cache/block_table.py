@@ -305,11 +305,12 @@ class Planner:
             )
 
     def ready(self, seq: Sequence) -> None:
-        """Makes sure that a sequence is open and in no step.
+        """Makes sure that a sequence is open and in no step, and its full pages are published.
 
         Raises:
-            StateError: It is not.
+            StateError: It is not open, or in a step.
         """
+        self.settle(wait=True)
         state = CLOSED if seq.closed else int(self.tables.state[seq.row])
         if state != READY:
             raise StateError(
@@ -337,7 +338,7 @@ class Planner:
             try:
                 return self._allocate(counts)
             except CapacityError:
-                if not self.defragment():
+                if not (self.settle(wait=True) or self.defragment()):
                     raise
                 return self._allocate(counts)
 
@@ -584,7 +585,7 @@ class Planner:
     def release(self, seq: Sequence) -> None:
         """Gives back all pages and the line of a sequence, once no step uses them."""
         with self.guard:
-            if self.tables.state[seq.row] == STEPPING:
+            if self.tables.state[seq.row] == STEPPING or self.publisher.checks(seq):
                 self._leaving.append(seq)
                 return
             try:
@@ -713,7 +714,7 @@ class Planner:
                 full = (step.ends // size > (step.ends - new) // size).any(0)
                 try:
                     filled = [seqs[b] for b in np.flatnonzero(full).tolist()]
-                    self.publisher.publish(filled)
+                    self.publisher.check(filled)
                     for b in np.flatnonzero(full).tolist() if self._slides else ():
                         self._drop_behind(seqs[b], int(step.after[b]))
                 finally:
@@ -726,10 +727,27 @@ class Planner:
                 _finish(step.rows, step.after, self.tables.lengths, self.tables.state)
                 if self._leaving:
                     self._let_leave()
+            if self.publisher.checking or (self.sealer and self.sealer.encoding):
+                self.settle()
             self.store.drain()
             if self._prefetches is not None:
                 self.look_ahead()
         self.guard.settle()
+
+    def settle(self, *, wait: bool = False) -> bool:
+        """Publish and encode full pages that the device has looked at; return whether any were.
+
+        Args:
+            wait: For all that it was asked to look at.
+        """
+        with self.guard:
+            published = self.publisher.settle(wait=wait)
+            if published:
+                self._let_leave()
+            if self.sealer and published:
+                self.store.drain()
+                self.sealer.seal(published)
+            return bool(self.sealer and self.sealer.settle(wait=wait)) or bool(published)
 
     def look_ahead(self) -> None:
         """Brings what is expected next, if anything is. Callers hold the KV lock."""

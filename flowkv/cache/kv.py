@@ -602,6 +602,7 @@ class KV:
                 "the cache does not know its model yet",
                 "Call flowkv.attach(model), or pass a geometry to KV(...)",
             )
+        self.planner.settle(wait=True)
         return self.planner
 
     def _agreed(self) -> Planner:
@@ -1447,6 +1448,8 @@ class KV:
         self.lock.settle()
         with self.lock:
             seen, reused, planner = self.tokens_seen, self.tokens_reused, self.planner
+            if planner is not None and not self.inherited:
+                planner.settle()
             found = self.metrics.by("hit_tokens_total", "tier")
             known = sum(found.values()) + self.metrics.total("miss_tokens_total")
             report: dict[str, Any] = {
@@ -1596,6 +1599,7 @@ def drop_unproven(kv: KV) -> None:
     with kv.lock:
         if kv.planner is not None:
             kv.planner.store.drop_tails()
+            kv.planner.publisher.refuse()
         for seq in kv._open.values():
             seq.publishable = False
 

@@ -755,9 +755,7 @@ class ForwardHook:
             or rows.wants_weights
             or rows.thinning is not None
             or cache.audits is not None
-            or call.modal
-            or call.condition
-            or call.types
+            or call.form is None
             or not isinstance(given.get("logits_to_keep", 0), int)
             or not isinstance(call.ids, torch.Tensor)
             or not isinstance(places, torch.Tensor)

@@ -710,8 +710,8 @@ class Note(NamedTuple):
     """Ids `[B, T]` and positions `[..., T]` of the columns from `low` on."""
 
     low: int
-    ids: Any
-    positions: Any
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64] | None
 
 
 class Notes:
@@ -742,20 +742,28 @@ class Notes:
             The first column, ids `[B, n]`, and whether all positions are the usual ones.
         """
         told, self.told = self.told, []
-        notes = [Note(low, *later.get()[:2]) for low, later in told]
+        notes = [Note(low, *map(_numbers, later.get()[:2])) for low, later in told]
         joined = _join(notes)
         ordinary = all(
             usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)
             for note in joined
         )
-        ids = torch.cat([note.ids for note in joined], dim=1).numpy()
+        ids = np.concatenate([note.ids for note in joined], axis=1)
         return notes[0].low, ids, ordinary
+
+
+def _numbers(tensor: torch.Tensor | None) -> Any:
+    """Return what a tensor holds as an array of exact numbers."""
+    if tensor is None:
+        return None
+    here = tensor.detach().cpu()
+    return (here.double() if here.is_floating_point() else here).numpy()
 
 
 def _join(notes: list[Note]) -> list[Note]:
     """Adjacent columns as one note, if their positions have one shape."""
     positions = [note.positions for note in notes]
-    ids = torch.cat([note.ids for note in notes], dim=1)
+    ids = np.concatenate([note.ids for note in notes], axis=1)
     given = [p for p in positions if p is not None]
     if not given:
         return [Note(notes[0].low, ids, None)]
@@ -763,13 +771,13 @@ def _join(notes: list[Note]) -> list[Note]:
     fitting = all(p.shape[-1] == note.ids.shape[1] for p, note in zip(given, notes, strict=False))
     if len(given) < len(notes) or not alike or not fitting:
         return notes
-    return [Note(notes[0].low, ids, torch.cat(given, dim=-1))]
+    return [Note(notes[0].low, ids, np.concatenate(given, axis=-1))]
 
 
 def usual(
     low: int,
     columns: int,
-    positions: torch.Tensor | None,
+    positions: torch.Tensor | NDArray[np.int64] | None,
     pads: NDArray[np.int64],
     *,
     by_column: bool = False,
@@ -788,8 +796,8 @@ def usual(
         return by_column or not padded
     if (by_column and padded) or positions.shape[-1] != columns:
         return False
-    wanted = torch.arange(low, low + columns, device=positions.device)
-    if not padded:
-        return bool((positions == wanted).all())
-    wanted = wanted - torch.from_numpy(pads).to(positions.device)[:, None]
-    return bool(((positions == wanted) | (wanted < 0)).all())
+    told = _numbers(positions) if isinstance(positions, torch.Tensor) else positions
+    wanted = np.arange(low, low + columns)
+    if padded:
+        wanted = wanted - pads[:, None]
+    return bool(((told == wanted) | (wanted < 0)).all())

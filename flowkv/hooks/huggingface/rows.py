@@ -384,7 +384,8 @@ class Rows:
     def agree(self) -> bool:
         """Read whether the mask that was noted is the padding; publish nothing more if not."""
         later, self._agrees = self._agrees, None
-        agrees = later is None or bool(later.get()[2])
+        same = None if later is None else later.get()[2]
+        agrees = same is None or bool(same.numpy())
         if not agrees:
             self.disable_publishing()
         return agrees
