@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv import kernels
+from flowkv.cache.later import Pending
 from flowkv.cache.overflow import Overflow, Scan
 from flowkv.cache.seal import Publisher, Refusal, Sealer
 from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Guard, Sequence, Tables
@@ -265,11 +266,19 @@ class Planner:
         self._leaving: list[Sequence] = []
         self.aside_bytes = self.copied_bytes = 0
         encodes = any(forms.ladder.rungs for forms in store.forms)
-        self.sealer = Sealer(store, tables, on_refusal) if encodes else None
+        self.pending = Pending(store)
+        self.sealer = Sealer(store, tables, self.pending, on_refusal) if encodes else None
         self.compactor = Compactor(store, tables, store.defragment_bytes)
         self.overflow = Overflow(store, tables, guard) if store.overflows else None
         self.measured, self._prefetches = measured, prefetches
-        self.publisher = Publisher(store, tables, tails.allowed, on_non_finite)
+        self.publisher = Publisher(
+            store,
+            tables,
+            tails.allowed,
+            self.pending,
+            on_non_finite=on_non_finite,
+            on_late=self._publish_late,
+        )
         self.tails = tails
         self._places = {
             layer: (g, i)
@@ -727,7 +736,7 @@ class Planner:
                 _finish(step.rows, step.after, self.tables.lengths, self.tables.state)
                 if self._leaving:
                     self._let_leave()
-            if self.publisher.checking or (self.sealer and self.sealer.encoding):
+            if self.pending:
                 self.settle()
             self.store.drain()
             if self._prefetches is not None:
@@ -741,13 +750,13 @@ class Planner:
             wait: For all that it was asked to look at.
         """
         with self.guard:
-            published = self.publisher.settle(wait=wait)
-            if published:
-                self._let_leave()
-            if self.sealer and published:
-                self.store.drain()
-                self.sealer.seal(published)
-            return bool(self.sealer and self.sealer.settle(wait=wait)) or bool(published)
+            return self.pending.settle(wait=wait)
+
+    def _publish_late(self, seqs: list[Sequence]) -> None:
+        self._let_leave()
+        if self.sealer:
+            self.store.drain()  # what a tier has taken by now can be encoded
+            self.sealer.seal(seqs)
 
     def look_ahead(self) -> None:
         """Brings what is expected next, if anything is. Callers hold the KV lock."""

@@ -1,8 +1,14 @@
-"""Values that a device computes, read by the host once they are there."""
+"""Values that a device computes, read by the host once they are there, and what waits for them."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
 import torch
+
+from flowkv.cache.store import PageStore
 
 
 class Later:
@@ -41,3 +47,50 @@ class Later:
             event.synchronize()
         self._events = []
         return self._held
+
+
+class Pending:
+    """Work that waits for what devices say of pages, in its order. Callers hold the KV lock.
+
+    Args:
+        store: Holds the pages.
+    """
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+        self._work: deque[tuple[Later, Items[tuple[int, int]], Callable[[bool], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def add(
+        self, answer: Later, pages: Items[tuple[int, int]], work: Callable[[bool], None]
+    ) -> None:
+        """Do some work at once if the answer is there, else in a later `settle`.
+
+        Args:
+            answer: What it waits for.
+            pages: (group, page) that neither move nor become free until then.
+            work: Given whether it was late.
+        """
+        if not self._work and answer.ready:
+            work(False)
+            return
+        for group, page in pages:
+            self._store.lend(group, page)
+        self._work.append((answer, pages, work))
+
+    def settle(self, *, wait: bool = False) -> bool:
+        """Do the work whose answers are there; return whether there was any.
+
+        Args:
+            wait: For the answers to all.
+        """
+        settled = False
+        while self._work and (wait or self._work[0][0].ready):
+            _, pages, work = self._work.popleft()
+            for group, page in pages:
+                self._store.give_back(group, page)
+            work(True)
+            settled = True
+        return settled

@@ -9,9 +9,9 @@ What its codec cannot hold is not tried again.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from flowkv import kernels
 from flowkv.cache.index import Block
-from flowkv.cache.later import Later
+from flowkv.cache.later import Later, Pending
 from flowkv.cache.sequence import READY, STEPPING, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.geometry import CODEC_SHIFT, CODECS
@@ -55,40 +55,25 @@ class _Due(NamedTuple):
     block: Block | None
 
 
-class _Encoding(NamedTuple):
-    """Pages that the device encodes.
-
-    Attributes:
-        items: What is encoded; lent until it is over, as are the targets.
-        targets: Where to, for each.
-        status: What `kernels.transcode` says of each.
-    """
-
-    items: list[_Due]
-    targets: list[int]
-    status: Later
-
-    @property
-    def pages(self) -> list[tuple[int, int]]:
-        """(group, page) of all."""
-        pages = [item.page for item in self.items] + self.targets
-        return [(self.items[0].group, page) for page in pages]
-
-
 class Sealer:
     """Encodes the pages of sequences. Callers hold the KV lock.
 
     Args:
         store: Blocks, pools, and the ladder of each layer group.
         tables: Lines of all sequences.
+        pending: Where encoded pages wait for their status.
         on_refusal: Told of pages that stay as they are, once everything is in order.
     """
 
     def __init__(
-        self, store: PageStore, tables: Tables, on_refusal: Callable[[Refusal], None]
+        self,
+        store: PageStore,
+        tables: Tables,
+        pending: Pending,
+        on_refusal: Callable[[Refusal], None],
     ) -> None:
         self.store, self.tables, self._on_refusal = store, tables, on_refusal
-        self._encodings: deque[_Encoding] = deque()
+        self._pending = pending
         self._refusals: list[Refusal] = []
         self._exempt: set[int] = set()  # lines
         self._stays: dict[int, set[tuple[int, int]]] = {}  # (group, page number) of each line
@@ -107,27 +92,6 @@ class Sealer:
     def exempt(self, row: int) -> None:
         """No page of a line is encoded until it has another sequence."""
         self._exempt.add(row)
-
-    def settle(self, *, wait: bool = False) -> bool:
-        """Put pages in place that the device has encoded by now; return whether any were.
-
-        Args:
-            wait: For all that it encodes.
-        """
-        settled = False
-        while self._encodings and (wait or self._encodings[0].status.ready):
-            done, settled = self._encodings.popleft(), True
-            for group, page in done.pages:
-                self.store.give_back(group, page)
-            self._put(done, late=True)
-            self.tables.touch()
-        self._report()
-        return settled
-
-    @property
-    def encoding(self) -> bool:
-        """Whether the device encodes pages."""
-        return bool(self._encodings)
 
     def seal(self, seqs: Iterable[Sequence]) -> None:
         """Encodes what became due in these sequences, which are in no step any more."""
@@ -229,26 +193,21 @@ class Sealer:
         old, new = forms.of(items[0].page), forms.of(targets[0])
         source, target = pool.granules([item.page for item in items]), pool.granules(targets)
         status = Later(kernels.transcode(pool.arena, source, target, old, new))
-        work = _Encoding(items, targets, status)
-        if not self._encodings and status.ready:
-            self._put(work)
-        else:
-            for g, page in work.pages:
-                self.store.lend(g, page)
-            self._encodings.append(work)
+        pages = [(group, page) for page in (*(item.page for item in items), *targets)]
+        self._pending.add(status, pages, partial(self._put, items, targets, status))
 
-    def _put(self, done: _Encoding, *, late: bool = False) -> None:
-        group, (status,) = done.items[0].group, done.status.get()
+    def _put(self, items: list[_Due], targets: list[int], status: Later, late: bool) -> None:
+        """Puts encoded pages in place; `late`: lines may have changed since they were due."""
+        group, (refused,) = items[0].group, status.get()
         pool, forms, encoded = self.store.pool(group), self.store.forms[group], 0
-        old, new = forms.of(done.items[0].page), forms.of(done.targets[0])
-        assert status is not None
-        for item, page, by_layer in zip(done.items, done.targets, status.numpy(), strict=True):
+        old, new = forms.of(items[0].page), forms.of(targets[0])
+        assert refused is not None
+        for item, page, by_layer in zip(items, targets, refused.numpy(), strict=True):
             held = self._still_due(item) if late else item
-            if held is None or by_layer.any():
-                pool.release(page)
             if held is None:
-                continue
-            if by_layer.any():
+                pool.release(page)
+            elif by_layer.any():
+                pool.release(page)
                 layer = int(np.flatnonzero(by_layer)[0])
                 self._refuse(held, layer, int(by_layer[layer]))
             else:
@@ -264,6 +223,9 @@ class Sealer:
                 n_bytes=encoded * new.page_bytes,
             )
             self.store.bus.emit(event)
+        if late:
+            self.tables.touch()
+            self._report()
 
     def _still_due(self, item: _Due) -> _Due | None:
         """Return a page that was encoded, with the lines that have it now; None if it is to stay.
@@ -330,7 +292,7 @@ class _Check(NamedTuple):
     Attributes:
         seqs: The sequences that are to publish them.
         exact: See `Publisher.publish`.
-        pages: (group, page) of each; lent while the check is under way, so that they stay.
+        pages: (group, page) of each.
         sums: Of what the raw ones hold, group after group.
     """
 
@@ -347,7 +309,9 @@ class Publisher:
         store: Where the pages become known.
         tables: Lines of all sequences.
         allowed: Whether a sequence's pages may become known.
+        pending: Where full pages wait for what devices say of them.
         on_non_finite: Told (group, page) that holds NaN or infinity.
+        on_late: Told the sequences that published after the step that filled their pages.
     """
 
     def __init__(
@@ -355,12 +319,16 @@ class Publisher:
         store: PageStore,
         tables: Tables,
         allowed: Callable[[Sequence], bool],
+        pending: Pending,
+        *,
         on_non_finite: Callable[[int, int], None],
+        on_late: Callable[[list[Sequence]], None],
     ) -> None:
         self.store, self.tables, self.allowed = store, tables, allowed
         self.page_size = store.geometry.page_size
         self._on_non_finite = on_non_finite
-        self._checks: deque[_Check] = deque()
+        self._pending, self._on_late = pending, on_late
+        self._checks: list[_Check] = []
 
     def publish(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
         """Makes the sequences' full pages with known tokens known to the index.
@@ -372,55 +340,31 @@ class Publisher:
             exact: Only if it has the same bytes: rounding may differ with what else was in a step.
         """
         self.check(seqs, exact=exact)
-        self.settle(wait=True)
+        self._pending.settle(wait=True)
 
     def check(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
-        """Begins to publish; what the device has to look at first becomes known in `settle`."""
+        """Begins to publish: at once if no device has to be asked, or has answered."""
         due = [each for seq in seqs for each in self._due(seq)]
         pages = [(g, page) for _, g, own, _ in due for page in own.values()]
-        check = _Check(
-            [*{id(seq): seq for seq, *_ in due}.values()], exact, pages, self._ask(pages)
-        )
-        if not self._checks and check.sums.ready:
-            self._publish_all(check)
-        else:
-            for g, page in pages:
-                self.store.lend(g, page)
-            self._checks.append(check)
-
-    def settle(self, *, wait: bool = False) -> list[Sequence]:
-        """Publish what the device has looked at by now; return the sequences.
-
-        Args:
-            wait: For all that it was asked.
-        """
-        settled: list[Sequence] = []
-        while self._checks and (wait or self._checks[0].sums.ready):
-            check = self._checks.popleft()
-            for g, page in check.pages:
-                self.store.give_back(g, page)
-            check = check._replace(seqs=[s for s in check.seqs if s.row != self.tables.nowhere])
-            self._publish_all(check)
-            settled += check.seqs
-        return settled
-
-    @property
-    def checking(self) -> bool:
-        """Whether the device was asked for pages that are not published yet."""
-        return bool(self._checks)
+        owners = {id(seq): seq for seq, *_ in due}
+        check = _Check([*owners.values()], exact, pages, self._ask(pages))
+        self._checks.append(check)
+        self._pending.add(check.sums, pages, partial(self._publish_all, check))
 
     def refuse(self) -> None:
-        """Let nothing become known of the sequences whose pages the device is asked for."""
+        """Let nothing become known of the sequences whose pages a device is asked for."""
         for check in self._checks:
             for seq in check.seqs:
                 seq.publishable = False
 
     def checks(self, seq: Sequence) -> bool:
-        """Return whether pages of a sequence are among them."""
+        """Return whether a device is asked for pages of a sequence."""
         return any(seq is each for check in self._checks for each in check.seqs)
 
-    def _publish_all(self, check: _Check) -> None:
-        sound, due = self._sound(check), [each for seq in check.seqs for each in self._due(seq)]
+    def _publish_all(self, check: _Check, late: bool) -> None:
+        self._checks = [other for other in self._checks if other is not check]
+        seqs = [seq for seq in check.seqs if seq.row != self.tables.nowhere]
+        sound, due = self._sound(check), [each for seq in seqs for each in self._due(seq)]
         fresh: list[list[Block]] = [[] for _ in self.store.geometry.groups]
         try:
             for seq, g, own, full in due:
@@ -433,6 +377,8 @@ class Publisher:
         finally:
             for blocks in fresh:
                 self.store.insert(blocks)
+        if late:
+            self._on_late(seqs)
 
     def _due(self, seq: Sequence) -> list[_Full]:
         """Return, for each group, the sequence's own full pages by number, and where they end."""

@@ -75,8 +75,8 @@ def test_no_step_waits_while_pages_turn_over(options: dict[str, Any]) -> None:
 def test_what_is_left_is_published_before_the_next_prompt_looks() -> None:
     kv = make_kv()
     opened(kv, TEXT).close()
-    assert kv.planner.publisher.checking, "it closed while the device was asked"
-    assert kv.open(TEXT).length >= 3 * PAGE and not kv.planner.publisher.checking
+    assert kv.planner.pending, "it closed while the device was asked"
+    assert kv.open(TEXT).length >= 3 * PAGE and not kv.planner.pending
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN")
