@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         mover,
         overflow,
         pinned,
+        seal,
         stack,
         step,
         store,
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from flowkv.cache.block_table import relocate
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
     from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy, most_ghosts
-    from flowkv.cache.kv import PagedRow, bind, end, follow, levels, source, warn
+    from flowkv.cache.kv import PagedRow, bind, drop_unproven, end, follow, levels, source, warn
     from flowkv.cache.kv import plan as kv_plan
+    from flowkv.cache.later import Later
     from flowkv.cache.mover import (
         SHARE,
         IOPriority,
@@ -133,7 +135,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.embedding import LEAST_KNOWN, EmbeddingTable, write_table
     from flowkv.hooks.fingerprint import UnnamedError, Weights
     from flowkv.hooks.graphs import GraphedForward, shape_of
-    from flowkv.hooks.huggingface import door, load, restore, smollm2
+    from flowkv.hooks.huggingface import door, load, restore, rows, smollm2
     from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask

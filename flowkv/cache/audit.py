@@ -360,6 +360,7 @@ class Explanation(msgspec.Struct, frozen=True):
         residency: Tokens of the known prefix by the nearest place that holds them.
         reason: Why the next token is not known.
         differs_at: First position where the nearest known prompt differs, if one was found.
+        decoding: How graphs serve decode steps, or why none does; "" where there is none.
     """
 
     tokens: int
@@ -367,11 +368,13 @@ class Explanation(msgspec.Struct, frozen=True):
     residency: dict[str, int]
     reason: str
     differs_at: int | None = None
+    decoding: str = ""
 
     def __str__(self) -> str:
         places = ", ".join(f"{n} on {place}" for place, n in self.residency.items())
         held = f" ({places})" if places else ""
-        return f"{self.known} of {self.tokens} tokens are known{held}: {self.reason}"
+        decoding = f"; {self.decoding}" if self.decoding else ""
+        return f"{self.known} of {self.tokens} tokens are known{held}: {self.reason}{decoding}"
 
 
 def explain(restorer: PrefixMatcher, seq: Sequence, limit: int) -> Explanation:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, suppress
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv import kernels
+from flowkv.cache.later import Pending
 from flowkv.cache.overflow import Overflow, Scan
 from flowkv.cache.seal import Publisher, Refusal, Sealer
 from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Guard, Sequence, Tables
@@ -135,6 +137,7 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
 WINDOW_SLACK_TOKENS = 128
 """Tokens kept behind a sliding window, so that rejected drafts can be taken back."""
 
+_ROW, _PLANNER = attrgetter("row"), attrgetter("planner")
 _STATES = {CLOSED: "closed", STEPPING: "in a step already", SUSPENDED: "suspended"}
 
 
@@ -173,35 +176,9 @@ class Advance(NamedTuple):
     flags: int
 
 
-def begin(
-    tables: Tables,
-    rows: list[int],
-    counts: NDArray[np.int64],
-    page_size: int,
-    last: Advance | None = None,
-) -> Advance:
-    """Marks lines as stepping and says what the step does; marks nothing if it is `REFUSED`.
-
-    In the arrays of the step before, if that had the same lines.
-    """
-    if last is not None and last.rows.tolist() == rows:
-        lines, before, after, starts, ends = last[:5]
-    else:
-        n, lines = len(rows), np.array(rows, np.int32)
-        before, after = np.empty(n, np.int64), np.empty(n, np.int32)
-        starts, ends = np.empty(n + 1, np.int32), np.empty((len(tables.lost), n), np.int32)
-    state = (tables.lengths, tables.lost, tables.shared, tables.state)
-    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts, ends))
-    return Advance(lines, before, after, starts, ends, [], new, length, flags)
-
-
-def finish(tables: Tables, step: Advance) -> None:
-    """Lengths are what the step made them, and its lines are ready for the next one."""
-    _finish(step.rows, step.after, tables.lengths, tables.state)
-
-
 @kept(nogil=True)
 def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
+    # Marks lines as stepping and says what the step does; marks nothing if it is `REFUSED`.
     lengths, lost, shared, states = state
     before, after, starts, ends = out
     flags, most_new, most_length, total = 0, 0, 0, 0
@@ -233,6 +210,7 @@ def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
+    # Lengths are what the step made them, and its lines are ready for the next one.
     for b in range(len(rows)):
         lengths[rows[b]] = after[b]
         states[rows[b]] = READY
@@ -250,6 +228,9 @@ class EdgePrefetcher(Protocol):
 
 class Planner:
     """Steps over the lines of sequences.
+
+    Attributes:
+        layers: All model layers with pages.
 
     Args:
         store: Blocks and pools.
@@ -285,11 +266,19 @@ class Planner:
         self._leaving: list[Sequence] = []
         self.aside_bytes = self.copied_bytes = 0
         encodes = any(forms.ladder.rungs for forms in store.forms)
-        self.sealer = Sealer(store, tables, on_refusal) if encodes else None
+        self.pending = Pending(store)
+        self.sealer = Sealer(store, tables, self.pending, on_refusal) if encodes else None
         self.compactor = Compactor(store, tables, store.defragment_bytes)
         self.overflow = Overflow(store, tables, guard) if store.overflows else None
         self.measured, self._prefetches = measured, prefetches
-        self.publisher = Publisher(store, tables, tails.allowed, on_non_finite)
+        self.publisher = Publisher(
+            store,
+            tables,
+            tails.allowed,
+            self.pending,
+            on_non_finite=on_non_finite,
+            on_late=self._publish_late,
+        )
         self.tails = tails
         self._places = {
             layer: (g, i)
@@ -300,6 +289,7 @@ class Planner:
             layer: Pages(store.pool(g).arena, store.forms[g].raw, i, store.forms[g].sealed)
             for layer, (g, i) in self._places.items()
         }
+        self.layers = frozenset(self._pages)
 
     @staticmethod
     def of(seq: Sequence) -> Planner:
@@ -324,11 +314,12 @@ class Planner:
             )
 
     def ready(self, seq: Sequence) -> None:
-        """Makes sure that a sequence is open and in no step.
+        """Makes sure that a sequence is open and in no step, and its full pages are published.
 
         Raises:
-            StateError: It is not.
+            StateError: It is not open, or in a step.
         """
+        self.settle(wait=True)
         state = CLOSED if seq.closed else int(self.tables.state[seq.row])
         if state != READY:
             raise StateError(
@@ -356,7 +347,7 @@ class Planner:
             try:
                 return self._allocate(counts)
             except CapacityError:
-                if not self.defragment():
+                if not (self.settle(wait=True) or self.defragment()):
                     raise
                 return self._allocate(counts)
 
@@ -603,7 +594,7 @@ class Planner:
     def release(self, seq: Sequence) -> None:
         """Gives back all pages and the line of a sequence, once no step uses them."""
         with self.guard:
-            if self.tables.state[seq.row] == STEPPING:
+            if self.tables.state[seq.row] == STEPPING or self.publisher.checks(seq):
                 self._leaving.append(seq)
                 return
             try:
@@ -622,11 +613,6 @@ class Planner:
         """Empties sparse slabs by moving pages; returns the moves. Nothing while a step runs."""
         with self.guard:
             return self.compactor.everything()
-
-    @property
-    def layers(self) -> frozenset[int]:
-        """All model layers with pages."""
-        return frozenset(self._pages)
 
     def locate(self, layer: int) -> tuple[int, int]:
         """(group, position within it) of a model layer.
@@ -686,16 +672,26 @@ class Planner:
         """
         self.guard.settle()
         with self.guard:
-            rows = [seq.row for seq in seqs if seq.planner is self]
-            if len(rows) != len(seqs) or len(counts) != len(rows):
+            rows = [*map(_ROW, seqs)]
+            if {*map(_PLANNER, seqs)} - {self} or len(counts) != len(rows):
                 self._refuse(seqs, counts)
-            step = begin(self.tables, rows, counts, self.page_size, last)
-            if step.flags & REFUSED:
+            if last is not None and last.rows.tolist() == rows:
+                lines, before, after, starts, ends = last[:5]
+            else:
+                n, lines = len(rows), np.array(rows, np.int32)
+                before, after = np.empty(n, np.int64), np.empty(n, np.int32)
+                starts = np.empty(n + 1, np.int32)
+                ends = np.empty((len(self.geometry.groups), n), np.int32)
+            tables, out = self.tables, (before, after, starts, ends)
+            state = tables.lengths, tables.lost, tables.shared, tables.state
+            flags, new, length = _begin(lines, counts, state, self.page_size, out)
+            if flags & REFUSED:
                 self._refuse(seqs, counts)
-            if step.flags & (SHARES | GROWS):
-                self.tables.state[step.rows] = READY  # until all pages are there
+            step = Advance(lines, *out, [], new, length, flags)
+            if flags & (SHARES | GROWS):
+                tables.state[lines] = READY  # until all pages are there
                 step = self._make_room(seqs, step)
-                self.tables.state[step.rows] = STEPPING
+                tables.state[lines] = STEPPING
             if self.store.bus.wants(StepPlanned):
                 new = int(step.starts[-1])
                 context = int(step.ends.max(0).sum()) - new
@@ -727,7 +723,7 @@ class Planner:
                 full = (step.ends // size > (step.ends - new) // size).any(0)
                 try:
                     filled = [seqs[b] for b in np.flatnonzero(full).tolist()]
-                    self.publisher.publish(filled)
+                    self.publisher.check(filled)
                     for b in np.flatnonzero(full).tolist() if self._slides else ():
                         self._drop_behind(seqs[b], int(step.after[b]))
                 finally:
@@ -737,11 +733,30 @@ class Planner:
                     self.sealer.seal(filled)
                 self.compactor.edge()
             else:
-                finish(self.tables, step)
-                self._let_leave()
+                _finish(step.rows, step.after, self.tables.lengths, self.tables.state)
+                if self._leaving:
+                    self._let_leave()
+            if self.pending:
+                self.settle()
             self.store.drain()
-            self.look_ahead()
+            if self._prefetches is not None:
+                self.look_ahead()
         self.guard.settle()
+
+    def settle(self, *, wait: bool = False) -> bool:
+        """Publish and encode full pages that the device has looked at; return whether any were.
+
+        Args:
+            wait: For all that it was asked to look at.
+        """
+        with self.guard:
+            return self.pending.settle(wait=wait)
+
+    def _publish_late(self, seqs: list[Sequence]) -> None:
+        self._let_leave()
+        if self.sealer:
+            self.store.drain()  # what a tier has taken by now can be encoded
+            self.sealer.seal(seqs)
 
     def look_ahead(self) -> None:
         """Brings what is expected next, if anything is. Callers hold the KV lock."""

@@ -590,7 +590,7 @@ class KV:
     def _alive(self) -> None:
         if self.closed:
             raise StateError("the cache is closed", "Open a new one")
-        if self.inherited:
+        if os.getpid() != self._pid:
             raise StateError(
                 "the cache was opened by the parent process", "Open another one in this process"
             )
@@ -602,6 +602,7 @@ class KV:
                 "the cache does not know its model yet",
                 "Call flowkv.attach(model), or pass a geometry to KV(...)",
             )
+        self.planner.settle(wait=True)
         return self.planner
 
     def _agreed(self) -> Planner:
@@ -804,12 +805,17 @@ class KV:
     def explain(
         self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()
     ) -> Explanation:
-        """How much of a prompt is known now, and what prevents more."""
+        """Return how much of a prompt is known now, what prevents more, and what graphs do."""
         with self._probe(tokens, tenant, salts) as seq:
             if self.private:
                 why = f"nothing of this model is shared: {self.private}"
-                return Explanation(len(seq.tokens), 0, {}, why)
-            return explain(self.restorer, seq, len(seq.tokens) - 1)
+                found = Explanation(len(seq.tokens), 0, {}, why)
+            else:
+                found = explain(self.restorer, seq, len(seq.tokens) - 1)
+        captured, replayed, eager = map(self.graphed.get, ("captured", "replayed", "eager"))
+        decoding = f"{captured} decode steps were captured, {replayed} replayed" if captured else ""
+        decoding = f"decode steps run eagerly: {eager}" if eager else decoding
+        return msgspec.structs.replace(found, decoding=decoding)
 
     def warm(self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()) -> int:
         """Brings a known prompt onto its device ahead of its use; returns its tokens there.
@@ -1125,6 +1131,7 @@ class KV:
             StateError: A sequence is closed, suspended or in a step already.
             TokenError: The ids contradict what is known of the prompt.
         """
+        interrupts.cover()
         given = [plain(ids) for ids in new_tokens]
         packed = pack(given)
         step = plan(self, seqs, [len(ids) for ids in given])
@@ -1441,6 +1448,8 @@ class KV:
         self.lock.settle()
         with self.lock:
             seen, reused, planner = self.tokens_seen, self.tokens_reused, self.planner
+            if planner is not None and not self.inherited:
+                planner.settle()
             found = self.metrics.by("hit_tokens_total", "tier")
             known = sum(found.values()) + self.metrics.total("miss_tokens_total")
             report: dict[str, Any] = {
@@ -1590,6 +1599,7 @@ def drop_unproven(kv: KV) -> None:
     with kv.lock:
         if kv.planner is not None:
             kv.planner.store.drop_tails()
+            kv.planner.publisher.refuse()
         for seq in kv._open.values():
             seq.publishable = False
 
@@ -1674,8 +1684,7 @@ def plan(
         last: A step that is over: what it prepared is used again where the same rows decode on.
     """
     kv._alive()
-    interrupts.cover()
-    planner = Planner.of(seqs[0]) if seqs else kv._bound()
+    planner: Any = seqs[0].planner if seqs else kv._bound()
     if planner.store.behind:  # a store found that others erased something
         with kv.lock:
             kv._agreed()

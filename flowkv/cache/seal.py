@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from flowkv import kernels
 from flowkv.cache.index import Block
+from flowkv.cache.later import Later, Pending
 from flowkv.cache.sequence import READY, STEPPING, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.geometry import CODEC_SHIFT, CODECS
@@ -59,13 +61,19 @@ class Sealer:
     Args:
         store: Blocks, pools, and the ladder of each layer group.
         tables: Lines of all sequences.
+        pending: Where encoded pages wait for their status.
         on_refusal: Told of pages that stay as they are, once everything is in order.
     """
 
     def __init__(
-        self, store: PageStore, tables: Tables, on_refusal: Callable[[Refusal], None]
+        self,
+        store: PageStore,
+        tables: Tables,
+        pending: Pending,
+        on_refusal: Callable[[Refusal], None],
     ) -> None:
         self.store, self.tables, self._on_refusal = store, tables, on_refusal
+        self._pending = pending
         self._refusals: list[Refusal] = []
         self._exempt: set[int] = set()  # lines
         self._stays: dict[int, set[tuple[int, int]]] = {}  # (group, page number) of each line
@@ -184,15 +192,26 @@ class Sealer:
         pool, forms = self.store.pool(group), self.store.forms[group]
         old, new = forms.of(items[0].page), forms.of(targets[0])
         source, target = pool.granules([item.page for item in items]), pool.granules(targets)
-        status = kernels.transcode(pool.arena, source, target, old, new).cpu().numpy()
-        encoded = 0
-        for item, page, by_layer in zip(items, targets, status, strict=True):
-            if by_layer.any():
+        status = Later(kernels.transcode(pool.arena, source, target, old, new))
+        pages = [(group, page) for page in (*(item.page for item in items), *targets)]
+        self._pending.add(status, pages, partial(self._put, items, targets, status))
+
+    def _put(self, items: list[_Due], targets: list[int], status: Later, late: bool) -> None:
+        """Puts encoded pages in place; `late`: lines may have changed since they were due."""
+        group, (refused,) = items[0].group, status.get()
+        pool, forms, encoded = self.store.pool(group), self.store.forms[group], 0
+        old, new = forms.of(items[0].page), forms.of(targets[0])
+        assert refused is not None
+        for item, page, by_layer in zip(items, targets, refused.numpy(), strict=True):
+            held = self._still_due(item) if late else item
+            if held is None:
+                pool.release(page)
+            elif by_layer.any():
                 pool.release(page)
                 layer = int(np.flatnonzero(by_layer)[0])
-                self._refuse(item, layer, int(by_layer[layer]))
+                self._refuse(held, layer, int(by_layer[layer]))
             else:
-                self._adopt(item, page)
+                self._adopt(held, page)
                 encoded += 1
         if encoded:
             event = Encoded(
@@ -204,6 +223,24 @@ class Sealer:
                 n_bytes=encoded * new.page_bytes,
             )
             self.store.bus.emit(event)
+        if late:
+            self.tables.touch()
+            self._report()
+
+    def _still_due(self, item: _Due) -> _Due | None:
+        """Return a page that was encoded, with the lines that have it now; None if it is to stay.
+
+        What changed meanwhile is tried again with the next page.
+        """
+        group, page, block = item.group, item.page, item.block
+        if block is not None and (block.gone or block.page != page):
+            return None
+        rows = np.flatnonzero(self.tables.pages[group][:, item.page_no] == page).tolist()
+        own = block is None and self.store.pool(group).references(page) == len(rows) > 0
+        if not (own or block) or self._in_use(group, page, rows):
+            return None
+        milder = self._mildest(group, item.page_no, rows, item.codec) < item.codec
+        return None if milder else item._replace(rows=rows)
 
     def _adopt(self, item: _Due, page: int) -> None:
         """Puts the encoded page in place of the old one, for all that share it."""
@@ -249,6 +286,22 @@ def describe(refusal: Refusal) -> str:
 _Full = tuple[Sequence, int, dict[int, int], int]
 
 
+class _Check(NamedTuple):
+    """Full pages of which the device says later whether they hold finite numbers only.
+
+    Attributes:
+        seqs: The sequences that are to publish them.
+        exact: See `Publisher.publish`.
+        pages: (group, page) of each.
+        sums: Of what the raw ones hold, group after group.
+    """
+
+    seqs: list[Sequence]
+    exact: bool
+    pages: list[tuple[int, int]]
+    sums: Later
+
+
 class Publisher:
     """Publishes pages of sequences. Callers hold the KV lock.
 
@@ -256,7 +309,9 @@ class Publisher:
         store: Where the pages become known.
         tables: Lines of all sequences.
         allowed: Whether a sequence's pages may become known.
+        pending: Where full pages wait for what devices say of them.
         on_non_finite: Told (group, page) that holds NaN or infinity.
+        on_late: Told the sequences that published after the step that filled their pages.
     """
 
     def __init__(
@@ -264,11 +319,16 @@ class Publisher:
         store: PageStore,
         tables: Tables,
         allowed: Callable[[Sequence], bool],
+        pending: Pending,
+        *,
         on_non_finite: Callable[[int, int], None],
+        on_late: Callable[[list[Sequence]], None],
     ) -> None:
         self.store, self.tables, self.allowed = store, tables, allowed
         self.page_size = store.geometry.page_size
         self._on_non_finite = on_non_finite
+        self._pending, self._on_late = pending, on_late
+        self._checks: list[_Check] = []
 
     def publish(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
         """Makes the sequences' full pages with known tokens known to the index.
@@ -279,17 +339,46 @@ class Publisher:
             seqs: The sequences.
             exact: Only if it has the same bytes: rounding may differ with what else was in a step.
         """
+        self.check(seqs, exact=exact)
+        self._pending.settle(wait=True)
+
+    def check(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
+        """Begins to publish: at once if no device has to be asked, or has answered."""
         due = [each for seq in seqs for each in self._due(seq)]
-        sound = self._sound([(g, page) for _, g, own, _ in due for page in own.values()])
+        pages = [(g, page) for _, g, own, _ in due for page in own.values()]
+        owners = {id(seq): seq for seq, *_ in due}
+        check = _Check([*owners.values()], exact, pages, self._ask(pages))
+        self._checks.append(check)
+        self._pending.add(check.sums, pages, partial(self._publish_all, check))
+
+    def refuse(self) -> None:
+        """Let nothing become known of the sequences whose pages a device is asked for."""
+        for check in self._checks:
+            for seq in check.seqs:
+                seq.publishable = False
+
+    def checks(self, seq: Sequence) -> bool:
+        """Return whether a device is asked for pages of a sequence."""
+        return any(seq is each for check in self._checks for each in check.seqs)
+
+    def _publish_all(self, check: _Check, late: bool) -> None:
+        self._checks = [other for other in self._checks if other is not check]
+        seqs = [seq for seq in check.seqs if seq.row != self.tables.nowhere]
+        sound, due = self._sound(check), [each for seq in seqs for each in self._due(seq)]
         fresh: list[list[Block]] = [[] for _ in self.store.geometry.groups]
         try:
             for seq, g, own, full in due:
-                if exact:
+                # Pages that are full since, or took the place of others, have a check of their own.
+                full = next((n for n, page in own.items() if (g, page) not in sound), full)
+                own = {n: page for n, page in own.items() if n < full}
+                if check.exact:
                     own = {n: page for n, page in own.items() if not self._differs(seq, g, n)}
                 self._publish_group(seq, g, own, full, fresh[g], sound)
         finally:
             for blocks in fresh:
                 self.store.insert(blocks)
+        if late:
+            self._on_late(seqs)
 
     def _due(self, seq: Sequence) -> list[_Full]:
         """Return, for each group, the sequence's own full pages by number, and where they end."""
@@ -375,30 +464,44 @@ class Publisher:
         if codec or not store.forms[group].ladder.rungs:  # else it is once it is encoded
             store.write_down(block)
 
-    def _sound(self, pages: Items[tuple[int, int]]) -> dict[tuple[int, int], bool]:
-        """Return which (group, page) hold finite numbers only; blank what lies between stripes.
-
-        The device is asked once for each group. Encoded pages were finite when they were encoded.
-        """
-        sound = dict.fromkeys(pages, True)
-        for g in {g for g, page in pages if not page >> CODEC_SHIFT}:
-            pool, layout = self.store.pool(g), self.store.forms[g].raw
-            n_bytes, dtype = layout.page_bytes, getattr(torch, layout.dtype)
-            raw = [each for each in pages if each[0] == g and not each[1] >> CODEC_SHIFT]
-            parts = [pool.page_bytes(page, n_bytes) for _, page in raw]
+    def _ask(self, pages: Items[tuple[int, int]]) -> Later:
+        """Let devices add up what raw (group, page) hold; blank what lies between stripes."""
+        sums = []
+        for g, raw in self._raw(pages).items():
+            layout = self.store.forms[g].raw
             if layout.stripe_bytes < layout.stripe_stride_bytes:
-                shape = layout.layers, layout.stripe_stride_bytes
-                parts = [part.view(shape) for part in parts]
-                for part in parts:
+                for page in raw:
                     # Padding holds whatever the page held before, for another group or tenant.
-                    part[:, layout.stripe_bytes :].zero_()
-                parts = [part[:, : layout.stripe_bytes] for part in parts]
-            sound.update(zip(raw, are_finite([part.view(dtype) for part in parts]), strict=True))
+                    whole = self.store.pool(g).page_bytes(page, layout.page_bytes)
+                    shape = layout.layers, layout.stripe_stride_bytes
+                    whole.view(shape)[:, layout.stripe_bytes :].zero_()
+            sums.append(torch.stack([self._numbers(g, page).sum() for page in raw]))
+        return Later(*sums)
+
+    def _sound(self, check: _Check) -> dict[tuple[int, int], bool]:
+        """Return which (group, page) hold finite numbers only.
+
+        Encoded pages were finite when they were encoded.
+        """
+        sound = dict.fromkeys(check.pages, True)
+        for (g, raw), sums in zip(self._raw(check.pages).items(), check.sums.get(), strict=True):
+            assert sums is not None
+            for page, finite in zip(raw, np.isfinite(sums.float().numpy()), strict=True):
+                # A finite sum proves that all summands are, at memory speed; overflow asks again.
+                sound[g, page] = finite or bool(self._numbers(g, page).isfinite().all())
         return sound
 
+    def _raw(self, pages: Items[tuple[int, int]]) -> dict[int, list[int]]:
+        """Return the raw pages among some, by their group."""
+        found: dict[int, list[int]] = {}
+        for g, page in pages:
+            if not page >> CODEC_SHIFT:
+                found.setdefault(g, []).append(page)
+        return found
 
-def are_finite(parts: list[torch.Tensor]) -> list[bool]:
-    """Return which tensors of one device hold neither NaN nor infinity."""
-    # A finite sum proves that all summands are finite, at memory speed; overflow asks again.
-    sums = torch.stack([part.sum() for part in parts]).isfinite().tolist() if parts else []
-    return [one or bool(part.isfinite().all()) for one, part in zip(sums, parts, strict=True)]
+    def _numbers(self, group: int, page: int) -> torch.Tensor:
+        """Return what a raw page holds."""
+        layout = self.store.forms[group].raw
+        whole = self.store.pool(group).page_bytes(page, layout.page_bytes)
+        stripes = whole.view(layout.layers, layout.stripe_stride_bytes)[:, : layout.stripe_bytes]
+        return stripes.view(getattr(torch, layout.dtype))

@@ -545,12 +545,13 @@ class Guard(_thread.RLock):  # type: ignore[misc]
     A fork waits until no thread is in the middle of a change, so that a child can read what it got.
 
     Attributes:
+        inherited: This process was forked since.
         torn: This process was forked in the middle of a change: what is guarded cannot be read.
     """
 
     def __init__(self) -> None:
         self._deferred: deque[Callable[[], None]] = deque()
-        self.torn = self._held = False
+        self.inherited = self.torn = self._held = False
         interrupts.watch(self)
         _guards.add(weakref.ref(self, _guards.discard))
 
@@ -594,6 +595,7 @@ class Guard(_thread.RLock):  # type: ignore[misc]
     def _inherit(self) -> None:
         """In a child: whoever held the lock is not here, nor who would want deferred work done."""
         self._deferred.clear()
+        self.inherited = True
         if self._held:
             self._let_go()
         else:

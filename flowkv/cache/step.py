@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from contextvars import ContextVar, Token
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -270,6 +271,8 @@ def _drop(
     kernels.drop_tokens(pool.arena, source, pool.granules(target), where, layout)
 
 
+_RESTORATION = attrgetter("restoration")
+
 CURRENT: ContextVar[Step | None] = ContextVar("flowkv_step", default=None)
 """The step that this thread's `flowkv.attention` belongs to."""
 
@@ -296,8 +299,8 @@ class Step:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open planner _started_s _token _batches _singles
-        _shared _decodes _most _tables _noted _touched _watch advance _waited_s _coming overflows
-        _scans __weakref__""".split()
+        _shared _decodes _most _single _tables _noted _touched _watch advance _waited_s _coming
+        overflows _scans __weakref__""".split()
     )
 
     def __init__(
@@ -328,12 +331,13 @@ class Step:
         with planner.guard:  # of what is reserved and not open, nothing would be given back
             self.advance: Advance = planner.reserve(self.seqs, counts, before)
             self._open = True
+        self._single = self.advance.most_new == 1 and self.advance.starts[-1] == len(self.seqs)
         self._tables = planner.tables.pages
         self._waited_s = 0.0
         over = planner.overflow
         self.overflows = over is not None and over.away > 0 and any(s.away for s in self.seqs)
         self._scans: dict[int, Scan | None] = {}
-        self._coming = [seq for seq in self.seqs if seq.restoration is not None]
+        self._coming = [*filter(_RESTORATION, self.seqs)]
         if self._coming:  # nobody attends to pages that are not there
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
             self.awaits = partial(_all, waits)
@@ -353,11 +357,6 @@ class Step:
             self._decodes, self._most = kept, last._most
 
     @property
-    def _single(self) -> bool:
-        """Whether each row has exactly one new token."""
-        return self.advance.most_new == 1 and self.advance.starts[-1] == len(self.seqs)
-
-    @property
     def repeats(self) -> bool:
         """Whether decode steps like this one differ in integers only, so that a graph serves them.
 
@@ -371,7 +370,7 @@ class Step:
 
     def replayed(self) -> None:
         """Note that a graph wrote the new tokens of all layers."""
-        self._touched.update(self.planner.layers)
+        self._touched, self._decodes = set(self.planner.layers), {}
 
     def give(self, tokens: NDArray[np.uint32]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them.

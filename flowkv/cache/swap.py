@@ -17,7 +17,6 @@ from flowkv.cache.export import DTYPES, MOST_ELEMENTS
 from flowkv.cache.index import LAYOUT, Block, Copy, Saved, SwappedCopy
 from flowkv.cache.pool import download, upload
 from flowkv.cache.restore import PrefixMatcher, RestoreJob
-from flowkv.cache.seal import are_finite
 from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.core.errors import CapacityError, StateError, StoreError
 from flowkv.core.files import MALFORMED, sensible
@@ -429,7 +428,7 @@ class Snapshots:
         except CapacityError:
             return False
         tails = self._tails(seq, pages, length)
-        if not all(are_finite([tail])[0] for tail in tails.values()):
+        if not all(bool(tail.isfinite().all()) for tail in tails.values()):
             return False
         body = encode_state({**values, **tails})
         block = self.store.index.publish(key, parent, 0, "state")

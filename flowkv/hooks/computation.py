@@ -172,6 +172,12 @@ class Walk:
         self._environment(model)
         self._releases()
         self._watch_spaces()
+        kinds = *self._ones.values(), *self._many.values()
+        self._columns = [
+            (tuple(kept), [things for things, _ in kept.values()])
+            for kept in (self._ones, self._many)
+        ]
+        self._known = [*itertools.chain(*(known for _, known in kinds)), self]
 
     @property
     def digest(self) -> str:
@@ -195,22 +201,17 @@ class Walk:
     def same(self) -> bool:
         """Return whether all that was met is still there; what tensors hold is not read."""
         try:
-            if all(map(operator.is_, self._now(), self._known())):
+            if all(map(operator.is_, self._now(), self._known)):
                 return True
-            return all(map(_alike, self._now(), self._known()))
+            return all(map(_alike, self._now(), self._known))
         except Exception:  # something is gone
             return False
 
     def _now(self) -> Iterator[Any]:
         """Read all that is watched, and at the end what is none of it."""
-        ones = [map(read, things) for read, (things, _) in self._ones.items()]
-        every = [map(read, things) for read, (things, _) in self._many.items()]
-        many = map(itertools.chain.from_iterable, every)
-        return itertools.chain(*ones, *many, (self,))
-
-    def _known(self) -> Iterator[Any]:
-        kinds = *self._ones.values(), *self._many.values()
-        return itertools.chain(*[known for _, known in kinds], (self,))
+        ones, many = self._columns
+        flat = itertools.chain.from_iterable
+        return itertools.chain(flat(map(map, *ones)), flat(flat(map(map, *many))), (self,))
 
     def settled(self) -> bool:
         """Return whether buffers that forwards rewrite hold what they are made from."""
@@ -219,7 +220,7 @@ class Walk:
     def forget(self) -> None:
         """Release a model that is gone."""
         held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
-        for each in (*held, self.tensors):
+        for each in (*held, self._columns, self._known, self.tensors):
             each.clear()
 
     # ---- what is watched, and what cannot be named
@@ -874,10 +875,9 @@ class Walk:
     def _environment(self, model: torch.nn.Module) -> None:
         self.leaves["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
         self._roots.add("torch")
-        flags = _flags()
-        for name, value in flags.items():
+        for name, value in _flags()[:-1]:
             self.leaves[f"torch/{name}"] = str(value)
-        self._watch_one(operator.call, lambda: _flags() == flags)
+        self._watch_one(operator.call, _flags)
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             hooks = getattr(torch_module, kind)
             for i, hook in enumerate(hook for hook in hooks.values() if _root(hook) not in _OWN):
@@ -885,8 +885,7 @@ class Walk:
                 self._value(f"{kind}/{i}", hook)
             self._watch(functools.partial(list, hooks.values()))
         every = vars(torch.Tensor)
-        size, overridden = len(every), len(torch.library._impls)
-        self._watch(lambda: (len(every) == size, len(torch.library._impls) == overridden))
+        self._watch_one(len, every)
         named = [n for n in every if n in self._names or n.startswith("__")]
         for name in sorted(set(named) - _CLASS_ITEMS):
             own = _TENSOR.get(name) is every[name] and _root(every[name]) in ("torch", "builtins")
@@ -938,15 +937,22 @@ _FLAGS: dict[str, Callable[[], Any]] = {
 """The switches that change what the same code computes."""
 
 
-def _flags() -> dict[str, Any]:
-    """Read the switches; None where a build lacks one, or old and new ones are mixed."""
-    found: dict[str, Any] = {"denormals": _TINY * _HALF != 0.0}  # of the calling thread
+def _flags() -> tuple[tuple[str, Any], ...]:
+    """Read the switches, and how many operators have other code; like readings are one object.
+
+    A switch is None where a build lacks it, or old and new ones are mixed.
+    """
+    found: list[tuple[str, Any]] = [("denormals", _TINY * _HALF != 0.0)]  # of the calling thread
     for name, read in _FLAGS.items():
         try:
-            found[name] = read()
+            found.append((name, read()))
         except (AttributeError, RuntimeError):
-            found[name] = None
-    return found
+            found.append((name, None))
+    flags = *found, ("overrides", len(torch.library._impls))
+    return _READINGS.setdefault(flags, flags)
+
+
+_READINGS: dict[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]] = {}
 
 
 def _overrides() -> set[str]:

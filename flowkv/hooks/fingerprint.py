@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -78,6 +79,16 @@ class _Read(NamedTuple):
         )
 
 
+_LOOKS = (
+    attrgetter("_version"),
+    methodcaller("data_ptr"),
+    attrgetter("dtype"),
+    attrgetter("shape"),
+    methodcaller("stride"),
+)
+"""What is compared of a tensor; by C functions, without a line of Python for each."""
+
+
 class _Glance(NamedTuple):
     """Memory of this process, and what all of it held."""
 
@@ -143,17 +154,15 @@ class Weights:
 
     def counted(self, tensor: torch.Tensor | None = None) -> bool:
         """Whether nothing, or not one tensor, was written to in the open since it was read."""
-        if tensor is None:
-            return self._all_counted()
-        known = self._reads.get(id(tensor))
-        return known is not None and known.tensor is tensor and known.counted()
-
-    def _all_counted(self) -> bool:
-        try:  # in one go: a decode step pays for this
-            states = [(t._version, t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._met]
-            return states == self._states and all(read.counted() for read in self._streamed)
+        if tensor is not None:
+            known = self._reads.get(id(tensor))
+            return known is not None and known.tensor is tensor and known.counted()
+        try:  # in one go, and in C: a decode step pays for this
+            columns: Any = map
+            now = [*zip(*columns(map, _LOOKS, repeat(self._met)), strict=True)]
+            return now == self._states and all(map(_Read.counted, self._streamed))
         except RuntimeError:  # some have no versions, addresses or strides
-            return all(read.counted() for read in self._reads.values())
+            return all(map(_Read.counted, self._reads.values()))
 
     def forget(self) -> None:
         """Lets go of all tensors."""

@@ -340,7 +340,10 @@ class GraphedForward:
 
     def _serves(self, step: Step) -> bool:
         """Return whether graphs could serve a step, as things stand in this thread."""
-        if self._report["eager"] or not step.repeats or modes(own=False):
+        if self._report["eager"] or not step.repeats:
+            return False
+        modal = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+        if modal and modes(own=False):
             return False
         return not (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"))
 

@@ -438,9 +438,10 @@ class Proof:
     def rest(self) -> None:
         """A call may be over: reads on in the background while nothing else runs."""
         planner = self._kv.planner
-        if planner is None or not planner.store.provisional or self._identity.foreign:
+        if planner is None or not planner.store.provisional.active or self._identity.foreign:
             return
-        if not any(map(planner.store.outlives, range(len(planner.store.tiers)))):
+        store = planner.store
+        if not store.provisional or not any(map(store.outlives, range(len(store.tiers)))):
             return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(

@@ -936,6 +936,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         fresh: Whoever made it saw it empty until its first forward was over.
         audits: Computes restored pages once more after the first forward, or None.
         drawn: Where random generators stood when its forward began; None where nobody draws.
+        form: Of its last forward, or None; see `inputs.ForwardCall`.
         decoding: Ids and positions of a decode step under way that may be captured, or None.
         answer: The step that a graph has answered, and its answer, until the model is asked.
         close: Releases it now instead of when nobody holds it any more.
@@ -952,6 +953,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.care: Mapping[str, Any] = {}
         self.options: dict[str, Any] = {}
         self.audits: Any = None  # a `restore.Nested` that computes sampled pages once more
+        self.form: Any = None
         self.decoding: tuple[torch.Tensor, torch.Tensor] | None = None
         self.answer: tuple[Any, Any] | None = None
         self.drawn: tuple[bytes, ...] | None = None
@@ -1004,7 +1006,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             computed: A forward is just over, which writes to recurrent states itself.
         """
         if (
-            self.rows.kv.inherited
+            self.rows.kv.lock.inherited
             or self.layers != self._made
             or (self.rows.taken and any(layer.edited() for layer in self.paged))
         ):

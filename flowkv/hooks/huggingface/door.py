@@ -157,14 +157,18 @@ class ForwardHook:
     @property
     def _capturable(self) -> bool:
         """Whether decode steps may be captured: by the layers, the arguments and the devices."""
-        devices = {shape[4] for shape in (place.shape for place in self.plan.placed.values())}
-        return (
-            self.kv.config.graphs != "off"
-            and not (self.names.encoder or self.plan.stateful)
-            and self.names.positions in self.names.parameters
-            and len(devices) == 1
-            and recorder_of(devices.pop()) is not None
-        )
+        devices = {place.shape[4] for place in self.plan.placed.values()}
+        if all(recorder_of(device) is None for device in devices):
+            return False
+        obstacles = {
+            'graphs="off"': self.kv.config.graphs == "off",
+            "the model has an encoder": self.names.encoder,
+            "the model keeps recurrent states": self.plan.stateful,
+            "the model is given no positions": self.names.positions not in self.names.parameters,
+            "its layers lie on more than one device": len(devices) > 1,
+        }
+        self.kv.graphed["eager"] = next((why for why, holds in obstacles.items() if holds), "")
+        return not self.kv.graphed["eager"]
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model as its class does, and say that its forwards pass the door by."""
@@ -323,7 +327,9 @@ class ForwardHook:
         """After a forward: what it wrote is kept, full pages are published; or it failed."""
         if torch.compiler.is_compiling():
             return
-        cache = self._past(given)[1]
+        cache = given.get(self.names.cache)
+        if type(cache) is not PagedCache:
+            cache = self._past(given)[1]
         try:
             self._after(module, cache, output)
         finally:
@@ -337,7 +343,7 @@ class ForwardHook:
             if output is None:
                 cache.fail()
             else:
-                if cache.decoding is not None:
+                if cache.decoding is not None and cache.rows.agree():
                     self._learn(cache, output)
                 cache.finish()
                 # Else somebody wrote to its keys meanwhile.
@@ -671,10 +677,11 @@ class ForwardHook:
         if rows.step is not None or not rows.forwards:
             cache.fail()
         cache.audits = cache.decoding = cache.answer = None
-        if not rows.blind and not self.unchanged(full=False):
+        if not rows.blind and not self.identity.steady(self._model()):
             rows.disable_publishing()  # what it computes from here on is in another name
         self._watch(cache)
-        call = ForwardCall(self.names, given)
+        call = ForwardCall(self.names, given, cache.form)
+        cache.form = call.form
         if call.columns == 0:
             return given
         if self.names.encoder:
@@ -689,16 +696,25 @@ class ForwardHook:
             rows.expand(call.rows)
         if len(rows.seqs) != have or rows.forwards == 0:
             cache.follow()
-        call, whole = without_known(rows, call, self._model())
+        whole = False
+        if rows.lost or not rows.forwards:
+            call, whole = without_known(rows, call, self._model())
+        # Of a decode step, it says whether the answer of a graph, and full pages, are to be used.
+        compare = rows.compare if rows.forwards and call.columns == 1 else rows.padded_by
+        padded = compare(call.mask, rows.base + call.columns)
         # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
         odd = (
             training
-            or not (filled or call.continues)
-            or (call.unplaced and rows.base and not whole)
-            or not (self.names.encoder or call.conditioned(cache.options))
+            or not (call.form or filled or call.continues)
+            or (call.positions is None and call.unplaced and rows.base and not whole)
+            or not (
+                self.names.encoder
+                or not (call.condition or cache.options)
+                or call.conditioned(cache.options)
+            )
             or bool(modes())
-            or not rows.padded_by(call.mask, rows.base + call.columns)
+            or padded is False
         )
         if odd:
             rows.disable_publishing()
@@ -715,7 +731,7 @@ class ForwardHook:
         if call.ids is None:
             rows.disable_publishing()
         else:
-            rows.note(call.ids, call.positions)
+            rows.note(call.ids, call.positions, None if isinstance(padded, bool) else padded)
         begun = self._begin(cache, call, call.columns, whole=whole)
         if begun and not odd and self._graphs is not None and self._repeats(cache, call):
             self._replay(cache, call)
@@ -739,9 +755,7 @@ class ForwardHook:
             or rows.wants_weights
             or rows.thinning is not None
             or cache.audits is not None
-            or call.modal
-            or call.condition
-            or call.types
+            or call.form is None
             or not isinstance(given.get("logits_to_keep", 0), int)
             or not isinstance(call.ids, torch.Tensor)
             or not isinstance(places, torch.Tensor)
@@ -756,7 +770,7 @@ class ForwardHook:
         logits = self._graphs.replay(rows.step, call.ids, call.positions)
         if logits is None or self._answers is None:
             cache.decoding = call.ids, call.positions
-        else:
+        elif rows.agree():  # asked for before the graph was launched: nothing waits for that
             rows.updated = rows.layers
             found = self._answers(logits=logits.unsqueeze(1), **{self.names.cache: cache})
             cache.answer = rows.step, found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowkv.cache.later import Later
 from flowkv.core.keys import Salt
 from flowkv.hooks.fingerprint import parts_of
 from flowkv.hooks.huggingface.versions import MODAL_INPUTS, PreTrainedTokenizerBase
@@ -432,6 +434,26 @@ class Prompt(NamedTuple):
     salts: list[Salt]
 
 
+class CallForm(NamedTuple):
+    """The form of a forward about which token ids and positions say everything.
+
+    Attributes:
+        shape: Of the token ids.
+        dtype: Likewise.
+        given: Names of all arguments.
+        options: Arguments beside ids, mask, positions and cache.
+        keep: See `ForwardCall`.
+        wants_weights: Likewise.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    given: frozenset[str]
+    options: dict[str, Any]
+    keep: int
+    wants_weights: bool
+
+
 class ForwardCall:
     """One forward's arguments.
 
@@ -444,13 +466,17 @@ class ForwardCall:
         keep: Positions at the end whose logits are wanted; 0 for all.
         modal: Inputs that fill placeholders.
         problem: Why the forward's K and V cannot be named by its token ids; "" if they can.
+        wants_weights: The caller asks for attention weights.
+        form: What it has in common with others like it; None where more than token ids and
+            positions is to be looked at.
 
     Args:
         names: What the model calls its arguments.
         given: The arguments, by name.
+        form: Of the forward before it: what that was given, too, is not read again.
     """
 
-    def __init__(self, names: Names, given: dict[str, Any]) -> None:
+    def __init__(self, names: Names, given: dict[str, Any], form: CallForm | None = None) -> None:
         self.names, self.given = names, given
         self.ids: torch.Tensor | None = given.get(names.ids)
         self.mask: torch.Tensor | None = given.get(names.mask)
@@ -458,17 +484,29 @@ class ForwardCall:
         like = self.ids if self.ids is not None else given.get(names.embeds)
         shape = tuple(like.shape) if isinstance(like, torch.Tensor) else ()
         self.rows, self.columns = (*shape, 0, 0)[:2]
-        wanted = given.get("logits_to_keep", 0) if "logits_to_keep" in names.parameters else 0
-        self.keep = wanted if isinstance(wanted, int) else 0
         self.modal: dict[str, Any] = {}
         self.types: dict[str, torch.Tensor] = {}
         self.condition: dict[str, Any] = {}
+        self.problem, self.form = "", form
+        if (
+            form is not None
+            and isinstance(like, torch.Tensor)
+            and (like.shape, like.dtype) == form[:2]
+            and given.keys() == form.given
+            and all(map(operator.is_, map(given.get, form.options), form.options.values()))
+        ):
+            self.keep, self.wants_weights = form.keep, form.wants_weights
+            return
+        wanted = given.get("logits_to_keep", 0) if "logits_to_keep" in names.parameters else 0
+        self.keep = wanted if isinstance(wanted, int) else 0
+        self.wants_weights = bool(given.get("output_attentions"))
         self.problem = self._text_problem() or self._sort()
-
-    @property
-    def wants_weights(self) -> bool:
-        """The caller asks for attention weights."""
-        return bool(self.given.get("output_attentions"))
+        own, self.form = {names.ids, names.mask, names.positions, names.cache}, None
+        ids = None if self.problem or self.modal or self.types or self.condition else self.ids
+        if ids is not None:
+            options = {name: value for name, value in given.items() if name not in own}
+            told = self.keep, self.wants_weights
+            self.form = CallForm(ids.shape, ids.dtype, frozenset(given), options, *told)
 
     @property
     def unplaced(self) -> bool:
@@ -664,39 +702,34 @@ def _by_column(value: Any, columns: int) -> bool:
 
 # Token ids and positions that went into a model, kept until a page fills and its name is needed.
 #
-# Reading them from a GPU waits for it, so they are read once a page and not once a token. They are
-# copied when they come: a caller may write its next token into the same tensor.
+# They are copied to the host when they come, beside the forward: a caller may write its next token
+# into the same tensor, and nothing waits for them when the page is full.
 
 
 class Note(NamedTuple):
     """Ids `[B, T]` and positions `[..., T]` of the columns from `low` on."""
 
     low: int
-    ids: torch.Tensor
-    positions: torch.Tensor | None
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64] | None
 
 
 class Notes:
-    """The notes of one cache, in order of columns."""
+    """The notes of one cache, in order of columns.
+
+    Attributes:
+        told: The first column of each forward, and the ids and positions it was given.
+    """
 
     def __init__(self) -> None:
-        self._notes: list[Note] = []
+        self.told: list[tuple[int, Later]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._notes)
-
-    def add(self, low: int, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """Copies what a forward was given for the columns from `low` on."""
-        copied = None if positions is None else positions.detach().clone()
-        self._notes.append(Note(low, ids.detach().clone(), copied))
+        return bool(self.told)
 
     def drop(self, low: int) -> None:
         """Forgets what was noted for columns from `low` on."""
-        self._notes = [note for note in self._notes if note.low < low]
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._notes.clear()
+        self.told = [note for note in self.told if note[0] < low]
 
     def take(self, pads: NDArray[np.int64], by_column: bool) -> tuple[int, NDArray[np.int64], bool]:
         """Hands everything over.
@@ -708,20 +741,29 @@ class Notes:
         Returns:
             The first column, ids `[B, n]`, and whether all positions are the usual ones.
         """
-        notes, self._notes = self._notes, []
+        told, self.told = self.told, []
+        notes = [Note(low, *map(_numbers, later.get()[:2])) for low, later in told]
         joined = _join(notes)
         ordinary = all(
             usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)
             for note in joined
         )
-        ids = torch.cat([note.ids for note in joined], dim=1).cpu().numpy()
+        ids = np.concatenate([note.ids for note in joined], axis=1)
         return notes[0].low, ids, ordinary
 
 
+def _numbers(tensor: torch.Tensor | None) -> Any:
+    """Return what a tensor holds as an array of exact numbers."""
+    if tensor is None:
+        return None
+    here = tensor.detach().cpu()
+    return (here.double() if here.is_floating_point() else here).numpy()
+
+
 def _join(notes: list[Note]) -> list[Note]:
-    """Adjacent columns as one note, if their positions have one shape: a GPU is asked once."""
+    """Adjacent columns as one note, if their positions have one shape."""
     positions = [note.positions for note in notes]
-    ids = torch.cat([note.ids for note in notes], dim=1)
+    ids = np.concatenate([note.ids for note in notes], axis=1)
     given = [p for p in positions if p is not None]
     if not given:
         return [Note(notes[0].low, ids, None)]
@@ -729,13 +771,13 @@ def _join(notes: list[Note]) -> list[Note]:
     fitting = all(p.shape[-1] == note.ids.shape[1] for p, note in zip(given, notes, strict=False))
     if len(given) < len(notes) or not alike or not fitting:
         return notes
-    return [Note(notes[0].low, ids, torch.cat(given, dim=-1))]
+    return [Note(notes[0].low, ids, np.concatenate(given, axis=-1))]
 
 
 def usual(
     low: int,
     columns: int,
-    positions: torch.Tensor | None,
+    positions: torch.Tensor | NDArray[np.int64] | None,
     pads: NDArray[np.int64],
     *,
     by_column: bool = False,
@@ -754,8 +796,8 @@ def usual(
         return by_column or not padded
     if (by_column and padded) or positions.shape[-1] != columns:
         return False
-    wanted = torch.arange(low, low + columns, device=positions.device)
-    if not padded:
-        return bool((positions == wanted).all())
-    wanted = wanted - torch.from_numpy(pads).to(positions.device)[:, None]
-    return bool(((positions == wanted) | (wanted < 0)).all())
+    told = _numbers(positions) if isinstance(positions, torch.Tensor) else positions
+    wanted = np.arange(low, low + columns)
+    if padded:
+        wanted = wanted - pads[:, None]
+    return bool(((told == wanted) | (wanted < 0)).all())

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.kv import KV, plan
+from flowkv.cache.later import Later
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
+from flowkv.core import interrupts
 from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.inputs import ForwardCall, Notes, usual
 from flowkv.hooks.huggingface.versions import PREFILL, EncoderDecoderCache
@@ -96,8 +98,9 @@ class Rows:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling uneven switch restoring promised lost pads shifts most_pad views _last
-        taken thinning noted _index _notes _one _left _known _next_full __weakref__""".split()
+        by_column prefilling uneven switch restoring promised lost pads shifts most_pad views
+        _last taken thinning noted _index _notes _agrees _one _left _known _next_full
+        __weakref__""".split()
     )
 
     def __init__(
@@ -125,6 +128,7 @@ class Rows:
         self.views: dict[int, Any] = {}
         self._last: Step | None = None
         self._index: torch.Tensor | None = None
+        self._agrees: Later | None = None
         self._notes, self.noted = Notes(), base
         self.shifts = np.zeros(len(self.seqs), np.int64)
         self._pad(pads)
@@ -178,6 +182,8 @@ class Rows:
             if (counts > new).any():
                 raise StateError("tokens before the forward are missing", "Start a new generation")
             counts, ragged = counts.clip(0, new), bool((counts < new).any())
+        if driven:
+            interrupts.cover()
         last, self._last = self._last if self.restoring is None else None, None
         self.step = step = plan(self.kv, self.seqs, counts, last)
         if self.restoring is not None:
@@ -206,6 +212,8 @@ class Rows:
         self.views.clear()  # they refer to layers
         if step is None:
             return
+        if self._agrees is not None:
+            self.agree()
         if self.restoring is not None and not self.restoring.complete():
             raise StateError("past_key_values that were on their way did not come", "Try again")
         self.step = None
@@ -230,7 +238,7 @@ class Rows:
 
     def abandon(self) -> None:
         """The forward did not finish: the rows are as before it."""
-        step, self.step = self.step, None
+        step, self.step, self._agrees = self.step, None, None
         self.views.clear()
         if step is not None:
             step.rollback()
@@ -312,15 +320,25 @@ class Rows:
 
     # ---- what is known about the tokens
 
-    def note(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+    def note(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        padded: torch.Tensor | None = None,
+    ) -> None:
         """Remembers the ids of the columns that begin at `base`; read when a page fills.
 
         Args:
             ids: `[B, T]`.
             positions: What the model was told, `[..., T]`, or None.
+            padded: Whether its mask is the rows' padding, as `compare` said; read by `agree`.
         """
+        if self.blind and padded is None:
+            return
+        later = Later(ids, positions, padded)
+        self._agrees = later if padded is not None else None
         if not self.blind:
-            self._notes.add(self.base, ids, positions)
+            self._notes.told.append((self.base, later))
             self.noted = self.base + ids.shape[1]
             if self.base < self._known:
                 self.flush()  # a prompt is known ahead: compare before it is believed
@@ -359,12 +377,25 @@ class Rows:
     def disable_publishing(self) -> None:
         """Publishes nothing more: K and V depend on something that keys do not say."""
         self.blind = True
-        self._notes.clear()
+        self._notes.told.clear()
         for seq in self.seqs:
             seq.publishable = False
 
+    def agree(self) -> bool:
+        """Read whether the mask that was noted is the padding; publish nothing more if not."""
+        later, self._agrees = self._agrees, None
+        same = None if later is None else later.get()[2]
+        agrees = same is None or bool(same.numpy())
+        if not agrees:
+            self.disable_publishing()
+        return agrees
+
     def padded_by(self, mask: torch.Tensor | None, columns: int) -> bool:
         """Whether a 2D mask (1 = token) of `columns` columns is exactly the rows' left padding."""
+        return bool(self.compare(mask, columns))
+
+    def compare(self, mask: torch.Tensor | None, columns: int) -> torch.Tensor | bool:
+        """Return what `padded_by` does, on the device of the mask where that has to say it."""
         if mask is None:
             return True
         if not isinstance(mask, torch.Tensor) or mask.shape != (len(self.seqs), columns):
@@ -374,7 +405,7 @@ class Rows:
             every = torch.arange(2 * columns, device=mask.device)
             left = self._left = every >= torch.from_numpy(self.pads).to(mask.device)[:, None]
         seen = mask if mask.dtype is torch.bool else mask != 0
-        return torch.equal(seen, left[:, :columns])
+        return (seen == left[:, :columns]).all()
 
     # ---- what generation does to a cache
 
@@ -480,6 +511,7 @@ class Rows:
         seqs = self._forked(every, set(every))
         twin = copy(self)  # nothing is noted, and nothing is on its way
         twin.seqs, twin._notes, twin._index, twin.wants_weights = seqs, Notes(), None, False
+        twin._agrees = None
         twin.views = {}
         twin.thinning = self.thinning and self.thinning.fork()
         return twin
@@ -559,8 +591,6 @@ def without_known(
         StateError: It is not clear what its tokens are, the cache has no room for some, or holds
             less than they go on from.
     """
-    if rows.forwards and not rows.lost:
-        return call, False
     whole = _passed_again(rows, call, model)
     if rows.lost and not whole and not _noticed(rows, call):
         refuse_lost(rows)

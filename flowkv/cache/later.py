@@ -1,0 +1,96 @@
+"""Values that a device computes, read by the host once they are there, and what waits for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import torch
+
+from flowkv.cache.store import PageStore
+
+
+class Later:
+    """Copies of tensors, on their way to the host from the moment that they are made.
+
+    To read them waits for what the device was given before that moment, not for what came later.
+
+    Args:
+        *values: The tensors, on any devices; None stays None.
+    """
+
+    __slots__ = ("_events", "_held")
+
+    def __init__(self, *values: torch.Tensor | None) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._held: list[torch.Tensor | None] = []
+        devices = set[torch.device]()
+        for value in values:
+            if value is not None:
+                if value.is_cuda:
+                    devices.add(value.device)
+                # With `non_blocking`, what leaves a GPU is copied into pinned memory.
+                value = value.detach().to("cpu", non_blocking=value.is_cuda, copy=True)
+            self._held.append(value)
+        for device in devices:
+            self._events.append(torch.cuda.current_stream(device).record_event())
+
+    @property
+    def ready(self) -> bool:
+        """Whether `get` returns at once."""
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+
+    def get(self) -> list[torch.Tensor | None]:
+        """Return the values, on the CPU; wait for them where they are still on their way."""
+        for event in self._events:
+            event.synchronize()
+        self._events = []
+        return self._held
+
+
+class Pending:
+    """Work that waits for what devices say of pages, in its order. Callers hold the KV lock.
+
+    Args:
+        store: Holds the pages.
+    """
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+        self._work: deque[tuple[Later, Items[tuple[int, int]], Callable[[bool], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def add(
+        self, answer: Later, pages: Items[tuple[int, int]], work: Callable[[bool], None]
+    ) -> None:
+        """Do some work at once if the answer is there, else in a later `settle`.
+
+        Args:
+            answer: What it waits for.
+            pages: (group, page) that neither move nor become free until then.
+            work: Given whether it was late.
+        """
+        if not self._work and answer.ready:
+            work(False)
+            return
+        for group, page in pages:
+            self._store.lend(group, page)
+        self._work.append((answer, pages, work))
+
+    def settle(self, *, wait: bool = False) -> bool:
+        """Do the work whose answers are there; return whether there was any.
+
+        Args:
+            wait: For the answers to all.
+        """
+        settled = False
+        while self._work and (wait or self._work[0][0].ready):
+            _, pages, work = self._work.popleft()
+            for group, page in pages:
+                self._store.give_back(group, page)
+            work(True)
+            settled = True
+        return settled

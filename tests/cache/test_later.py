@@ -1,0 +1,163 @@
+"""Pages that are full become known once the device has looked at them, and no step waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from flowkv import KV
+from tests.cache.toy import PAGE, advance, check_content, make_kv, opened, write
+from tests.inside import Later, drop_unproven, seal
+
+TEXT = list(range(100, 100 + 4 * PAGE))
+
+
+class Slow(Later):
+    """A copy that stands in for one of a GPU: it arrives after it was asked for a few times."""
+
+    polls = 3
+    waits = 0
+
+    def __init__(self, *values: torch.Tensor | None) -> None:
+        super().__init__(*values)
+        self._left = self.polls if any(v is not None and v.numel() for v in values) else 0
+
+    @property
+    def ready(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def get(self) -> list[torch.Tensor | None]:
+        Slow.waits += self._left >= 0
+        return super().get()
+
+
+@pytest.fixture(autouse=True)
+def slow() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seal, "Later", Slow)
+        Slow.waits = 0
+        yield
+
+
+def decode(kv: KV, seqs: list[Any], steps: int) -> None:
+    for turn in range(steps):
+        advance(kv, seqs, [[turn % 50]] * len(seqs))
+
+
+@pytest.mark.parametrize("options", [{}, dict(codec="kv8", recent_tokens=0)], ids=["raw", "kv8"])
+def test_no_step_waits_while_pages_turn_over(options: dict[str, Any]) -> None:
+    """Pages fill, rows end and begin again; what they leave is known to whoever comes next."""
+    kv = make_kv(**options)
+    seqs = [opened(kv, [7 * i + 1]) for i in range(3)]
+    decode(kv, seqs, 5 * PAGE)
+    assert Slow.waits == 0 and kv.stats()["blocks"] >= 12
+    seqs.pop().close()
+    decode(kv, seqs, 2 * PAGE)
+    assert Slow.waits == 0
+    sealed = kv.planner.store.pool(0).bytes_by_codec().get("kv8", 0)
+    assert bool(sealed) == bool(options)
+    within = 0.0 if not options else 0.02
+    for i, seq in enumerate(seqs):
+        check_content(kv, seq, seq.tokens.tolist(), within=within)
+        seq.close()
+        again = kv.open([7 * i + 1, *[turn % 50 for turn in range(5 * PAGE)]])
+        assert again.length == 5 * PAGE
+        check_content(kv, again, again.tokens[: again.length].tolist(), within=within)
+        again.close()
+
+
+def test_what_is_left_is_published_before_the_next_prompt_looks() -> None:
+    kv = make_kv()
+    opened(kv, TEXT).close()
+    assert kv.planner.pending, "it closed while the device was asked"
+    assert kv.open(TEXT).length >= 3 * PAGE and not kv.planner.pending
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN")
+def test_nan_becomes_known_to_nobody() -> None:
+    kv = make_kv()
+    seq = kv.open(TEXT)
+    with kv.step([seq], [TEXT]) as step:
+        write(step)
+        step.pages(0)
+        pool = kv.planner.store.pool(0)
+        pool.page_bytes(int(kv.planner.tables.pages[0][seq.row, 1]), 64).fill_(0xFF)
+    decode(kv, [seq], 2 * PAGE)
+    seq.close()
+    assert kv.open(TEXT).length <= PAGE
+
+
+def test_a_page_that_is_cut_and_written_anew_keeps_its_name() -> None:
+    kv = make_kv()
+    seq = opened(kv, TEXT)
+    kv.truncate(seq, 2 * PAGE + 3)
+    other = [*TEXT[: 2 * PAGE + 3], *range(PAGE)]
+    advance(kv, [seq], [list(range(PAGE))])
+    check_content(kv, seq, other)
+    seq.close()
+    for text in (TEXT, other):
+        check_content(kv, opened(kv, text), text)
+
+
+def test_a_model_that_changed_meanwhile_makes_nothing_known() -> None:
+    kv = make_kv()
+    seq = kv.open(TEXT)
+    for step in kv.prefill([seq], chunk=len(TEXT)):
+        write(step)
+    seq.close()
+    drop_unproven(kv)
+    assert kv.open(TEXT).length == 0
+
+
+def test_pages_that_are_looked_at_are_no_lack_of_room() -> None:
+    kv = make_kv(pages=6)
+    for first in range(8):
+        text = [first * 1000 + i for i in range(4 * PAGE)]
+        check_content(kv, seq := opened(kv, text), text)
+        seq.close()
+    assert kv.stats()["sequences"] == 0
+
+
+Story = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "decode", "fork", "cut", "close", "move"]), st.integers(0, 99)
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(Story, st.integers(1, 6), st.booleans())
+def test_every_story_ends_as_if_nothing_were_late(story: Any, polls: int, encoded: bool) -> None:
+    """All content is right at all times; nothing is held in the end."""
+    options: dict[str, Any] = dict(codec="kv8", recent_tokens=0) if encoded else {}
+    Slow.polls, kv, seqs = polls, make_kv(pages=40, **options), list[Any]()
+    for what, n in story:
+        if what == "open" and len(seqs) < 4:
+            seqs.append(opened(kv, TEXT[: 5 + n % (3 * PAGE)]))
+        elif what == "decode" and seqs:
+            decode(kv, seqs[: 1 + n % len(seqs)], 1 + n % (2 * PAGE))
+        elif what == "fork" and 0 < len(seqs) < 4:
+            seqs.append(kv.fork(seqs[n % len(seqs)]))
+        elif what == "cut" and seqs:
+            seq = seqs[n % len(seqs)]
+            kv.truncate(seq, max(1, seq.length - n % 9))
+        elif what == "close" and seqs:
+            seqs.pop(n % len(seqs)).close()
+        elif what == "move":
+            kv.defragment()
+        for seq in seqs:
+            text = seq.tokens[: seq.length].tolist()
+            check_content(kv, seq, text, within=0.03 if encoded else 0.0)
+    for seq in seqs:
+        seq.close()
+    kv.invalidate()
+    kv.planner.store.drop_tails()
+    assert all(pool.used_granules == 0 for pool in kv.planner.store.pools.values())
+    kv.close()
