@@ -1,29 +1,27 @@
 """Compiling in a process of its own: of lowest priority, one at a time, and ended with its owner.
 
-    python -m flowkv.core.compile_process LOCK OWNER MODULE TEXT
+    python -m flowkv.core.compile_process LOCK MODULE TEXT
 
-calls `main(TEXT)` of a module, once it holds the lock that is named by a file.
+calls `main(TEXT)` of a module once it holds a file's lock, and ends with its standard input.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import importlib
 import os
-import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_RUNNING: list[tuple[int, subprocess.Popen[bytes]]] = []  # with the process that began them
+_RUNNING: list[subprocess.Popen[bytes]] = []
 
 
 def begin(lock: Path, module: str, text: str) -> subprocess.Popen[bytes] | None:
-    """Begin a process that compiles. It ends with the thread that calls this, at the latest.
+    """Begin a process that compiles, and ends with this one at the latest.
 
     Args:
         lock: File of a lock, which those that fill the same directory have in common.
@@ -33,38 +31,47 @@ def begin(lock: Path, module: str, text: str) -> subprocess.Popen[bytes] | None:
     Returns:
         The process; None where none can be begun.
     """
-    owner = os.getpid()
-    command = [sys.executable or "", "-m", __name__, str(lock), str(owner), module, text]
     try:
         process = subprocess.Popen(
-            command,
+            [sys.executable or "", "-m", __name__, str(lock), module, text],
             start_new_session=True,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # which the system closes when this process is gone
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
     except OSError:
         return None
-    _RUNNING.append((owner, process))
+    _RUNNING.append(process)
     return process
 
 
 def end() -> None:
     """End what still compiles: the next process goes on."""
-    for owner, process in _RUNNING:
-        if owner == os.getpid():  # a child of `fork` has processes of its own
+    while _RUNNING:
+        with _RUNNING.pop() as process:
             process.terminate()
-            process.wait()
+
+
+def _forget() -> None:
+    """In a child of `fork`: the processes are its parent's, and end with that one."""
+    for process in _RUNNING:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.returncode = 0  # nothing to wait for
     _RUNNING.clear()
 
 
 atexit.register(end)
+os.register_at_fork(after_in_child=_forget)
 
 
-def _serve(lock: str, owner: str, module: str, text: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(owner):  # which ended before
-        return
+def _follow() -> None:
+    os.read(0, 1)  # of an input that ends with the owner
+    os._exit(1)
+
+
+def _serve(lock: str, module: str, text: str) -> None:
+    threading.Thread(target=_follow, daemon=True).start()
     os.nice(19)
     with suppress(OSError):  # without a lock, two may do the same work
         fcntl.flock(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)

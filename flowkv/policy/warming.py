@@ -206,7 +206,7 @@ class Warming(Policy):
 
     def resident(self) -> Sequence[int]:
         """Slots it believes to be resident, in no particular order."""
-        return list(self._order) if self.plain else self.policy.resident()
+        return list(self._order)
 
     def digest(self) -> int:
         """64-bit rolling hash of every decision, before the switch and after it."""
@@ -258,22 +258,13 @@ class Warming(Policy):
             block = self._above(block)
 
     def _use(self, slots: list[int], now: int) -> None:
-        """Moves blocks to the end, the deepest first, and behind each all that lies above it."""
-        order, left = self._order, None
-        for slot in reversed(slots):
-            block = order.get(slot)
-            if block is not None:
-                if left is not None and self._above(left) is not block:
-                    self._lift(left)
-                block.last_ns = now
-                order.move_to_end(slot)
-                left = block
-        if left is not None:
-            self._lift(left)
-
-    def _lift(self, block: _Resident) -> None:
-        for above in self._chain(self._above(block)):
-            self._order.move_to_end(above.slot)
+        """Moves blocks to the end, the deepest first, and last all that lies above them."""
+        used = [block for slot in reversed(slots) if (block := self._order.get(slot)) is not None]
+        for block in used:
+            block.last_ns = now
+            self._order.move_to_end(block.slot)
+        for block in self._chain(self._above(used[-1]) if used else None):
+            self._order.move_to_end(block.slot)
 
     def _free(self, protected: Collection[int]) -> Iterator[int]:
         """What may go, in its order: not what is pinned or protected, nor what lies above that."""
@@ -306,7 +297,7 @@ class Warming(Policy):
         for call in self._calls():
             call()
         for name in vars(Policy):
-            if not name.startswith("_") and name not in ("name", "resident", "digest"):
+            if not name.startswith("_") and name not in ("name", "digest"):
                 setattr(self, name, getattr(self.policy, name))
         self.plain = False
         self._order.clear()
@@ -428,13 +419,8 @@ class CompiledPolicies:
 
 
 def _stays(name: str, why: object) -> None:
-    _log.warning(
-        "policy %r cannot be compiled (%s): plain LRU decides in its place. See that %s can be "
-        "written, and run `flowkv doctor --compile`",
-        name,
-        why,
-        "the cache directory",
-    )
+    what = "policy %r is not compiled (%s): plain LRU stands in for it. Run `flowkv doctor "
+    _log.warning(what + "--compile`, with a cache directory that can be written", name, why)
 
 
 def every_call(name: str) -> Iterator[Callable[[], object]]:

@@ -30,6 +30,12 @@ class Begun:
     def wait(self) -> None:
         self.calls.append("wait")
 
+    def __enter__(self) -> Begun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait()
+
 
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Begun]:
@@ -49,7 +55,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Begun]:
 def test_a_process_of_its_own_is_given_the_geometry(begun: list[Begun], tmp_path: Path) -> None:
     process = ahead.begin(GPU, "kv8", 4)
     assert begun == [process]
-    python, flag, first, lock, _, module, text = process.command
+    python, flag, first, lock, module, text = process.command
     assert (python, flag, first) == (sys.executable, "-m", "flowkv.core.compile_process")
     assert (lock, module) == (str(tmp_path / "mark.lock"), "flowkv.cache.ahead")
     given = msgspec.json.decode(text, type=ahead.Kernels)
