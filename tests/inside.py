@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.command import read_prompts, write_replay_report
     from flowkv.connect.identity import fingerprint
-    from flowkv.core import compiling, errors, interrupts
+    from flowkv.core import compile_process, compiling, errors, interrupts, machine_code
     from flowkv.core import digest as core_digest
     from flowkv.core.clock import Clock, ManualClock, SystemClock
     from flowkv.core.compiled_digest import compile_digest
@@ -230,7 +230,7 @@ if TYPE_CHECKING:
         Timelines,
         TraceFile,
     )
-    from flowkv.policy import deferred as deferral
+    from flowkv.policy import warming as warming_module
     from flowkv.policy.base import (
         CUT_OFF,
         NEVER_NS,
@@ -241,14 +241,6 @@ if TYPE_CHECKING:
         UNKNOWN_STOP,
     )
     from flowkv.policy.by_score import ByScore, _keys
-    from flowkv.policy.deferred import (
-        _REHEARSALS,
-        FEW_VISITS,
-        MOST_KEPT,
-        Deferred,
-        Rehearsals,
-        deferred,
-    )
     from flowkv.policy.hazard.compiled import (
         BASE_LIMIT,
         BASES,
@@ -305,7 +297,7 @@ if TYPE_CHECKING:
         softplus2,
     )
     from flowkv.policy.order.compiled import SECOND as compiled_SECOND
-    from flowkv.policy.order.leaf import FIRST_CAPACITY, RECENTS, SEEN_ONCE, STAYERS
+    from flowkv.policy.order.leaf import FIRST_CAPACITY, RECENTS, SEEN_ONCE, STAYERS, LeafOrder
     from flowkv.policy.pages import (
         Defragmentation,
         Importance,
@@ -327,6 +319,14 @@ if TYPE_CHECKING:
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling.turns import WaitingLine, Worth
     from flowkv.policy.tenants import Quota, Tenants
+    from flowkv.policy.warming import (
+        _COMPILED,
+        FEW_VISITS,
+        CompiledPolicies,
+        Warming,
+        every_call,
+        warming,
+    )
     from flowkv.report import screen, words
     from flowkv.report.account import Account, restore_section, serving_sections
     from flowkv.report.charts import (

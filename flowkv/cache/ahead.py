@@ -6,11 +6,8 @@ a geometry's kernels are there, so that later processes begin none.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,10 @@ import msgspec
 import torch
 
 from flowkv import kernels
+from flowkv.core import compile_process
 from flowkv.core.geometry import CODECS, Geometry, page_layout
 
 _PAGES, _ROWS = 64, (1, 2, 8, 32)
-_RUNNING: list[subprocess.Popen[bytes]] = []
 
 
 class Kernels(msgspec.Struct, frozen=True):
@@ -108,49 +105,22 @@ def begin(
         query_heads: Of each layer; 0 if nothing is known of them.
 
     Returns:
-        The process; None if there is nothing to compile.
+        The process; None if there is nothing to compile, or no process to be had.
     """
     if geometry is None or not query_heads:
         return None
     needed = Kernels(geometry, codec, query_heads)
     if not needed.on_gpu() or needed.mark().exists():
         return None
-    command = [sys.executable, "-m", __name__, msgspec.json.encode(needed).decode()]
-    try:
-        process = subprocess.Popen(
-            command,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    except OSError:  # no process to be had: calls compile what they need
-        return None
-    _end_at_exit()
-    _RUNNING.append(process)
-    return process
-
-
-@cache
-def _end_at_exit() -> None:
-    atexit.register(end)
-
-
-def end() -> None:
-    """Ends what still compiles: the next process goes on."""
-    while _RUNNING:
-        process = _RUNNING.pop()
-        process.terminate()
-        process.wait()
+    lock = needed.mark().with_suffix(".lock")
+    return compile_process.begin(lock, __name__, msgspec.json.encode(needed).decode())
 
 
 def main(text: str) -> None:
-    """Uses kernels that are given as JSON, and marks them as compiled."""
+    """Use kernels that are given as JSON, and mark them as compiled."""
     needed = msgspec.json.decode(text, type=Kernels)
+    if needed.on_gpu() and needed.mark().exists():  # another process held the lock
+        return
     needed.use()
     if needed.on_gpu():
         needed.mark().touch()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -25,9 +25,9 @@ from flowkv.core.keys import ROOT
 from flowkv.observe.events import Promoted
 from flowkv.observe.recording import Writer
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, Policy, Slots, Visit
-from flowkv.policy.deferred import behind
 from flowkv.policy.prefetch import Fetch, Prefetcher
 from flowkv.policy.prefetch.prefetcher import KINDS, QUEUE
+from flowkv.policy.warming import behind
 
 # Known prompts, brought onto their device in the background, ahead of their use.
 

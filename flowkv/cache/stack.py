@@ -24,10 +24,10 @@ from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Shard
 from flowkv.observe.metrics import Level
-from flowkv.policy.deferred import behind
 from flowkv.policy.hedge import Hedge
 from flowkv.policy.restore import EarlierRates, LoadGate
 from flowkv.policy.tenants import Tenants
+from flowkv.policy.warming import Warming, behind
 from flowkv.residency.places import memory_bytes
 from flowkv.tiers.base import Tier, reserved_bytes
 from flowkv.tiers.disk.home import LEARNED
@@ -331,7 +331,8 @@ def _policy(place: PolicyPlace, quotas: Iterable[str]) -> dict[str, Any]:
     report: dict[str, Any] = {"name": place.policy.name, "digest": f"{place.policy.digest():016x}"}
     policy = behind(place.policy)
     if isinstance(policy, Hedge):
-        report["chosen"] = policy.chosen
+        warms = isinstance(place.policy, Warming) and place.policy.plain
+        report["chosen"] = "lru" if warms else policy.chosen
     if isinstance(policy, Tenants):
         used = {name: policy.used_bytes(n) for n, name in enumerate(quotas)}
         report["quotas"] = {name: {"used_bytes": n} for name, n in used.items()}

@@ -370,6 +370,7 @@ def compile_all() -> Finding:
     """Uses once, in small caches of its own, what is compiled on its first use, and kept."""
     from flowkv import KV, Geometry
     from flowkv.core.geometry import CODECS
+    from flowkv.policy.warming import main as compile_policy
 
     begun_s = time.process_time()
     for dtype, codec in itertools.product(("float32", "bfloat16"), CODECS):
@@ -380,6 +381,7 @@ def compile_all() -> Finding:
                 for prompt in (*range(40), 0):  # more than fits, and what was given up again
                     _answer(kv, [prompt] * 200)
                 kv.flush()
+    compile_policy("auto")
     _compile_for_gpu()
     seconds = time.process_time() - begun_s
     return Finding("compiled code", "ok", f"is there now: {seconds:.1f} s", "", {"cpu_s": seconds})

@@ -23,7 +23,8 @@ from flowkv.connect.identity import identify
 from flowkv.core.errors import ConfigError, StateError, experimental
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.observe.recording import Writer
-from flowkv.policy import CATALOGUE, make_policy
+from flowkv.policy import CATALOGUE
+from flowkv.policy.warming import warming
 from flowkv.residency.keeper import open_keeper
 from flowkv.residency.keyed import KeyedPolicy
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
@@ -503,7 +504,7 @@ class FlowKVCachePolicy(CachePolicy):
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._book = KeyedPolicy(make_policy(self.policy_name))
+        self._book = KeyedPolicy(warming(self.policy_name))
         self._chunks: dict[bytes, Any] = {}
         self._above: dict[bytes, bytes] = {}
         self._counted: dict[str, set[bytes]] = {}  # what requests under way use, each once

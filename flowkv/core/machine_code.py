@@ -12,9 +12,10 @@ import hashlib
 import os
 import shutil
 import stat
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -75,6 +76,35 @@ def is_kept(sources: Path) -> bool:
     return bool(numba.config.CACHE_DIR) or directory(sources) is not None
 
 
+def lock_file() -> Path | None:
+    """The lock of those that compile for later processes; None where nothing can be kept."""
+    if numba.config.CACHE_DIR:
+        return Path(numba.config.CACHE_DIR) / "flowkv.lock"
+    found = directory(Path(__file__).parent)
+    return found and found.parent / "lock"
+
+
+class NotKept(Exception):
+    """A call needs machine code that no earlier process kept."""
+
+
+class _Mode(threading.local):
+    only_kept = False
+
+
+_MODE = _Mode()
+
+
+@contextmanager
+def only_kept() -> Iterator[None]:
+    """Load machine code in calls of this thread, and raise `NotKept` where it is missing."""
+    _MODE.only_kept = True
+    try:
+        yield
+    finally:
+        _MODE.only_kept = False
+
+
 class _Place(_UserWide):  # type: ignore[misc, valid-type]
     """The place for numba."""
 
@@ -96,13 +126,20 @@ class _Cache(caching.FunctionCache):
     _impl_class = _Form
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """What was kept for a signature, or None."""
+        """Return what was kept for a signature, or None.
+
+        Raises:
+            NotKept: Nothing was kept, within `only_kept`.
+        """
+        found = None
         try:
-            return super().load_overload(signature, context)
+            found = super().load_overload(signature, context)
         except Exception:  # unpickling what was damaged raises anything
             with suppress(OSError):
                 self.flush()
-            return None
+        if found is None and _MODE.only_kept:
+            raise NotKept(self._name)
+        return found
 
     def save_overload(self, signature: Any, made: Any) -> None:
         """Keeps what was compiled, if that is possible."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,15 @@ class Hedge(HazardIndex):
     def _worth(self, slot: int) -> float:
         """As the order that decides: an index in 1/s, or a static key in nanoseconds."""
         return super()._worth(slot) if self._learned else LeafOrder._worth(self, slot)
+
+    def seldom(self) -> list[Callable[[], object]]:
+        """Calls that compile what ordinary traffic reaches late; they spoil the policy."""
+        one = as_slots([0])
+        return [
+            partial(self._turn, False),
+            partial(self.priority, 0),
+            partial(self.hint, 30, one, 1),
+        ]
 
     @property
     def chosen(self) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, TierConfig, format_size, parse_quota
 from flowkv.core.errors import ConfigError
-from flowkv.policy import Policy, make_policy
-from flowkv.policy.deferred import deferred
+from flowkv.policy import Policy
 from flowkv.policy.restore.costs import Rates
 from flowkv.policy.tenants import Quota, Tenants
+from flowkv.policy.warming import warming
 from flowkv.tiers import Envelope, open_tier
 from flowkv.tiers.base import UNBOUNDED, Tier
 
@@ -125,7 +125,7 @@ def policy_of(
     """
     if make is None:
         name, options = config.selection(kind)
-        make = partial(deferred, partial(make_policy, name, **options))
+        make = partial(warming, name, **options)
     if not config.quotas:
         return make()
     shares = [parse_quota(quota, kind, capacity_bytes) for quota in config.quotas.values()]

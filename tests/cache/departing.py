@@ -26,7 +26,7 @@ from flowkv import KV
 from flowkv.tiers.disk import DiskTier
 from tests.cache.fakes import Wrapped, lasting
 from tests.cache.toy import make_kv, published, simple, write
-from tests.inside import _REHEARSALS, follow
+from tests.inside import _COMPILED, follow
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore", DeprecationWarning)
@@ -213,7 +213,7 @@ def main(directory: Path) -> None:
     told: dict[str, dict[str, Any]] = {}
     with make_kv(simple(), disk=f"{directory / 'first'}:4MiB") as kv:  # loads what children share
         published(kv, list(range(PAGES * 8)))
-    _REHEARSALS.wait()
+    _COMPILED.wait()
     for case in CASES:
         place = directory / case.__name__
         place.mkdir()

@@ -12,7 +12,7 @@ import pytest
 from flowkv import Geometry
 from tests.hooks import models
 from tests.hooks.compare import attached
-from tests.inside import ahead, doctor
+from tests.inside import ahead, compile_process, doctor
 
 CPU = Geometry.uniform(layers=18, kv_heads=2, head_dim=64, page_size=64)
 GPU = Geometry.uniform(layers=2, kv_heads=2, head_dim=64, page_size=64, device="cuda:0")
@@ -30,6 +30,12 @@ class Begun:
     def wait(self) -> None:
         self.calls.append("wait")
 
+    def __enter__(self) -> Begun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait()
+
 
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Begun]:
@@ -40,21 +46,22 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Begun]:
         found.append(Begun(*given, **options))
         return found[-1]
 
-    monkeypatch.setattr(ahead.subprocess, "Popen", popen)
+    monkeypatch.setattr(compile_process.subprocess, "Popen", popen)
     monkeypatch.setattr(ahead.Kernels, "mark", lambda kernels: tmp_path / "mark")
-    monkeypatch.setattr(ahead, "_RUNNING", [])
+    monkeypatch.setattr(compile_process, "_RUNNING", [])
     return found
 
 
-def test_a_process_of_its_own_is_given_the_geometry(begun: list[Begun]) -> None:
+def test_a_process_of_its_own_is_given_the_geometry(begun: list[Begun], tmp_path: Path) -> None:
     process = ahead.begin(GPU, "kv8", 4)
     assert begun == [process]
-    python, flag, module, text = process.command
-    assert (python, flag, module) == (sys.executable, "-m", "flowkv.cache.ahead")
+    python, flag, first, lock, module, text = process.command
+    assert (python, flag, first) == (sys.executable, "-m", "flowkv.core.compile_process")
+    assert (lock, module) == (str(tmp_path / "mark.lock"), "flowkv.cache.ahead")
     given = msgspec.json.decode(text, type=ahead.Kernels)
     assert given == ahead.Kernels(GPU, "kv8", 4)
-    ahead.end()
-    assert process.calls == ["terminate", "wait"] and not ahead._RUNNING
+    compile_process.end()
+    assert process.calls == ["terminate", "wait"] and not compile_process._RUNNING
 
 
 def test_nothing_is_begun_where_nothing_is_to_be_compiled(

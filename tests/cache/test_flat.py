@@ -12,7 +12,7 @@ import pytest
 from flowkv import KV
 from flowkv.policy import CATALOGUE
 from tests.cache.toy import advance, make_kv, simple
-from tests.inside import _REHEARSALS, most_ghosts
+from tests.inside import most_ghosts
 from tests.interrupts import PACKAGE
 
 _FRESH = count()
@@ -79,7 +79,6 @@ def test_what_is_remembered_of_requests_has_a_bound(
         monkeypatch.setattr(f"flowkv.policy.hazard.index.{name}", 32)
     kv = make_kv(simple(), pages=3, policy=policy)
     serve(kv, 50)  # what is compiled is loaded
-    _REHEARSALS.wait()
     check(kv, 150, spare=12, spare_bytes=16 << 10)
 
 

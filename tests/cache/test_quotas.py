@@ -116,7 +116,7 @@ def test_options_reach_the_places_that_they_are_for() -> None:
     kv = quota_kv(
         HostTier(1 << 20), policy="lfu-ttl:tau_s=30,max_age_s=1e6", policy_options=options
     )
-    device, host = (place.policy.policy.config for place in kv.planner.store.places)
+    device, host = (place.policy.config for place in kv.planner.store.places)
     assert (device.tau_s, device.lease_s, device.max_age_s) == (60.0, 600.0, 1e6)
     assert (host.tau_s, host.lease_s, host.max_age_s) == (5.0, 1800.0, 1e6)
     assert [p["name"] for p in kv.stats()["policies"].values()] == ["lfu-ttl"] * 2

@@ -7,6 +7,7 @@ Recency (`LRU`), decayed frequency (`LfuTtl`), adaptive replacement (`ARC`), tim
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,24 +173,29 @@ class LeafOrder(Policy):
                 no such lease class.
         """
         slots, parents = as_slots(slots), as_slots(parents)
+        terms, extra = self.terms(slots, parents, lease, tenant), self._extra(n_bytes, cost_ns)
+        said = (slots, parents, terms, (now_ns, tenant, extra))
+        room = self._insert(*said)
+        if room < 0:
+            raise no_slot()
+        if room > 0:
+            self._grow(room)
+            self._insert(*said)
+
+    def terms(self, slots: Slots, parents: Slots, lease: str | Lease, tenant: int) -> Slots:
+        """A lease as an insert takes it, once its arrays fit and there is room for the tenant.
+
+        Raises:
+            ConfigError: The arrays differ in length, or the lease class or tenant is unknown.
+        """
         if len(slots) != len(parents):
             raise ConfigError(
                 f"insert got {len(slots)} slots and {len(parents)} parents",
                 "Pass one parent per slot, -1 where it is unknown",
             )
-        terms, extra = self._lease(lease), self._extra(n_bytes, cost_ns)
         if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
             self._welcome(tenant)
-        said = (slots, parents, terms, (now_ns, tenant, extra))
-        room = self._insert(*said)
-        if room < 0:
-            raise ConfigError(
-                f"slot numbers must lie in 0..{SLOT_LIMIT - 1}",
-                "Number the blocks of a tier densely from 0",
-            )
-        if room > 0:
-            self._grow(room)
-            self._insert(*said)
+        return self._lease(lease)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """A request uses these known blocks, root to leaf.
@@ -353,6 +359,10 @@ class LeafOrder(Policy):
         """What a block's worth adds to its key."""
         return 0
 
+    def seldom(self) -> list[Callable[[], object]]:
+        """Calls that compile what ordinary traffic reaches late; they spoil the policy."""
+        return []
+
     def _lease(self, lease: str | Lease) -> Slots:
         """A lease as the compiled calls take it."""
         if isinstance(lease, Lease):
@@ -365,6 +375,14 @@ class LeafOrder(Policy):
                 f"policy {self.name!r} knows no lease class {lease!r}",
                 f"Use one of {known}, or define it with leases=",
             ) from None
+
+
+def no_slot() -> ConfigError:
+    """What is wrong with a number that is no slot."""
+    return ConfigError(
+        f"slot numbers must lie in 0..{SLOT_LIMIT - 1}",
+        "Number the blocks of a tier densely from 0",
+    )
 
 
 def _numbers(lease: Lease, explicit: bool) -> Slots:
@@ -683,3 +701,8 @@ class Cyclic(LeafOrder):
             if self.cycle and spare > 0:
                 pin_leaves(*self._arrays, self._state, spare)
         return victims
+
+    def seldom(self) -> list[Callable[[], object]]:
+        """Calls that compile what ordinary traffic reaches late; they spoil the policy."""
+        order = *self._arrays, self._state
+        return [partial(pin_leaves, *order, 1), partial(unpin_leaves, *order)]

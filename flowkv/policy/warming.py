@@ -1,0 +1,479 @@
+"""Policies whose compiled code need not be there: plain LRU answers until it is loaded.
+
+Compiling a policy takes tens of seconds once on a machine, and loading what is compiled half a
+second in each process. No call waits for either. A place begins with an order that Python keeps by
+itself (`Warming`). A thread loads the code once some requests have come or something must be given
+up; what is missing is compiled by a process of its own (`flowkv.core.compile_process`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+from flowkv.core import compile_process, machine_code
+from flowkv.core.errors import ConfigError
+from flowkv.policy import make_policy
+from flowkv.policy.base import NEVER_NS, NO_VISIT, Lease, Policy, Slots, Visit
+from flowkv.policy.order.compiled import SLOT_LIMIT
+from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots, no_slot
+
+FEW_VISITS = 32
+"""Requests after which a policy is worth loading, if nothing had to be given up before."""
+
+_MASK = (1 << 64) - 1
+_LATER = 2.0**70  # priorities of what has expired lie so far below others
+
+_log = logging.getLogger("flowkv")
+
+
+class _Resident:
+    """A block, with the terms of the insert that brought it."""
+
+    __slots__ = (
+        "above",
+        "begun_ns",
+        "last_ns",
+        "lease_ns",
+        "limit_ns",
+        "renewals",
+        "slot",
+        "terms",
+    )
+
+    def __init__(
+        self, slot: int, now_ns: int, terms: tuple[Any, ...], lease: Sequence[int]
+    ) -> None:
+        self.slot, self.terms = slot, terms
+        self.begun_ns = self.last_ns = now_ns
+        self.lease_ns = lease[0]
+        self.limit_ns = now_ns + lease[1]
+        self.above: _Resident | None = None
+        self.renewals: dict[str | Lease, int] | None = None  # leases named later, and when
+
+
+class Warming(Policy):
+    """Answers as leaf-first LRU, in plain Python, until the code of another policy is loaded.
+
+    The switch comes once, with the first request (`access`) that arrives after the code is there.
+    The policy is given what is resident then: inserts, last uses, leases, pins and queued requests.
+    Before the switch, ranks and hints do not count, and nothing is wished for.
+
+    Args:
+        policy: Fresh: it was not called yet.
+        ready: Whether its compiled code is loaded; an answer of False has it loaded.
+
+    Attributes:
+        policy: The same; it knows nothing before the switch.
+        plain: Whether LRU answers.
+    """
+
+    def __init__(self, policy: LeafOrder, ready: Callable[[], bool]) -> None:
+        self.name, self.policy, self.plain = policy.name, policy, True
+        self._ready, self._visits = ready, 0
+        self._order = OrderedDict[int, _Resident]()  # what goes first is first; children in front
+        self._expired = dict[int, None]()
+        self._due_ns: float = math.inf  # nothing more expires before
+        self._now = -math.inf
+        self._pins = Counter[int]()
+        self._queued = dict[int, Slots]()
+        self._stale = dict[int, int]()  # tenants whose blocks of before a time are
+        self._digest, self._brought = 0, b""
+
+    # ---- what happens
+
+    def insert(
+        self,
+        now_ns: int,
+        slots: Slots,
+        parents: Slots,
+        *,
+        n_bytes: int = 1,
+        cost_ns: int = 0,
+        lease: str | Lease = "",
+        tenant: int = 0,
+    ) -> None:
+        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
+        slots, parents = as_slots(slots), as_slots(parents)
+        lease_ns: list[int] = self.policy.terms(slots, parents, lease, tenant).tolist()
+        if len(slots) and not 0 <= slots.min() <= slots.max() < SLOT_LIMIT:
+            raise no_slot()
+        now, order, expired = self._tick(now_ns), self._order, self._expired
+        terms = n_bytes, cost_ns, lease, tenant
+        for slot, parent in zip(slots.tolist(), parents.tolist(), strict=True):
+            if slot in expired:
+                self._drop(slot)
+            above = None if parent in expired else order.get(parent)
+            block = order.get(slot)
+            if block is None:
+                block = order[slot] = _Resident(slot, now, terms, lease_ns)
+                block.above = above
+                continue
+            if lease:
+                block.lease_ns = max(block.lease_ns, lease_ns[0])
+                block.limit_ns = max(block.limit_ns, now + lease_ns[1])
+                block.renewals = {**(block.renewals or {}), lease: now}
+            if self._above(block) is None and block not in self._chain(above):
+                block.above = above
+        if len(slots) and min(lease_ns[:2]) < NEVER_NS:
+            self._due_ns = min(self._due_ns, now + min(lease_ns[:2]))
+        self._use(slots.tolist(), now)
+
+    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
+        """A request uses these known blocks, root to leaf; the first that finds the code switches.
+
+        Of blocks that are not resident nothing is kept.
+        """
+        self._visits += 1
+        if self._visits >= FEW_VISITS and self._ready():
+            self._switch()
+            self.policy.access(now_ns, slots, visit)
+            return
+        now = self._tick(now_ns)
+        self._queued.pop(visit.request, None)
+        self._use([s for s in slots.tolist() if s not in self._expired], now)
+
+    def remove(self, slots: Slots) -> None:
+        """Blocks left for another reason than `evict`; their children stay, as roots."""
+        for slot in slots.tolist():
+            self._drop(slot)
+
+    def abort(self, now_ns: int, request: int) -> None:
+        """A request that was enqueued or accessed will not go on."""
+        self._queued.pop(request, None)
+
+    def pin(self, slots: Slots) -> None:
+        """Blocks, resident or not, must not be given up until as many `unpin`; nests."""
+        self._pins.update(slots.tolist())
+
+    def unpin(self, slots: Slots) -> None:
+        """Ends one `pin` of each."""
+        self._pins.subtract(slots.tolist())
+        self._pins = +self._pins
+
+    def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
+        """A queued request will use this chain: counts once the policy has code."""
+        self._queued[request] = as_slots(slots).copy()
+
+    def invalidate(self, now_ns: int, tenant: int) -> None:
+        """All present blocks of a tenant became stale: as expired as by a lease, at once."""
+        self._stale[tenant] = self._tick(now_ns)
+        for block in self._order.values():
+            if block.terms[-1] == tenant:
+                block.limit_ns, self._due_ns = now_ns - NEVER_NS, -math.inf
+        self._tick(now_ns)
+
+    # ---- what is decided
+
+    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
+        """Chooses and removes `n` victims, none pinned or protected; None if there are fewer."""
+        if n < 0:
+            raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
+        self._visits = FEW_VISITS
+        self._ready()
+        self._tick(now_ns)
+        found = list(islice(self._free(protected), n)) if n <= len(self._order) else []
+        if len(found) < n:
+            return None
+        for slot in found:
+            self._drop(slot)
+        return self._answer(found)
+
+    def expired(self, now_ns: int) -> Slots:
+        """Resident blocks whose lease has run out: never a hit again, reclaimed first."""
+        self._tick(now_ns)
+        return self._answer(sorted(self._expired)) if self._expired else as_slots([])
+
+    def priority(self, slot: int) -> float:
+        """Smaller is given up earlier; -inf for a slot that is not resident."""
+        block = self._order.get(slot)
+        if block is None:
+            return -math.inf
+        return block.last_ns - (_LATER if slot in self._expired else 0.0)
+
+    def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
+        """The slot that `evict` of one would give up, for comparisons; -1 if there is none."""
+        self._tick(now_ns)
+        return next(self._free(protected), -1)
+
+    def resident(self) -> Sequence[int]:
+        """Slots it believes to be resident, in no particular order."""
+        return list(self._order)
+
+    def digest(self) -> int:
+        """64-bit rolling hash of every decision, before the switch and after it."""
+        return self._digest ^ self.policy.digest()
+
+    # ---- carrying it over
+
+    def save_model(self) -> bytes:
+        """What the policy learned, or what was brought; nothing if it is none that learns."""
+        save: Callable[[], bytes] = getattr(self.policy, "save_model", bytes)
+        return self._brought if self.plain else save()
+
+    def load_model(self, saved: bytes) -> None:
+        """Starts warm, if the policy learns.
+
+        Raises:
+            ConfigError: The model comes from another version or is damaged.
+        """
+        load: Callable[[bytes], None] | None = getattr(self.policy, "load_model", None)
+        if load is not None:
+            load(saved)
+            self._brought, self._visits = saved, FEW_VISITS
+
+    # ---- the order
+
+    def _tick(self, now_ns: int) -> int:
+        """Moves the clock, and notes what has run out by then: a parent after its children."""
+        self._now = max(self._now, now_ns)
+        if self._now >= self._due_ns:
+            self._due_ns, live = math.inf, set[_Resident | None]()
+            for slot, block in self._order.items():
+                due_ns = min(block.last_ns + block.lease_ns, block.limit_ns)
+                if due_ns > self._now or block in live:
+                    live.add(self._above(block))
+                    self._due_ns = min(self._due_ns, due_ns if due_ns > self._now else NEVER_NS)
+                else:
+                    self._expired[slot] = None
+        return int(self._now)
+
+    def _above(self, block: _Resident) -> _Resident | None:
+        """The parent, if it is still resident."""
+        above = block.above
+        return above if above is not None and self._order.get(above.slot) is above else None
+
+    def _chain(self, block: _Resident | None) -> Iterator[_Resident]:
+        """A block and all above it."""
+        while block is not None:
+            yield block
+            block = self._above(block)
+
+    def _use(self, slots: list[int], now: int) -> None:
+        """Moves blocks to the end, the deepest first, and last all that lies above them."""
+        used = [block for slot in reversed(slots) if (block := self._order.get(slot)) is not None]
+        for block in used:
+            block.last_ns = now
+            self._order.move_to_end(block.slot)
+        for block in self._chain(self._above(used[-1]) if used else None):
+            self._order.move_to_end(block.slot)
+
+    def _free(self, protected: Collection[int]) -> Iterator[int]:
+        """What may go, in its order: not what is pinned or protected, nor what lies above that."""
+        kept, free = set(protected), list[int]()
+        for slot, block in self._order.items():
+            if slot in kept or slot in self._pins:
+                above = self._above(block)
+                kept.add(above.slot if above is not None else -1)
+            elif not self._expired or slot in self._expired:
+                yield slot
+            else:
+                free.append(slot)
+        yield from free
+
+    def _drop(self, slot: int) -> None:
+        if self._order.pop(slot, None) is not None:
+            self._expired.pop(slot, None)
+            if self._due_ns < math.inf or self._expired:
+                self._due_ns = -math.inf  # what lies above may have waited for it
+
+    def _answer(self, slots: list[int]) -> Slots:
+        for value in (len(slots), *slots):
+            self._digest = ((self._digest ^ value + 1) * 0xBF58_476D_1CE4_E5B9 + 1) & _MASK
+        return as_slots(slots)
+
+    # ---- the switch
+
+    def _switch(self) -> None:
+        """Gives the policy what is resident; from now on calls go to it."""
+        for call in self._calls():
+            call()
+        for name in vars(Policy):
+            if not name.startswith("_") and name not in ("name", "digest"):
+                setattr(self, name, getattr(self.policy, name))
+        self.plain = False
+        self._order.clear()
+
+    def _calls(self) -> Iterator[Callable[[], None]]:
+        """The fewest calls after which a fresh policy knows the same, in the order of time."""
+        policy, told = self.policy, list[_Told]()
+        last: _Resident | None = None
+        for block in reversed(self._order.values()):  # parents first, and chains in one piece
+            above = block.above = self._above(block)
+            alone = last is None or not (above is last or above is last.above is None)
+            if (
+                alone
+                or last is None
+                or (block.begun_ns, block.terms) != (last.begun_ns, last.terms)
+            ):
+                told.append(_Told(block.begun_ns, 0, came := list[_Resident](), block.terms))
+            came.append(block)
+            if alone or last is None or block.last_ns != last.last_ns:
+                told.append(_Told(block.last_ns, 1, used := list[_Resident]()))
+            used.append(block)
+            again = dict(block.renewals) if block.renewals else {}
+            if above is not None and above.begun_ns > block.begun_ns:
+                again[""] = above.begun_ns  # it was given that parent later
+            for lease, at_ns in again.items():
+                n_bytes, cost_ns, _, tenant = block.terms
+                told.append(_Told(at_ns, 0, [block], (n_bytes, cost_ns, lease, tenant)))
+            last = block
+        told += [_Told(at_ns, 2, [], (tenant,)) for tenant, at_ns in self._stale.items()]
+        for now, kind, blocks, terms in sorted(told, key=lambda call: call[:2]):
+            slots = as_slots([block.slot for block in blocks])
+            if kind == 0:
+                parents = [-1 if b.above is None else b.above.slot for b in blocks]
+                said = dict(zip(("n_bytes", "cost_ns", "lease", "tenant"), terms, strict=True))
+                yield partial(policy.insert, now, slots, as_slots(parents), **said)
+            elif kind == 1:
+                yield partial(policy.access, now, slots)
+            else:
+                yield partial(policy.invalidate, now, *terms)
+        if self._pins:
+            yield partial(policy.pin, as_slots(list(self._pins.elements())))
+        for request, slots in self._queued.items():
+            yield partial(policy.enqueue, int(self._now), request, slots)
+
+
+class _Told(NamedTuple):
+    """A call at the switch: blocks came (0), were used last (1), or a tenant's were stale (2)."""
+
+    now_ns: int
+    kind: int
+    blocks: list[_Resident]
+    terms: tuple[Any, ...] = ()
+
+
+# The code: loaded by a thread, compiled by a process.
+
+
+class CompiledPolicies:
+    """Policies of the catalogue whose compiled code this process has loaded. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._loaded, self._ended = set[str](), False
+        self._threads = dict[str, threading.Thread]()
+        atexit.register(self.end)  # a thread at work must not see the process go
+        os.register_at_fork(after_in_child=self._threads.clear)
+
+    def loaded(self, name: str) -> bool:
+        """Whether a policy's code is loaded."""
+        return name in self._loaded
+
+    def ready(self, name: str) -> bool:
+        """Whether a policy's code is loaded; if not, a thread loads it."""
+        if name not in self._loaded and name not in self._threads and not self._ended:
+            thread = threading.Thread(
+                target=self._load, args=(name,), name=f"flowkv {name}", daemon=True
+            )
+            if self._threads.setdefault(name, thread) is thread:
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system has none now
+                    _stays(name, error)
+        return name in self._loaded
+
+    def wait(self) -> None:
+        """Until what is being loaded is loaded, or cannot be."""
+        for thread in list(self._threads.values()):
+            if thread.ident is not None:
+                thread.join()
+
+    def end(self) -> None:
+        """End what is under way, as soon as the function that is loaded is loaded."""
+        self._ended = True
+        compile_process.end()
+        self.wait()
+
+    def _load(self, name: str) -> None:
+        try:
+            if not self._complete(name):
+                lock = machine_code.lock_file()
+                process = None if lock is None else compile_process.begin(lock, __name__, name)
+                code = process.wait() if process is not None else None
+                if not (self._ended or (code == 0 and self._complete(name))):
+                    _stays(name, "no process" if code is None else f"exit status {code}")
+        except Exception as error:  # of a compiler that this release does not know
+            _stays(name, error)
+
+    def _complete(self, name: str) -> bool:
+        """Make every call of a policy once, without compiling; whether that went through."""
+        try:
+            with machine_code.only_kept():
+                for call in every_call(name):
+                    if self._ended:
+                        return False
+                    call()
+        except machine_code.NotKept:
+            return False
+        self._loaded.add(name)
+        return True
+
+
+def _stays(name: str, why: object) -> None:
+    what = "policy %r is not compiled (%s): plain LRU stands in for it. Run `flowkv doctor "
+    _log.warning(what + "--compile`, with a cache directory that can be written", name, why)
+
+
+def every_call(name: str) -> Iterator[Callable[[], object]]:
+    """Calls that use, once, every compiled function of a policy of the catalogue."""
+    policy = make_policy(name)
+    assert isinstance(policy, LeafOrder)
+    both, many = as_slots([0, 1]), as_slots(range(1, 3 * FIRST_CAPACITY))
+    root, leaf = both[:1], both[1:]
+    yield from [
+        partial(policy.access, 0, both, Visit(1)),
+        partial(policy.insert, 0, root, as_slots([-1])),
+        partial(policy.insert, 1, leaf, root),
+        partial(policy.complete, 2, 1, stop=0, output_tokens=1),
+        partial(policy.hint, 3, both, 1),
+        partial(policy.hint, 3, both, NEVER_NS),
+        partial(policy.enqueue, 4, 2, both),
+        partial(policy.abort, 5, 2),
+        partial(policy.pin, both),
+        partial(policy.unpin, both),
+        partial(policy.priority, 0),
+        partial(policy.wanted, 6, 1),
+        partial(policy.displace, 7, 1, 0.0),
+        partial(policy.weakest, 8),
+        partial(policy.evict, 9, 1),
+        partial(policy.access, 10, both + SLOT_LIMIT // 2**12),
+        partial(policy.remove, both),
+        partial(policy.forget, both),
+        partial(policy.insert, 11, root, as_slots([-1]), lease=Lease(1e-9)),
+        partial(policy.expired, 20),
+        partial(policy.insert, 21, many, many * 0 - 1),
+        partial(policy.invalidate, 22, 0),
+        *policy.seldom(),
+        getattr(policy, "save_model", bytes),
+    ]
+
+
+def main(name: str) -> None:
+    """Compile a policy of the catalogue."""
+    for call in every_call(name):
+        call()
+
+
+_COMPILED = CompiledPolicies()
+
+
+def warming(name: str, **options: object) -> Policy:
+    """A fresh policy of the catalogue, behind plain LRU unless its compiled code is loaded."""
+    policy = make_policy(name, **options)
+    if not isinstance(policy, LeafOrder) or _COMPILED.loaded(name):
+        return policy
+    return Warming(policy, partial(_COMPILED.ready, name))
+
+
+def behind(policy: Policy) -> Policy:
+    """The policy that another one warms up for, or itself."""
+    return policy.policy if isinstance(policy, Warming) else policy
