@@ -31,6 +31,7 @@ FEW_VISITS = 32
 
 _MASK = (1 << 64) - 1
 _LATER = 2.0**70  # priorities of what has expired lie so far below others
+_MOST_USES = 64  # that a lease needs to reach the last use; what needs more is given up as expired
 
 _log = logging.getLogger("flowkv")
 
@@ -41,6 +42,7 @@ class _Resident:
     __slots__ = (
         "above",
         "begun_ns",
+        "first_ns",
         "last_ns",
         "lease_ns",
         "limit_ns",
@@ -54,7 +56,7 @@ class _Resident:
     ) -> None:
         self.slot, self.terms = slot, terms
         self.begun_ns = self.last_ns = now_ns
-        self.lease_ns = lease[0]
+        self.first_ns = self.lease_ns = lease[0]
         self.limit_ns = now_ns + lease[1]
         self.above: _Resident | None = None
         self.renewals: dict[str | Lease, int] | None = None  # leases named later, and when
@@ -305,6 +307,7 @@ class Warming(Policy):
     def _calls(self) -> Iterator[Callable[[], None]]:
         """The fewest calls after which a fresh policy knows the same, in the order of time."""
         policy, told = self.policy, list[_Told]()
+        between = dict[int, list[_Resident]]()  # uses without which a lease ends before the last
         last: _Resident | None = None
         for block in reversed(self._order.values()):  # parents first, and chains in one piece
             above = block.above = self._above(block)
@@ -319,6 +322,9 @@ class Warming(Policy):
             if alone or last is None or block.last_ns != last.last_ns:
                 told.append(_Told(block.last_ns, 1, used := list[_Resident]()))
             used.append(block)
+            step_ns = max(1, block.first_ns - 1)
+            for at_ns in range(block.begun_ns + step_ns, block.last_ns, step_ns)[:_MOST_USES]:
+                between.setdefault(at_ns, []).append(block)
             again = dict(block.renewals) if block.renewals else {}
             if above is not None and above.begun_ns > block.begun_ns:
                 again[""] = above.begun_ns  # it was given that parent later
@@ -326,6 +332,7 @@ class Warming(Policy):
                 n_bytes, cost_ns, _, tenant = block.terms
                 told.append(_Told(at_ns, 0, [block], (n_bytes, cost_ns, lease, tenant)))
             last = block
+        told += [_Told(at_ns, 1, blocks) for at_ns, blocks in between.items()]
         told += [_Told(at_ns, 2, [], (tenant,)) for tenant, at_ns in self._stale.items()]
         for now, kind, blocks, terms in sorted(told, key=lambda call: call[:2]):
             slots = as_slots([block.slot for block in blocks])
