@@ -739,7 +739,7 @@ class Planner:
             if self.pending:
                 self.settle()
             self.store.drain()
-            if self._prefetches is not None:
+            if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
                 self.look_ahead()
         self.guard.settle()
 

@@ -10,7 +10,6 @@ What its codec cannot hold is not tried again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple
 
@@ -293,12 +292,14 @@ class _Check(NamedTuple):
         seqs: The sequences that are to publish them.
         exact: See `Publisher.publish`.
         pages: (group, page) of each.
-        sums: Of what the raw ones hold, group after group.
+        raw: The raw ones among them, by their group.
+        sums: Of what these hold, group after group.
     """
 
     seqs: list[Sequence]
     exact: bool
     pages: list[tuple[int, int]]
+    raw: dict[int, list[int]]
     sums: Later
 
 
@@ -347,9 +348,13 @@ class Publisher:
         due = [each for seq in seqs for each in self._due(seq)]
         pages = [(g, page) for _, g, own, _ in due for page in own.values()]
         owners = {id(seq): seq for seq, *_ in due}
-        check = _Check([*owners.values()], exact, pages, self._ask(pages))
+        raw: dict[int, list[int]] = {}
+        for g, page in pages:
+            if not page >> CODEC_SHIFT:
+                raw.setdefault(g, []).append(page)
+        check = _Check([*owners.values()], exact, pages, raw, self._ask(raw))
         self._checks.append(check)
-        self._pending.add(check.sums, pages, partial(self._publish_all, check))
+        self._pending.add(check.sums, pages, partial(self._publish_all, check, due))
 
     def refuse(self) -> None:
         """Let nothing become known of the sequences whose pages a device is asked for."""
@@ -361,16 +366,15 @@ class Publisher:
         """Return whether a device is asked for pages of a sequence."""
         return any(seq is each for check in self._checks for each in check.seqs)
 
-    def _publish_all(self, check: _Check, late: bool) -> None:
+    def _publish_all(self, check: _Check, due: list[_Full], late: bool) -> None:
         self._checks = [other for other in self._checks if other is not check]
-        seqs = [seq for seq in check.seqs if seq.row != self.tables.nowhere]
-        sound, due = self._sound(check), [each for seq in seqs for each in self._due(seq)]
+        sound, seqs = self._sound(check), check.seqs
+        if late:
+            seqs = [seq for seq in seqs if seq.row != self.tables.nowhere]
+            due = [self._asked(each, sound) for seq in seqs for each in self._due(seq)]
         fresh: list[list[Block]] = [[] for _ in self.store.geometry.groups]
         try:
             for seq, g, own, full in due:
-                # Pages that are full since, or took the place of others, have a check of their own.
-                full = next((n for n, page in own.items() if (g, page) not in sound), full)
-                own = {n: page for n, page in own.items() if n < full}
                 if check.exact:
                     own = {n: page for n, page in own.items() if not self._differs(seq, g, n)}
                 self._publish_group(seq, g, own, full, fresh[g], sound)
@@ -379,6 +383,12 @@ class Publisher:
                 self.store.insert(blocks)
         if late:
             self._on_late(seqs)
+
+    def _asked(self, due: _Full, sound: dict[tuple[int, int], bool]) -> _Full:
+        """Leave out pages that are full since, or took the place of others: they are asked for."""
+        seq, g, own, full = due
+        full = next((n for n, page in own.items() if (g, page) not in sound), full)
+        return seq, g, {n: page for n, page in own.items() if n < full}, full
 
     def _due(self, seq: Sequence) -> list[_Full]:
         """Return, for each group, the sequence's own full pages by number, and where they end."""
@@ -464,19 +474,14 @@ class Publisher:
         if codec or not store.forms[group].ladder.rungs:  # else it is once it is encoded
             store.write_down(block)
 
-    def _ask(self, pages: Items[tuple[int, int]]) -> Later:
-        """Let devices add up what raw (group, page) hold; blank what lies between stripes."""
-        sums = []
-        for g, raw in self._raw(pages).items():
-            layout = self.store.forms[g].raw
-            if layout.stripe_bytes < layout.stripe_stride_bytes:
-                for page in raw:
-                    # Padding holds whatever the page held before, for another group or tenant.
-                    whole = self.store.pool(g).page_bytes(page, layout.page_bytes)
-                    shape = layout.layers, layout.stripe_stride_bytes
-                    whole.view(shape)[:, layout.stripe_bytes :].zero_()
-            sums.append(torch.stack([self._numbers(g, page).sum() for page in raw]))
-        return Later(*sums)
+    def _ask(self, pages: dict[int, list[int]]) -> Later:
+        """Let devices add up what raw pages of groups hold; blank what lies between stripes."""
+        return Later(
+            *(
+                torch.stack([numbers.sum() for numbers in self._numbers(g, raw, blank=True)])
+                for g, raw in pages.items()
+            )
+        )
 
     def _sound(self, check: _Check) -> dict[tuple[int, int], bool]:
         """Return which (group, page) hold finite numbers only.
@@ -484,24 +489,22 @@ class Publisher:
         Encoded pages were finite when they were encoded.
         """
         sound = dict.fromkeys(check.pages, True)
-        for (g, raw), sums in zip(self._raw(check.pages).items(), check.sums.get(), strict=True):
+        for (g, raw), sums in zip(check.raw.items(), check.sums.get(), strict=True):
             assert sums is not None
-            for page, finite in zip(raw, np.isfinite(sums.float().numpy()), strict=True):
+            for page, finite in zip(raw, sums.isfinite().tolist(), strict=True):
                 # A finite sum proves that all summands are, at memory speed; overflow asks again.
-                sound[g, page] = finite or bool(self._numbers(g, page).isfinite().all())
+                sound[g, page] = finite or bool(self._numbers(g, [page])[0].isfinite().all())
         return sound
 
-    def _raw(self, pages: Items[tuple[int, int]]) -> dict[int, list[int]]:
-        """Return the raw pages among some, by their group."""
-        found: dict[int, list[int]] = {}
-        for g, page in pages:
-            if not page >> CODEC_SHIFT:
-                found.setdefault(g, []).append(page)
-        return found
-
-    def _numbers(self, group: int, page: int) -> torch.Tensor:
-        """Return what a raw page holds."""
-        layout = self.store.forms[group].raw
-        whole = self.store.pool(group).page_bytes(page, layout.page_bytes)
-        stripes = whole.view(layout.layers, layout.stripe_stride_bytes)[:, : layout.stripe_bytes]
-        return stripes.view(getattr(torch, layout.dtype))
+    def _numbers(self, group: int, pages: list[int], *, blank: bool = False) -> list[torch.Tensor]:
+        """Return what raw pages hold; `blank` what lies between their stripes."""
+        layout, pool = self.store.forms[group].raw, self.store.pool(group)
+        dtype, shape = getattr(torch, layout.dtype), (layout.layers, layout.stripe_stride_bytes)
+        parts = [pool.page_bytes(page, layout.page_bytes) for page in pages]
+        if layout.stripe_bytes < layout.stripe_stride_bytes:
+            parts = [part.view(shape) for part in parts]
+            for part in parts if blank else ():
+                # Padding holds whatever the page held before, for another group or tenant.
+                part[:, layout.stripe_bytes :].zero_()
+            parts = [part[:, : layout.stripe_bytes] for part in parts]
+        return [part.view(dtype) for part in parts]
