@@ -32,13 +32,15 @@ bench/test_restore_cuda.py bench/test_restore_emulated.py bench/test_restore_pro
 bench/test_restore_table.py bench/test_restore_torch.py bench/test_serve_load.py
 bench/test_serve_measures.py bench/test_serve_rows.py bench/test_sparsified.py
 bench/test_sparsify.py
-cache/test_agreement.py cache/test_coherency_mutants.py cache/test_machine.py
+cache/test_adoption.py cache/test_agreement.py cache/test_coherency_mutants.py
+cache/test_flat.py cache/test_handover.py cache/test_machine.py
 cache/test_overflow.py cache/test_recording.py cache/test_regret.py cache/test_restart.py
 cache/test_sparsify.py
 connect/test_keeper.py connect/test_kill.py
 engine/test_invariant.py engine/test_pressure_machine.py
 hooks/test_architectures.py hooks/test_audit.py hooks/test_blend.py hooks/test_codecs.py
 hooks/test_embedding.py hooks/test_encoder_decoder.py hooks/test_engine_rows.py
+hooks/test_foreign_threads.py
 hooks/test_memo.py hooks/test_modes.py hooks/test_overflow.py hooks/test_packed.py
 hooks/test_restore.py hooks/test_restore_lost.py hooks/test_restore_nested.py
 hooks/test_restore_recurrent.py hooks/test_sampling.py hooks/test_sparsify.py
@@ -51,8 +53,9 @@ policy/test_cost_aware.py policy/test_cyclic.py policy/test_hazard_reference.py
 policy/test_hedge.py policy/test_markov.py policy/test_mutants.py policy/test_optimum.py
 sim/test_rivals.py
 test_artifacts.py test_benchmarks.py test_demo.py
-tiers/remote/test_redis_faults.py tiers/test_check_tier.py tiers/test_disk_kill.py
-tiers/test_disk_power.py tiers/test_faults.py tiers/test_interleavings.py tiers/test_simulation.py
+tiers/remote/test_redis_faults.py tiers/test_check_tier.py tiers/test_disk_engines.py
+tiers/test_disk_home.py tiers/test_disk_kill.py tiers/test_disk_power.py tiers/test_faults.py
+tiers/test_interleavings.py tiers/test_simulation.py
 """.split()
 FILES = frozenset(TESTS / name for name in THOROUGH)
 

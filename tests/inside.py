@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from flowkv.connect.identity import fingerprint
     from flowkv.core import compile_process, compiling, errors, interrupts, machine_code
     from flowkv.core import digest as core_digest
+    from flowkv.core.addresses import data
     from flowkv.core.clock import Clock, ManualClock, SystemClock
     from flowkv.core.compiled_digest import compile_digest
     from flowkv.core.compiling import Intervals

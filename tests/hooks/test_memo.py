@@ -43,10 +43,10 @@ COMPUTED: list[int] = []
 
 def _tally() -> Any:
     """Count rows in what passes for a function of torch's, so that no model is foreign by it."""
-    computed = COMPUTED
+    note = COMPUTED.append
 
     def count(rows: int) -> None:
-        computed.append(rows)
+        note(rows)
 
     return of_torch(count)
 

@@ -698,8 +698,8 @@ def test_a_cache_of_a_packed_forward_is_of_no_use_afterwards() -> None:
         parts = make_runner_parts(model, kv)
         assert parts.forward is not None
         with kv.open([1, 2, 3]) as seq, kv.step([seq], [[1, 2, 3]]) as step:
-            cache = parts.forward._fresh(step)
             parts.forward(step, torch.tensor([2]))
+            cache = parts.forward._call._cache
         k = torch.zeros(1, 2, 3, 64)
         with pytest.raises(StateError, match="over"):
             cache.update(k, k, 0)

@@ -120,6 +120,11 @@ def test_a_suffix_is_not_taken_for_the_whole(
         assert cache.get_seq_length() == 192
         with Patch.context() as patch:
             lost_later(patch, tier, room=rows > 1)
+            if rows == 1:  # the model's own cache takes what came, before anything is lost
+                with pytest.warns(UserWarning, match="pages are full"):
+                    assert right(last(cache, 192, rows=rows, masked=masked), llama, prompt)
+                assert not tier.lost and cache.get_seq_length() == 200
+                return
             with pytest.raises(StateError, match=r"get_seq_length\(\)"):
                 last(cache, 192, rows=rows, masked=masked)
         left = cache.get_seq_length()
@@ -143,7 +148,7 @@ def test_a_whole_prompt_in_hand_is_computed(beams: int) -> None:
         cache = pair(kv.cache(**inputs))
         lost_later(patch, tier, room=beams > 1)
         run = generate(model, 4, **inputs, num_beams=beams, past_key_values=cache)
-        assert tier.lost and torch.equal(run.sequences, theirs)
+        assert bool(tier.lost) == (beams > 1) and torch.equal(run.sequences, theirs)
 
 
 class TestWithoutAnybodyToCompute:
