@@ -129,6 +129,7 @@ if TYPE_CHECKING:
     from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
     from flowkv.engine.scheduler import RunningRequest
     from flowkv.hooks import computation, graphs, identity
+    from flowkv.hooks import fingerprint as fingerprint_of_weights
     from flowkv.hooks import weights as weights_module
     from flowkv.hooks.blend import Rewrite
     from flowkv.hooks.checkpoint import Checkpoint

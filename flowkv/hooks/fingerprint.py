@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from flowkv.cache.later import Later
 from flowkv.kernels import checksum
 
 BLOCK_BYTES = 4 << 20
@@ -102,6 +103,16 @@ class _Glance(NamedTuple):
         return there and _digest(self.memory) == self.digest
 
 
+class _Block(NamedTuple):
+    """A block of a tensor and the sums over it, when it was read."""
+
+    part: torch.Tensor
+    streamed: Streamed | None
+    number: int
+    n_bytes: int
+    sums: bytes
+
+
 class Weights:
     """Named tensors and what they hold. A reading is remembered by object, address and version.
 
@@ -113,7 +124,8 @@ class Weights:
     def __init__(self) -> None:
         self.n_bytes = self.passes = self._next = 0
         self._reads: dict[int, _Read]
-        self._blocks: list[tuple[torch.Tensor | Streamed, int, int, bytes]] | None
+        self._blocks: list[_Block] | None
+        self._unread: tuple[Later, list[bytes]] | None
         self._glance: _Glance | None
         self._hold({})
 
@@ -170,31 +182,62 @@ class Weights:
 
     def _hold(self, reads: dict[int, _Read]) -> None:
         self._reads, self._blocks, self._next, self._glance = reads, None, 0, None
+        self._unread = None
         met = [read for read in reads.values() if read.streamed is None]
         self._streamed = [read for read in reads.values() if read.streamed is not None]
         self._met = [read.tensor for read in met]
         self._states = [(r.version, r.address, *(r.layout or ())) for r in met]
 
     def roll(self, n_bytes: int) -> bool:
-        """Reads the next bytes of a rolling reading, at least one block; False if they changed."""
-        blocks = self._all_blocks()
-        done = 0
+        """Read the next bytes of a rolling reading, at least one block.
+
+        What a GPU reads is compared in a later call, so that no call waits for what the device
+        does. The call that ends a reading of all bytes reads no more.
+
+        Returns:
+            False if what was read, now or in the call before, is not what it was.
+        """
+        passes = self.passes
+        if not self._compare() or self.passes > passes:
+            return self.passes > passes
+        blocks, begin, done = self._all_blocks(), self._next, 0
         while self._next < len(blocks) and (done < n_bytes or not done):
-            held, first, size, known = blocks[self._next]
-            part = held if isinstance(held, torch.Tensor) else held.data()
-            # What is not in memory cannot be written to, and is verified when it is read.
-            if part is not None and _block_sums(part, first) != known:
-                self._next = 0
-                return False
+            done += max(blocks[self._next].n_bytes, 1)
             self._next += 1
-            done += max(size, 1)
-        if self._next >= len(blocks):
+        sums, known = list[torch.Tensor](), list[bytes]()
+        for _, run in groupby(blocks[begin : self._next], lambda block: id(block.part)):
+            each = [*run]
+            streamed, first = each[0].streamed, each[0].number * BLOCK_BYTES
+            part = each[0].part if streamed is None else streamed.data()
+            if part is not None:  # what is not in memory is verified when it is read
+                data = bytes_of(part)[first : first + len(each) * BLOCK_BYTES]
+                sums.append(checksum(_words(data), _BLOCK_WORDS))
+                known.append(b"".join(block.sums for block in each))
+        self._unread = Later(*sums), known
+        return not self._unread[0].ready or self._compare()
+
+    def _compare(self) -> bool:
+        """Return whether what was read last is what it was; a reading that ends is counted."""
+        if self._unread is None:
+            return True
+        (later, known), self._unread = self._unread, None
+        if any(
+            x is None or x.numpy().tobytes() != y for x, y in zip(later.get(), known, strict=True)
+        ):
+            self._next = 0
+            return False
+        if self._next >= len(self._all_blocks()):
             self._next, self.passes = 0, self.passes + 1
         return True
 
+    @property
+    def waits(self) -> bool:
+        """Whether a device still reads: to read on would wait for it."""
+        return self._unread is not None
+
     def restart(self) -> None:
         """The rolling reading begins anew."""
-        self._next = 0
+        self._next, self._unread = 0, None
 
     def same(self) -> bool:
         """Return whether all bytes are what they were; reads them.
@@ -221,16 +264,16 @@ class Weights:
         """Whether a rolling reading is under way; it proves nothing computed since it began."""
         return self._next > 0
 
-    def _all_blocks(self) -> list[tuple[torch.Tensor | Streamed, int, int, bytes]]:
+    def _all_blocks(self) -> list[_Block]:
         if self._blocks is None:
             self._blocks = []
             for read in self._reads.values():
                 at = 0
                 for part in read.parts:
-                    for first in range(-(-_n_bytes(part) // BLOCK_BYTES)):
-                        size = min(_n_bytes(part) - first * BLOCK_BYTES, BLOCK_BYTES)
-                        block = read.streamed or part, first, size, read.sums[at : at + 16]
-                        self._blocks.append(block)
+                    for number in range(-(-_n_bytes(part) // BLOCK_BYTES)):
+                        size = min(_n_bytes(part) - number * BLOCK_BYTES, BLOCK_BYTES)
+                        sums = read.sums[at : at + 16]
+                        self._blocks.append(_Block(part, read.streamed, number, size, sums))
                         at += 16
         return self._blocks
 
@@ -368,10 +411,6 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 def sums_of(data: torch.Tensor) -> bytes:
     """Two 64-bit sums over each block of bytes, u8 [n]: what names weights is made of these."""
     return checksum(_words(data), _BLOCK_WORDS).cpu().numpy().tobytes()
-
-
-def _block_sums(part: torch.Tensor, block: int) -> bytes:
-    return sums_of(bytes_of(part)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
 
 def _sums(parts: Mapping[int, list[torch.Tensor]]) -> dict[int, bytes]:

@@ -811,9 +811,17 @@ def test_pages_of_large_weights_wait_for_a_reading(tmp_path, monkeypatch) -> Non
     assert_same(theirs, generate(model, 4, input_ids=models.prompt(60, 5)))
 
 
-def test_an_uncounted_write_is_found_within_so_many_calls() -> None:
-    from tests.inside import CALLS
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "by a device that runs behind"])
+def test_an_uncounted_write_is_found_within_so_many_calls(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.inside import CALLS, fingerprint_of_weights
 
+    class Late(fingerprint_of_weights.Later):  # type: ignore[misc,name-defined]
+        ready = False
+
+    if late:
+        monkeypatch.setattr(fingerprint_of_weights, "Later", Late)
     model, prompt = large(), models.prompt(60)
     with attached(model) as kv:
         generate(model, 4, input_ids=prompt)
@@ -829,9 +837,17 @@ def test_an_uncounted_write_is_found_within_so_many_calls() -> None:
     assert_same(kv_answer, generate(model, 4, input_ids=prompt))
 
 
-def test_idle_time_proves_pages(tmp_path) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "by a device that runs behind"])
+def test_idle_time_proves_pages(late: bool, monkeypatch, tmp_path) -> None:
     import time
 
+    from tests.inside import fingerprint_of_weights
+
+    class Late(fingerprint_of_weights.Later):  # type: ignore[misc,name-defined]
+        ready = False
+
+    if late:
+        monkeypatch.setattr(fingerprint_of_weights, "Later", Late)
     model = large()
     with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
         generate(model, 4, input_ids=models.prompt(60))
