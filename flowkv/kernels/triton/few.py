@@ -306,28 +306,28 @@ def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_par
               C)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "n_rows", "n_shares", "n_segments"])
+@triton.jit(do_not_specialize=["layer", "n_rows", "n_raw", "n_sealed", "n_segments"])
 def attend_lists(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_part_lse,
-                 stride_token, stride_head, stride_table, layer, n_rows, n_shares, scale, softcap,
-                 p_alibi, p_tree, p_lists, p_granules, p_numbers, n_segments, stride_list, p_mass,
-                 stride_mass, p_turned, p_bytes, stride_turned, stride_turned_head, C: tl.constexpr,
-                 S: tl.constexpr):  # fmt: skip
+                 stride_token, stride_head, stride_table, layer, n_rows, n_raw, n_sealed, scale,
+                 softcap, p_alibi, p_tree, p_lists, p_granules, p_numbers, n_segments, stride_list,
+                 p_mass, stride_mass, p_turned, p_bytes, stride_turned, stride_turned_head,
+                 C: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Attend over the raw pages (list 0, C) and those of list 1 (S) in one launch.
 
-    Grid (n_shares + shares of list 1, Hk): where a list is empty, its programs end while others
-    work.
+    Grid (max(n_raw, n_sealed), Hk): a program attends over its share of either list, so that all
+    programs that a device holds read sealed pages from the beginning.
     """
     i_share = tl.program_id(0)
-    if i_share < n_shares:
-        few_share(i_share, n_shares, p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part,
+    if i_share < n_raw:
+        few_share(i_share, n_raw, p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part,
                   p_part_lse, stride_token, stride_head, stride_table, layer, n_rows, scale,
                   softcap, p_alibi, p_tree, p_lists, p_granules, p_numbers, stride_list, p_mass,
                   stride_mass, C)  # fmt: skip
-    else:
-        sealed_share(i_share - n_shares, tl.num_programs(0) - n_shares, p_turned, p_bytes,
-                     p_lengths, p_starts, p_part, p_part_lse, stride_turned, stride_turned_head,
-                     layer, n_rows, scale, softcap, p_alibi, p_lists, p_granules, p_numbers, 1,
-                     n_segments, stride_list, p_mass, stride_mass, S)  # fmt: skip
+    if i_share < n_sealed:
+        sealed_share(i_share, n_sealed, p_turned, p_bytes, p_lengths, p_starts, p_part, p_part_lse,
+                     stride_turned, stride_turned_head, layer, n_rows, scale, softcap, p_alibi,
+                     p_lists, p_granules, p_numbers, 1, n_segments, stride_list, p_mass,
+                     stride_mass, S)  # fmt: skip
 
 
 def decode(task: Task) -> None:
@@ -343,6 +343,8 @@ def decode(task: Task) -> None:
     most = max(1, -(-task.rows * task.most_pages // least))
     configs = [tune, *tunes]
     held = [device.processors * config["programs"] // layout.kv_heads for config in configs]
+    if sealed:  # they share programs, of which no more are resident than of list 1
+        held[0] = min(held[:2])
     shares = [max(1, min(count, most, MOST_SHARES)) for count in held]
     segments = max(shares) + task.rows
     if units:
@@ -400,8 +402,8 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: list[i
     q = turned(task.q) if codec.codec == "kv4h" else task.q
     launch(
         attend_lists,
-        (shares[0] + shares[1], heads),
-        *(*first, shares[0], *task.softmax),
+        (max(shares[:2]), heads),
+        *(*first, *shares[:2], *task.softmax),
         *(task.alibi, task.tree, *lists, work.segments, task.most_pages, *last),
         *(q, task.pages.arena, q.stride(0), q.stride(1)),
         C=constants,
