@@ -401,7 +401,7 @@ _BARRED_S, _PAUSE_S = 1.0, 0.002
 Admission = Callable[[], AbstractContextManager[bool]]
 _ALWAYS: Admission = lambda: nullcontext(True)  # noqa: E731
 _BACKGROUND_S = 0.1
-_LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 26
+_LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 27
 """A demand may find writes before it that take so long, and are so many bytes."""
 
 

@@ -219,6 +219,12 @@ class Copies:
             self.streams.mark().wait()
         return rows
 
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether rows of so many bytes would lie in the arena, or never would."""
+        self._reclaim()
+        most = 0 if self.arena is None else self.arena.n_bytes
+        return n_bytes > most or self.staged_bytes() + n_bytes <= most
+
     def staged_bytes(self) -> int:
         """Bytes of the arena that rows occupy, those of copies under way among them."""
         self._reclaim()

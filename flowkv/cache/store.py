@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
-from itertools import islice, takewhile
+from itertools import groupby, islice, takewhile
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex, SwappedCopy
 from flowkv.cache.mover import IOPriority, Mover
-from flowkv.cache.pool import PagePool, download, make_forms
+from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
 from flowkv.core import compiling, interrupts
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
@@ -1402,17 +1402,46 @@ class PageStore:
         for n in dict.fromkeys((max(short, min(share, _BATCH_PAGES)), short, 1)):
             victims = place.evict(now, n)
             if victims is not None:
-                for slot in victims.tolist():
-                    self._leave_device(self.index.at(slot), "space")
-                self.mover.drain()
+                self._leave_together([*map(self.index.at, victims.tolist())], "space")
                 return True
         return False
 
+    def _leave_together(self, blocks: Sequence[Block], reason: str) -> None:
+        """Takes blocks off their device; those that a tier wants are copied a few at a time."""
+        layouts = groupby(blocks, lambda b: (b.group, self.forms[b.group].of(b.page).page_bytes))
+        for (group, n_bytes), some in layouts:
+            copies, left = self.pool(group).copies, [*some]
+            while left:
+                part = left[: max(1, AT_ONCE_BYTES // n_bytes)]
+                del left[: len(part)]
+                takers = {b: -1 if b.moving else self._taker(b, 0) for b in part}
+                wanted = [b for b, number in takers.items() if number >= 0]
+                bodies = dict[Block, memoryview]()
+                if copies is not None and wanted:
+                    need = len(wanted) * n_bytes
+                    while not copies.has_room(need) and self.mover.drain(self.mover.deadline_s):
+                        pass
+                    rows = copies.download([granule_of(b.page) for b in wanted], n_bytes)
+                    bodies = {b: row.numpy().data for b, row in zip(wanted, rows, strict=True)}
+                    del rows
+                for block, number in takers.items():
+                    if number >= 0 and not self.outlives(number):  # as fast as memory
+                        self._await(number, n_bytes)
+                    self._take_off(block, reason, number, bodies.pop(block, None))
+                self.mover.drain()
+
     def _leave_device(self, block: Block, reason: str) -> None:
+        saves = reason != "lease" and not block.moving
+        self._take_off(block, reason, self._taker(block, 0) if saves else -1)
+
+    def _take_off(
+        self, block: Block, reason: str, number: int, body: memoryview | None = None
+    ) -> None:
+        """Takes a block off its device, and gives it to a tier, unless the number is -1."""
         waited, page = block in self._unwritten and not block.moving, block.page
         n_bytes = self.body_bytes(block, -1)
-        if reason != "lease" and not block.moving and (number := self._taker(block, 0)) >= 0:
-            if self._save_page(block, number):
+        if number >= 0:
+            if self._save_page(block, number, body):
                 self._demoted("device", number, n_bytes)
             elif not waited and not self.takes(number, n_bytes):
                 self.miss_out(number)
@@ -1462,10 +1491,13 @@ class PageStore:
         barred = number in self._states_only or self.rests(number)
         if barred or (block in self.provisional and self.outlives(number)):
             return False
-        n_bytes = self.forms[block.group].of(block.page).page_bytes
+        self._await(number, self.forms[block.group].of(block.page).page_bytes)
+        return self._save_page(block, number)
+
+    def _await(self, number: int, n_bytes: int) -> None:
+        """Waits until a tier takes a frame, as long as it answers others."""
         while not self.takes(number, n_bytes) and self.mover.drain(self.mover.deadline_s):
             pass
-        return self._save_page(block, number)
 
     def set_down(self, block: Block) -> None:
         """Takes a block, which lies on a tier and is held by nobody, off its device."""
@@ -1639,13 +1671,15 @@ class PageStore:
                 return number
         return next((number for number in numbers if self.tiers[number].shared), -1)
 
-    def _save_page(self, block: Block, number: int) -> bool:
+    def _save_page(self, block: Block, number: int, body: memoryview | None = None) -> bool:
+        """Gives a tier a block's page, or a copy of it; whether it takes that."""
         pool, page, group = self.pool(block.group), block.page, block.group
         n_bytes = self.forms[group].of(page).page_bytes
-        if pool.copies is None:
-            body = pool.page_bytes(page, n_bytes).cpu().numpy().data
-        else:
-            body = pool.copies.download([granule_of(page)], n_bytes)[0].numpy().data
+        if pool.copies is not None:
+            if body is None:
+                body = pool.copies.download([granule_of(page)], n_bytes)[0].numpy().data
+            return self.save(block, number, self.describe(block), body)
+        body = pool.page_bytes(page, n_bytes).cpu().numpy().data
         self.lend(group, page)
         if self.save(
             block, number, self.describe(block), body, lambda: self.give_back(group, page)

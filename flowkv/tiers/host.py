@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from flowkv.core.memory import address_of
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
+    FIXED_BYTES,
     BadFrame,
     Header,
     accept,
@@ -28,6 +30,7 @@ from flowkv.tiers.frame import (
     span,
     verify_stripes,
 )
+from flowkv.tiers.io.engine import Arena, ArenaSlot
 from flowkv.tiers.worker import Completions
 
 # Tiers that answer while they are asked, as memory can.
@@ -144,11 +147,16 @@ def _asked(header: Header, item: Load) -> range:
 
 
 APART_BYTES = 1 << 20
-"""A job of so many bytes takes longer than to wake a thread for it."""
+"""Loads of so many bytes take longer than to wake a thread for them."""
 TOGETHER_BYTES = 4 << 20
-"""What that thread copies at once; then it looks whether the job was called off."""
+"""What a thread copies at once; then it looks whether the job was called off. Stores of fewer bytes
+are carried out while they are submitted."""
+THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+"""Threads among which a job is shared: one core copies and digests about 8 GB/s."""
 OVERHEAD_BYTES = 1024
 """Charged per frame for its Python objects: key, description, table entry."""
+SLOT_BYTES = 1 << 16
+"""Bodies from this size on lie in one mapping, whose memory is used again when they go."""
 
 
 class KeptFrame(NamedTuple):
@@ -157,12 +165,14 @@ class KeptFrame(NamedTuple):
     Attributes:
         header: With the digests that its body must have.
         body: Its memory.
-        body_at: Address of that.
+        slot: Of the arena; None where it has memory of its own.
+        body_at: Address of the body.
         digests_at: Address of the digests.
     """
 
     header: Header
-    body: bytearray
+    body: memoryview
+    slot: ArenaSlot | None
     body_at: int
     digests_at: int
 
@@ -170,9 +180,10 @@ class KeptFrame(NamedTuple):
 class HostTier(Immediate):
     """Keeps copies of frames in RAM, bounded in bytes; every load is checked against the digests.
 
-    Small jobs are answered while they are submitted. Loads that take longer are carried out by a
-    thread, so that whoever asked can compute meanwhile. Memory that rots, or that something else in
-    the process overwrites, is a miss with reason "digest" and the frame is gone.
+    Small jobs are answered while they are submitted. Larger ones are shared among threads, so that
+    the caller can compute meanwhile. Memory that rots, or that something else in the process
+    overwrites, is a miss with reason "digest" and the frame is gone. Memory of large frames is used
+    again for others, and goes back to the system when the tier is closed.
 
     Args:
         capacity_bytes: Most bytes it may occupy.
@@ -194,8 +205,9 @@ class HostTier(Immediate):
             raise ConfigError(f"a host tier of {capacity_bytes} bytes", "Give it at least one page")
         super().__init__(name, clock or SystemClock())
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
-        self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(1, f"flowkv {name}")
-        self._waiting: set[int] = set()  # jobs of the thread that nobody cancelled
+        self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(THREADS, f"flowkv {name}")
+        self._waiting: dict[int, int] = {}  # shares of jobs that were not cancelled
+        self._arena: Arena | None = None
         self._frames: dict[bytes, KeptFrame] = {}
         self._used_bytes = 0
 
@@ -205,55 +217,97 @@ class HostTier(Immediate):
         Raises:
             StateError: The tier is closed, or was opened before a fork.
         """
-        if sum(item.target.nbytes for item in items) < APART_BYTES or not self._usable():
+        if sum(map(_n_bytes, items)) < APART_BYTES or not self._usable():
             return super().submit_load(items, deadline_s=deadline_s)
+        return self._share_out(items, deadline_s, self._load, self._load_all)
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Copies bodies; many bytes in the background.
+
+        Raises:
+            StateError: The tier is closed, or was opened before a fork.
+        """
+        small = sum(map(_n_bytes, items)) < TOGETHER_BYTES
+        if small or not _compiled() or not self._usable():
+            return super().submit_store(items, deadline_s=deadline_s)
+        return self._share_out(items, deadline_s, self._store, self._store_all)
+
+    def _share_out(
+        self,
+        items: Sequence[Wish],
+        deadline_s: float,
+        one: Callable[[Wish, int], TierAnswer],
+        many: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
+    ) -> int:
+        """Gives threads a share each of a job's items; the number of the job."""
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
-        end_ns = start_ns + round(min(deadline_s, 1e9) * 1e9)
-        self._waiting.add(job)
-        work = (job, items, start_ns, end_ns, itertools.count())
-        try:
-            self._apart.submit(self._carry_out, *work)
-        except RuntimeError:  # closed meanwhile, which is what it will answer, or no thread begins
-            self._carry_out(*work)
+        times = start_ns, start_ns + round(min(deadline_s, 1e9) * 1e9)
+        shares, share_bytes = list[tuple[int, Sequence[Wish]]](), 0
+        least = max(TOGETHER_BYTES, -(-sum(map(_n_bytes, items)) // THREADS))
+        first = 0
+        for number, item in enumerate(items, 1):
+            share_bytes += _n_bytes(item)
+            if share_bytes >= least or number == len(items):
+                shares.append((first, items[first:number]))
+                first, share_bytes = number, 0
+        self._waiting[job] = len(shares)
+        for first, part in shares:
+            turns = itertools.count()
+            work = partial(self._carry_out, job, first, part, times, one, many, turns)
+            try:
+                self._apart.submit(work)
+            except RuntimeError:  # closed, which is what it will answer, or no thread begins
+                work()
         return job
 
     def _carry_out(
-        self, job: int, items: Sequence[Load], start_ns: int, end_ns: int, turns: Iterator[int]
+        self,
+        job: int,
+        number: int,
+        items: Sequence[Wish],
+        times: tuple[int, int],
+        one: Callable[[Wish, int], TierAnswer],
+        many: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
+        turns: Iterator[int],
     ) -> None:
+        """Carries out a share of a job, whose first item has that number."""
         if next(turns):  # it was queued, although no thread could begin then
             return
-        first, together = 0, _compiled()
+        (start_ns, end_ns), first, together = times, 0, _compiled()
         most_bytes = TOGETHER_BYTES if together else 1
         while first < len(items):
-            part, n_bytes = list[Load](), 0
+            part, n_bytes = list[Wish](), 0
             while n_bytes < most_bytes and first + len(part) < len(items):
                 part.append(items[first + len(part)])
-                n_bytes += part[-1].target.nbytes
+                n_bytes += _n_bytes(part[-1])
             if self._closed or job not in self._waiting:
                 why = "closed" if self._closed else "cancelled"
-                replies = [failed(item.key, why) for item in part]
+                replies: Sequence[TierAnswer] = [failed(item.key, why) for item in part]
             elif self._clock.now_ns() >= end_ns:
                 replies = [failed(item.key, "deadline") for item in part]
             else:
                 try:
-                    one = self._load
-                    replies = self._load_all(part) if together else [one(i, end_ns) for i in part]
+                    replies = many(part) if together else [one(item, end_ns) for item in part]
                 except Exception as error:
                     why = f"{type(error).__name__}: {error}"
                     replies = [failed(item.key, why) for item in part]
             seconds = (self._clock.now_ns() - start_ns) / 1e9
             self._answers.put(
                 [
-                    TierAnswer(job, first + n, key, outcome, reason, info, n_bytes, seconds)
-                    for n, (_, _, key, outcome, reason, info, n_bytes, _) in enumerate(replies)
+                    reply._replace(job=job, item=number + first + n, seconds=seconds)
+                    for n, reply in enumerate(replies)
                 ]
             )
             first += len(part)
-        self._waiting.discard(job)
+        with self._lock:
+            left = self._waiting.pop(job, 1) - 1
+            if left > 0:
+                self._waiting[job] = left
 
     def cancel(self, job: int) -> None:
         """Leaves out what was not carried out yet of a job."""
-        self._waiting.discard(job)
+        with self._lock:
+            self._waiting.pop(job, None)
 
     def used_bytes(self) -> int:
         """Bytes of all frames, with what is charged for their objects."""
@@ -270,14 +324,17 @@ class HostTier(Immediate):
     def delete(self, keys: Sequence[bytes]) -> int:
         """Frees frames."""
         with self._lock:
-            return sum(self._drop(key) is not None for key in keys)
+            gone = [frame for key in keys if (frame := self._drop(key)) is not None]
+            self._free(gone)
+        return len(gone)
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Overwrites and frees frames."""
         with self._lock:
-            gone = [body for key in keys if (body := self._drop(key)) is not None]
-            for body in gone:
-                body[:] = bytes(len(body))
+            gone = [frame for key in keys if (frame := self._drop(key)) is not None]
+            for frame in gone:
+                np.frombuffer(frame.body, np.uint8)[:] = 0
+            self._free(gone)
         return len(gone)
 
     def scan(self) -> Iterator[Entry]:
@@ -297,6 +354,8 @@ class HostTier(Immediate):
         with self._lock:
             self._frames.clear()
             self._used_bytes = 0
+            if self._arena is not None:
+                self._arena.close()
         self._answers.close()
 
     def _load(self, item: Load, end_ns: int) -> TierAnswer:
@@ -305,7 +364,7 @@ class HostTier(Immediate):
             return missed(item.key)
 
         def copy(target: memoryview, at: int) -> None:
-            part = memoryview(frame.body)[at : at + len(target)]
+            part = frame.body[at : at + len(target)]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))  # without GIL
 
         try:  # the copy is what is verified: the frame may be overwritten by `erase` meanwhile
@@ -323,7 +382,7 @@ class HostTier(Immediate):
             if frame is None:
                 replies.append(missed(item.key))
                 continue
-            header, _, body_at, digests_at = frame
+            header, _, _, body_at, digests_at = frame
             try:
                 stripes, step = _asked(header, item), header.info.stripe_bytes
             except BadFrame as error:
@@ -350,48 +409,122 @@ class HostTier(Immediate):
         return missed(key, reason if damaged or reason != "digest" else "")
 
     def _store(self, item: Store, end_ns: int) -> TierAnswer:
-        key, body = item.key, item.body
+        charge, refused = self._claim(item)
+        if refused is not None:
+            return refused
         try:
-            charge = _charge(body.nbytes, count_stripes(key, item.info, body.nbytes))
-        except BadFrame as error:
-            return failed(key, error.reason)
-        with self._lock:
-            there = key in self._frames
-            if not there and self._used_bytes + charge > self.capacity_bytes:
-                return failed(key, "full")
-            self._used_bytes += 0 if there else charge
-        if not there:
             # Digests come from the caller's memory: should it change while it is copied, against
             # the contract, then the copy will not match them and never be served.
+            header = describe(item.key, item.info, item.body)
+            body, slot = self._memory(item.body.nbytes)
+        except MemoryError:
+            return self._refuse(item, charge)
+        np.copyto(np.frombuffer(body, np.uint8), np.frombuffer(item.body, np.uint8))
+        return self._keep(header, body, slot, charge)
+
+    def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
+        """The same of many: copied and digested in one compiled call without the interpreter."""
+        from flowkv.tiers.digest import SEAL, seal_frames
+
+        found = dict[int, TierAnswer]()
+        rows, made = list[tuple[int, ...]](), list[tuple[int, Any]]()
+        for number, item in enumerate(items):
+            charge, refused = self._claim(item)
+            if refused is not None:
+                found[number] = refused
+                continue
+            step = item.info.stripe_bytes
+            stripes = item.body.nbytes // step
+            header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
             try:
-                header, copy = describe(key, item.info, body), bytearray(body)
-                at = address_of(memoryview(copy)), address_of(memoryview(header.digests))
-                frame = KeptFrame(header, copy, *at)
+                body, slot = self._memory(item.body.nbytes)
             except MemoryError:
-                with self._lock:
-                    self._used_bytes -= charge
-                return failed(key, "memory")
-            with self._lock:
-                if self._closed or key in self._frames:
-                    self._used_bytes -= charge
-                else:
-                    self._frames[key] = frame
-        return TierAnswer(0, 0, key, Outcome.STORED, "", None, 0 if there else body.nbytes)
+                found[number] = self._refuse(item, charge)
+                continue
+            places = [*map(address_of, (memoryview(header), item.body, body))]
+            rows.append((places[0], len(header), *places[1:], step, stripes))
+            made.append((number, (item, header, body, slot, charge)))
+        seal_frames(np.array(rows, SEAL))
+        for number, (item, header, body, slot, charge) in made:
+            digests = bytes(memoryview(header)[FIXED_BYTES:])
+            found[number] = self._keep(Header(item.key, item.info, digests), body, slot, charge)
+        return [found[number] for number in range(len(items))]
+
+    def _claim(self, item: Store) -> tuple[int, TierAnswer | None]:
+        """What a frame is charged, and the answer where there is nothing to store."""
+        key, n_bytes = item.key, item.body.nbytes
+        try:
+            charge = _charge(n_bytes, count_stripes(key, item.info, n_bytes))
+        except BadFrame as error:
+            return 0, failed(key, error.reason)
+        with self._lock:
+            if key in self._frames:
+                return 0, TierAnswer(0, 0, key, Outcome.STORED, "", None, 0)
+            if self._used_bytes + charge > self.capacity_bytes:
+                return 0, failed(key, "full")
+            self._used_bytes += charge
+        return charge, None
+
+    def _refuse(self, item: Store, charge: int) -> TierAnswer:
+        with self._lock:
+            self._used_bytes -= charge
+        return failed(item.key, "memory")
+
+    def _keep(
+        self, header: Header, body: memoryview, slot: ArenaSlot | None, charge: int
+    ) -> TierAnswer:
+        at = address_of(body), address_of(memoryview(header.digests))
+        frame = KeptFrame(header, body, slot, *at)
+        with self._lock:
+            new = not self._closed and header.key not in self._frames
+            if new:
+                self._frames[header.key] = frame
+            else:
+                self._used_bytes -= charge
+                self._free([frame])
+        n_bytes = body.nbytes if new else 0
+        return TierAnswer(0, 0, header.key, Outcome.STORED, "", None, n_bytes)
+
+    def _memory(self, n_bytes: int) -> tuple[memoryview, ArenaSlot | None]:
+        """Memory for a body, and its slot if it lies in the arena.
+
+        Raises:
+            MemoryError: There is none.
+        """
+        if n_bytes >= SLOT_BYTES:
+            with self._lock, suppress(OSError, MemoryError, OverflowError, StateError):
+                if self._arena is None and not self._closed:
+                    self._arena = Arena(self.capacity_bytes)
+                if self._arena is not None and (slot := self._arena.take(n_bytes)) is not None:
+                    return slot.view, slot
+        return memoryview(bytearray(n_bytes)), None
+
+    def _free(self, frames: Sequence[KeptFrame]) -> None:
+        """Gives back slots: a late copy of what was there differs from its digests."""
+        for frame in frames:
+            if frame.slot is not None and self._arena is not None:
+                with suppress(StateError):  # it was closed
+                    self._arena.give_back(frame.slot)
 
     def _discard(self, key: bytes, damaged: KeptFrame) -> bool:
         """Takes a damaged frame out; False if it was taken out meanwhile, and overwritten."""
         with self._lock:
             found = self._frames.get(key) is damaged and self._drop(key) is not None
+            if found:
+                self._free([damaged])
             self.corrupt += found
             return found
 
-    def _drop(self, key: bytes) -> bytearray | None:
-        """The body of a frame that is now forgotten."""
+    def _drop(self, key: bytes) -> KeptFrame | None:
+        """A frame that is now forgotten."""
         frame = self._frames.pop(key, None)
-        if frame is None:
-            return None
-        self._used_bytes -= _charge(len(frame.body), frame.header.stripes)
-        return frame.body
+        if frame is not None:
+            self._used_bytes -= _charge(len(frame.body), frame.header.stripes)
+        return frame
+
+
+def _n_bytes(item: Load | Store) -> int:
+    return item.target.nbytes if isinstance(item, Load) else item.body.nbytes
 
 
 def _compiled() -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,9 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv import KV
+from flowkv.tiers import Store, TierAnswer
 from tests.cache.fakes import Silent, lasting
 from tests.cache.toy import check_content, make_kv, published
-from tests.inside import Arena, Copies, CudaStreams, dispatch, open_copies
+from tests.inside import (
+    Arena,
+    Copies,
+    CudaStreams,
+    HostTier,
+    dispatch,
+    host,
+    open_copies,
+)
 
 GRANULE = 4096
 PAGES = 8
@@ -389,6 +399,37 @@ def test_pages_come_and_go_through_the_arena() -> None:
     staging = kv.stats()["devices"]["cpu"]["staging"]
     assert staging == {"used_bytes": 0, "why_not_pinned": ""}
     kv.close()
+
+
+def test_what_leaves_a_full_device_waits_for_memory_that_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No page is dropped, whatever fits into the arena, and victims leave a few at a time."""
+
+    class Slow(HostTier):
+        def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
+            time.sleep(2e-3)
+            return super()._store_all(items)
+
+    for name in ("TOGETHER_BYTES", "SLOT_BYTES"):
+        monkeypatch.setattr(host, name, 1)
+    monkeypatch.setattr(host, "_compiled", lambda: True)
+    kv = make_kv(pages=20, tiers=[Slow(1 << 24)])
+    (copies,) = behind_a_bus(kv)
+    schedule = kv.planner.store.mover.lanes[0].schedule
+    schedule.background_bytes = schedule.queue_bytes = 1 << 14
+    texts = [[number, *range(48)] for number in range(12)]
+    for text in texts:
+        published(kv, text)
+    tier = kv.stats()["tiers"]["host"]
+    assert tier["dropped"] == 0 and tier["stored_bytes"] > 0
+    for text in texts:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    kv.close()
+    gc.collect()
+    assert copies.staged_bytes() == 0
 
 
 def test_a_tier_that_is_late_keeps_its_rows() -> None:

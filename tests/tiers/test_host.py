@@ -193,12 +193,92 @@ def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     tier.close()
 
 
+def many(names: str, size: int = 1 << 17) -> list[Store]:
+    """Stores of frames that lie in slots."""
+    bodies = [body_of(name, size) for name in names]
+    info = info_of(size, stripe_bytes=4096)
+    return [Store(key_of(n), info, memoryview(b)) for n, b in zip(names, bodies, strict=True)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_bytes_are_stored_by_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unsound frame, a full tier and a frame that is there are answered as ever."""
+    monkeypatch.setattr(host, "THREADS", threads)
+    monkeypatch.setattr(host, "TOGETHER_BYTES", 1 << 18)
+    monkeypatch.setattr(host, "_compiled", lambda: True)
+    tier = HostTier(6 * HostTier(1).frame_bytes(1 << 17))
+    odd = Store(key_of("odd"), info_of(1 << 17, stripe_bytes=100), memoryview(bytes(1 << 17)))
+    items = [*many("abc"), odd, *many("defgh")]
+    said = outcomes(answers(tier, tier.submit_store(items), len(items)))
+    assert said.count(("failed", "full")) == 2 and said.count(("failed", "invalid")) == 1
+    assert said.count(("stored", "")) == 6
+    there = [name for name in "abcdefgh" if tier.contains([key_of(name)])[0]]
+    assert len(there) == 6 and hits(tier, there, 1 << 17) == 6
+    assert outcomes(answers(tier, tier.submit_store(many(there[:4])), 4)) == [("stored", "")] * 4
+    assert tier.used_bytes() == sum(entry.n_bytes for entry in tier.scan())
+    tier.delete([key_of(name) for name in there])
+    twice = answers(tier, tier.submit_store(many("aabb")), 4)
+    assert outcomes(twice) == [("stored", "")] * 4 and hits(tier, "ab", 1 << 17) == 2
+    assert tier.used_bytes() == sum(entry.n_bytes for entry in tier.scan())
+    tier.close()
+
+
+def test_memory_of_frames_that_went_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is late finds other bytes than its digests say, and is a miss."""
+    tier = HostTier(3 * HostTier(1).frame_bytes(1 << 17))
+    for turn in range(20):
+        names = [f"{turn}{n}" for n in range(3)]
+        for name in names:
+            item = Store(key_of(name), info_of(1 << 17, stripe_bytes=4096),
+                         memoryview(body_of(name, 1 << 17)))  # fmt: skip
+            assert outcomes(answers(tier, tier.submit_store([item]), 1)) == [("stored", "")]
+        assert hits(tier, names, 1 << 17) == 3
+        assert all(tier._frames[key_of(name)].slot is not None for name in names)
+        late = tier._frames[key_of(names[0])]
+        assert tier.delete([*map(key_of, names)]) == 3
+        assert tier._arena.free_bytes == tier._arena.n_bytes and tier.used_bytes() == 0
+    stored(tier, ["new"], 1 << 17)
+    monkeypatch.setitem(tier._frames, key_of(names[0]), late)
+    assert outcomes(get(tier, [names[0]], 1 << 17)) == [("miss", "digest")]
+    tier.close()
+
+
+def test_stores_loads_and_erasures_of_threads_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "APART_BYTES", 1)
+    monkeypatch.setattr(host, "TOGETHER_BYTES", 1)
+    monkeypatch.setattr(host, "THREADS", 2)
+    monkeypatch.setattr(host, "_compiled", lambda: True)
+    tier, names = HostTier(5 * HostTier(1).frame_bytes(1 << 17)), "abcdefg"
+    for turn in range(30):
+        store = tier.submit_store(many(names))
+        targets = [bytearray(1 << 17) for _ in names]
+        loads = zip(names, targets, strict=True)
+        load = tier.submit_load(
+            [Load(key_of(name), memoryview(target), LAYOUT, 0) for name, target in loads]
+        )
+        tier.erase([key_of(names[turn % 7]), key_of(names[(turn + 3) % 7])])
+        done: dict[int, list[object]] = {store: [], load: []}
+        while len(done[store]) < 7 or len(done[load]) < 7:
+            for answer in tier.poll(1.0):
+                done[answer.job].append(answer)
+        for answer in done[load]:
+            if answer.outcome is Outcome.HIT:
+                assert targets[answer.item] == body_of(names[answer.item], 1 << 17)
+            else:
+                assert answer.outcome is Outcome.MISS and not answer.reason
+        assert tier.used_bytes() <= tier.capacity_bytes
+    tier.erase([*map(key_of, names)])
+    assert tier.used_bytes() == 0 and tier._arena.free_bytes == tier._arena.n_bytes
+    tier.close()
+
+
 @pytest.mark.parametrize("how", ["cancel", "close", "late", "raise"])
 def test_what_a_thread_does_not_carry_out_is_answered(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "APART_BYTES", 1)
     monkeypatch.setattr(host, "TOGETHER_BYTES", 1)
+    monkeypatch.setattr(host, "THREADS", 1)
     monkeypatch.setattr(host, "_compiled", lambda: True)
     clock = ManualClock()
     tier = HostTier(1 << 20, clock=clock)
