@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -230,8 +230,11 @@ def plain(bed: Bed) -> Iterator[Row]:
 def attached(bed: Bed, title: str = "attached", **options: Any) -> Iterator[Row]:
     """Attached, at each length: prompts not seen before, and one asked again."""
     begun_s, most = time.perf_counter(), max(bed.size.lengths)
-    with bed.attached(5 * most, **options) as kv:
-        yield {"case": f"{title}: attach", "s": time.perf_counter() - begun_s}
+    with ExitStack() as stack:
+        with Sampler() as sampler:
+            kv = stack.enter_context(bed.attached(5 * most, **options))
+        seconds = time.perf_counter() - begun_s
+        yield {"case": f"{title}: attach", "s": seconds, "samples": sampler.report()}
         bed.ask(bed.fresh(64))
         for name, n in zip(LENGTHS, bed.size.lengths, strict=True):
             bed.ask(bed.fresh(n))
@@ -242,9 +245,16 @@ def attached(bed: Bed, title: str = "attached", **options: Any) -> Iterator[Row]
             same = [a["tokens"] == bed.answers.get(n) for a in (unseen[0], *again)]
             yield asked(unseen, case=f"{title} {name}", same=same)
             yield asked(again, case=f"{title} {name} again")
-        with Sampler() as sampler:
-            bed.ask(bed.known(bed.size.lengths[1]), 2 * bed.size.new)
-        yield {"case": f"{title}: threads", "samples": sampler.report()}
+        short = bed.size.lengths[0]
+        for what, prompts, new in (
+            ("decoding", [bed.known(bed.size.lengths[1])], 2 * bed.size.new),
+            ("known", [bed.known(short)] * 4, 3),
+            ("unseen", [bed.fresh(short) for _ in range(4)], 3),
+        ):
+            with Sampler() as sampler:
+                for prompt in prompts:
+                    bed.ask(prompt, new)
+            yield {"case": f"{title}: threads, {what}", "samples": sampler.report()}
         stats = kv.stats()
         reused = stats["tokens_reused"]
         yield {"case": f"{title}: stats", "graphs": stats.get("graphs"), "tokens_reused": reused}
@@ -294,7 +304,7 @@ def batch(bed: Bed) -> Iterator[Row]:
     prompts = bed.fresh(n, rows)
 
     def step_ms() -> Row:
-        bed.ask(prompts)
+        bed.ask(prompts, 8)  # its graph is captured
         short, long = (bed.ask(prompts, new)["s"] for new in (6, 5 + bed.size.new))
         return {"tpot_ms": 1e3 * (long - short) / (bed.size.new - 1), "short_ms": 1e3 * short}
 
