@@ -151,7 +151,7 @@ APART_BYTES = 1 << 20
 TOGETHER_BYTES = 4 << 20
 """What a thread copies at once; then it looks whether the job was called off. Stores of fewer bytes
 are carried out while they are submitted."""
-THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads among which a job is shared: one core copies and digests about 8 GB/s."""
 OVERHEAD_BYTES = 1024
 """Charged per frame for its Python objects: key, description, table entry."""
