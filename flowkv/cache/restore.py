@@ -282,15 +282,15 @@ class PrefixMatcher:
 
     def _copied(self, found: SharedTokens, pages: list[int]) -> bool:
         """Copies what was found into raw pages; whether it is sound."""
-        sums = []
+        sums = list[torch.Tensor]()
         for g, (old, page) in enumerate(zip(found.pages, pages, strict=True)):
             try:
                 self.planner.thaw(g, old, page)
             except NonFiniteError:
                 return False
-            for layers in self.store.views(g, page, found.tokens):
-                sums += [view.double().sum() for view in layers]
-        return all(torch.stack(sums).isfinite().tolist())
+            views = self.store.views(g, page, found.tokens)  # each group is on a device of its own
+            sums.append(torch.stack([x.double().sum() for layers in views for x in layers]))
+        return all(bool(each.isfinite().all()) for each in sums)
 
     def attach(self, seq: Sequence, limit_pages: int, *, pays: bool = False) -> tuple[int, int]:
         """Attaches the longest prefix that is known, worth loading and really there.
