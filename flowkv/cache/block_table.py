@@ -319,7 +319,7 @@ class Planner:
         Raises:
             StateError: It is not open, or in a step.
         """
-        self.settle(wait=True)
+        self.settle()
         state = CLOSED if seq.closed else int(self.tables.state[seq.row])
         if state != READY:
             raise StateError(
@@ -347,7 +347,7 @@ class Planner:
             try:
                 return self._allocate(counts)
             except CapacityError:
-                if not (self.settle(wait=True) or self.defragment()):
+                if not (self.settle() or self.defragment()):
                     raise
                 return self._allocate(counts)
 
@@ -737,20 +737,16 @@ class Planner:
                 if self._leaving:
                     self._let_leave()
             if self.pending:
-                self.settle()
+                self.pending.end_step()
             self.store.drain()
             if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
                 self.look_ahead()
         self.guard.settle()
 
-    def settle(self, *, wait: bool = False) -> bool:
-        """Publish and encode full pages that the device has looked at; return whether any were.
-
-        Args:
-            wait: For all that it was asked to look at.
-        """
+    def settle(self) -> bool:
+        """Publish and encode the full pages that devices are asked for; return whether any were."""
         with self.guard:
-            return self.pending.settle(wait=wait)
+            return self.pending.settle()
 
     def _publish_late(self, seqs: list[Sequence]) -> None:
         self._let_leave()

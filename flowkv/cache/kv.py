@@ -602,7 +602,7 @@ class KV:
                 "the cache does not know its model yet",
                 "Call flowkv.attach(model), or pass a geometry to KV(...)",
             )
-        self.planner.settle(wait=True)
+        self.planner.settle()
         return self.planner
 
     def _agreed(self) -> Planner:
@@ -1448,8 +1448,6 @@ class KV:
         self.lock.settle()
         with self.lock:
             seen, reused, planner = self.tokens_seen, self.tokens_reused, self.planner
-            if planner is not None and not self.inherited:
-                planner.settle()
             found = self.metrics.by("hit_tokens_total", "tier")
             known = sum(found.values()) + self.metrics.total("miss_tokens_total")
             report: dict[str, Any] = {

@@ -37,9 +37,9 @@ class Later:
             self._events.append(torch.cuda.current_stream(device).record_event())
 
     @property
-    def ready(self) -> bool:
-        """Whether `get` returns at once."""
-        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+    def here(self) -> bool:
+        """Whether no device has to be waited for: all of it was computed by the CPU."""
+        return not self._events
 
     def get(self) -> list[torch.Tensor | None]:
         """Return the values, on the CPU; wait for them where they are still on their way."""
@@ -52,13 +52,18 @@ class Later:
 class Pending:
     """Work that waits for what devices say of pages, in its order. Callers hold the KV lock.
 
+    What is asked for in a step is done at the end of the next one, and not before, however fast the
+    device is: which page a step reads encoded is a matter of steps, not of time.
+
     Args:
         store: Holds the pages.
     """
 
     def __init__(self, store: PageStore) -> None:
-        self._store = store
-        self._work: deque[tuple[Later, Items[tuple[int, int]], Callable[[bool], None]]] = deque()
+        self._store, self._steps = store, 0
+        self._work: deque[tuple[int, Later, Items[tuple[int, int]], Callable[[bool], None]]] = (
+            deque()
+        )
 
     def __len__(self) -> int:
         return len(self._work)
@@ -66,31 +71,36 @@ class Pending:
     def add(
         self, answer: Later, pages: Items[tuple[int, int]], work: Callable[[bool], None]
     ) -> None:
-        """Do some work at once if the answer is there, else in a later `settle`.
+        """Do some work at once if no device is asked, else after the next step.
 
         Args:
             answer: What it waits for.
             pages: (group, page) that neither move nor become free until then.
             work: Given whether it was late.
         """
-        if not self._work and answer.ready:
+        if not self._work and answer.here:
             work(False)
             return
         for group, page in pages:
             self._store.lend(group, page)
-        self._work.append((answer, pages, work))
+        self._work.append((self._steps, answer, pages, work))
 
-    def settle(self, *, wait: bool = False) -> bool:
-        """Do the work whose answers are there; return whether there was any.
+    def end_step(self) -> None:
+        """Do what was asked for before the step that ends."""
+        while self._work and self._work[0][0] < self._steps:
+            self._do()
+        self._steps += 1
 
-        Args:
-            wait: For the answers to all.
-        """
-        settled = False
-        while self._work and (wait or self._work[0][0].ready):
-            _, pages, work = self._work.popleft()
-            for group, page in pages:
-                self._store.give_back(group, page)
-            work(True)
-            settled = True
+    def settle(self) -> bool:
+        """Do all the work, and what it leads to; return whether there was any."""
+        settled = bool(self._work)
+        while self._work:
+            self._do()
         return settled
+
+    def _do(self) -> None:
+        self._work[0][1].get()
+        _, _, pages, work = self._work.popleft()
+        for group, page in pages:
+            self._store.give_back(group, page)
+        work(True)

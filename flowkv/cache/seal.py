@@ -341,10 +341,10 @@ class Publisher:
             exact: Only if it has the same bytes: rounding may differ with what else was in a step.
         """
         self.check(seqs, exact=exact)
-        self._pending.settle(wait=True)
+        self._pending.settle()
 
     def check(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
-        """Begins to publish: at once if no device has to be asked, or has answered."""
+        """Begins to publish: at once if no device has to be asked."""
         due = [each for seq in seqs for each in self._due(seq)]
         pages = [(g, page) for _, g, own, _ in due for page in own.values()]
         owners = {id(seq): seq for seq, *_ in due}

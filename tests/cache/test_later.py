@@ -6,47 +6,55 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
 from flowkv import KV
 from tests.cache.toy import PAGE, advance, check_content, make_kv, opened, write
-from tests.inside import Later, drop_unproven, seal
+from tests.inside import CODEC_SHIFT, Later, drop_unproven, seal
 
 TEXT = list(range(100, 100 + 4 * PAGE))
 
 
-class Slow(Later):
-    """A copy that stands in for one of a GPU: it arrives after it was asked for a few times."""
+class Arrival:
+    """A GPU's event: the copies before it arrive after some looks at it, or in the next step."""
 
-    polls = 3
-    waits = 0
+    looks, steps, waits = 3, 0, 0
 
-    def __init__(self, *values: torch.Tensor | None) -> None:
-        super().__init__(*values)
-        self._left = self.polls if any(v is not None and v.numel() for v in values) else 0
+    def __init__(self) -> None:
+        self._left, self._step = self.looks, Arrival.steps
 
-    @property
-    def ready(self) -> bool:
+    def query(self) -> bool:
         self._left -= 1
         return self._left < 0
 
-    def get(self) -> list[torch.Tensor | None]:
-        Slow.waits += self._left >= 0
-        return super().get()
+    def synchronize(self) -> None:
+        Arrival.waits += self._step == Arrival.steps
+
+
+class Slow(Later):
+    """Copies that stand in for those of a GPU."""
+
+    def __init__(self, *values: torch.Tensor | None) -> None:
+        super().__init__(*values)
+        if any(v is not None and v.numel() for v in values):
+            self._events: list[Any] = [Arrival()]
 
 
 @pytest.fixture(autouse=True)
 def slow() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seal, "Later", Slow)
-        Slow.waits = 0
+        Arrival.looks, Arrival.waits = 3, 0
         yield
 
 
 def decode(kv: KV, seqs: list[Any], steps: int) -> None:
+    """Steps whose token is read, so that the device is never more than one of them behind."""
     for turn in range(steps):
+        Arrival.steps += 1
         advance(kv, seqs, [[turn % 50]] * len(seqs))
 
 
@@ -56,10 +64,10 @@ def test_no_step_waits_while_pages_turn_over(options: dict[str, Any]) -> None:
     kv = make_kv(**options)
     seqs = [opened(kv, [7 * i + 1]) for i in range(3)]
     decode(kv, seqs, 5 * PAGE)
-    assert Slow.waits == 0 and kv.stats()["blocks"] >= 12
+    assert Arrival.waits == 0 and kv.stats()["blocks"] >= 12
     seqs.pop().close()
     decode(kv, seqs, 2 * PAGE)
-    assert Slow.waits == 0
+    assert Arrival.waits == 0
     sealed = kv.planner.store.pool(0).bytes_by_codec().get("kv8", 0)
     assert bool(sealed) == bool(options)
     within = 0.0 if not options else 0.02
@@ -70,6 +78,22 @@ def test_no_step_waits_while_pages_turn_over(options: dict[str, Any]) -> None:
         assert again.length == 5 * PAGE
         check_content(kv, again, again.tokens[: again.length].tolist(), within=within)
         again.close()
+
+
+@pytest.mark.parametrize("options", [dict(codec="kv8"), dict(codec="kv8", recent_tokens=0)])
+def test_the_step_at_which_a_page_is_encoded_is_no_matter_of_time(options: Any) -> None:
+    found = []
+    for looks in (0, 1, 2, 9):
+        Arrival.looks, kv, codecs = looks, make_kv(**options), list[Any]()
+        seqs, Arrival.waits = [opened(kv, [7 * i + 1] * (9 * i + 1)) for i in range(3)], 0
+        for _ in range(12 * PAGE):
+            decode(kv, seqs, 1)
+            rows = [seq.row for seq in seqs]
+            codecs.append([table[rows] >> CODEC_SHIFT for table in kv.planner.tables.pages])
+        found.append([np.hstack(each).tolist() for each in codecs])
+        assert Arrival.waits == 0
+        kv.close()
+    assert all(each == found[0] for each in found) and np.max(found[0][-1]) > 0
 
 
 def test_what_is_left_is_published_before_the_next_prompt_looks() -> None:
@@ -134,10 +158,10 @@ Story = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(Story, st.integers(1, 6), st.booleans())
-def test_every_story_ends_as_if_nothing_were_late(story: Any, polls: int, encoded: bool) -> None:
+def test_every_story_ends_as_if_nothing_were_late(story: Any, looks: int, encoded: bool) -> None:
     """All content is right at all times; nothing is held in the end."""
     options: dict[str, Any] = dict(codec="kv8", recent_tokens=0) if encoded else {}
-    Slow.polls, kv, seqs = polls, make_kv(pages=40, **options), list[Any]()
+    Arrival.looks, kv, seqs = looks, make_kv(pages=40, **options), list[Any]()
     for what, n in story:
         if what == "open" and len(seqs) < 4:
             seqs.append(opened(kv, TEXT[: 5 + n % (3 * PAGE)]))
