@@ -103,7 +103,7 @@ _MARKS = frozenset(
 _UNSAID = _MARKS | {"_hf_hook", "_old_forward"} | _STANDARD - {"training", *_TENSORS, "_modules"}
 """Attributes of modules that are in no name."""
 _SWITCHED = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
-"""Settings that FlowKV changes for the time of a forward; the name has them otherwise."""
+"""Settings that change for the time of a call; the name has them as they are between calls."""
 
 _NO_TRANSFORMERS = types.SimpleNamespace(
     BOOKKEEPING=frozenset(),
@@ -1231,9 +1231,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _unswitched(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as they are between forwards."""
-    prefix = transformers().OWN_PREFIX
-    own = {n: held[n].removeprefix(prefix) for n in _SWITCHED if isinstance(held.get(n), str)}
+    """Return settings as they are between calls."""
+    lasting = transformers().lasting
+    own = {name: lasting(held[name]) for name in _SWITCHED if isinstance(held.get(name), str)}
     return {**held, **own}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 import flowkv
 from tests import inside
@@ -87,12 +87,44 @@ def test_replays_answer_as_the_model(name: str, way: str, device: str) -> None:
     with capturing(device), attached(model) as kv:
         assert_same(generate(model, 30, **given), generate(twin, 30, **given))
         captured, replayed = counts(kv)
-        assert captured == 2 and replayed >= 20 and not kv.stats()["graphs"]["eager"]
+        assert captured == 2 and replayed >= 20, kv.explain(PROMPT[0]).decoding
+        assert not kv.stats()["graphs"]["eager"]
         said = str(kv.explain(PROMPT[0]))
         assert said.endswith(f"; 2 decode steps were captured, {replayed} replayed")
         assert_same(generate(model, 30, **given), generate(twin, 30, **given))
         assert counts(kv)[1] >= replayed + 25  # of known prompts, by the same graphs
         assert counts(kv)[0] == captured
+
+
+class Decoding(LogitsProcessor):
+    """Has experts computed otherwise from the first new token on, as `generate` does on a GPU."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.model.set_experts_implementation("batched_mm")
+        return scores
+
+
+def test_experts_that_are_computed_otherwise_while_generate_decodes() -> None:
+    """Steps are captured, and what they filled is known to later prompts."""
+
+    def decoded(model: Any, new: int, ids: torch.Tensor) -> Any:
+        assert model.get_experts_implementation() == {"": "grouped_mm"}
+        try:
+            return generate(model, new, input_ids=ids, logits_processor=[Decoding(model)])
+        finally:
+            model.set_experts_implementation("grouped_mm")
+
+    model, twin = both("gpt_oss", "cpu")
+    with recorded(), attached(model) as kv:
+        namespace, found = kv.namespace, decoded(model, 40, PROMPT)
+        assert_same(found, decoded(twin, 40, PROMPT))
+        assert counts(kv)[1] > 25, kv.explain(PROMPT[0]).decoding
+        before = kv.stats()["tokens_reused"]
+        assert_same(*(decoded(each, 8, found.sequences) for each in (model, twin)))
+        assert kv.stats()["tokens_reused"] - before >= 48 and kv.namespace == namespace
 
 
 @pytest.mark.parametrize(
@@ -354,7 +386,7 @@ def test_more_than_logits_is_asked_for_once_there_are_graphs(
             replayed = counts(kv)[1]
             with torch.no_grad():
                 answers.append(each(input_ids=out.sequences[:, -1:], **given, **asked))
-            assert counts(kv)[1] == replayed > 0
+            assert counts(kv)[1] == replayed > 0, kv.explain(PROMPT[0]).decoding
     ours, theirs = answers
     assert ours.keys() == theirs.keys()
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=2e-4, atol=2e-4)

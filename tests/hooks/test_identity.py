@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import flowkv
@@ -406,6 +407,21 @@ def test_an_edit_that_is_taken_back_finds_what_was() -> None:
             assert reused(kv) == before
             generate(model, 4, input_ids=prompt)
             assert reused(kv) == before + 48
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+def test_experts_are_those_that_are_registered(name: str, monkeypatch) -> None:
+    """Both that `generate` runs: it decodes on a GPU by `batched_mm` where `grouped_mm` is set."""
+    model = models.causal("gpt_oss")
+    registry = ALL_EXPERTS_FUNCTIONS._global_mapping
+    plain, found = registry[name], Identity(model)
+    model.set_experts_implementation("batched_mm")
+    assert found.same(model) and Identity(model).namespace == found.namespace
+    monkeypatch.setitem(registry, name, lambda *given: 2 * plain(*given))
+    assert not found.same(model) and Identity(model).namespace != found.namespace
+    monkeypatch.undo()
+    model.set_experts_implementation("eager")
+    assert not found.same(model) and Identity(model).namespace != found.namespace
 
 
 PROGRAM = """

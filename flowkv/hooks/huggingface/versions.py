@@ -35,6 +35,7 @@ from transformers.generation.utils import (
     MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
     GenerationMixin,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -63,6 +64,7 @@ __all__ = [
     "PreTrainedTokenizerBase",
     "causal_mask_function",
     "chosen_functions",
+    "lasting",
     "layer_types",
     "library_release",
     "native_layer",
@@ -149,14 +151,28 @@ UNIMPORTANT = BOOKKEEPING | frozenset(
     chunk_size_feed_forward _output_attentions _post_init_done""".split()
 )
 OWN_PREFIX = "flowkv_"
+_STAND_INS = {"batched_mm": "grouped_mm"}
+"""What `generate` puts in place of experts while it decodes on a GPU: the same products, in another
+order."""
+_CHOSEN = {
+    "_attn_implementation_internal": (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS),
+    "_experts_implementation_internal": (ALL_EXPERTS_FUNCTIONS,),
+}
+"""Settings that name functions, and the registries of these."""
+
+
+def lasting(implementation: str) -> str:
+    """Return the name of an implementation as it is between calls of the model."""
+    own = implementation.removeprefix(OWN_PREFIX)
+    return _STAND_INS.get(own, own)
 
 
 def settings(config: Any) -> str:
     """Everything in a configuration that can change what is computed, as canonical text."""
     held = _important(config.to_dict(), config)
-    for name in ("_attn_implementation", "_experts_implementation"):
-        chosen = getattr(config, f"{name}_internal", None)
-        held[name] = chosen.removeprefix(OWN_PREFIX) if isinstance(chosen, str) else None
+    for name in _CHOSEN:
+        chosen = getattr(config, name, None)
+        held[name.removesuffix("_internal")] = lasting(chosen) if isinstance(chosen, str) else None
     return json.dumps(_plain(held), sort_keys=True, separators=(",", ":"))
 
 
@@ -198,12 +214,15 @@ def _plain(value: Any) -> Any:
 
 
 def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:
-    """(registry, name, function) of the attention and mask functions that a model runs."""
+    """(registry, name, function) of attention, masks and experts, as a model may run them."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    chosen = {getattr(c, "_attn_implementation_internal", None) for c in configs.values()}
-    names = sorted({name.removeprefix(OWN_PREFIX) for name in chosen if isinstance(name, str)})
-    registries = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-    return [(registry, name, registry.get(name)) for registry in registries for name in names]
+    found = list[tuple[Any, str, Any]]()
+    for setting, registries in _CHOSEN.items():
+        chosen = {getattr(c, setting, None) for c in configs.values()}
+        names = {lasting(name) for name in chosen if isinstance(name, str)}
+        names |= {name for name, other in _STAND_INS.items() if other in names}
+        found += ((each, name, each.get(name)) for each in registries for name in sorted(names))
+    return found
 
 
 def library_release() -> str:
