@@ -52,7 +52,7 @@ class Kernels(msgspec.Struct, frozen=True):
         return Path(triton.knobs.cache.dir) / f"flowkv-{name.hexdigest()[:32]}"
 
     def use(self) -> None:
-        """Prefills, decodes, encodes and gives up pages, in a small cache of its own."""
+        """Prefills, decodes, encodes, opens and gives up pages, in a small cache of its own."""
         from flowkv.cache.kv import KV
 
         shape = self._small()
@@ -67,14 +67,17 @@ class Kernels(msgspec.Struct, frozen=True):
                     for count in (new, 64, 4, 1, 1) if rows < 8 else (new, 1):
                         with kv.step(seqs, [[1] * count] * rows) as step:
                             self._attend(step, shape, count * rows)
+                    kv.truncate(seqs[0], 1)  # a full page: it goes on in a copy, which is raw
+                    with kv.step(seqs[:1], [[1]]) as step:
+                        self._attend(step, shape, 1)
                     for seq in seqs:
                         seq.close()
                 kv.flush()
 
     def _small(self) -> Geometry:
-        """As many layers as tell a compiler the same: what their number is divided by."""
+        """A layer of each group: kernels are the same for all, and for any number of them."""
         groups = [
-            msgspec.structs.replace(group, layers=group.layers[: 16 + len(group.layers) % 16])
+            msgspec.structs.replace(group, layers=group.layers[:1])
             for group in self.geometry.groups
         ]
         return Geometry(groups=tuple(groups), page_size=self.geometry.page_size)

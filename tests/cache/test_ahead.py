@@ -11,10 +11,10 @@ import pytest
 
 from flowkv import Geometry
 from tests.hooks import models
-from tests.hooks.compare import attached
-from tests.inside import ahead, compile_process, doctor
+from tests.hooks.compare import attached, generate
+from tests.inside import ahead, compile_process, dispatch, doctor
 
-CPU = Geometry.uniform(layers=18, kv_heads=2, head_dim=64, page_size=64)
+CPU = Geometry.uniform(layers=2, kv_heads=2, head_dim=64, page_size=64)
 GPU = Geometry.uniform(layers=2, kv_heads=2, head_dim=64, page_size=64, device="cuda:0")
 
 
@@ -74,14 +74,31 @@ def test_nothing_is_begun_where_nothing_is_to_be_compiled(
 
 @pytest.mark.parametrize("codec", ["raw", "kv8"])
 def test_kernels_are_used_as_a_model_uses_them(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU: of as many layers as are alike to a compiler, and without a mark."""
-    small, marked = ahead.Kernels(CPU, codec, 4)._small(), list[object]()
-    assert len(small.groups[0].layers) == 18
-    assert len(ahead.Kernels(GPU, codec, 4)._small().groups[0].layers) == 2
+    """On the CPU, and without a mark: all that a prompt runs, and runs when it comes again."""
+    marked, calls = list[object](), set[tuple[str, ...]]()
+    own = dispatch.resolve
+
+    def resolve(op: str, codec: str, backend: str) -> Any:
+        def call(*given: Any) -> Any:
+            codecs = (codec,) if op != "transcode" else (given[3].codec, given[4].codec)
+            calls.add((op, *codecs))
+            return own(op, codec, backend)(*given)
+
+        return call
+
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    monkeypatch.setattr(dispatch, "prepare_decode", lambda *_: None)  # as on a GPU
     monkeypatch.setattr(ahead.Kernels, "mark", marked.append)
     shape = Geometry.uniform(layers=1, kv_heads=2, head_dim=64, page_size=16)
     ahead.main(msgspec.json.encode(ahead.Kernels(shape, codec, 4)).decode())
+    compiled, prompt = set(calls), models.prompt(48)
     assert not marked
+    with attached(model := models.causal("llama"), codec=codec, recent_tokens=0):
+        calls.clear()
+        for _ in range(2):  # the last token runs, of a page that is full and known
+            generate(model, 20, input_ids=prompt)
+    calls.discard(("checksum", "any"))  # of weights
+    assert calls <= compiled and (codec == "raw" or ("transcode", codec, "raw") in calls)
 
 
 def test_attach_begins_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

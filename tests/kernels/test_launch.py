@@ -16,9 +16,10 @@ import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 
 from bench.nodevice import NoDevice, active  # noqa: E402
+from flowkv import kernels  # noqa: E402
 from flowkv.kernels import paged_attention  # noqa: E402
 from tests.inside import compiling, launch, triton_launch  # noqa: E402
-from tests.kernels.scene import Scene, layout_of  # noqa: E402
+from tests.kernels.scene import Scene, int32, layout_of  # noqa: E402
 
 
 @triton.jit
@@ -146,3 +147,37 @@ def test_a_decode_call_launches_once_for_raw_and_sealed_pages(
         paged_attention(scene.queries(2), pages, scene.batch, backend="triton")
     once = [*kernels, "merge_few"]
     assert names == ["list_pages"] * bool(sealed) + once + once
+
+
+def test_kernels_serve_any_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled for one model serves a deeper one of the same heads."""
+    found: list[list[Any]] = []
+
+    def run_kernel(kernel: Any, grid: Any, args: Any, constants: Any) -> None:
+        each = zip(kernel.params, args, strict=False)
+        found[-1].append(
+            (
+                kernel.__name__,
+                constants,
+                [
+                    (x == 1, x % 16 == 0) if isinstance(x, int) else getattr(x, "dtype", type(x))
+                    for param, x in each
+                    if not param.do_not_specialize
+                ],
+            )
+        )
+
+    monkeypatch.setattr(triton_launch, "run_kernel", run_kernel)
+    for layers in (1, 3, 32):
+        found.append([])
+        shape = layout_of(2, 64, page_size=64, layers=layers)
+        x = Scene(shape, [130, 70], [1, 1], layer=layers - 1, sealed=("kv8",))
+        (sealed,), pages, new = x.pages.sealed, int32([1]), torch.zeros(2, 2, 64)
+        kernels.append(new, new, x.pages, x.batch, backend="triton")
+        paged_attention(torch.zeros(2, 4, 64), x.pages, x.batch, backend="triton")
+        kernels.gather_dense(x.pages, x.batch, 130, backend="triton")
+        arena, granules = x.pages.arena, shape.granules
+        for old, to in ((shape, sealed), (sealed, shape)):
+            kernels.transcode(arena, pages, pages + granules, old, to, backend="triton")
+        kernels.copy_pages(arena, pages, pages + granules, granules, backend="triton")
+    assert found[0] and found[0] == found[1] == found[2]

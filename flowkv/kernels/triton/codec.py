@@ -413,13 +413,14 @@ def transcode_values(p_byte, p_half, p_raw, p_to, p_to_half, p_to_raw, p_status,
     report(p_status, worst, tl.max(over, axis=0), LIMIT)
 
 
-@triton.jit
-def transcode_kernel(p_arena, p_halves, p_raw, p_source, p_target, p_status, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n_layers"])  # one kernel for models of any depth
+def transcode_kernel(p_arena, p_halves, p_raw, p_source, p_target, p_status, n_layers,
+                     C: tl.constexpr):  # fmt: skip
     """K (0) or V (1) of one run. Grid (pages * L * Hk, 2)."""
     i_head = tl.program_id(0) % C.HEADS
     i_layer = tl.program_id(0) // C.HEADS
-    i_page = i_layer // C.LAYERS
-    i_stripe = (i_layer % C.LAYERS).to(tl.int64)
+    i_page = i_layer // n_layers
+    i_stripe = (i_layer % n_layers).to(tl.int64)
     g_old = tl.load(p_source + i_page).to(tl.int64)
     g_new = tl.load(p_target + i_page).to(tl.int64)
     p_byte = p_arena + g_old * GRANULE + i_stripe * C.OLD.STRIPE + i_head * C.OLD.RUN
@@ -467,8 +468,7 @@ class Coding(NamedTuple):
     Attributes:
         OLD: Where the bytes of the pages lie that are read.
         NEW: Where those of the pages lie that are written; only the codec where lines are.
-        LAYERS: Of a group.
-        HEADS: Its KV heads.
+        HEADS: KV heads of a layer.
         PAGE: Tokens of a page.
         DIM: Dims of a key.
         VALUE_DIM: Dims of a value.
@@ -489,7 +489,6 @@ class Coding(NamedTuple):
 
     OLD: Constants
     NEW: Constants
-    LAYERS: int
     HEADS: int
     PAGE: int
     DIM: int
@@ -525,7 +524,6 @@ def coding(old: PageLayout, new: PageLayout | None = None) -> Coding:
     return Coding(
         OLD=coded(old),
         NEW=Constants() if new is None else coded(new),
-        LAYERS=old.layers,
         HEADS=old.kv_heads,
         PAGE=page,
         DIM=dim,
@@ -564,7 +562,7 @@ def transcode(
             transcode_kernel,
             (status.numel() * old.kv_heads, 2),
             *(arena, arena.view(torch.float16), arena.view(dtype)),
-            *(source.contiguous(), target.contiguous(), status),
+            *(source.contiguous(), target.contiguous(), status, old.layers),
             C=constants,
             num_warps=4,
             enable_fp_fusion=False,
