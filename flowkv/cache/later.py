@@ -37,8 +37,8 @@ class Later:
             self._events.append(torch.cuda.current_stream(device).record_event())
 
     @property
-    def here(self) -> bool:
-        """Whether no device has to be waited for: all of it was computed by the CPU."""
+    def ready(self) -> bool:
+        """Whether `get` waits for no device, as it is where the CPU computed it all."""
         return not self._events
 
     def get(self) -> list[torch.Tensor | None]:
@@ -78,7 +78,7 @@ class Pending:
             pages: (group, page) that neither move nor become free until then.
             work: Given whether it was late.
         """
-        if not self._work and answer.here:
+        if not self._work and answer.ready:
             work(False)
             return
         for group, page in pages:

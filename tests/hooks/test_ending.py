@@ -12,7 +12,7 @@ import pytest
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import generate, reused
-from tests.inside import REAPER, StateError
+from tests.inside import REAPER, StateError, seal
 
 PLACE = "16MiB"
 
@@ -51,6 +51,30 @@ def test_a_cache_goes_with_its_model() -> None:
     del model, kv
     gc.collect()
     assert [one() for one in left] == [None, None]
+
+
+@pytest.mark.usefixtures("all_is_loaded")
+@pytest.mark.parametrize("codec", ["raw", "kv8"])
+@pytest.mark.parametrize("end", [flowkv.KV.close, flowkv.KV.detach])
+def test_what_a_device_is_still_asked_for_is_stored(
+    end: Any, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full pages of weights that have to be proven, right behind the step that filled them."""
+
+    class Late(seal.Later):  # type: ignore[misc,name-defined]
+        ready = False
+
+    monkeypatch.setattr(seal, "Later", Late)
+    monkeypatch.setattr("flowkv.hooks.identity.SMALL_BYTES", 0)
+    model, prompt = models.short(), models.prompt(64)
+    kv = cell(model, tmp_path, codec=codec, recent_tokens=0)
+    generate(model, 1, input_ids=prompt)
+    end(kv)
+    kv.close()
+    kv = cell(model, tmp_path, codec=codec, recent_tokens=0)
+    with kv.open([*prompt[0].tolist(), 1]) as seq:
+        assert seq.length == 64
+    kv.close()
 
 
 @pytest.mark.usefixtures("all_is_loaded")

@@ -566,7 +566,7 @@ def behind(device: Device) -> Iterator[None]:
             self.after, self.asks = device.given, any(v is not None for v in values)
 
         @property
-        def here(self) -> bool:
+        def ready(self) -> bool:
             return not self.asks
 
         def get(self) -> list[torch.Tensor | None]:
