@@ -1,7 +1,7 @@
 """Differences between versions of transformers, and the parts relied on. Tested: 5.17, 5.23, 5.24.
 
-Only the cache base classes, the two registries of attention and mask functions, and forward hooks
-are used elsewhere; whatever has changed between releases is asked for here.
+Only the cache base classes, the registries of functions for attention, masks and experts, and
+forward hooks are used elsewhere; whatever has changed between releases is asked for here.
 """
 
 from __future__ import annotations
