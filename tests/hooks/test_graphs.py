@@ -89,7 +89,7 @@ def test_replays_answer_as_the_model(name: str, way: str, device: str) -> None:
         captured, replayed = counts(kv)
         if (name, way, device) == ("gpt_oss", "beams", "cuda"):
             # Experts of beams stay `grouped_mm`, which counts on the host what is no bfloat16.
-            assert "cannot be captured" in kv.explain(PROMPT[0]).decoding
+            assert "run eagerly" in kv.explain(PROMPT[0]).decoding
             return
         assert captured == 2 and replayed >= 20, kv.explain(PROMPT[0]).decoding
         assert not kv.stats()["graphs"]["eager"]
