@@ -1446,7 +1446,10 @@ class KV:
             return not waiting and self._lost == told
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place."""
+        """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place.
+
+        To ask changes nothing: pages that a step on a GPU fills count from the end of the next one.
+        """
         self.lock.settle()
         with self.lock:
             seen, reused, planner = self.tokens_seen, self.tokens_reused, self.planner
