@@ -735,6 +735,7 @@ class ServedModel(NamedTuple):
         positions: Most tokens of a request, its new ones included; None if there is no bound.
         vocabulary: Token ids are below this; 2**32 where nobody knows.
         check: Refuses a prompt, with its options, that cannot be served.
+        refresh: Called before rows are opened, to notice that the model has changed.
     """
 
     runner: Runner
@@ -742,6 +743,7 @@ class ServedModel(NamedTuple):
     positions: int | None = None
     vocabulary: int = 1 << 32
     check: Check = lambda tokens, options: None
+    refresh: Callable[[], object] = lambda: None
 
 
 def serve(
@@ -797,13 +799,15 @@ def _transformers(model: Any, kv: KV, sampler: Sampler | None, fixed: bool) -> S
         if fixed and parts.blend is not None:
             raise ConfigError('invariant=True with reuse="blend"', "Leave one of them out")
         forward = invariant(parts.forward) if fixed else parts.forward
-        runner = PackedRunner(kv, forward, parts.refresh, parts.blend)
+        runner = PackedRunner(kv, forward, parts.blend)
     elif fixed:
         raise UnsupportedModelError(
             f"steps of this model cannot be made invariant: {parts.reason}",
             "Leave invariant=True out",
         )
-    return ServedModel(runner, sampler, parts.positions, parts.vocabulary, parts.check)
+    return ServedModel(
+        runner, sampler, parts.positions, parts.vocabulary, parts.check, parts.refresh
+    )
 
 
 # What a request has to be before an engine takes it: wrong ones are refused at submit.
@@ -938,7 +942,7 @@ class Engine:
                 f"max_rows={made.max_rows} with a cache for {kv.config.max_rows} sequences",
                 "Lower it, or give the cache a larger max_rows",
             )
-        keeper = KVManager(kv, served.runner, made.swap_bytes)
+        keeper = KVManager(kv, served.runner, made.swap_bytes, served.refresh)
         limits = Limits(made.max_rows, made.token_budget, kv.page_size, made.watermark)
         turns = CountedTurns(made.order(), limits, keeper)
         self._inbox = Inbox(made.max_waiting)

@@ -90,7 +90,6 @@ class PackedRunner:
     Args:
         kv: The cache.
         forward: Runs the model.
-        refresh: Called before a row is opened, to notice that the model has changed.
         blend: Puts known documents in place in a sequence, up to so many tokens of its prompt.
     """
 
@@ -100,16 +99,14 @@ class PackedRunner:
         self,
         kv: KV,
         forward: Forward,
-        refresh: Callable[[], object] = lambda: None,
         blend: Callable[[Sequence, int], object] | None = None,
     ) -> None:
-        self._kv, self._forward, self._refresh, self._blend = kv, forward, refresh, blend
+        self._kv, self._forward, self._blend = kv, forward, blend
         self._last: Step | None = None
         self._ends = torch.arange(0)  # of rows with one token each
 
     def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
         """Opens a row with its known prefix in place, or (`wait=False`) on its way."""
-        self._refresh()
         self._last = None  # its pools may be those of a model that was another one
         row = open_row(self._kv, request, tokens, wait=wait or self._blend is not None)
         if self._blend is not None:

@@ -13,7 +13,14 @@ import flowkv
 from flowkv import Engine
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
-from tests.inside import CapacityError, ConfigError, PackedRunner, TokenError
+from tests.inside import (
+    CapacityError,
+    ConfigError,
+    PackedRunner,
+    TokenError,
+    UnsupportedModelError,
+    door_of,
+)
 
 NEW = 8
 
@@ -131,3 +138,46 @@ def test_rows_together_or_apart(name: str) -> None:
             done = engine.run(prompts, max_new_tokens=NEW)
             assert [one.tokens for one in done] == wanted
         assert not kv._open
+
+
+def test_the_model_is_looked_at_once_in_each_turn_that_lets_requests_in(
+    kv: flowkv.KV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays as it is for rows that are opened together; later ones see what changed since."""
+    looks = list[int]()
+    door = door_of(tiny())
+    assert door is not None
+    own = type(door).refresh
+    monkeypatch.setattr(
+        type(door), "refresh", lambda self, **how: (looks.append(1), own(self, **how))[1]
+    )
+    with Engine(tiny(), kv, max_rows=8, token_budget=512) as engine:
+        looks.clear()
+        engine.run(PROMPTS, max_new_tokens=NEW)
+        assert len(looks) == 1
+        with torch.no_grad():
+            tiny().lm_head.weight.mul_(0.5)
+        before = kv.namespace
+        try:
+            engine.run([PROMPTS[2]], max_new_tokens=2)
+            assert len(looks) == 2 and kv.namespace != before
+        finally:
+            with torch.no_grad():
+                tiny().lm_head.weight.mul_(2.0)
+
+
+def test_what_a_look_at_the_model_raises_fails_requests_and_not_the_engine(
+    kv: flowkv.KV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tiny(), kv, max_rows=8) as engine:
+
+        def refused() -> None:
+            raise UnsupportedModelError("the model cannot be served", "Use it without FlowKV")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop.keeper, "_refresh", refused)
+            answers = [engine.submit(prompt, max_new_tokens=2) for prompt in PROMPTS[:3]]
+            for answer in answers:
+                with pytest.raises(UnsupportedModelError, match="cannot be served"):
+                    answer.result(20)
+        assert engine.submit(PROMPTS[1], max_new_tokens=2).result(20).reason == "length"

@@ -107,7 +107,6 @@ class PaddedRunner:
         Rows with recurrent states always wait.
         """
         door, kv = self._door, self._kv
-        door.refresh()
         if self.together:
             return open_row(kv, request, tokens, wait=wait)
         stateful = door.plan.stateful
