@@ -810,10 +810,25 @@ def attempt(runner: Runner, parts: Items[Part]) -> StepOutcome:
     return outcome
 
 
-def _run(runner: Runner, parts: Items[Part], outcome: StepOutcome) -> BaseException | None:
+def follow(runner: Any, parts: Items[Part], ids: torch.Tensor) -> StepOutcome | None:
+    """Runs a step over tokens that are not read yet; None where it raises.
+
+    Args:
+        runner: Runs the model; a `PackedRunner`.
+        parts: Of rows that decode.
+        ids: int64 `[B]`: the token of each.
+    """
+    outcome = StepOutcome()
+    return None if _run(runner, parts, outcome, ids) else outcome
+
+
+def _run(
+    runner: Any, parts: Items[Part], outcome: StepOutcome, ids: torch.Tensor | None = None
+) -> BaseException | None:
     rows = [live.row for live, _ in parts]
     try:
-        logits = runner.step(rows, [live.next(tokens) for live, tokens in parts])  # type: ignore[arg-type]
+        given = [live.next(tokens) for live, tokens in parts] if ids is None else ids
+        logits = runner.step(rows, given)
     except BaseException as error:  # of the model, which may raise anything
         if not yours(error):
             raise

@@ -20,6 +20,7 @@ from tests.inside import (
     TokenError,
     UnsupportedModelError,
     door_of,
+    engine_engine,
 )
 
 NEW = 8
@@ -138,6 +139,40 @@ def test_rows_together_or_apart(name: str) -> None:
             done = engine.run(prompts, max_new_tokens=NEW)
             assert [one.tokens for one in done] == wanted
         assert not kv._open
+
+
+@pytest.mark.usefixtures("behind")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(do_sample=True, temperature=1.3, top_k=12),
+        dict(do_sample=True, repetition_penalty=1.7, eos_token_id=[32, 10]),
+        dict(no_repeat_ngram_size=2, min_new_tokens=5, eos_token_id=32),
+    ],
+    ids=str,
+)
+def test_tokens_that_are_read_a_step_late_are_those_of_generate(
+    kv: flowkv.KV, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed, own = list[int](), engine_engine.follow
+
+    def follow(runner: Any, parts: Any, ids: Any) -> Any:
+        followed.append(len(parts))
+        return own(runner, parts, ids)
+
+    monkeypatch.setattr(engine_engine, "follow", follow)
+    wanted = []
+    for seed, prompt in enumerate(PROMPTS):
+        torch.manual_seed(seed)
+        wanted.append(alone(tiny(), prompt, **options))
+    with Engine(tiny(), kv, max_rows=8, token_budget=512) as engine:
+        requests = [
+            flowkv.Request(prompt=prompt, seed=seed, options=options, max_new_tokens=NEW)
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        assert [one.tokens for one in engine.run(requests)] == wanted
+    assert len(followed) >= NEW - 3
 
 
 def test_the_model_is_looked_at_once_in_each_turn_that_lets_requests_in(
