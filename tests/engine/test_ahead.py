@@ -245,3 +245,22 @@ def test_your_own_rule_sees_each_token_at_once(nano: Nano, followed: list[int]) 
         done = engine.run([[1], [2]], max_new_tokens=6, options={"choose": largest})
     assert [one.tokens for one in done] == [nano.alone([n], 6) for n in (1, 2)]
     assert not followed
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_first_tokens_come_when_their_own_prompts_are_computed(
+    nano: Nano, plain: pytest.MonkeyPatch, *, late: bool
+) -> None:
+    """Not when those of others are, which share the budget of later steps."""
+    if late:
+        plain.undo()
+    with make_kv() as kv, Engine(nano, kv, max_rows=8, token_budget=32) as engine:
+        answers = [submit(engine, [n] * 16, 3) for n in range(6)]
+        first = list[list[int]]()
+        nano.before = lambda tokens: first.append([len(answer.tokens) for answer in answers])
+        drain(engine)
+        assert [one.result(0).tokens for one in answers] == [
+            nano.alone([n] * 16, 3) for n in range(6)
+        ]
+    made = [sum(n > 0 for n in step) for step in first]
+    assert made[:3] == [0, 2, 3] and first[-1] > [1] * 6, first
