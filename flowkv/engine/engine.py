@@ -723,7 +723,8 @@ class Loop:
                 if len(live.tokens) == place:  # else it was interrupted right behind
                     live.tokens.append(token)
                     self._given += 1
-                live.made = max(live.made, place + 1)
+                if live.made <= place:  # else it was asked for before it was read
+                    live.made = place + 1
                 if not live.first_s:
                     live.first_s = now_s
                 else:

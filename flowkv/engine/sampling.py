@@ -84,18 +84,12 @@ def draw(choices: Items[Choice], logits: torch.Tensor) -> Iterator[Drawn]:
         yield _one(choice, logits, row, tokens[row], best[row])
 
 
-def _one(choice: Choice, logits: torch.Tensor, row: int, largest: int, best: float) -> Drawn:
-    if choice.greedy:
-        return _taken(choice, lambda: largest, best)
-    return _taken(choice, lambda: choice.choose(logits[row]), best)
-
-
-def _taken(choice: Choice, choose: Callable[[], int], best: float) -> Drawn:
+def _one(choice: Choice, logits: torch.Tensor | None, row: int, largest: int, best: float) -> Drawn:
     if math.isnan(best):
         problem = "the model returned NaN"
         return Drawn(-1, True, NonFiniteError(problem, "Check its weights and its dtype"))
     try:
-        token = choose()
+        token = largest if logits is None or choice.greedy else choice.choose(logits[row])
         return Drawn(token, choice.take(token))
     except BaseException as error:
         if not yours(error):
@@ -161,7 +155,7 @@ class UnreadTokens:
         choice, drawn = self._choices[row], self._drawn.get(row)
         if isinstance(drawn, BaseException):
             return Drawn(-1, True, drawn)
-        return _taken(choice, lambda: token, best) if choice.greedy or row in self._drawn else None
+        return _one(choice, None, row, token, best) if choice.greedy or row in self._drawn else None
 
 
 def runs_behind(logits: torch.Tensor) -> bool:
