@@ -14,6 +14,7 @@ from flowkv import Engine
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
 from tests.inside import (
+    CODEC_SHIFT,
     CapacityError,
     ConfigError,
     PackedRunner,
@@ -173,6 +174,22 @@ def test_tokens_that_are_read_a_step_late_are_those_of_generate(
         ]
         assert [one.tokens for one in engine.run(requests)] == wanted
     assert len(followed) >= NEW - 3
+
+
+def test_pages_that_are_full_a_step_late_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many, and as the same tokens, as where each step's tokens are read before the next."""
+    found = []
+    for late in (False, True):
+        monkeypatch.setattr(engine_engine, "runs_behind", lambda logits, late=late: late)
+        kept: dict[str, Any] = dict(codec="kv8", recent_tokens=0, page_size=16, gpu="64MiB")
+        with flowkv.attach(tiny(), **kept) as kv, Engine(tiny(), kv, max_rows=8) as engine:
+            done = engine.run(PROMPTS, max_new_tokens=40)
+            assert kv.planner is not None
+            index = kv.planner.store.index
+            pages = sorted((block.key, block.page >> CODEC_SHIFT) for block in index)
+            assert any(codec for _, codec in pages)
+            found.append(([one.tokens for one in done], pages))
+    assert found[0] == found[1]
 
 
 def test_the_model_is_looked_at_once_in_each_turn_that_lets_requests_in(
