@@ -126,7 +126,16 @@ if TYPE_CHECKING:
     from flowkv.engine.invariant import Fixed, Products, invariant, marked
     from flowkv.engine.request import AnswerSource, _Ear, tell
     from flowkv.engine.runner import Forward, OpenRow, PackedRunner, Runner, own_model
-    from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
+    from flowkv.engine.sampling import (
+        UNEVEN,
+        Choice,
+        Drawn,
+        Largest,
+        OwnSampler,
+        UnreadTokens,
+        draw,
+        seed_of,
+    )
     from flowkv.engine.scheduler import RunningRequest
     from flowkv.hooks import computation, graphs, identity
     from flowkv.hooks import fingerprint as fingerprint_of_weights

@@ -17,7 +17,16 @@ from flowkv import kernels
 from flowkv.cache.later import Pending
 from flowkv.cache.overflow import Overflow, Scan
 from flowkv.cache.seal import Publisher, Refusal, Sealer
-from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Guard, Sequence, Tables
+from flowkv.cache.sequence import (
+    CLOSED,
+    READY,
+    STEPPING,
+    SUSPENDED,
+    Guard,
+    Sequence,
+    Tables,
+    extend_each,
+)
 from flowkv.cache.store import PageStore
 from flowkv.cache.tail import Tails
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
@@ -714,23 +723,27 @@ class Planner:
             self._grow(rows, have[:, grown].tolist(), wanted[:, grown].tolist())
         return step._replace(grown=[(seqs[b], have[:, b].tolist()) for b in grown])
 
-    def commit(self, seqs: Items[Sequence], step: Advance) -> None:
-        """Advances lengths, publishes pages that became full, drops pages behind windows."""
+    def commit(self, seqs: Items[Sequence], step: Advance, *, told: bool = True) -> None:
+        """Advances lengths, publishes pages that became full, drops pages behind windows.
+
+        Args:
+            seqs: The rows.
+            step: What the step did to them.
+            told: Their token ids are known. Otherwise `tell` publishes the pages.
+        """
         with self.guard:
             if step.flags & FILLS:
                 self.tables.lengths[step.rows] = step.after
                 size, new = self.page_size, step.after - step.before
                 full = (step.ends // size > (step.ends - new) // size).any(0)
                 try:
-                    filled = [seqs[b] for b in np.flatnonzero(full).tolist()]
+                    filled = [seqs[b] for b in np.flatnonzero(full).tolist()] if told else []
                     self.publisher.check(filled)
                     for b in np.flatnonzero(full).tolist() if self._slides else ():
                         self._drop_behind(seqs[b], int(step.after[b]))
                 finally:
                     self._end(step.rows)
-                if self.sealer:
-                    self.store.drain()  # what a tier has taken by now can be encoded
-                    self.sealer.seal(filled)
+                self._seal(filled)
                 self.compactor.edge()
             else:
                 _finish(step.rows, step.after, self.tables.lengths, self.tables.state)
@@ -743,6 +756,30 @@ class Planner:
                 self.look_ahead()
         self.guard.settle()
 
+    def tell(self, seqs: Items[Sequence], places: Items[int], tokens: Items[int]) -> None:
+        """Take in the ids of steps that were committed without them, and publish full pages.
+
+        Args:
+            seqs: Sequences.
+            places: The position of each one's id; others than its next are known already.
+            tokens: The ids.
+        """
+        with self.guard:
+            each = zip(seqs, places, tokens, strict=True)
+            fresh = [(seq, place, token) for seq, place, token in each if seq.known == place]
+            if fresh:
+                seqs, places, tokens = zip(*fresh, strict=True)
+                extend_each(seqs, [*places], tokens)
+            filled = [seq for seq, place, _ in fresh if not (place + 1) % self.page_size]
+            if filled:
+                self.publisher.check(filled)
+                self._seal(filled)
+
+    def _seal(self, seqs: list[Sequence]) -> None:
+        if self.sealer and seqs:
+            self.store.drain()  # what a tier has taken by now can be encoded
+            self.sealer.seal(seqs)
+
     def settle(self) -> bool:
         """Publish and encode the full pages that devices are asked for; return whether any were."""
         with self.guard:
@@ -750,9 +787,7 @@ class Planner:
 
     def _publish_late(self, seqs: list[Sequence]) -> None:
         self._let_leave()
-        if self.sealer:
-            self.store.drain()  # what a tier has taken by now can be encoded
-            self.sealer.seal(seqs)
+        self._seal(seqs)
 
     def look_ahead(self) -> None:
         """Brings what is expected next, if anything is. Callers hold the KV lock."""

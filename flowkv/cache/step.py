@@ -300,7 +300,7 @@ class Step:
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open planner _started_s _token _batches _singles
         _shared _decodes _most _single _tables _noted _touched _watch advance _waited_s _coming
-        overflows _scans __weakref__""".split()
+        overflows _scans _told __weakref__""".split()
     )
 
     def __init__(
@@ -313,6 +313,7 @@ class Step:
         self.seqs, self.counts = list(seqs), counts
         self.apart = self._open = False  # until everything is reserved
         self.tokens: torch.Tensor | None = None
+        self._told = True
         self.awaits: Callable[[int], None] | None = None
         self.audits = False
         self.planner = planner
@@ -404,6 +405,14 @@ class Step:
             if known >= length and len(ids):  # else a gap would shift all that follows
                 self._noted.append((seq, known))
                 seq.extend(ids)
+
+    def give_later(self, tokens: torch.Tensor) -> None:
+        """Give the step ids that only their device knows; `Planner.tell` is given them, once read.
+
+        Args:
+            tokens: int64 `[N]`, packed row after row.
+        """
+        self.tokens, self._told = tokens.view(1, -1), False
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -714,7 +723,7 @@ class Step:
         self.check()
         with self.planner.guard:
             self._open = False
-            self.planner.commit(self.seqs, self.advance)
+            self.planner.commit(self.seqs, self.advance, told=self._told)
         if self._watch is not None:
             self._watch.tell(self.seqs, self.groups, self.advance)
         # Decoding says nothing about the rate at which a prompt is computed.

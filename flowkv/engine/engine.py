@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -55,7 +55,15 @@ from flowkv.engine.request import (
     yours,
 )
 from flowkv.engine.runner import PackedRunner, Runner, own_model
-from flowkv.engine.sampling import Drawn, OwnSampler, Sampler, draw, seed_of
+from flowkv.engine.sampling import (
+    Drawn,
+    OwnSampler,
+    Sampler,
+    UnreadTokens,
+    draw,
+    runs_behind,
+    seed_of,
+)
 from flowkv.engine.scheduler import (
     CountedTurns,
     KVManager,
@@ -63,6 +71,7 @@ from flowkv.engine.scheduler import (
     RunningRequest,
     StepOutcome,
     attempt,
+    follow,
 )
 from flowkv.observe.events import Bus, EngineStep, Finished, Queued
 from flowkv.policy.scheduling import (
@@ -221,8 +230,21 @@ _STOPS: dict[Reason, str] = {"stop": "turn_end", "length": "cut_off"}
 _PAUSE_S = 0.002
 
 
+class _Unread(NamedTuple):
+    """Tokens of a step that are not read yet: whose, and the place of each among its new ones."""
+
+    lives: Items[RunningRequest]
+    places: list[int]
+    tokens: UnreadTokens
+
+
 class Loop:
     """Requests from their submission to their answer, turn after turn, on one thread at a time.
+
+    Where rows decode on a device that runs behind the host, the tokens of a step are read once
+    the next step was given to the device, which takes them from where they are. A row that ends by
+    one of them has computed one too many, which is dropped. Whatever needs to know all tokens reads
+    them first.
 
     What is to be done stays where it is noted until it was done: whoever is interrupted in between
     finds it there again (`reset`), and to do it twice does no harm.
@@ -262,6 +284,9 @@ class Loop:
         self._stuck = -1, 0.0  # number of who waits for pages of others, and since when
         # Tokens that were chosen, and the places where they belong, until they are handed out.
         self._made: deque[tuple[RunningRequest, int, Drawn]] = deque()
+        # Tokens that the device was asked for: of the last step, and while another runs, of that.
+        self._unread: deque[_Unread] = deque()
+        self._gaps, self._given = list[float](), 0  # see `EngineStep`, of this turn
         # Answers to be given, once everything else of the turn is in order.
         self._due: deque[tuple[Answer, Completion, BaseException | None]] = deque()
         self._told: list[Answer] = []
@@ -298,6 +323,8 @@ class Loop:
             for answer in answers:
                 while not answer.done():
                     self.turn()
+            self._read()  # another thread may go on, and order its device's work otherwise
+            self._answer()
         except Exception as error:
             self.fail(error)
         except BaseException:  # an interrupt, anywhere in a turn
@@ -312,12 +339,13 @@ class Loop:
             self.fail(StateError("the cache is closed", "Open a new one"))
             return
         began_s = time.perf_counter()
+        self._gaps, self._given = [], 0
         self._take_in(began_s)
         alone = not any(live.state == RUNNING for live in self.active)
         self.keeper.coming.pace(began_s, alone=alone)
         if self.waiting:
             self._admit(began_s)
-        if self.active:
+        if self.active or self._unread:
             self._step(began_s)
         self._answer()
 
@@ -410,6 +438,7 @@ class Loop:
             closed = StateError("its cache was closed", "Close an engine before its cache")
             closed.__cause__, error = error, closed
         self.inbox.close(now=True, why=error)
+        self._unread.clear()
         self._take_fresh()
         for live in list(self._lives.values()):
             failure = StateError(f"the engine failed: {error!r}", "See the cause; make a new one")
@@ -424,7 +453,8 @@ class Loop:
             off: Those whose requests are called off instead.
         """
         self._stuck = -1, 0.0
-        self._hand_out(None)
+        self._read()
+        self._hand_out()
         now_s = time.perf_counter()
         self._take_fresh()
         for answer, _, _ in self._due:  # they ended, and nobody notes that again
@@ -498,6 +528,9 @@ class Loop:
         return None
 
     def _leave(self, live: RunningRequest, keep: bool, now_s: float) -> None:
+        self._read()  # it goes on with all that it made
+        if live.number not in self._lives:
+            return
         try:
             self.keeper.leave(live, keep, now_s)
         except Exception as error:  # the host has no memory for its pages, for instance
@@ -509,35 +542,43 @@ class Loop:
     # ---- a step
 
     def _step(self, began_s: float) -> None:
-        parts = self._parts(began_s)
-        if not parts:
-            if any(live.state == COMING for live in self.active):
+        if self._unread and not {*self.active} <= {*self._unread[-1].lives}:
+            self._read()  # others are in as well, with prompts
+            self._answer()
+        parts, forward_s = self._parts(began_s), time.perf_counter()
+        outcome = self._follow(parts) if parts and self._unread else None
+        measured = outcome is not None  # from one step to the next
+        if outcome is None:
+            if self._unread:
+                self._read()
+                parts, forward_s = self._parts(began_s), time.perf_counter()
+            if not parts and any(live.state == COMING for live in self.active):
                 self.keeper.coming.rest()
-            return
-        forward_s = time.perf_counter()
-        outcome = self._attempt(parts)
+            outcome = self._attempt(parts) if parts else StepOutcome()
         sampling_s = time.perf_counter()
         done = [part for some, _ in outcome.done for part in some]
         if done:
             self._stuck = -1, 0.0
         self._advance(outcome)
+        told = self._bus.wants(EngineStep)
+        room = self.keeper.room() if told else None  # before rows that are over are closed
+        self._read(keep=1)
         chosen_s = time.perf_counter()
         # Until tokens are chosen: before that, nobody waits for what a GPU has been asked.
         tokens = sum(count for _, count in done)
-        self.keeper.worth.step(tokens, compiling.measured_s(forward_s, chosen_s))
-        if not self._bus.wants(EngineStep):
-            self._hand_out(None)
+        if parts and (measured or not self._unread):
+            self.keeper.worth.step(tokens, compiling.measured_s(forward_s, chosen_s))
+        further = len(self._gaps)
+        self._hand_out()
+        if room is None or not (parts or self._given):
             return
-        made, gaps = len(self._made), list[float]()
-        room = self.keeper.room()  # before rows that are over are closed
-        self._hand_out(gaps)
         aside = sum(live.state == ASIDE for live in self.waiting)
         self._bus.emit(
             EngineStep(
                 rows=len(done),
-                prefill_tokens=tokens - len(gaps),
-                decode_tokens=len(gaps),
-                made_tokens=made,
+                prefill_tokens=0 if self._unread else tokens - (len(self._gaps) - further),
+                decode_tokens=len(self._gaps),
+                made_tokens=self._given,
                 waiting=len(self.waiting) - aside,
                 aside=aside,
                 pages=room.total - room.free,
@@ -546,9 +587,15 @@ class Loop:
                 seconds=time.perf_counter() - began_s,
                 model_s=sampling_s - forward_s,
                 sampling_s=chosen_s - sampling_s,
-                gaps_s=tuple(gaps),
+                gaps_s=tuple(self._gaps),
             )
         )
+
+    def _follow(self, parts: Items[Part]) -> StepOutcome | None:
+        """Runs a step of rows that decode before their tokens are read; None if that cannot be."""
+        lives, _, tokens = self._unread[-1]
+        places = {live: place for place, live in enumerate(lives)}
+        return follow(self.runner, parts, tokens.of([places[live] for live, _ in parts]))
 
     def _attempt(self, parts: Items[Part]) -> StepOutcome:
         """Runs a step, with as many rows as there is room for."""
@@ -574,7 +621,8 @@ class Loop:
             left = self.turns.limits.token_budget - sum(count for _, count in shares)
             shares += self.keeper.coming.parts(coming, left, alone=not shares, now_s=now_s)
         most = self.keeper.chunk(len(shares))
-        return [(live, min(count, most)) for live, count in shares]
+        # Of those who made all they may, the last token is still to be read.
+        return [(live, min(count, most)) for live, count in shares if live.made < live.limit]
 
     def _relieve(self, short: CapacityError) -> bool:
         """Makes room for rows that cannot grow; False if there is nobody who could."""
@@ -596,43 +644,95 @@ class Loop:
                 if ready == live.prompt + live.made:
                     ends.append(place)
                     lives.append(live)
+            ahead = len(outcome.done) == 1 and self._ahead(parts, lives, logits)
             if lives:
-                self._draw(lives, logits if len(lives) == len(parts) else logits[ends])
+                self._draw(lives, logits if len(lives) == len(parts) else logits[ends], ahead=ahead)
 
-    def _draw(self, lives: Items[RunningRequest], logits: torch.Tensor) -> None:
+    def _ahead(
+        self, parts: Items[Part], lives: Items[RunningRequest], logits: torch.Tensor
+    ) -> bool:
+        """Whether all rows of a step decode, and their tokens are chosen where the logits are."""
+        if not runs_behind(logits) or len(lives) < len(parts) or not hasattr(self.runner, "tell"):
+            return False
+        return all(n == 1 and getattr(live.choice, "ahead", False) for live, n in parts)
+
+    def _draw(self, lives: Items[RunningRequest], logits: torch.Tensor, *, ahead: bool) -> None:
         """Keeps each token as soon as it is chosen: no choice can be made again."""
+        if not ahead:
+            self._read()
         before, places = len(self._made), [live.made for live in lives]
+        choices = [live.choice for live in lives]
         try:
             with torch.no_grad():
-                drawn = draw([live.choice for live in lives], logits)
-                self._made.extend(zip(lives, places, drawn, strict=True))
+                if ahead:
+                    tokens = UnreadTokens(choices, logits)
+                    self._unread.append(_Unread(lives, places, tokens))
+                    for live in lives:
+                        live.made += 1
+                    with suppress(Exception):  # of the device: to read them raises it again
+                        tokens.draw()
+                else:
+                    drawn = draw(choices, logits)
+                    self._made.extend(zip(lives, places, drawn, strict=True))
         except Exception as error:  # nobody knows whose fault it is
             for live in lives[len(self._made) - before :]:
                 self._made.append((live, live.made, Drawn(-1, True, error)))
 
-    def _hand_out(self, gaps: list[float] | None) -> None:
-        """Gives tokens to those who wait for them, and ends what is over.
+    def _read(self, keep: int = 0) -> None:
+        """Reads tokens that were left on the device, and hands them out.
 
         Args:
-            gaps: Takes the seconds since their last token, of rows that made a further one.
+            keep: Those of so many of the last steps stay there.
         """
+        while len(self._unread) > keep:
+            lives, places, tokens = self._unread[0]
+            try:
+                drawn = tokens.read()
+            except Exception as error:  # of the device
+                drawn = [Drawn(-1, True, error)] * len(lives)
+            each = [
+                (live, place, one)
+                for live, place, one in zip(lives, places, drawn, strict=True)
+                if one is not None and live.number in self._lives  # else it is one too many
+            ]
+            self._made.extend(each)
+            if len(self._unread) > 1:  # the next step was run over them
+                on = set(self._unread[1].lives)
+                self._tell([part for part in each if part[0] in on and not part[2].over])
+            self._unread.popleft()
+            self._hand_out()
+
+    def _tell(self, parts: Items[tuple[RunningRequest, int, Drawn]]) -> None:
+        """Gives the cache tokens of rows that were stepped before those were read."""
+        rows = [live.open_row for live, _, _ in parts]
+        places = [live.prompt + place for live, place, _ in parts]
+        try:
+            cast(PackedRunner, self.runner).tell(rows, places, [one.token for *_, one in parts])
+        except Exception as error:  # as if it had come of the step
+            for live, _, _ in parts:
+                self._end(live, time.perf_counter(), error=error)
+
+    def _hand_out(self) -> None:
+        """Gives tokens to those who wait for them, and ends what is over."""
         now_s, waiting = time.perf_counter(), self._made
         while waiting:
             live, place, (token, over, error) = waiting[0]
             if error is not None:
                 self._end(live, now_s, error=error)
-            else:
+            elif live.number in self._lives:
                 if len(live.tokens) == place:  # else it was interrupted right behind
                     live.tokens.append(token)
-                made = live.made = place + 1
+                    self._given += 1
+                if live.made <= place:  # else it was asked for before it was read
+                    live.made = place + 1
                 if not live.first_s:
                     live.first_s = now_s
-                elif gaps is not None:
-                    gaps.append(now_s - live.last_s)
+                else:
+                    self._gaps.append(now_s - live.last_s)
                 live.last_s = now_s
                 if live.answer.heard:
                     self._told.append(live.answer)
-                if over or made >= live.limit:
+                if over or place + 1 >= live.limit:
                     self._end(live, now_s, "stop" if over else "length")
             waiting.popleft()
 
@@ -735,6 +835,7 @@ class ServedModel(NamedTuple):
         positions: Most tokens of a request, its new ones included; None if there is no bound.
         vocabulary: Token ids are below this; 2**32 where nobody knows.
         check: Refuses a prompt, with its options, that cannot be served.
+        refresh: Called before rows are opened, to notice that the model has changed.
     """
 
     runner: Runner
@@ -742,6 +843,7 @@ class ServedModel(NamedTuple):
     positions: int | None = None
     vocabulary: int = 1 << 32
     check: Check = lambda tokens, options: None
+    refresh: Callable[[], object] = lambda: None
 
 
 def serve(
@@ -797,13 +899,15 @@ def _transformers(model: Any, kv: KV, sampler: Sampler | None, fixed: bool) -> S
         if fixed and parts.blend is not None:
             raise ConfigError('invariant=True with reuse="blend"', "Leave one of them out")
         forward = invariant(parts.forward) if fixed else parts.forward
-        runner = PackedRunner(kv, forward, parts.refresh, parts.blend)
+        runner = PackedRunner(kv, forward, parts.blend)
     elif fixed:
         raise UnsupportedModelError(
             f"steps of this model cannot be made invariant: {parts.reason}",
             "Leave invariant=True out",
         )
-    return ServedModel(runner, sampler, parts.positions, parts.vocabulary, parts.check)
+    return ServedModel(
+        runner, sampler, parts.positions, parts.vocabulary, parts.check, parts.refresh
+    )
 
 
 # What a request has to be before an engine takes it: wrong ones are refused at submit.
@@ -938,7 +1042,7 @@ class Engine:
                 f"max_rows={made.max_rows} with a cache for {kv.config.max_rows} sequences",
                 "Lower it, or give the cache a larger max_rows",
             )
-        keeper = KVManager(kv, served.runner, made.swap_bytes)
+        keeper = KVManager(kv, served.runner, made.swap_bytes, served.refresh)
         limits = Limits(made.max_rows, made.token_budget, kv.page_size, made.watermark)
         turns = CountedTurns(made.order(), limits, keeper)
         self._inbox = Inbox(made.max_waiting)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowkv.cache.block_table import Planner
 from flowkv.cache.kv import KV, PagedRow, Tokens, open_row, plan
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
@@ -89,8 +90,7 @@ class PackedRunner:
 
     Args:
         kv: The cache.
-        forward: Runs the model.
-        refresh: Called before a row is opened, to notice that the model has changed.
+        forward: Runs the model; it takes ids from the step alone.
         blend: Puts known documents in place in a sequence, up to so many tokens of its prompt.
     """
 
@@ -100,16 +100,14 @@ class PackedRunner:
         self,
         kv: KV,
         forward: Forward,
-        refresh: Callable[[], object] = lambda: None,
         blend: Callable[[Sequence, int], object] | None = None,
     ) -> None:
-        self._kv, self._forward, self._refresh, self._blend = kv, forward, refresh, blend
+        self._kv, self._forward, self._blend = kv, forward, blend
         self._last: Step | None = None
         self._ends = torch.arange(0)  # of rows with one token each
 
     def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
         """Opens a row with its known prefix in place, or (`wait=False`) on its way."""
-        self._refresh()
         self._last = None  # its pools may be those of a model that was another one
         row = open_row(self._kv, request, tokens, wait=wait or self._blend is not None)
         if self._blend is not None:
@@ -120,12 +118,22 @@ class PackedRunner:
                 raise
         return row
 
-    def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
-        """Runs the model over the next tokens of some rows."""
-        counts, before = list(map(len, tokens)), self._last
+    def step(self, rows: Items[OpenRow], tokens: Items[Tokens] | torch.Tensor) -> torch.Tensor:
+        """Runs the model over the next tokens of some rows.
+
+        Args:
+            rows: Rows in no step.
+            tokens: The next ids of each; or int64 `[B]`, one for each, that only their device
+                knows: those of rows that go on are to be given to `tell`, once they are read.
+        """
+        unread, before = isinstance(tokens, torch.Tensor), self._last
+        counts = [1] * len(rows) if unread else list(map(len, tokens))
         self._last = step = plan(self._kv, [row.seq for row in rows], counts, before)
         if set(counts) == {1}:  # they decode
-            step.give(np.array([ids[0] for ids in tokens], np.uint32))
+            if isinstance(tokens, torch.Tensor):
+                step.give_later(tokens)
+            else:
+                step.give(np.array([ids[0] for ids in tokens], np.uint32))
             if len(self._ends) != len(rows):
                 self._ends = torch.arange(len(rows))
             last = self._ends
@@ -134,6 +142,12 @@ class PackedRunner:
             last = torch.from_numpy(step.counts.cumsum() - 1)
         with step, torch.no_grad():
             return self._forward(step, last)
+
+    def tell(self, rows: Items[OpenRow], places: Items[int], tokens: Items[int]) -> None:
+        """Takes in tokens of rows that were stepped before they were read, see `Planner.tell`."""
+        seqs = [row.seq for row in rows]
+        if seqs:
+            Planner.of(seqs[0]).tell(seqs, places, tokens)
 
 
 def own_model(model: Callable[[torch.Tensor | None, torch.Tensor], Any]) -> Forward:
@@ -150,6 +164,6 @@ def own_model(model: Callable[[torch.Tensor | None, torch.Tensor], Any]) -> Forw
                 f"the model returned {tuple(getattr(logits, 'shape', ()))} for {count} tokens",
                 "Return logits [1, tokens, vocabulary], or pass a Runner of your own",
             )
-        return logits[0, last.to(logits.device)]
+        return logits[0] if len(last) == count else logits[0, last.to(logits.device)]
 
     return forward

@@ -11,12 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowkv.cache.later import Later
 from flowkv.core.errors import ConfigError, NonFiniteError
 from flowkv.engine.request import Request, is_number, is_whole, yours
 
 
 class Choice(Protocol):
     """How one request chooses. It keeps what that depends on, and outlives rows that are dropped.
+
+    One with a true `ahead` has `draw`, too: `choose` that returns int64 `[]` on the device, without
+    waiting. Then the next draw may come before `take` is given the token, and after the last one.
 
     Attributes:
         greedy: `choose` is not needed: it is the largest logit, the first of equals.
@@ -80,17 +84,83 @@ def draw(choices: Items[Choice], logits: torch.Tensor) -> Iterator[Drawn]:
         yield _one(choice, logits, row, tokens[row], best[row])
 
 
-def _one(choice: Choice, logits: torch.Tensor, row: int, largest: int, best: float) -> Drawn:
+def _one(choice: Choice, logits: torch.Tensor | None, row: int, largest: int, best: float) -> Drawn:
     if math.isnan(best):
         problem = "the model returned NaN"
         return Drawn(-1, True, NonFiniteError(problem, "Check its weights and its dtype"))
     try:
-        token = largest if choice.greedy else choice.choose(logits[row])
+        token = largest if logits is None or choice.greedy else choice.choose(logits[row])
         return Drawn(token, choice.take(token))
     except BaseException as error:
         if not yours(error):
             raise
         return Drawn(-1, True, error)  # it fails its request, not the step
+
+
+class UnreadTokens:
+    """The next tokens of some rows, chosen on their device, which is still at work.
+
+    Args:
+        choices: One a row, all of which draw ahead.
+        logits: `[B, V]`.
+
+    Attributes:
+        ids: int64 `[B]`, on the device: once `draw` was called, the tokens.
+    """
+
+    def __init__(self, choices: Items[Any], logits: torch.Tensor) -> None:
+        self._choices, self._logits = choices, logits
+        self._best, self.ids = logits.max(dim=-1)
+        self._drawn: dict[int, torch.Tensor | BaseException] = {}
+        self._copy: Later | None = None
+
+    def draw(self) -> None:
+        """Choose tokens, and send them to the host. What was drawn before an interrupt stays."""
+        for row, choice in enumerate(self._choices):
+            if not choice.greedy:
+                self._drawn[row] = self._draw(choice, row)
+        self._send()
+
+    def _draw(self, choice: Any, row: int) -> torch.Tensor | BaseException:
+        # A device fails for good where probabilities are NaN; the row fails once that is read.
+        logits = self._logits[row].nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
+        try:
+            return choice.draw(logits)  # type: ignore[no-any-return]
+        except BaseException as error:
+            if not yours(error):
+                raise
+            return error
+
+    def _send(self) -> Later:
+        for row, token in self._drawn.items():
+            if isinstance(token, torch.Tensor):
+                self.ids[row] = token
+        self._copy = Later(self.ids, self._best)
+        return self._copy
+
+    def of(self, rows: list[int]) -> torch.Tensor:
+        """Return int64 `[n]`, the tokens of some rows, on the device."""
+        if rows == [*range(len(self.ids))]:
+            return self.ids
+        return torch.cat([self.ids[row : row + 1] for row in rows])
+
+    def read(self) -> list[Drawn | None]:
+        """Wait for the tokens; None for a row that was interrupted before it had one."""
+        tokens, best = (
+            part.tolist() for part in (self._copy or self._send()).get() if part is not None
+        )
+        return [self._read(row, token, best[row]) for row, token in enumerate(tokens)]
+
+    def _read(self, row: int, token: int, best: float) -> Drawn | None:
+        choice, drawn = self._choices[row], self._drawn.get(row)
+        if isinstance(drawn, BaseException):
+            return Drawn(-1, True, drawn)
+        return _one(choice, None, row, token, best) if choice.greedy or row in self._drawn else None
+
+
+def runs_behind(logits: torch.Tensor) -> bool:
+    """Return whether logits may still have to be computed: reading them would wait."""
+    return logits.is_cuda
 
 
 def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -123,7 +193,7 @@ class Largest:
         stops: Tokens that end the request.
     """
 
-    greedy = True
+    greedy = ahead = True
 
     def __init__(self, stops: Collection[int] = ()) -> None:
         self._stops = frozenset(stops)
@@ -169,6 +239,10 @@ class Weighted(Largest):
 
     def choose(self, logits: torch.Tensor) -> int:
         """The next token."""
+        return int(self.draw(logits))
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token, on its device."""
         scores = logits.float()[None] / self._temperature
         if self._top_k:
             least = scores.topk(min(self._top_k, scores.shape[-1])).values[..., -1:]
@@ -180,7 +254,7 @@ class Weighted(Largest):
             scores = scores.masked_fill(spare.scatter(-1, places, spare), -torch.inf)
         if self._draws is None:  # equal to `torch.manual_seed(seed)` on that device
             self._draws = torch.Generator(logits.device).manual_seed(self._seed)
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._draws))
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._draws).view(())
 
 
 class Chosen(Largest):
@@ -191,7 +265,7 @@ class Chosen(Largest):
         stops: Tokens that end the request.
     """
 
-    greedy = False
+    greedy = ahead = False
 
     def __init__(self, choose: Chooser, stops: Collection[int] = ()) -> None:
         super().__init__(stops)

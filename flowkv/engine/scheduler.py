@@ -524,6 +524,7 @@ class KVManager:
         kv: The cache.
         runner: Opens rows.
         swap_bytes: Most host memory for pages of preempted requests.
+        refresh: Notices that the model has changed, once in each turn that opens rows.
 
     Attributes:
         coming: Rows whose prefix is on its way.
@@ -531,8 +532,15 @@ class KVManager:
         worth: Says whether pages are worth keeping, by what was measured.
     """
 
-    def __init__(self, kv: KV, runner: Runner, swap_bytes: int) -> None:
+    def __init__(
+        self,
+        kv: KV,
+        runner: Runner,
+        swap_bytes: int,
+        refresh: Callable[[], object] = lambda: None,
+    ) -> None:
         self._kv, self._runner, self._swap_bytes = kv, runner, swap_bytes
+        self._refresh, self._refreshed_s = refresh, -math.inf
         self._planner = kv._bound()
         self._footprint = Footprint(self._planner)
         self.coming, self.ahead = RestoreQueue(kv), QueuePrefetch(kv)
@@ -606,6 +614,10 @@ class KVManager:
     def enter(self, live: RunningRequest, now_s: float) -> None:
         """Opens a request's row, or puts its pages back.
 
+        Args:
+            live: The request.
+            now_s: When its turn began.
+
         Raises:
             CapacityError: There is no room for it now; it stays where it was.
             Exception: What the cache refuses it for.
@@ -617,6 +629,9 @@ class KVManager:
             live.admitted(now_s)
             live.move(RUNNING, now_s)
         else:
+            if now_s != self._refreshed_s:  # rows of one turn are opened by the same model
+                self._refresh()
+                self._refreshed_s = now_s
             self.coming.expect()
             try:
                 live.row = self._runner.open(live.request, live.known, wait=False)
@@ -795,10 +810,25 @@ def attempt(runner: Runner, parts: Items[Part]) -> StepOutcome:
     return outcome
 
 
-def _run(runner: Runner, parts: Items[Part], outcome: StepOutcome) -> BaseException | None:
+def follow(runner: Any, parts: Items[Part], ids: torch.Tensor) -> StepOutcome | None:
+    """Runs a step over tokens that are not read yet; None where it raises.
+
+    Args:
+        runner: Runs the model; a `PackedRunner`.
+        parts: Of rows that decode.
+        ids: int64 `[B]`: the token of each.
+    """
+    outcome = StepOutcome()
+    return None if _run(runner, parts, outcome, ids) else outcome
+
+
+def _run(
+    runner: Any, parts: Items[Part], outcome: StepOutcome, ids: torch.Tensor | None = None
+) -> BaseException | None:
     rows = [live.row for live, _ in parts]
     try:
-        logits = runner.step(rows, [live.next(tokens) for live, tokens in parts])  # type: ignore[arg-type]
+        given = [live.next(tokens) for live, tokens in parts] if ids is None else ids
+        logits = runner.step(rows, given)
     except BaseException as error:  # of the model, which may raise anything
         if not yours(error):
             raise

@@ -210,14 +210,14 @@ class StaticStep(Step):
         lengths, starts = numbers[: groups * rows].reshape(groups, rows), numbers[groups * rows :]
         lengths[:, :n], lengths[:, n:] = advance.ends, 0
         starts[: n + 1], starts[n + 1 : rows + 1] = advance.starts, n
-        here = ids.device.type == "cpu"
-        if here:  # then all goes in one copy
-            buffer[:n], buffer[rows : rows + n] = ids.view(-1), positions.view(-1)
-        first = 0 if here else 2 * rows
-        self._buffer[first:].copy_(buffer[first:], non_blocking=True)
-        if not here:
-            self._buffer[:n].copy_(ids.view(-1))
-            self._buffer[rows : rows + n].copy_(positions.view(-1))
+        given = (0, ids), (rows, positions)
+        for first, each in given:  # what the host knows goes in one copy
+            if each.device.type == "cpu":
+                buffer[first : first + n] = each.view(-1)
+        self._buffer.copy_(buffer, non_blocking=True)
+        for first, each in given:
+            if each.device.type != "cpu":
+                self._buffer[first : first + n].copy_(each.view(-1))
         with self.planner.guard:
             held = tables.version, advance.rows.tolist()
             if held != self._held:

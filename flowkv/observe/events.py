@@ -264,8 +264,9 @@ class EngineStep(Event, frozen=True, kw_only=True):
 
     `seconds` is the whole turn, `model_s` the forward, `sampling_s` the choice of tokens; the rest
     is bookkeeping. `gaps_s` holds the time since its last token for each row that made a further
-    one. `pages` are those of `total_pages` that anybody held when all was computed, not those
-    that are merely remembered.
+    one; `decode_tokens` and `made_tokens` are those that were read in the turn, which on a GPU may
+    be the tokens of the step before. `pages` are those of `total_pages` that anybody held when all
+    was computed, not those that are merely remembered.
     """
 
     rows: int

@@ -126,14 +126,26 @@ def forward(step: Step, within: float = 0.0) -> int:
     for layer in sorted(layer for group in shape.groups for layer in group.layers):
         g, _ = shape.locate(layer)
         parts, known = [], []
-        for seq, count in zip(step.seqs, step.counts.tolist(), strict=True):
-            known.append(seq.tokens[: seq.length + count].tolist())
+        for seq, tokens in zip(step.seqs, texts(step), strict=True):
+            known.append(tokens)
             parts.append(toy.keys_values(shape, layer, known[-1], seq.length))
         k, v = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         kernels.append(k, v, step.pages(layer), step.batch(g))
         step.appended(layer)
         _look(step, shape, layer, known, within)
     return int(step.counts.sum())
+
+
+def texts(step: Step) -> list[list[int]]:
+    """The tokens of each row up to the end of a step, some of which the step alone may know."""
+    found = []
+    for seq, count, first in zip(step.seqs, step.counts, step.advance.starts, strict=False):
+        known = seq.tokens[: seq.length + count].tolist()
+        if len(known) < seq.length + count:
+            assert step.tokens is not None and len(known) == seq.length
+            known += step.tokens[0, first : first + count].tolist()
+        found.append(known)
+    return found
 
 
 def _look(step: Step, shape: Geometry, layer: int, known: list[list[int]], within: float) -> None:

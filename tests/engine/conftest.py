@@ -8,11 +8,18 @@ import pytest
 
 from flowkv import Engine
 from tests.engine.nano import Nano, make_kv
+from tests.inside import engine_engine
 
 
 @pytest.fixture
 def nano() -> Nano:
     return Nano()
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands in for a device that runs behind: tokens are read a step late."""
+    monkeypatch.setattr(engine_engine, "runs_behind", lambda logits: True)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from flowkv.policy.scheduling import ASIDE, COMING, OVER, RUNNING, WAITING
 from tests.inside import PackedRunner, RunningRequest, make_request
 
 from ..cache.audit import audit
-from ..cache.links import forward
+from ..cache.links import forward, texts
 from ..cache.toy import history
 
 VOCABULARY, STOP = 11, 10
@@ -61,10 +61,9 @@ class Model:
             self.fail -= 1
             raise ZeroDivisionError("a step failed")
         logits = torch.zeros(len(step.seqs), VOCABULARY)
-        for b, (seq, count) in enumerate(zip(step.seqs, step.counts.tolist(), strict=True)):
-            if int(seq.tokens[0]) == self.poison:
+        for b, known in enumerate(texts(step)):
+            if known[0] == self.poison:
                 raise ArithmeticError("a request is poison")
-            known = seq.tokens[: seq.length + count].tolist()
             logits[b, next_token(known)] = 1.0
         return logits
 

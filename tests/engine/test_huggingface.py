@@ -13,7 +13,16 @@ import flowkv
 from flowkv import Engine
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
-from tests.inside import CapacityError, ConfigError, PackedRunner, TokenError
+from tests.inside import (
+    CODEC_SHIFT,
+    CapacityError,
+    ConfigError,
+    PackedRunner,
+    TokenError,
+    UnsupportedModelError,
+    door_of,
+    engine_engine,
+)
 
 NEW = 8
 
@@ -131,3 +140,96 @@ def test_rows_together_or_apart(name: str) -> None:
             done = engine.run(prompts, max_new_tokens=NEW)
             assert [one.tokens for one in done] == wanted
         assert not kv._open
+
+
+@pytest.mark.usefixtures("behind")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(do_sample=True, temperature=1.3, top_k=12),
+        dict(do_sample=True, repetition_penalty=1.7, eos_token_id=[32, 10]),
+        dict(no_repeat_ngram_size=2, min_new_tokens=5, eos_token_id=32),
+    ],
+    ids=str,
+)
+def test_tokens_that_are_read_a_step_late_are_those_of_generate(
+    kv: flowkv.KV, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed, own = list[int](), engine_engine.follow
+
+    def follow(runner: Any, parts: Any, ids: Any) -> Any:
+        followed.append(len(parts))
+        return own(runner, parts, ids)
+
+    monkeypatch.setattr(engine_engine, "follow", follow)
+    wanted = []
+    for seed, prompt in enumerate(PROMPTS):
+        torch.manual_seed(seed)
+        wanted.append(alone(tiny(), prompt, **options))
+    with Engine(tiny(), kv, max_rows=8, token_budget=512) as engine:
+        requests = [
+            flowkv.Request(prompt=prompt, seed=seed, options=options, max_new_tokens=NEW)
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        assert [one.tokens for one in engine.run(requests)] == wanted
+    assert len(followed) >= NEW - 3
+
+
+def test_pages_that_are_full_a_step_late_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many, and as the same tokens, as where each step's tokens are read before the next."""
+    found = []
+    for late in (False, True):
+        monkeypatch.setattr(engine_engine, "runs_behind", lambda logits, late=late: late)
+        kept: dict[str, Any] = dict(codec="kv8", recent_tokens=0, page_size=16, gpu="64MiB")
+        with flowkv.attach(tiny(), **kept) as kv, Engine(tiny(), kv, max_rows=8) as engine:
+            done = engine.run(PROMPTS, max_new_tokens=40)
+            assert kv.planner is not None
+            index = kv.planner.store.index
+            pages = sorted((block.key, block.page >> CODEC_SHIFT) for block in index)
+            assert any(codec for _, codec in pages)
+            found.append(([one.tokens for one in done], pages))
+    assert found[0] == found[1]
+
+
+def test_the_model_is_looked_at_once_in_each_turn_that_lets_requests_in(
+    kv: flowkv.KV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays as it is for rows that are opened together; later ones see what changed since."""
+    looks = list[int]()
+    door = door_of(tiny())
+    assert door is not None
+    own = type(door).refresh
+    monkeypatch.setattr(
+        type(door), "refresh", lambda self, **how: (looks.append(1), own(self, **how))[1]
+    )
+    with Engine(tiny(), kv, max_rows=8, token_budget=512) as engine:
+        looks.clear()
+        engine.run(PROMPTS, max_new_tokens=NEW)
+        assert len(looks) == 1
+        with torch.no_grad():
+            tiny().lm_head.weight.mul_(0.5)
+        before = kv.namespace
+        try:
+            engine.run([PROMPTS[2]], max_new_tokens=2)
+            assert len(looks) == 2 and kv.namespace != before
+        finally:
+            with torch.no_grad():
+                tiny().lm_head.weight.mul_(2.0)
+
+
+def test_what_a_look_at_the_model_raises_fails_requests_and_not_the_engine(
+    kv: flowkv.KV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tiny(), kv, max_rows=8) as engine:
+
+        def refused() -> None:
+            raise UnsupportedModelError("the model cannot be served", "Use it without FlowKV")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop.keeper, "_refresh", refused)
+            answers = [engine.submit(prompt, max_new_tokens=2) for prompt in PROMPTS[:3]]
+            for answer in answers:
+                with pytest.raises(UnsupportedModelError, match="cannot be served"):
+                    answer.result(20)
+        assert engine.submit(PROMPTS[1], max_new_tokens=2).result(20).reason == "length"

@@ -126,6 +126,11 @@ def test_an_interrupt_at_any_line_harms_nobody_else() -> None:
     check(lambda run: range(7, run.lines, 179))
 
 
+@pytest.mark.usefixtures("behind")
+def test_an_interrupt_while_tokens_are_to_be_read_harms_nobody_else() -> None:
+    check(lambda run: range(11, run.lines, 251))
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_an_interrupt_of_what_cannot_be_repeated_harms_nobody_else(part: int) -> None:
     check(lambda run: list(run.delicate.values())[part::2])

@@ -85,6 +85,7 @@ class Random:
                         self.kv.planner.store._give_up(0, 1)
             if dice.random() < 0.1:
                 self.kv.defragment()
+        loop.turn()  # gives answers that ended by hand
         for live, prompt in asked:
             count = live.limit
             assert live.answer.result(0).tokens == self.model.alone(prompt, count)
@@ -105,6 +106,11 @@ def schedules(seeds: range) -> None:
 
 def test_preempted_and_resumed_requests_lose_no_bit() -> None:
     schedules(range(40))
+
+
+@pytest.mark.usefixtures("behind")
+def test_nor_do_they_where_tokens_are_read_late() -> None:
+    schedules(range(40, 60))
 
 
 @pytest.mark.slow

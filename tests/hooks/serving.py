@@ -13,8 +13,16 @@ from tests.inside import PackedRunner, Parts, Runner
 
 
 def runner_of(parts: Parts, kv: Any) -> Runner:
-    """The runner that an engine would use."""
-    return parts.apart if parts.forward is None else PackedRunner(kv, parts.forward, parts.refresh)
+    """The runner that an engine would use; before each row, the model is looked at."""
+    runner = parts.apart if parts.forward is None else PackedRunner(kv, parts.forward)
+    own = runner.open
+
+    def look_and_open(*given: Any, **how: Any) -> Any:
+        parts.refresh()
+        return own(*given, **how)
+
+    vars(runner)["open"] = look_and_open
+    return runner
 
 
 def serve(

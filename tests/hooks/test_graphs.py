@@ -180,6 +180,44 @@ def test_rows_that_come_and_go_in_an_engine(device: str) -> None:
         assert counts(kv)[1] > 10
 
 
+def test_tokens_that_only_the_device_knows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine replays a step over them, waits for nothing in it, and reads them afterwards."""
+    model, twin = both("llama", device)
+    prompts = [models.prompt(n, seed=n)[0].tolist() for n in (30, 12, 18)]
+    lengths, waits, own = (40, 31, 40), list[str](), inside.engine_engine.follow
+    followed = list[int]()
+
+    def follow(runner: Any, parts: Any, ids: torch.Tensor) -> Any:
+        followed.append(len(parts))
+        assert ids.device.type == device
+        with Watched(waits):
+            return own(runner, parts, ids)
+
+    replays = LaunchRecorder.replay
+
+    def apart(self: LaunchRecorder) -> None:
+        with torch._C._DisableTorchDispatch():
+            replays(self)
+
+    monkeypatch.setattr(inside.engine_engine, "follow", follow)
+    monkeypatch.setattr(inside.engine_engine, "runs_behind", lambda logits: True)
+    monkeypatch.setattr(inside.door, "modes", partial(inside.door.modes, own=False))
+    monkeypatch.setattr(LaunchRecorder, "replay", apart)
+    with capturing(device), attached(model) as kv, flowkv.Engine(model, kv, max_rows=4) as engine:
+        each = zip(prompts, lengths, strict=True)
+        answers = [engine.submit(ids, max_new_tokens=length) for ids, length in each]
+        for ids, length, answer in zip(prompts, lengths, answers, strict=True):
+            given = torch.tensor([ids], device=device)
+            wanted = generate(twin, length, input_ids=given).sequences[0, len(ids) :]
+            assert list(answer.result().tokens) == wanted.tolist()
+        assert counts(kv)[1] > 20 and len(followed) > 30 and set(followed) >= {3, 2}
+        assert len(waits) <= counts(kv)[0] or device != "cpu", waits  # captures compare logits
+        known = kv.stats()["blocks"]
+        assert known >= sum(
+            (len(ids) + n - 1) // 16 for ids, n in zip(prompts, lengths, strict=True)
+        )
+
+
 class Nano(torch.nn.Module):
     """A model of one's own: attention that is FlowKV's, in `layers` layers."""
 

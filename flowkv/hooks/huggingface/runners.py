@@ -107,7 +107,6 @@ class PaddedRunner:
         Rows with recurrent states always wait.
         """
         door, kv = self._door, self._kv
-        door.refresh()
         if self.together:
             return open_row(kv, request, tokens, wait=wait)
         stateful = door.plan.stateful
@@ -382,6 +381,7 @@ class GeneratedChoice:
         stops: End tokens.
         seed: None if nothing is drawn.
         device: Where the processors work.
+        ahead: No code of the user's takes part, so that it may run before a token is read.
     """
 
     def __init__(
@@ -393,8 +393,10 @@ class GeneratedChoice:
         stops: frozenset[int],
         seed: int | None,
         device: torch.device,
+        *,
+        ahead: bool = False,
     ) -> None:
-        self.greedy = processors is None and seed is None
+        self.greedy, self.ahead = processors is None and seed is None, ahead
         self._processors, self._criteria, self._stops = processors, criteria, stops
         self._prompt, self._limit, self._seed, self._device = prompt, limit, seed, device
         self._ids: torch.Tensor | None = None
@@ -403,25 +405,36 @@ class GeneratedChoice:
 
     def choose(self, logits: torch.Tensor) -> int:
         """The next token."""
+        return int(self.draw(logits))
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token, on its device; later draws see it in the text."""
         scores = logits[None].to(self._device, torch.float32, copy=True)
         if self._processors is not None:
             scores = self._processors(self._text(), scores)
         if self._seed is None:
-            return int(scores.argmax(dim=-1))
-        if self._draws is None:
-            self._draws = torch.Generator(self._device).manual_seed(self._seed)
-        return int(torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws))
+            token = scores.argmax(dim=-1)
+        else:
+            if self._draws is None:
+                self._draws = torch.Generator(self._device).manual_seed(self._seed)
+            token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws)
+        self._note(token.view(()))
+        return token.view(())
 
     def take(self, token: int) -> bool:
         """Notes the token that was chosen; True if the request ends with it."""
+        if self.greedy:
+            self._note(token)
+        if token in self._stops:
+            return True
+        return self._criteria is not None and bool(self._criteria(self._text(), None).all())
+
+    def _note(self, token: int | torch.Tensor) -> None:
         if self._processors is not None or self._criteria is not None:
             self._text()
             assert self._ids is not None
             self._ids[0, self._length] = token
         self._length += 1
-        if token in self._stops:
-            return True
-        return self._criteria is not None and bool(self._criteria(self._text(), None).all())
 
     def _text(self) -> torch.Tensor:
         """`[1, S]`: the prompt and what was made of it."""
@@ -520,9 +533,9 @@ class GenerateSampler:
             if most.max_length >= config.max_length:  # the engine counts those itself
                 criteria.remove(most)
         drawn = seed if config.do_sample else None
-        return GeneratedChoice(
-            prompt, limit, processors or None, criteria or None, stops, drawn, device
-        )
+        ahead = not criteria and not any(apart.values())
+        rules = processors or None, criteria or None
+        return GeneratedChoice(prompt, limit, *rules, stops, drawn, device, ahead=ahead)
 
 
 def _refuse(config: Any, unknown: Mapping[str, Any]) -> None:
