@@ -449,7 +449,10 @@ class ForwardHook:
         paged.rows.noted = call.columns  # the sequences were opened with these ids
         if not self._begin(paged, call, call.columns - found.base):
             return given
-        return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
+        left = call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
+        if call.columns - found.base == 1:  # it is a decode step
+            self._replay(paged, ForwardCall(self.names, left))
+        return left
 
     def _obstacle(self, call: ForwardCall, pads: list[int] | None) -> str:
         """Return why a prompt is left to the model's own cache; "" if it is served."""
@@ -733,7 +736,7 @@ class ForwardHook:
         else:
             rows.note(call.ids, call.positions, None if isinstance(padded, bool) else padded)
         begun = self._begin(cache, call, call.columns, whole=whole)
-        if begun and not odd and self._graphs is not None and self._repeats(cache, call):
+        if begun and not odd:
             self._replay(cache, call)
         return call.given if begun or not whole else given
 
@@ -764,9 +767,12 @@ class ForwardHook:
 
     def _replay(self, cache: PagedCache, call: ForwardCall) -> None:
         """Have a graph answer a forward that is about to begin, or have it watched."""
+        if self._graphs is None or not isinstance(cache, PagedCache):  # it was given up
+            return
+        if not self._repeats(cache, call):
+            return
         rows = cache.rows
         assert rows.step is not None and call.ids is not None and call.positions is not None
-        assert self._graphs is not None
         logits = self._graphs.replay(rows.step, call.ids, call.positions)
         if logits is None or self._answers is None:
             cache.decoding = call.ids, call.positions

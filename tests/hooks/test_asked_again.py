@@ -1,0 +1,204 @@
+"""A prompt that is known but for its last token is answered by a captured decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import flowkv
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.recorder import recorded
+from tests.hooks.test_graphs import (
+    PROMPT,
+    WAYS,
+    Nano,
+    both,
+    capturing,
+    counts,
+    data,
+    geometry,
+    hooked,
+    in_place,
+    moved,
+    swapped,
+)
+from tests.inside import GraphedForward
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where models run: on a CPU, where recordings stand in for graphs, and on a GPU."""
+    return str(request.param)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("qwen3", marks=pytest.mark.thorough), "gemma3", "gpt_oss"]
+)
+def test_every_token_is_a_replay(name: str, way: str, device: str) -> None:
+    """Padding, beams and windows included; the answer is the twin's."""
+    (model, twin), given = both(name, device), moved(WAYS[way], device)
+    with capturing(device), attached(model) as kv:
+        for _ in range(2):  # until all shapes are captured
+            generate(model, 30, **given)
+        for length in (1, 12):
+            replayed, known = counts(kv)[1], reused(kv)
+            assert_same(generate(model, length, **given), generate(twin, length, **given))
+            assert counts(kv)[1] == replayed + length and reused(kv) > known
+
+
+def test_a_first_token_is_learned_from(device: str) -> None:
+    """Prompts of which one token at a time is asked have no decode steps to capture."""
+    (model, twin), given = both("llama", device), moved(WAYS["batch"], device)
+    with capturing(device), attached(model) as kv:
+        for turn in range(6):
+            assert_same(generate(model, 1, **given), generate(twin, 1, **given))
+            assert counts(kv) == (int(turn > 2), max(0, turn - 3))
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 32, 33])
+def test_prompts_that_end_at_the_edge_of_a_page(length: int, device: str) -> None:
+    model, twin = both("llama", device)
+    ids = models.prompt(length).to(device)
+    with capturing(device), attached(model) as kv:
+        for _ in range(5):
+            assert_same(generate(model, 2, input_ids=ids), generate(twin, 2, input_ids=ids))
+        replayed = counts(kv)[1]
+        assert_same(generate(model, 2, input_ids=ids), generate(twin, 2, input_ids=ids))
+        assert counts(kv)[1] == replayed + 2
+
+
+def test_a_prompt_whose_cache_is_held_is_asked_again(device: str) -> None:
+    """Its last page is still open, and is copied; neither answer disturbs the other."""
+    (model, twin), given = both("llama", device), moved(WAYS["one"], device)
+    with capturing(device), attached(model) as kv:
+        held = [generate(model, 8, **given) for _ in range(4)]
+        replayed = counts(kv)[1]
+        held.append(generate(model, 8, **given))
+        assert counts(kv)[1] == replayed + 8
+        for out in held:
+            assert_same(out, generate(twin, 8, **given))
+        for out in held[-2:]:
+            place = torch.tensor([[27]], device=device)
+            more = dict(past_key_values=out.past_key_values, position_ids=place)
+            wanted = twin(input_ids=out.sequences).logits[:, -1]
+            with torch.no_grad():
+                logits = model(input_ids=out.sequences[:, -1:], **more).logits[:, -1]
+            torch.testing.assert_close(logits, wanted, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("change", [swapped, data, in_place, hooked])
+@pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
+def test_a_change_between_two_prompts(change: Callable[[Any], None], device: str) -> None:
+    """Neither pages nor graphs of the model as it was answer then."""
+    (model, twin), given = both("llama", device), moved(WAYS["one"], device)
+    with capturing(device), attached(model) as kv:
+        for _ in range(2):
+            generate(model, 12, **given)
+        for each in (model, twin):
+            change(each)
+        replayed = counts(kv)[1]
+        for turn in range(3):
+            assert_same(generate(model, 1, **given), generate(twin, 1, **given))
+            assert counts(kv)[1] == replayed, turn
+
+
+@pytest.mark.parametrize("asked", ["output_attentions", "output_hidden_states"])
+@pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
+def test_more_than_logits_is_computed(asked: str) -> None:
+    model, twin = models.causal("llama"), models.causal("llama")
+    for each in (model, twin):
+        each.set_attn_implementation("eager")
+    with recorded(), attached(model) as kv:
+        generate(model, 12, input_ids=PROMPT)
+        replayed = counts(kv)[1]
+        ours, theirs = (
+            generate(each, 2, input_ids=PROMPT, **{asked: True}) for each in (model, twin)
+        )
+        assert_same(ours, theirs)
+        name = asked.removeprefix("output_")
+        for a, b in zip(ours[name][0], theirs[name][0], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+        assert counts(kv)[1] == replayed
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_logits_that_a_forward_asks_for(keep: int, device: str) -> None:
+    """A forward that wants those of several tokens computes these, whatever is known."""
+    model, twin = both("llama", device)
+    ids = PROMPT.to(device)
+    with capturing(device), attached(model) as kv, torch.no_grad():
+        generate(model, 12, input_ids=ids)
+        replayed = counts(kv)[1]
+        found = []
+        for each in (model, twin):
+            cache = DynamicCache(config=each.config)
+            places = torch.arange(20, device=device)[None]
+            given = dict(position_ids=places, past_key_values=cache, logits_to_keep=keep)
+            found.append(each(input_ids=ids, **given).logits)
+        torch.testing.assert_close(*found, rtol=2e-4, atol=2e-4)
+        assert counts(kv)[1] == replayed + (keep == 1)
+
+
+def test_pages_that_come_from_host_memory(device: str) -> None:
+    """What is on its way is waited for layer by layer; once it is there, a replay answers."""
+    model, twin = both("llama", device)
+    prompts = [models.prompt(100, seed=seed).to(device) for seed in range(6)]
+    with capturing(device), attached(model, gpu="256KiB", host="8MiB") as kv:
+        for _ in range(2):
+            for ids in prompts:
+                for _ in range(3):
+                    assert_same(generate(model, 5, input_ids=ids), generate(twin, 5, input_ids=ids))
+        assert kv.stats()["tiers"]["host"]["loaded_bytes"] > 0
+        replayed = counts(kv)[1]
+        assert_same(generate(model, 5, input_ids=ids), generate(twin, 5, input_ids=ids))
+        assert counts(kv)[1] == replayed + 5
+
+
+def test_a_known_prompt_of_a_model_of_ones_own(device: str) -> None:
+    model, place = Nano().to(device), device if device == "cpu" else f"{device}:0"
+    tokens, logits = [*range(7, 27)], list[torch.Tensor]()
+    with (
+        capturing(device),
+        flowkv.KV(geometry(2, 16, device=place), gpu="8MiB") as kv,
+        torch.no_grad(),
+    ):
+        run = flowkv.graphed(model, kv)
+        for _ in range(6):
+            with kv.open(tokens) as seq:
+                for step in kv.prefill([seq]):
+                    found = run(step.tokens, step.positions)
+            logits.append(found[0, -1])
+        assert counts(kv) == (1, 2)
+    for each in logits[1:]:
+        torch.testing.assert_close(each, logits[0], rtol=2e-4, atol=2e-4)
+
+
+def test_a_known_prompt_in_a_step_of_an_engine(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in a replayed step with those that decode."""
+    model, twin = both("llama", device)
+    prompts = [models.prompt(n, seed=n)[0].tolist() for n in (20, 12)]
+    learn, ran = GraphedForward.learn, list[int]()
+
+    def watched(self: GraphedForward, step: Any, *args: Any) -> None:
+        ran.append(len(step.seqs))
+        learn(self, step, *args)
+
+    monkeypatch.setattr(GraphedForward, "learn", watched)
+    with capturing(device), attached(model) as kv, flowkv.Engine(model, kv, max_rows=2) as engine:
+        for _ in range(4):
+            ran.clear()
+            replayed = counts(kv)[1]
+            answers = [engine.submit(ids, max_new_tokens=12) for ids in prompts]
+            for ids, answer in zip(prompts, answers, strict=True):
+                given = torch.tensor([ids], device=device)
+                wanted = generate(twin, 12, input_ids=given).sequences[0, len(ids) :]
+                assert list(answer.result().tokens) == wanted.tolist()
+        assert not ran and counts(kv)[1] >= replayed + 12
