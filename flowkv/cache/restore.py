@@ -30,12 +30,13 @@ import torch
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block
+from flowkv.cache.later import Later
 from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
-from flowkv.cache.tail import SharedTokens
+from flowkv.cache.tail import SharedTokens, checked
 from flowkv.core import compiling
-from flowkv.core.errors import FlowKVError, NonFiniteError, StateError
+from flowkv.core.errors import FlowKVError, StateError
 from flowkv.core.geometry import CODECS
 from flowkv.observe.events import (
     Bus,
@@ -261,7 +262,9 @@ class PrefixMatcher:
             count = min(limit - seq.length, *(one.block.tail or self.page_size for one in behind))
             if found is None or found.tokens < count:
                 fidelity = max(max(one.fidelity, one.codec) for one in behind)
-                found = SharedTokens(count, fidelity, [one.page for one in behind])
+                full = not any(one.block.tail for one in behind)
+                pages = [one.page for one in behind]
+                found = SharedTokens(count, fidelity, pages, checked if full else bool)
         held = list(enumerate(found.pages if found is not None else ()))
         for g, page in held:  # it may be given up for the page that it is copied to
             store.pool(g).share(page)
@@ -282,15 +285,14 @@ class PrefixMatcher:
 
     def _copied(self, found: SharedTokens, pages: list[int]) -> bool:
         """Copies what was found into raw pages; whether it is sound."""
-        sums = []
+        said = list[torch.Tensor]()
         for g, (old, page) in enumerate(zip(found.pages, pages, strict=True)):
-            try:
-                self.planner.thaw(g, old, page)
-            except NonFiniteError:
-                return False
-            for layers in self.store.views(g, page, found.tokens):
-                sums += [view.double().sum() for view in layers]
-        return all(torch.stack(sums).isfinite().tolist())
+            status = self.planner.copy(g, old, page)
+            if status is not None:
+                said.append(status)
+            elif not found.finite():
+                said.append(self.planner.tails.sums(g, page, found.tokens))
+        return all(map(_sound, Later(*said).get()))
 
     def attach(self, seq: Sequence, limit_pages: int, *, pays: bool = False) -> tuple[int, int]:
         """Attaches the longest prefix that is known, worth loading and really there.
@@ -489,6 +491,13 @@ class PrefixMatcher:
         pages = range(len(seq.tokens) // self.page_size)
         found = [self.find(seq, g, page) for g in range(len(seq.blocks)) for page in pages]
         return [block for block in found if block is not None]
+
+
+def _sound(said: torch.Tensor | None) -> bool:
+    """Return whether a sum is finite, or what decoding said is zero."""
+    assert said is not None
+    numbers = said.numpy()
+    return bool(np.isfinite(numbers) if said.is_floating_point() else not numbers.any())
 
 
 # What restores are believed to take before any was measured.
