@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 import flowkv
@@ -27,7 +30,7 @@ from tests.hooks.test_graphs import (
     moved,
     swapped,
 )
-from tests.inside import GraphedForward
+from tests.inside import GraphedForward, Later, door
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -202,3 +205,84 @@ def test_a_known_prompt_in_a_step_of_an_engine(
                 wanted = generate(twin, 12, input_ids=given).sequences[0, len(ids) :]
                 assert list(answer.result().tokens) == wanted.tolist()
         assert not ran and counts(kv)[1] >= replayed + 12
+
+
+# What happens before the replay
+
+
+class Reads(TorchFunctionMode):
+    """Notes where the host reads what a device computes."""
+
+    names_flowkv_pages = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.here = list[str](), list[torch.Tensor]()
+
+    def note(self) -> None:
+        self.reads.append("".join(traceback.format_stack(limit=5)[:-2]))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS and not any(each.data_ptr() == args[0].data_ptr() for each in self.here):
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+
+READS = frozenset(
+    (
+        torch.Tensor.cpu,
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.nonzero,
+        torch.Tensor.equal,
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.equal,
+        torch.nonzero,
+        torch.unique,
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "length", "options", "most"),
+    [
+        ("one", 20, {}, 1),
+        ("one", 2, {}, 2),
+        ("batch", 20, {}, 1),
+        ("one", 20, dict(codec="kv8", recent_tokens=0), 2),
+    ],
+    ids=["page", "tail", "batch", "kv8"],
+)
+def test_reads_before_the_first_token(
+    way: str, length: int, options: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids, mask and positions are read together; pages that were checked are not checked again."""
+    model, mode, counted = models.causal("llama"), Reads(), list[list[str]]()
+    own, get = door.ForwardHook.before, Later.get
+
+    def before(*given: Any) -> Any:
+        mode.reads.clear()
+        with mode:
+            found = own(*given)
+        counted.append([*mode.reads])
+        return found
+
+    def waited(self: Later) -> Any:
+        found = get(self)
+        if any(each is not None for each in found):
+            mode.note()
+        mode.here += [each for each in found if each is not None]
+        return found
+
+    monkeypatch.setattr(door, "modes", partial(door.modes, own=False))
+    monkeypatch.setattr(Later, "get", waited)
+    monkeypatch.setattr(door.ForwardHook, "before", before)
+    with recorded(), attached(model, **options) as kv:
+        for _ in range(3):
+            generate(model, length, **WAYS[way])
+        replayed = counts(kv)[1]
+        generate(model, 1, **WAYS[way])
+        assert counts(kv)[1] == replayed + 1
+    assert len(counted[-1]) <= most, "\n".join(counted[-1])

@@ -468,7 +468,7 @@ class ForwardHook:
             return f"it has {'padding' if any(pads) else 'images'} and no position_ids"
         by_column = call.positions is None
         counted = call.shifts(pads) is not None or usual(
-            0, call.columns, call.positions, np.array(pads), by_column=by_column
+            0, call.columns, call.numbers[2], np.array(pads), by_column=by_column
         )
         if not counted:
             return "its positions do not count a row's tokens from 0"
