@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 import flowkv
+from tests.cache.audit import audit
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.hooks.recorder import recorded
@@ -30,7 +31,8 @@ from tests.hooks.test_graphs import (
     moved,
     swapped,
 )
-from tests.inside import GraphedForward, Later, door
+from tests.hooks.test_restore import restoring, stored
+from tests.inside import CapacityError, GraphedForward, Later, Restoring, door
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -148,19 +150,56 @@ def test_logits_that_a_forward_asks_for(keep: int, device: str) -> None:
         assert counts(kv)[1] == replayed + (keep == 1)
 
 
-def test_pages_that_come_from_host_memory(device: str) -> None:
-    """What is on its way is waited for layer by layer; once it is there, a replay answers."""
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pages_that_come_from_host_memory(rows: int, device: str) -> None:
+    """Once there are graphs, loads are waited for, and a replay goes on from there."""
     model, twin = both("llama", device)
-    prompts = [models.prompt(100, seed=seed).to(device) for seed in range(6)]
-    with capturing(device), attached(model, gpu="256KiB", host="8MiB") as kv:
-        for _ in range(2):
-            for ids in prompts:
-                for _ in range(3):
-                    assert_same(generate(model, 5, input_ids=ids), generate(twin, 5, input_ids=ids))
+    prompts = [models.prompt(97, seed=seed).repeat(rows, 1).to(device) for seed in range(6)]
+    prompts = [ids + torch.arange(rows, device=device)[:, None] for ids in prompts]
+    with capturing(device), attached(model, gpu=f"{256 * rows}KiB", host="8MiB") as kv:
+        for ids in prompts:
+            generate(model, 8, input_ids=ids)
+        for ids in prompts:
+            replayed = counts(kv)[1]
+            assert_same(generate(model, 3, input_ids=ids), generate(twin, 3, input_ids=ids))
+            assert counts(kv)[1] == replayed + 3
         assert kv.stats()["tiers"]["host"]["loaded_bytes"] > 0
-        replayed = counts(kv)[1]
-        assert_same(generate(model, 5, input_ids=ids), generate(twin, 5, input_ids=ids))
-        assert counts(kv)[1] == replayed + 5
+
+
+@pytest.mark.parametrize("lose", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pages_that_are_lost_on_their_way(rows: int, lose: float) -> None:
+    """What does not come is computed, and a replay goes on from there all the same."""
+    model, twin = models.causal("llama"), models.causal("llama")
+    ids, other = (models.prompt(193, seed=seed).repeat(rows, 1) for seed in range(2))
+    frames = stored(model, dict(input_ids=ids))
+    with recorded(), restoring(model, frames, 0.3) as (kv, tier, seen):
+        generate(model, 6, input_ids=other)
+        tier.lose, (captured, replayed) = lose, counts(kv)
+        assert captured
+        assert_same(generate(model, 3, input_ids=ids), generate(twin, 3, input_ids=ids))
+        assert seen.ended and bool(tier.lost) == bool(lose)
+        assert counts(kv)[1] == replayed + 3
+        audit(kv)
+
+
+def test_pages_that_neither_come_nor_can_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward begins where they end."""
+    model, twin = models.causal("llama"), models.causal("llama")
+    ids, other = (models.prompt(193, seed=seed) for seed in range(2))
+    frames = stored(model, dict(input_ids=ids))
+
+    def full(*_: Any) -> None:
+        raise CapacityError("the pages are full", "Close sequences")
+
+    with recorded(), restoring(model, frames, 0.3) as (kv, tier, seen):
+        generate(model, 6, input_ids=other)
+        tier.lose = 1.0
+        monkeypatch.setattr(Restoring, "_mend", full)
+        assert counts(kv)[0]
+        assert_same(generate(model, 3, input_ids=ids), generate(twin, 3, input_ids=ids))
+        assert seen.ended and tier.lost
+        audit(kv)
 
 
 def test_a_known_prompt_of_a_model_of_ones_own(device: str) -> None:

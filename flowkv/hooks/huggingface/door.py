@@ -447,12 +447,26 @@ class ForwardHook:
         self._watch(paged)
         paged.audits = nested if self.kv.config.audit and not shifted else None
         paged.rows.noted = call.columns  # the sequences were opened with these ids
-        if not self._begin(paged, call, call.columns - found.base):
+        base = self._arrived(paged, call)
+        if not self._begin(paged, call, call.columns - base):
             return given
-        left = call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
-        if call.columns - found.base == 1:  # it is a decode step
+        left = call.skip(base, fill.rest(base, pads) if call.modal else None)
+        if call.columns - base == 1:  # it is a decode step
             self._replay(paged, ForwardCall(self.names, left))
         return left
+
+    def _arrived(self, cache: PagedCache, call: ForwardCall) -> int:
+        """Wait for what is on its way if a graph could go on from there; return columns in pages.
+
+        A replay behind the loads takes less time than layers that Python launches beside them.
+        """
+        rows, graphs = cache.rows, self._graphs
+        if rows.restoring is None or graphs is None or call.columns - rows.base != 1:
+            return rows.base
+        if graphs.captured(len(rows.seqs), call.columns - int(rows.pads.min())):
+            rows.land()
+            rows.lost = 0  # the forward begins at what is there
+        return rows.base
 
     def _obstacle(self, call: ForwardCall, pads: list[int] | None) -> str:
         """Return why a prompt is left to the model's own cache; "" if it is served."""
