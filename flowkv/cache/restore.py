@@ -166,9 +166,9 @@ class PrefixMatcher:
 
     def _run(self, seq: Sequence, group: int, limit: int) -> int:
         """Known pages from the first one on."""
-        page = 0
+        page, keys, find = 0, seq.keys(group, limit), self.store.find
         for asked in (False, True):
-            while page < limit and self.find(seq, group, page) is not None:
+            while page < limit and find(keys[page]) is not None:
                 page += 1
             if page < limit and not asked:
                 self._discover(seq, group, page, limit)
@@ -375,8 +375,9 @@ class PrefixMatcher:
     def attach_resident(self, seq: Sequence, pages: int) -> None:
         """Attaches so many leading pages, all of which are on their device."""
         blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
-        for block in (block for group in blocks for block in group):
-            self.store.hold(block)
+        for group in blocks:
+            for block in group:
+                self.store.hold(block)
         self._attach(seq, blocks, pages)
 
     def report(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
@@ -388,8 +389,8 @@ class PrefixMatcher:
             self.bus.emit(Miss(tokens=limit - tokens, tenant=seq.owner))
 
     def _blocks(self, seq: Sequence, group: int, pages: int) -> list[Block]:
-        found = (self.find(seq, group, page) for page in range(self.first(group, pages), pages))
-        return [block for block in found if block is not None]
+        keys = seq.keys(group, pages)[self.first(group, pages) : pages]
+        return [block for block in map(self.store.find, keys) if block is not None]
 
     def _worth(self, absent: list[Block], tokens: int) -> bool:
         n_bytes: dict[str, int] = {}
@@ -424,9 +425,11 @@ class PrefixMatcher:
 
     def resident(self, seq: Sequence, pages: int) -> int:
         """Leading pages that are on their device, in every group and as far as windows reach."""
+        lines = [seq.keys(g, pages) for g in range(len(seq.blocks))]
+        find = self.store.find
 
         def here(group: int, page: int) -> bool:
-            block = self.find(seq, group, page)
+            block = find(lines[group][page])
             return block is not None and block.page >= 0
 
         return self.longest(0, pages, here)

@@ -1153,7 +1153,7 @@ class PageStore:
     def find(self, key: bytes) -> Block | None:
         """The block of this key if it lies somewhere, or moves, and is exact enough."""
         block = self.index.find(key)
-        if block is None or not (block.somewhere or self.source(block) >= 0):
+        if block is None or not (block.page >= 0 or block.tiers or self.source(block) >= 0):
             return None
         return block if block.fidelity <= self.fidelity else None
 
