@@ -136,7 +136,7 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
     tables.touch()
     for block in store.blocks_on(device):
         block.page = moves.get(block.page, block.page)
-    for pages in store.tails.values():
+    for pages, _ in store.tails.values():
         here = (moves if store.device(g) == device else {} for g in range(len(pages)))
         pages[:] = [moved.get(page, page) for moved, page in zip(here, pages, strict=True)]
 
@@ -466,16 +466,27 @@ class Planner:
         Raises:
             NonFiniteError: It cannot be decoded into the group's dtype.
         """
-        pool, forms = self.store.pool(group), self.store.forms[group]
-        if not old >> CODEC_SHIFT:
-            pool.copy([old], [page], forms.raw.granules)
-            return
-        source, target = pool.granules([old]), pool.granules([page])
-        if kernels.transcode(pool.arena, source, target, forms.of(old), forms.raw).any():
+        status, forms = self.copy(group, old, page), self.store.forms[group]
+        if status is not None and status.any():
             raise NonFiniteError(
                 f"a page cannot be decoded from {forms.of(old).codec} into {forms.raw.dtype}",
                 "Open the prompt anew with reuse=False",
             )
+
+    def copy(self, group: int, old: int, page: int) -> torch.Tensor | None:
+        """Write what a page holds into a raw one; return what decoding it said, if it was encoded.
+
+        The copy may be used where that is zero in all layers, see `kernels.transcode`.
+        """
+        pool, forms = self.store.pool(group), self.store.forms[group]
+        if not old >> CODEC_SHIFT:
+            pool.copy([old], [page], forms.raw.granules)
+            return None
+        source, target = pool.granules([old]), pool.granules([page])
+        status: torch.Tensor = kernels.transcode(
+            pool.arena, source, target, forms.of(old), forms.raw
+        )
+        return status
 
     def stepping(self, seq: Sequence) -> bool:
         """Whether a step is under way with a sequence."""

@@ -309,6 +309,7 @@ class PrefixIndex:
 
     Attributes:
         watchers: Told of each page whose tokens became known (True), or that is forgotten (False).
+        find: Return the block of a key, or None.
     """
 
     def __init__(
@@ -320,6 +321,7 @@ class PrefixIndex:
         self.ghosts, self.beginnings = Ghosts(self._drop), Beginnings()
         self.watchers: list[Callable[[Block, bool], None]] = []
         self._by_key: dict[bytes, Block] = {}
+        self.find: Callable[[bytes], Block | None] = self._by_key.get
         self._slots: list[Block | None] = []
         self._free: list[int] = []
         # The tree by keys. A forgotten block between known ones stays as a *hole*, an entry of
@@ -332,10 +334,6 @@ class PrefixIndex:
 
     def __iter__(self) -> Iterator[Block]:
         return iter(list(self._by_key.values()))
-
-    def find(self, key: bytes) -> Block | None:
-        """The block of this key."""
-        return self._by_key.get(key)
 
     def at(self, slot: int) -> Block:
         """The block of this slot.

@@ -574,8 +574,7 @@ class RequestTracker:
 
     def _known(self, seq: Sequence, group: int, most: int) -> list[int]:
         slots, whole = [], self._windows[group] is None
-        for page in range(most):
-            slot = self.store.index.slot(seq.key(group, page))
+        for slot in map(self.store.index.slot, seq.keys(group, most)[:most]):
             if slot >= 0:
                 slots.append(slot)
             elif whole:

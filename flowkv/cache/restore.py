@@ -30,12 +30,13 @@ import torch
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block
+from flowkv.cache.later import Later
 from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
-from flowkv.cache.tail import SharedTokens
+from flowkv.cache.tail import SharedTokens, checked
 from flowkv.core import compiling
-from flowkv.core.errors import FlowKVError, NonFiniteError, StateError
+from flowkv.core.errors import FlowKVError, StateError
 from flowkv.core.geometry import CODECS
 from flowkv.observe.events import (
     Bus,
@@ -165,9 +166,9 @@ class PrefixMatcher:
 
     def _run(self, seq: Sequence, group: int, limit: int) -> int:
         """Known pages from the first one on."""
-        page = 0
+        page, keys, find = 0, seq.keys(group, limit), self.store.find
         for asked in (False, True):
-            while page < limit and self.find(seq, group, page) is not None:
+            while page < limit and find(keys[page]) is not None:
                 page += 1
             if page < limit and not asked:
                 self._discover(seq, group, page, limit)
@@ -261,7 +262,9 @@ class PrefixMatcher:
             count = min(limit - seq.length, *(one.block.tail or self.page_size for one in behind))
             if found is None or found.tokens < count:
                 fidelity = max(max(one.fidelity, one.codec) for one in behind)
-                found = SharedTokens(count, fidelity, [one.page for one in behind])
+                full = not any(one.block.tail for one in behind)
+                pages = [one.page for one in behind]
+                found = SharedTokens(count, fidelity, pages, checked if full else bool)
         held = list(enumerate(found.pages if found is not None else ()))
         for g, page in held:  # it may be given up for the page that it is copied to
             store.pool(g).share(page)
@@ -282,15 +285,14 @@ class PrefixMatcher:
 
     def _copied(self, found: SharedTokens, pages: list[int]) -> bool:
         """Copies what was found into raw pages; whether it is sound."""
-        sums = list[torch.Tensor]()
+        said = list[torch.Tensor]()
         for g, (old, page) in enumerate(zip(found.pages, pages, strict=True)):
-            try:
-                self.planner.thaw(g, old, page)
-            except NonFiniteError:
-                return False
-            views = self.store.views(g, page, found.tokens)  # each group is on a device of its own
-            sums.append(torch.stack([x.double().sum() for layers in views for x in layers]))
-        return all(bool(each.isfinite().all()) for each in sums)
+            status = self.planner.copy(g, old, page)
+            if status is not None:
+                said.append(status)
+            elif not found.finite():
+                said.append(self.planner.tails.sums(g, page, found.tokens))
+        return all(map(_sound, Later(*said).get()))
 
     def attach(self, seq: Sequence, limit_pages: int, *, pays: bool = False) -> tuple[int, int]:
         """Attaches the longest prefix that is known, worth loading and really there.
@@ -373,8 +375,9 @@ class PrefixMatcher:
     def attach_resident(self, seq: Sequence, pages: int) -> None:
         """Attaches so many leading pages, all of which are on their device."""
         blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
-        for block in (block for group in blocks for block in group):
-            self.store.hold(block)
+        for group in blocks:
+            for block in group:
+                self.store.hold(block)
         self._attach(seq, blocks, pages)
 
     def report(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
@@ -386,8 +389,8 @@ class PrefixMatcher:
             self.bus.emit(Miss(tokens=limit - tokens, tenant=seq.owner))
 
     def _blocks(self, seq: Sequence, group: int, pages: int) -> list[Block]:
-        found = (self.find(seq, group, page) for page in range(self.first(group, pages), pages))
-        return [block for block in found if block is not None]
+        keys = seq.keys(group, pages)[self.first(group, pages) : pages]
+        return [block for block in map(self.store.find, keys) if block is not None]
 
     def _worth(self, absent: list[Block], tokens: int) -> bool:
         n_bytes: dict[str, int] = {}
@@ -422,9 +425,11 @@ class PrefixMatcher:
 
     def resident(self, seq: Sequence, pages: int) -> int:
         """Leading pages that are on their device, in every group and as far as windows reach."""
+        lines = [seq.keys(g, pages) for g in range(len(seq.blocks))]
+        find = self.store.find
 
         def here(group: int, page: int) -> bool:
-            block = self.find(seq, group, page)
+            block = find(lines[group][page])
             return block is not None and block.page >= 0
 
         return self.longest(0, pages, here)
@@ -489,6 +494,13 @@ class PrefixMatcher:
         pages = range(len(seq.tokens) // self.page_size)
         found = [self.find(seq, g, page) for g in range(len(seq.blocks)) for page in pages]
         return [block for block in found if block is not None]
+
+
+def _sound(said: torch.Tensor | None) -> bool:
+    """Return whether a sum is finite, or what decoding said is zero."""
+    assert said is not None
+    numbers = said.numpy()
+    return bool(np.isfinite(numbers) if said.is_floating_point() else not numbers.any())
 
 
 # What restores are believed to take before any was measured.

@@ -333,12 +333,16 @@ class Sequence:
 
     def key(self, group: int, page: int) -> bytes:
         """Chain key of a full page whose tokens are known."""
+        return self.keys(group, page + 1)[page]
+
+    def keys(self, group: int, pages: int) -> list[bytes]:
+        """Return the chain keys of so many first pages, whose tokens are known, or of more."""
         keys = self._keys[group]
-        if page >= len(keys):
-            chain, known = self.chains[group], (page + 1) * self.chains[group].page_size
+        if pages > len(keys):
+            chain, known = self.chains[group], pages * self.chains[group].page_size
             parent = keys[-1] if keys else ROOT
             keys += chain.pages(self._tokens[:known], self.salts, start=len(keys), parent=parent)
-        return keys[page]
+        return keys
 
     def parent_key(self, group: int, page: int) -> bytes:
         """Chain key above a page."""

@@ -30,8 +30,6 @@ from flowkv.core.config import Config, format_size
 from flowkv.core.errors import CapacityError, ConfigError, StoreError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, Geometry, granule_of
 from flowkv.core.keys import ROOT, tenant_salt
-from flowkv.kernels.operands import Pages
-from flowkv.kernels.reference import page_views
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored, Warned
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.restore import LoadGate
@@ -359,6 +357,18 @@ _ATTEMPTS = 4
 _LONGEST_S = 0.1
 
 
+class KeptTail(NamedTuple):
+    """The page that a closed sequence left unfilled.
+
+    Attributes:
+        pages: Where it lies, for each group.
+        finite: Return whether all of it holds finite numbers.
+    """
+
+    pages: list[int]
+    finite: Callable[[], bool]
+
+
 class PageStore:
     """Blocks over device pools and tiers: where they lie, how they move. Callers hold the KV lock.
 
@@ -454,7 +464,7 @@ class PageStore:
         self._places = [self.device_places[group.device] for group in geometry.groups]
         self.defragment_bytes = config.defragment_bytes
         self._orphans: set[Block] = set()
-        self.tails: dict[Block, list[int]] = {}
+        self.tails: dict[Block, KeptTail] = {}
         self.swapped: dict[Block, SwappedCopy] = {}
         self._idle = dict.fromkeys(pools, 0)
         self._lent: dict[tuple[str, int], int] = {}
@@ -1118,23 +1128,32 @@ class PageStore:
         """Bytes of a page of a group."""
         return self.forms[group].layouts[codec].page_bytes
 
-    def views(self, group: int, page: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """K and V of the first tokens of a raw page, a view `[heads, count, dim]` per layer."""
+    def views(self, group: int, page: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of the first tokens of a raw page, views `[layers, heads, count, dim]`."""
         n_bytes = self.forms[group].raw.page_bytes
         return self.layers(self.pool(group).page_bytes(page, n_bytes), group, count)
 
     def layers(
         self, page: torch.Tensor, group: int, count: int
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of a raw page in any memory, uint8 `[page_bytes]`."""
         layout = self.forms[group].raw
-        layers = (page_views(Pages(page, layout, layer, ())) for layer in range(layout.layers))
-        return zip(*([view[0, :, :count] for view in both] for both in layers), strict=True)
+        cells = page.view(getattr(torch, layout.dtype))
+        steps = layout.stripe_stride_bytes, layout.run_bytes, layout.v_offset_bytes
+        stripe, run, v = (n_bytes // cells.element_size() for n_bytes in steps)
+
+        def view(dim: int, stride: int, offset: int) -> torch.Tensor:
+            size, strides = (layout.layers, layout.kv_heads, count, dim), (stripe, run, stride, 1)
+            return cells.as_strided(size, strides, cells.storage_offset() + offset)
+
+        return view(layout.head_dim, layout.head_dim, 0), view(
+            layout.value_dim, layout.value_stride, v
+        )
 
     def find(self, key: bytes) -> Block | None:
         """The block of this key if it lies somewhere, or moves, and is exact enough."""
         block = self.index.find(key)
-        if block is None or not (block.somewhere or self.source(block) >= 0):
+        if block is None or not (block.page >= 0 or block.tiers or self.source(block) >= 0):
             return None
         return block if block.fidelity <= self.fidelity else None
 
@@ -1367,12 +1386,12 @@ class PageStore:
             self.drop_tails(islice(self.tails, 1))
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
 
-    def keep_tail(self, tail: Block, pages: list[int]) -> None:
+    def keep_tail(self, tail: Block, kept: KeptTail) -> None:
         """Shares the pages of a tail until they are needed for others."""
         self.outgrow(tail)
-        self.tails[tail] = pages
+        self.tails[tail] = kept
         self.index.beginnings.add(tail)
-        for g, page in enumerate(pages):
+        for g, page in enumerate(kept.pages):
             self.pool(g).share(page)
             self._idle[self.device(g)] += self.forms[g].raw.granules
 
@@ -1388,7 +1407,7 @@ class PageStore:
         """Gives tails up; all of them if something was erased, or is not what it was named."""
         for tail in list(self.tails if tails is None else tails):
             self.index.beginnings.discard(tail)
-            for g, page in enumerate(self.tails.pop(tail)):
+            for g, page in enumerate(self.tails.pop(tail).pages):
                 self._idle[self.device(g)] -= self.forms[g].raw.granules
                 self.pool(g).release(page)
 

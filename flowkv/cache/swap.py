@@ -450,8 +450,8 @@ class Snapshots:
         count, tails = length - pages * self.planner.page_size, dict[str, torch.Tensor]()
         for g in range(len(seq.blocks) if count else 0):
             page = int(self.planner.tables.pages[g][seq.row, pages])
-            for name, views in zip("kv", self.store.views(g, page, count), strict=True):
-                tails[f"{_TAIL}{g}.{name}"] = torch.stack(views)
+            for name, view in zip("kv", self.store.views(g, page, count), strict=True):
+                tails[f"{_TAIL}{g}.{name}"] = view.clone()
         return tails
 
     # ---- finding
@@ -557,11 +557,10 @@ class Snapshots:
             return False
         self.planner.occupy(seq, taken)
         for g, ((page,), tail) in enumerate(zip(taken, tails, strict=True)):
-            for views, saved in zip(self.store.views(g, page, count), tail, strict=True):
-                alike = isinstance(saved, torch.Tensor) and saved.dtype is views[0].dtype
-                if not alike or saved.shape != (len(views), *views[0].shape):
+            for view, saved in zip(self.store.views(g, page, count), tail, strict=True):
+                alike = isinstance(saved, torch.Tensor) and saved.dtype is view.dtype
+                if not alike or saved.shape != view.shape:
                     return False
-                for view, layer in zip(views, saved, strict=True):
-                    view.copy_(layer)
+                view.copy_(saved)
         self.planner.tables.lengths[seq.row] = length
         return True

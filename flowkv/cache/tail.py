@@ -8,15 +8,17 @@ are stored as well, under the names of exactly their tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from flowkv.cache.index import Block, matching
+from flowkv.cache.later import Later
 from flowkv.cache.sequence import Sequence, Tables
-from flowkv.cache.store import PageStore
+from flowkv.cache.store import KeptTail, PageStore
 from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import within
 
@@ -31,11 +33,22 @@ class SharedTokens(NamedTuple):
         tokens: How many are the same.
         fidelity: Index of the lossiest codec that they were built on.
         pages: Where they lie, for each group.
+        finite: Return whether raw pages are known to hold finite numbers only.
     """
 
     tokens: int
     fidelity: int
     pages: list[int]
+    finite: Callable[[], bool] = bool  # they are not
+
+
+def checked() -> bool:
+    """Return True: full pages were looked at before they became known."""
+    return True
+
+
+def _finite(sums: Later) -> bool:
+    return all(math.isfinite(each) for each in sums.get() if each is not None)
 
 
 class Tails:
@@ -68,8 +81,10 @@ class Tails:
             if tokens <= best.tokens:
                 break
             if held := self._held(seq, page_no, block):
-                pages = self.store.tails.get(block) or [one.page for one in held]
-                return SharedTokens(tokens, max(one.fidelity for one in held), pages)
+                tail = self.store.tails.get(block)
+                pages = [one.page for one in held] if tail is None else tail.pages
+                fidelity = max(one.fidelity for one in held)
+                return SharedTokens(tokens, fidelity, pages, tail.finite if tail else checked)
         return best if best.tokens else None
 
     def _held(self, seq: Sequence, page_no: int, block: Block) -> list[Block]:
@@ -137,7 +152,13 @@ class Tails:
             key = seq.chains[0].page(above, tokens, within(seq.salts, first, count))
             tail = Block(-1, key, above, 0, "tail", fidelity=seq.fidelity, tokens=tokens)
             tail.tenant, tail.namespace = seq.tenant, seq.namespace
-            store.keep_tail(tail, pages)
+            sums = Later(*(self.sums(g, page, count) for g, page in enumerate(pages)))
+            store.keep_tail(tail, KeptTail(pages, partial(_finite, sums)))
+
+    def sums(self, group: int, page: int, count: int) -> torch.Tensor:
+        """Add up what the first tokens of a raw page hold: finite numbers have finite sums."""
+        keys, values = self.store.views(group, page, count)
+        return keys.sum(dtype=torch.float64) + values.sum(dtype=torch.float64)
 
     # ---- for later processes
 
@@ -176,7 +197,7 @@ class Tails:
             store.supersede(known)
         body = torch.zeros(layout.page_bytes, dtype=torch.uint8, device="cpu")
         old, new = store.views(group, page, count), store.layers(body, group, count)
-        for source, target in zip(chain(*old), chain(*new), strict=True):
+        for source, target in zip(old, new, strict=True):
             target.copy_(source)
         block = store.index.publish(key, above, group, "state")
         block.tokens, block.tail, block.n_bytes = tokens, count, len(body)

@@ -192,7 +192,8 @@ class KeyChain:
         size, keys = self.page_size, []
         for page in range(start, len(tokens) // size):
             first = page * size
-            parent = self.page(parent, tokens[first : first + size], within(salts, first, size))
+            here = within(salts, first, size) if salts else ()
+            parent = self._digest(self._base, parent, tokens[first : first + size], here)
             keys.append(parent)
         return keys
 

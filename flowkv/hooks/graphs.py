@@ -277,6 +277,14 @@ class GraphedForward:
         self._planner: Planner | None = None
         self._stream: torch.cuda.Stream | None = None
 
+    def captured(self, rows: int, tokens: int) -> bool:
+        """Return whether a graph serves steps of so many rows, the longest of so many tokens."""
+        planner = self._planner
+        if planner is None or not self._graphs:
+            return False
+        pages = -(-tokens // planner.page_size)
+        return shape_of(rows, pages, planner.tables.max_rows) in self._graphs
+
     def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Return the logits `[n, V]` of a step by a graph; None where it has to run itself.
 

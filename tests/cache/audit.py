@@ -76,7 +76,7 @@ def audit(kv: KV) -> None:
         if block.page >= 0 and not block.gone:
             refs[store.device(block.group)][block.page] += 1
     assert not holds
-    for pages in store.tails.values():
+    for pages, _ in store.tails.values():
         for g, page in enumerate(pages):
             refs[store.device(g)][page] += 1
             assert store.pool(g).references(page) == 1 and not page >> CODEC_SHIFT
@@ -121,7 +121,7 @@ def audit_residency(kv: KV, store: PageStore) -> None:
         assert set(place.held) == used & {b.slot for b in here}
         pool = store.pools[device]
         idle = {b.page for b in here if b.page >= 0 and not (b.holds or b.kept)}
-        idle |= {pages[g] for pages in store.tails.values() for g in groups}
+        idle |= {pages[g] for pages, _ in store.tails.values() for g in groups}
         free = pool.capacity_bytes() - pool.used_bytes()
         assert store.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
     for number, place in enumerate(store.tier_places):

@@ -447,9 +447,26 @@ class ForwardHook:
         self._watch(paged)
         paged.audits = nested if self.kv.config.audit and not shifted else None
         paged.rows.noted = call.columns  # the sequences were opened with these ids
-        if not self._begin(paged, call, call.columns - found.base):
+        base = self._arrived(paged, call)
+        if not self._begin(paged, call, call.columns - base):
             return given
-        return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
+        left = call.skip(base, fill.rest(base, pads) if call.modal else None)
+        if call.columns - base == 1:  # it is a decode step
+            self._replay(paged, ForwardCall(self.names, left))
+        return left
+
+    def _arrived(self, cache: PagedCache, call: ForwardCall) -> int:
+        """Wait for what is on its way if a graph could go on from there; return columns in pages.
+
+        A replay behind the loads takes less time than layers that Python launches beside them.
+        """
+        rows, graphs = cache.rows, self._graphs
+        if rows.restoring is None or graphs is None or call.columns - rows.base != 1:
+            return rows.base
+        if graphs.captured(len(rows.seqs), call.columns - int(rows.pads.min())):
+            rows.land()
+            rows.lost = 0  # the forward begins at what is there
+        return rows.base
 
     def _obstacle(self, call: ForwardCall, pads: list[int] | None) -> str:
         """Return why a prompt is left to the model's own cache; "" if it is served."""
@@ -465,7 +482,7 @@ class ForwardHook:
             return f"it has {'padding' if any(pads) else 'images'} and no position_ids"
         by_column = call.positions is None
         counted = call.shifts(pads) is not None or usual(
-            0, call.columns, call.positions, np.array(pads), by_column=by_column
+            0, call.columns, call.numbers[2], np.array(pads), by_column=by_column
         )
         if not counted:
             return "its positions do not count a row's tokens from 0"
@@ -733,7 +750,7 @@ class ForwardHook:
         else:
             rows.note(call.ids, call.positions, None if isinstance(padded, bool) else padded)
         begun = self._begin(cache, call, call.columns, whole=whole)
-        if begun and not odd and self._graphs is not None and self._repeats(cache, call):
+        if begun and not odd:
             self._replay(cache, call)
         return call.given if begun or not whole else given
 
@@ -764,9 +781,12 @@ class ForwardHook:
 
     def _replay(self, cache: PagedCache, call: ForwardCall) -> None:
         """Have a graph answer a forward that is about to begin, or have it watched."""
+        if self._graphs is None or not isinstance(cache, PagedCache):  # it was given up
+            return
+        if not self._repeats(cache, call):
+            return
         rows = cache.rows
         assert rows.step is not None and call.ids is not None and call.positions is not None
-        assert self._graphs is not None
         logits = self._graphs.replay(rows.step, call.ids, call.positions)
         if logits is None or self._answers is None:
             cache.decoding = call.ids, call.positions

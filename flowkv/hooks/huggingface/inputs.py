@@ -488,6 +488,7 @@ class ForwardCall:
         self.types: dict[str, torch.Tensor] = {}
         self.condition: dict[str, Any] = {}
         self.problem, self.form = "", form
+        self._numbers: tuple[NDArray[Any] | None, ...] | None = None
         if (
             form is not None
             and isinstance(like, torch.Tensor)
@@ -565,6 +566,15 @@ class ForwardCall:
 
     # ---- the first forward of a cache
 
+    @property
+    def numbers(self) -> Any:
+        """Return ids, mask and positions as arrays, None for what is not given; waits once."""
+        if self._numbers is None:
+            given = self.ids, self.mask, self.positions
+            plain = (x if isinstance(x, torch.Tensor) else None for x in given)
+            self._numbers = tuple(map(_numbers, Later(*plain).get()))
+        return self._numbers
+
     def pads(self) -> list[int] | None:
         """Padding columns of each row; None if the mask is more than left padding."""
         assert self.ids is not None
@@ -573,7 +583,7 @@ class ForwardCall:
             return [0] * self.rows
         if not isinstance(mask, torch.Tensor) or mask.shape != self.ids.shape:
             return None
-        seen = mask.detach().cpu().numpy() != 0
+        seen = self.numbers[1] != 0
         if bool((np.diff(seen.astype(np.int8), axis=1) < 0).any()) or not seen[:, -1].all():
             return None
         return (self.columns - seen.sum(1)).tolist()  # type: ignore[no-any-return]
@@ -589,7 +599,7 @@ class ForwardCall:
             TypeError: Something that K and V depend on has no digest.
         """
         assert self.ids is not None
-        ids = self.ids.detach().cpu().numpy()
+        ids = self.numbers[0]
         if ids.min() < 0 or ids.max() >= 1 << 32:
             raise TypeError("token ids out of range have no digest")
         tokens = [row[pad:].astype(np.uint32) for row, pad in zip(ids, pads, strict=True)]
@@ -655,7 +665,7 @@ class ForwardCall:
         if given.shape[1] not in (1, self.rows):
             return None
         own = np.arange(self.columns) - np.asarray(pads, np.int64)[:, None]
-        found = given.detach().cpu().numpy().astype(np.int64) - own
+        found = self.numbers[2].astype(np.int64) - own
         if len(found) == 4 and not found[0][own >= 0].any():
             found = found[1:]  # the first dimension counts tokens, for masks
         return found
