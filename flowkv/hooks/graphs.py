@@ -283,7 +283,7 @@ class GraphedForward:
         if planner is None or not self._graphs:
             return False
         pages = -(-tokens // planner.page_size)
-        return shape_of(rows, pages, planner.tables.max_rows) in self._graphs
+        return self._serving(shape_of(rows, pages, planner.tables.max_rows)) is not None
 
     def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Return the logits `[n, V]` of a step by a graph; None where it has to run itself.
@@ -297,9 +297,12 @@ class GraphedForward:
             return None
         with self._lock, torch.inference_mode(False), torch.no_grad():
             shape = self._shape(step)
-            graph = self._graphs.get(shape)
-            if graph is None:
-                return None
+            if shape not in self._graphs:
+                longer = self._serving(shape)
+                if longer is None:
+                    return None
+                shape = longer
+            graph = self._graphs[shape]
             self._graphs.move_to_end(shape)
             try:
                 self._follow_stream(graph.logits.device)
@@ -374,6 +377,15 @@ class GraphedForward:
         if shape is None:
             shape = self._shapes[least] = shape_of(*least, planner.tables.max_rows)
         return shape
+
+    def _serving(self, shape: StepShape) -> StepShape | None:
+        """Return the shape of the graph that serves a step: its own, else the next longer one.
+
+        A prompt of 2048 tokens that is asked again needs fewer pages than the tokens behind it.
+        """
+        if shape in self._graphs:
+            return shape
+        return min((s for s in self._graphs if s.rows == shape.rows and s > shape), default=None)
 
     def _capture(
         self,

@@ -99,8 +99,10 @@ def open_tier(
         from flowkv.tiers.shared import SharedTier
 
         return SharedTier(path, capacity_bytes, clock=clock)
+    from flowkv.tiers.digest import compile_frames
     from flowkv.tiers.host import HostTier
 
+    compile_frames()  # threads copy and digest in one pass
     return HostTier(capacity_bytes, name=name or "host", clock=clock)
 
 

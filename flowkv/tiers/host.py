@@ -227,8 +227,7 @@ class HostTier(Immediate):
         Raises:
             StateError: The tier is closed, or was opened before a fork.
         """
-        small = sum(map(_n_bytes, items)) < TOGETHER_BYTES
-        if small or not _compiled() or not self._usable():
+        if sum(map(_n_bytes, items)) < TOGETHER_BYTES or not self._usable():
             return super().submit_store(items, deadline_s=deadline_s)
         return self._share_out(items, deadline_s, self._store, self._store_all)
 

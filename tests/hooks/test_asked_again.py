@@ -78,6 +78,18 @@ def test_prompts_that_end_at_the_edge_of_a_page(length: int, device: str) -> Non
         assert counts(kv)[1] == replayed + 2
 
 
+@pytest.mark.parametrize("length", [32, 64])
+def test_a_graph_of_longer_rows_serves_shorter_ones(length: int, device: str) -> None:
+    """The prompt fills pages of which the tokens behind it need twice as many, by powers of two."""
+    (model, twin), ids = both("llama", device), models.prompt(length).to(device)
+    with capturing(device), attached(model) as kv:
+        generate(model, 12, input_ids=ids)
+        captured, replayed = counts(kv)
+        assert captured == 1 and replayed > 5
+        assert_same(generate(model, 3, input_ids=ids), generate(twin, 3, input_ids=ids))
+        assert counts(kv) == (1, replayed + 3)
+
+
 def test_a_prompt_whose_cache_is_held_is_asked_again(device: str) -> None:
     """Its last page is still open, and is copied; neither answer disturbs the other."""
     (model, twin), given = both("llama", device), moved(WAYS["one"], device)
