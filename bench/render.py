@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from bench.gpu import whole
 from bench.plots import plots
 from bench.policy.finding import GROUPS
 from bench.restore.promise import GROUPS as ENGINES
@@ -419,6 +420,24 @@ def _gpu(report: dict[str, Any]) -> str:
     head = f"{head}\n\n" + table(["case", "us", "of ceilings", "times", "others take"], rows)
     notes = "\n".join(f"- {sentence}" for sentence in sorted(skipped))
     return f"{head}\n\nSkipped:\n\n{notes}" if notes else head
+
+
+@block
+def gpu_whole(results: Results) -> str:
+    """The lines of `bench.gpu --whole` that have a figure, beside the goals of issue 36."""
+    texts = []
+    for report in gpu_reports(results):
+        cases = {row["case"]: row for row in report["results"] + report["rows"]}
+        rows = []
+        for line in whole.TABLE:
+            value, below = whole.found(cases, line.of), whole.found(cases, line.over)
+            if value is not None and (below or not line.over):
+                value = value / below if below else value
+                shown = f"{value:.3g}" if value < 1e5 else f"{value:.2g}"
+                rows.append([line.what, line.today, shown, line.goal])
+        head = ["", "before (H200)", report["device"], "goal"]
+        texts.append(table(head, rows))
+    return "\n\n".join(texts) or NOT_YET.capitalize() + "."
 
 
 @block

@@ -44,6 +44,8 @@ from flowkv.tiers.remote.tier import Fact, RemoteTier
 MAGIC, VERSION = b"FKVINDEX", 1
 MOST_BYTES = 16 << 20
 MOST_FRAMES = 1 << 12
+LISTED_NS = 2 * 10**9
+"""Within this, times are equal: listings give them to the second, files to a tick of the kernel."""
 _HEAD = struct.Struct("<8sH6x16s")
 
 
@@ -411,8 +413,8 @@ class ObjectTier(RemoteTier):
         """What the catalogs say."""
         self.known.fresh = []
         facts: dict[bytes, Fact] = {}
-        for key, fact in self._news():  # a directory lists its files in any order
-            if key not in facts or facts[key].stored_ns <= fact.stored_ns:
+        for key, fact in self._news():  # the last catalog counts, but for what is clearly older
+            if key not in facts or facts[key].stored_ns <= fact.stored_ns + LISTED_NS:
                 facts[key] = fact
         if len(self._seen) > MOST_CATALOGS:
             self._old = sorted(self._seen)
@@ -436,7 +438,8 @@ class ObjectTier(RemoteTier):
 
     def _news(self) -> Iterator[tuple[bytes, Fact]]:
         """What catalogs say that were not read yet."""
-        for name, n_bytes, _ in list(self.backend.names(INDEX, self.limits.call_s)):
+        listed = sorted(self.backend.names(INDEX, self.limits.call_s))  # names begin with a time
+        for name, n_bytes, _ in listed:
             if name not in self._seen and n_bytes <= MOST_BYTES:
                 parts = self.backend.read(f"{INDEX}/{name}", 0, n_bytes, self.limits.call_s)
                 self._seen.add(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,11 +254,15 @@ def test_opening_reads_catalogs_and_no_headers(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("newest_first", [False, True])
 def test_the_last_catalog_that_names_a_frame_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_first: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_first: bool, late: bool
 ) -> None:
-    """Directories list their files in any order."""
+    """Directories list their files in any order; times of stores and of files are two clocks."""
+    made = iter([int(1e9), 1] if late else [1, 2])
+    own = {name: getattr(time, name) for name in dir(time)} | {"time_ns": lambda: next(made)}
+    monkeypatch.setattr(sys.modules[Fact.__module__], "time", SimpleNamespace(**own))
     list_names = ObjectBackend.names
 
     def names(self: ObjectBackend, folder: str, timeout_s: float) -> Iterator[Any]:
