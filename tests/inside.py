@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
-    from flowkv.cache.block_table import relocate
+    from flowkv.cache.block_table import Planner, relocate
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
     from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy, most_ghosts
     from flowkv.cache.kv import PagedRow, bind, drop_unproven, end, follow, levels, source, warn
@@ -133,6 +133,7 @@ if TYPE_CHECKING:
         Largest,
         OwnSampler,
         UnreadTokens,
+        Weighted,
         draw,
         seed_of,
     )
@@ -404,6 +405,7 @@ if TYPE_CHECKING:
     from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
     from flowkv.tiers import digest, envelope, erasure_log, host
+    from flowkv.tiers import digest as tiers_digest
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, SEAL, STREAMED_BYTES, check_frames, seal_frames
     from flowkv.tiers.disk import journal

@@ -351,6 +351,8 @@ class Planner:
             CapacityError: They do not fit.
         """
         with self.guard:
+            if self.pending and not self.store.within_reach(counts):
+                self.settle()  # closed sequences wait for it with their pages
             self.store.require(counts)
             self.compactor.make_room(counts)
             try:

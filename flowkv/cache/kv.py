@@ -574,8 +574,9 @@ class KV:
         return os.getpid() != self._pid
 
     def _prove(self, end_s: float = inf) -> bool:
-        if self.planner is not None and not (self.closed or self.inherited):
-            self.planner.settle()  # what is full becomes known, and is proven with all else
+        planner = self.planner
+        if planner is not None and planner.pending and not (self.closed or self.inherited):
+            planner.settle()  # what is full becomes known, and is proven with all else
         return self.closed or all([callback(end_s) is not False for callback in self._proofs])
 
     def detach(self) -> None:

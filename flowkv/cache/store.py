@@ -1444,6 +1444,8 @@ class PageStore:
                     bodies = {b: row.numpy().data for b, row in zip(wanted, rows, strict=True)}
                     del rows
                 for block, number in takers.items():
+                    if number < 0 and not (block.moving or block.tiers):
+                        number = self._taker(block, 0)  # its copy below made room meanwhile
                     if number >= 0 and not self.outlives(number):  # as fast as memory
                         self._await(number, n_bytes)
                     self._take_off(block, reason, number, bodies.pop(block, None))

@@ -347,6 +347,8 @@ class Loop:
             self._admit(began_s)
         if self.active or self._unread:
             self._step(began_s)
+        if not self._lives:  # tokens one too many
+            self._unread.clear()
         self._answer()
 
     # ---- in
@@ -594,8 +596,15 @@ class Loop:
     def _follow(self, parts: Items[Part]) -> StepOutcome | None:
         """Runs a step of rows that decode before their tokens are read; None if that cannot be."""
         lives, _, tokens = self._unread[-1]
+        if not tokens.sent or any(count != 1 for _, count in parts):
+            return None
         places = {live: place for place, live in enumerate(lives)}
-        return follow(self.runner, parts, tokens.of([places[live] for live, _ in parts]))
+        outcome = follow(self.runner, parts, tokens.of([places[live] for live, _ in parts]))
+        if outcome is not None and outcome.failed:
+            self._read()
+            for live, error in outcome.failed:
+                self._end(live, time.perf_counter(), error=error)
+        return outcome
 
     def _attempt(self, parts: Items[Part]) -> StepOutcome:
         """Runs a step, with as many rows as there is room for."""

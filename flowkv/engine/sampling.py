@@ -122,14 +122,19 @@ class UnreadTokens:
         self._send()
 
     def _draw(self, choice: Any, row: int) -> torch.Tensor | BaseException:
-        # A device fails for good where probabilities are NaN; the row fails once that is read.
-        logits = self._logits[row].nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
         try:
+            # A device fails for good where probabilities are NaN; the row fails once that is read.
+            logits = self._logits[row].nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
             return choice.draw(logits)  # type: ignore[no-any-return]
         except BaseException as error:
             if not yours(error):
                 raise
             return error
+
+    @property
+    def sent(self) -> bool:
+        """Whether all tokens are chosen: only then may a step be run over them."""
+        return self._copy is not None
 
     def _send(self) -> Later:
         for row, token in self._drawn.items():

@@ -785,8 +785,9 @@ class StepOutcome:
 def attempt(runner: Runner, parts: Items[Part]) -> StepOutcome:
     """Runs a step; where it raises, as many of its rows as possible.
 
-    A step that raises leaves its rows where they were (`Runner.step`). It is tried again without
-    the rows that have no token yet, then half by half, until who raises alone is known.
+    A step that raises leaves its rows where they were (`Runner.step`); rows that it took further
+    all the same fail with what it raised. It is tried again without the rows that have no token
+    yet, then half by half, until who raises alone is known.
 
     Args:
         runner: Runs the model.
@@ -795,9 +796,9 @@ def attempt(runner: Runner, parts: Items[Part]) -> StepOutcome:
     outcome = StepOutcome()
     suspects = [parts] if runner.together else [[part] for part in reversed(parts)]
     while suspects:
-        group = suspects.pop()
-        error = _run(runner, group, outcome)
-        if error is None:
+        given = group = suspects.pop()
+        error, group = _run(runner, given, outcome)
+        if error is None or not group:
             continue
         if isinstance(error, CapacityError):
             outcome.short = error
@@ -806,12 +807,12 @@ def attempt(runner: Runner, parts: Items[Part]) -> StepOutcome:
         elif len(group) == 1:
             outcome.failed.append((group[0][0], error))
         else:
-            suspects += _newest(group) if group is parts else _halves(group)
+            suspects += _newest(group) if given is parts else _halves(group)
     return outcome
 
 
 def follow(runner: Any, parts: Items[Part], ids: torch.Tensor) -> StepOutcome | None:
-    """Runs a step over tokens that are not read yet; None where it raises.
+    """Runs a step over tokens that are not read yet; None where it raises and changed nothing.
 
     Args:
         runner: Runs the model; a `PackedRunner`.
@@ -819,13 +820,16 @@ def follow(runner: Any, parts: Items[Part], ids: torch.Tensor) -> StepOutcome | 
         ids: int64 `[B]`: the token of each.
     """
     outcome = StepOutcome()
-    return None if _run(runner, parts, outcome, ids) else outcome
+    error, _ = _run(runner, parts, outcome, ids)
+    return None if error is not None and not outcome.failed else outcome
 
 
 def _run(
     runner: Any, parts: Items[Part], outcome: StepOutcome, ids: torch.Tensor | None = None
-) -> BaseException | None:
+) -> tuple[BaseException | None, Items[Part]]:
+    """Runs a step; what it raised, and the rows that are where they were then."""
     rows = [live.row for live, _ in parts]
+    before = [*map(_length, parts)]
     try:
         given = [live.next(tokens) for live, tokens in parts] if ids is None else ids
         logits = runner.step(rows, given)
@@ -833,9 +837,17 @@ def _run(
         if not yours(error):
             raise
         _let_go(error)
-        return error
+        still = [part for part, was in zip(parts, before, strict=True) if _length(part) == was]
+        outcome.failed += [(part[0], error) for part in parts if part not in still]
+        return error, still
     outcome.done.append((parts, logits))
-    return None
+    return None, parts
+
+
+def _length(part: Part) -> int:
+    """Return how many tokens of a row are in its pages."""
+    row = part[0].row
+    return -1 if row is None else row.seq.length
 
 
 def _newest(parts: Items[Part]) -> list[Items[Part]]:

@@ -201,11 +201,14 @@ class Weights:
         if not self._compare() or self.passes > passes:
             return self.passes > passes
         blocks, begin, done = self._all_blocks(), self._next, 0
-        while self._next < len(blocks) and (done < n_bytes or not done):
-            done += max(blocks[self._next].n_bytes, 1)
-            self._next += 1
+        end = begin
+        while end < len(blocks) and (done < n_bytes or not done):
+            done += max(blocks[end].n_bytes, 1)
+            end += 1
         sums, known = list[torch.Tensor](), list[bytes]()
-        for _, run in groupby(blocks[begin : self._next], lambda block: id(block.part)):
+        # What fills no words is copied to be read: the last block of a part, by itself.
+        runs = groupby(blocks[begin:end], lambda block: (id(block.part), block.n_bytes % 8))
+        for _, run in runs:
             each = [*run]
             streamed, first = each[0].streamed, each[0].number * BLOCK_BYTES
             part = each[0].part if streamed is None else streamed.data()
@@ -213,19 +216,19 @@ class Weights:
                 data = bytes_of(part)[first : first + len(each) * BLOCK_BYTES]
                 sums.append(checksum(_words(data), _BLOCK_WORDS))
                 known.append(b"".join(block.sums for block in each))
-        self._unread = Later(*sums), known
+        self._unread, self._next = (Later(*sums), known), end
         return not self._unread[0].ready or self._compare()
 
     def _compare(self) -> bool:
         """Return whether what was read last is what it was; a reading that ends is counted."""
         if self._unread is None:
             return True
-        (later, known), self._unread = self._unread, None
-        if any(
-            x is None or x.numpy().tobytes() != y for x, y in zip(later.get(), known, strict=True)
-        ):
-            self._next = 0
+        (later, known), end = self._unread, self._next
+        self._unread, self._next = None, 0  # unless all is as it was, the reading begins anew
+        found = later.get()
+        if any(x is None or x.numpy().tobytes() != y for x, y in zip(found, known, strict=True)):
             return False
+        self._next = end
         if self._next >= len(self._all_blocks()):
             self._next, self.passes = 0, self.passes + 1
         return True

@@ -283,7 +283,8 @@ class GraphedForward:
         if planner is None or not self._graphs:
             return False
         pages = -(-tokens // planner.page_size)
-        return self._serving(shape_of(rows, pages, planner.tables.max_rows)) is not None
+        with self._lock:
+            return self._serving(shape_of(rows, pages, planner.tables.max_rows)) is not None
 
     def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Return the logits `[n, V]` of a step by a graph; None where it has to run itself.

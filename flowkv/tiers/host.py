@@ -209,7 +209,7 @@ class HostTier(Immediate):
         self._waiting: dict[int, int] = {}  # shares of jobs that were not cancelled
         self._arena: Arena | None = None
         self._frames: dict[bytes, KeptFrame] = {}
-        self._used_bytes = 0
+        self._used_bytes = self._claimed_bytes = 0  # those of stores under way are in both
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
         """Copies frames into their targets, verified; many bytes in the background.
@@ -310,7 +310,7 @@ class HostTier(Immediate):
 
     def used_bytes(self) -> int:
         """Bytes of all frames, with what is charged for their objects."""
-        return self._used_bytes
+        return self._used_bytes - self._claimed_bytes
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Upper bound of what such a frame is charged."""
@@ -352,7 +352,7 @@ class HostTier(Immediate):
                 self._apart.shutdown()
         with self._lock:
             self._frames.clear()
-            self._used_bytes = 0
+            self._used_bytes = self._claimed_bytes = 0
             if self._arena is not None:
                 self._arena.close()
         self._answers.close()
@@ -411,14 +411,18 @@ class HostTier(Immediate):
         charge, refused = self._claim(item)
         if refused is not None:
             return refused
+        body, slot = memoryview(b""), None
         try:
             # Digests come from the caller's memory: should it change while it is copied, against
             # the contract, then the copy will not match them and never be served.
             header = describe(item.key, item.info, item.body)
             body, slot = self._memory(item.body.nbytes)
-        except MemoryError:
-            return self._refuse(item, charge)
-        np.copyto(np.frombuffer(body, np.uint8), np.frombuffer(item.body, np.uint8))
+            np.copyto(np.frombuffer(body, np.uint8), np.frombuffer(item.body, np.uint8))
+        except BaseException as error:
+            self._give_back(charge, slot)
+            if isinstance(error, MemoryError):
+                return failed(item.key, "memory")
+            raise
         return self._keep(header, body, slot, charge)
 
     def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
@@ -426,27 +430,32 @@ class HostTier(Immediate):
         from flowkv.tiers.digest import SEAL, seal_frames
 
         found = dict[int, TierAnswer]()
-        rows, made = list[tuple[int, ...]](), list[tuple[int, Any]]()
-        for number, item in enumerate(items):
-            charge, refused = self._claim(item)
-            if refused is not None:
-                found[number] = refused
-                continue
-            step = item.info.stripe_bytes
-            stripes = item.body.nbytes // step
-            header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
-            try:
+        rows, made = list[tuple[int, ...]](), dict[int, tuple[bytearray, memoryview, Any, int]]()
+        try:
+            for number, item in enumerate(items):
+                charge, refused = self._claim(item)
+                if refused is not None:
+                    found[number] = refused
+                    continue
+                made[number] = bytearray(), memoryview(b""), None, charge
+                step = item.info.stripe_bytes
+                stripes = item.body.nbytes // step
+                header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
                 body, slot = self._memory(item.body.nbytes)
-            except MemoryError:
-                found[number] = self._refuse(item, charge)
-                continue
-            places = [*map(address_of, (memoryview(header), item.body, body))]
-            rows.append((places[0], len(header), *places[1:], step, stripes))
-            made.append((number, (item, header, body, slot, charge)))
-        seal_frames(np.array(rows, SEAL))
-        for number, (item, header, body, slot, charge) in made:
+                made[number] = header, body, slot, charge
+                places = [*map(address_of, (memoryview(header), item.body, body))]
+                rows.append((places[0], len(header), *places[1:], step, stripes))
+            seal_frames(np.array(rows, SEAL))
+        except BaseException as error:
+            for _, _, slot, charge in made.values():
+                self._give_back(charge, slot)
+            if isinstance(error, MemoryError):
+                return [found.get(n) or failed(one.key, "memory") for n, one in enumerate(items)]
+            raise
+        for number, (header, body, slot, charge) in made.items():
+            key, info, _ = items[number]
             digests = bytes(memoryview(header)[FIXED_BYTES:])
-            found[number] = self._keep(Header(item.key, item.info, digests), body, slot, charge)
+            found[number] = self._keep(Header(key, info, digests), body, slot, charge)
         return [found[number] for number in range(len(items))]
 
     def _claim(self, item: Store) -> tuple[int, TierAnswer | None]:
@@ -462,12 +471,14 @@ class HostTier(Immediate):
             if self._used_bytes + charge > self.capacity_bytes:
                 return 0, failed(key, "full")
             self._used_bytes += charge
+            self._claimed_bytes += charge
         return charge, None
 
-    def _refuse(self, item: Store, charge: int) -> TierAnswer:
+    def _give_back(self, charge: int, slot: ArenaSlot | None) -> None:
         with self._lock:
             self._used_bytes -= charge
-        return failed(item.key, "memory")
+            self._claimed_bytes -= charge
+            self._free_slot(slot)
 
     def _keep(
         self, header: Header, body: memoryview, slot: ArenaSlot | None, charge: int
@@ -475,6 +486,7 @@ class HostTier(Immediate):
         at = address_of(body), address_of(memoryview(header.digests))
         frame = KeptFrame(header, body, slot, *at)
         with self._lock:
+            self._claimed_bytes -= charge
             new = not self._closed and header.key not in self._frames
             if new:
                 self._frames[header.key] = frame
@@ -501,9 +513,12 @@ class HostTier(Immediate):
     def _free(self, frames: Sequence[KeptFrame]) -> None:
         """Gives back slots: a late copy of what was there differs from its digests."""
         for frame in frames:
-            if frame.slot is not None and self._arena is not None:
-                with suppress(StateError):  # it was closed
-                    self._arena.give_back(frame.slot)
+            self._free_slot(frame.slot)
+
+    def _free_slot(self, slot: ArenaSlot | None) -> None:
+        if slot is not None and self._arena is not None:
+            with suppress(StateError):  # it was closed
+                self._arena.give_back(slot)
 
     def _discard(self, key: bytes, damaged: KeptFrame) -> bool:
         """Takes a damaged frame out; False if it was taken out meanwhile, and overwritten."""

@@ -12,7 +12,15 @@ import torch
 from flowkv import KV, Answer, Completion, Engine
 from tests.engine.nano import PAGE, Nano, make_kv, prompts
 from tests.engine.pressed import made, pressed
-from tests.inside import EngineStep, NonFiniteError, UnreadTokens, engine_engine, make_request
+from tests.inside import (
+    EngineStep,
+    NonFiniteError,
+    Planner,
+    UnreadTokens,
+    Weighted,
+    engine_engine,
+    make_request,
+)
 
 from ..cache.toy import make_kv as toy_kv
 from ..cache.toy import simple
@@ -235,6 +243,68 @@ def test_nan_fails_its_request_alone(nano: Nano, monkeypatch: pytest.MonkeyPatch
         assert engine.run([[2]], max_new_tokens=9)[0].tokens == wanted
         with pytest.raises(NonFiniteError):
             bad.result(0)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_step_that_raises_once_it_is_committed_fails_its_rows(
+    rows: int, late: bool, nano: Nano, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were taken further, and cannot be run again: no answer may go on with a token twice."""
+    if not late:
+        monkeypatch.setattr(engine_engine, "runs_behind", lambda logits: False)
+    own, count = Planner.commit, itertools.count()
+
+    def committed(self: Any, seqs: Any, *args: Any, **given: Any) -> None:
+        own(self, seqs, *args, **given)
+        if next(count) == 7:
+            raise NonFiniteError("a page cannot be encoded", "Use another codec")
+
+    monkeypatch.setattr(Planner, "commit", committed)
+    with make_kv() as kv, Engine(nano, kv, max_rows=4, token_budget=24) as engine:
+        answers = [submit(engine, ids, 20) for ids in PROMPTS[:rows]]
+        drain(engine)
+        failed = 0
+        for ids, answer in zip(PROMPTS, answers, strict=False):
+            try:
+                assert answer.result(0).tokens == nano.alone(ids, 20)
+            except NonFiniteError:
+                failed += 1
+        assert failed
+        assert engine.run([PROMPTS[0]], max_new_tokens=9)[0].tokens == nano.alone(PROMPTS[0], 9)
+
+
+@pytest.mark.parametrize("what", ["nan_to_num", "draw", "send"])
+def test_a_device_that_fails_while_it_chooses_costs_no_token_in_silence(
+    what: str, nano: Nano, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"do_sample": True, "temperature": 0.7}
+    with make_kv() as kv:
+        wanted = [one.tokens for one in run(nano, kv, options=options, seed=5)]
+    count = itertools.count()
+
+    def failing(own: Any) -> Any:
+        def fails(*args: Any, **given: Any) -> Any:
+            if next(count) == 9:
+                raise torch.OutOfMemoryError("out of memory")
+            return own(*args, **given)
+
+        return fails
+
+    where = {"nan_to_num": (torch.Tensor, "nan_to_num"), "send": (UnreadTokens, "_send")}
+    place, name = where.get(what, (Weighted, "draw"))
+    monkeypatch.setattr(place, name, failing(getattr(place, name)))
+    with make_kv() as kv, Engine(nano, kv, max_rows=4, token_budget=24) as engine:
+        each = zip(PROMPTS, LIMITS, strict=True)
+        answers = [submit(engine, ids, limit, options=options, seed=5) for ids, limit in each]
+        drain(engine)
+        failed = 0
+        for answer, tokens in zip(answers, wanted, strict=True):
+            try:
+                assert answer.result(0).tokens == tokens
+            except torch.OutOfMemoryError:
+                failed += 1
+        assert failed == (what != "send")  # that is tried again
 
 
 def test_your_own_rule_sees_each_token_at_once(nano: Nano, followed: list[int]) -> None:

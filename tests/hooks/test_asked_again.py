@@ -162,19 +162,23 @@ def test_logits_that_a_forward_asks_for(keep: int, device: str) -> None:
         assert counts(kv)[1] == replayed + (keep == 1)
 
 
+@pytest.mark.parametrize("length", [96, 97])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_pages_that_come_from_host_memory(rows: int, device: str) -> None:
+def test_pages_that_come_from_host_memory(rows: int, length: int, device: str) -> None:
     """Once there are graphs, loads are waited for, and a replay goes on from there."""
     model, twin = both("llama", device)
-    prompts = [models.prompt(97, seed=seed).repeat(rows, 1).to(device) for seed in range(6)]
+    prompts = [models.prompt(length, seed=seed).repeat(rows, 1).to(device) for seed in range(6)]
     prompts = [ids + torch.arange(rows, device=device)[:, None] for ids in prompts]
     with capturing(device), attached(model, gpu=f"{256 * rows}KiB", host="8MiB") as kv:
         for ids in prompts:
             generate(model, 8, input_ids=ids)
         for ids in prompts:
             replayed = counts(kv)[1]
-            assert_same(generate(model, 3, input_ids=ids), generate(twin, 3, input_ids=ids))
+            out = generate(model, 3, input_ids=ids)
             assert counts(kv)[1] == replayed + 3
+            known = kv.explain(out.sequences[0])  # a page that the replay filled included
+            assert known.residency == {"device": length}, str(known)
+            assert_same(out, generate(twin, 3, input_ids=ids))
         assert kv.stats()["tiers"]["host"]["loaded_bytes"] > 0
 
 

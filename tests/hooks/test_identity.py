@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -851,6 +852,38 @@ def test_an_uncounted_write_is_found_within_so_many_calls(
         assert found <= CALLS
         kv_answer = generate(model, 4, input_ids=prompt)
     assert_same(kv_answer, generate(model, 4, input_ids=prompt))
+
+
+@pytest.mark.parametrize("where", ["checksum", "Later", "get"])
+def test_what_fails_to_be_read_is_not_proven(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out while weights are read: the reading begins anew."""
+    from tests.inside import Weights, fingerprint_of_weights
+
+    class Late(fingerprint_of_weights.Later):  # type: ignore[misc,name-defined]
+        ready = False
+
+    monkeypatch.setattr(fingerprint_of_weights, "Later", Late)
+    weights, held = Weights(), {name: torch.zeros(1 << 21) for name in "abc"}
+    weights.read(held)
+    held["b"].data[5] = 1.0
+    fails = iter([False, True])
+    own = getattr(Late if where == "get" else fingerprint_of_weights, where)
+
+    def failing(*args: Any) -> Any:
+        if next(fails, False):
+            raise torch.OutOfMemoryError("out of memory")
+        return own(*args)
+
+    monkeypatch.setattr(Late if where == "get" else fingerprint_of_weights, where, failing)
+    for _ in range(12):
+        try:
+            if not weights.roll(1 << 23):
+                break
+        except torch.OutOfMemoryError:
+            pass
+    else:
+        pytest.fail("the write was not found")
+    assert not weights.passes
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "by a device that runs behind"])

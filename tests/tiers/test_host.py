@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowkv import Tier
 from flowkv.tiers import BadFrame, Load, Outcome, Store
-from tests.inside import ConfigError, HostTier, ManualClock, StateError, host
+from tests.inside import ConfigError, HostTier, ManualClock, StateError, host, tiers_digest
 
 from .frames import (
     LAYOUT,
@@ -220,6 +220,31 @@ def test_many_bytes_are_stored_by_threads(threads: int, monkeypatch: pytest.Monk
     twice = answers(tier, tier.submit_store(many("aabb")), 4)
     assert outcomes(twice) == [("stored", "")] * 4 and hits(tier, "ab", 1 << 17) == 2
     assert tier.used_bytes() == sum(entry.n_bytes for entry in tier.scan())
+    tier.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError, ValueError])
+@pytest.mark.parametrize("where", ["seal_frames", "_memory", "address_of"])
+def test_a_store_that_raises_occupies_nothing(
+    where: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "TOGETHER_BYTES", 1)
+    monkeypatch.setattr(host, "_compiled", lambda: True)
+    tier = HostTier(1 << 20)
+    stored(tier, ["a"], 1 << 17)
+    before, free_bytes = tier.used_bytes(), tier._arena.free_bytes
+
+    def failing(*args: object) -> None:
+        raise error("odd")
+
+    with monkeypatch.context() as patch:
+        place = {"seal_frames": tiers_digest, "_memory": tier}.get(where, host)
+        patch.setattr(place, where, failing)
+        said = outcomes(answers(tier, tier.submit_store(many("bcd")), 3))
+    assert {outcome for outcome, _ in said} == {"failed"}
+    assert (tier.used_bytes(), tier._arena.free_bytes) == (before, free_bytes)
+    assert outcomes(answers(tier, tier.submit_store(many("bcd")), 3)) == [("stored", "")] * 3
+    assert hits(tier, "abcd", 1 << 17) == 4
     tier.close()
 
 

@@ -448,6 +448,8 @@ class ForwardHook:
         paged.audits = nested if self.kv.config.audit and not shifted else None
         paged.rows.noted = call.columns  # the sequences were opened with these ids
         base = self._arrived(paged, call)
+        if base == found.base:  # what was on its way has landed, and none of it is lost
+            paged.rows.noted = call.columns
         if not self._begin(paged, call, call.columns - base):
             return given
         left = call.skip(base, fill.rest(base, pads) if call.modal else None)

@@ -177,11 +177,14 @@ def candidates(read: Stream, device: Traits, warps: int) -> Iterator[Tiling]:
     """All tilings that a kernel may have; of one number of warps, if it is not 0."""
     raw = read.codec == "raw"
     exact = raw and read.item == 4  # float32 is multiplied exactly, without tensor cores
-    blocks = (16, 32, 64, 128) if raw else (32, 64, 128)
+    blocks: tuple[int, ...] = (16, 32, 64, 128) if raw else (32, 64, 128)
     stages: tuple[int, ...] = (3, 5, 7) if raw else (3, 5)
     widths: tuple[int, ...] = (2,) if exact else (1, 2) if raw else (1, 2, 4)
     if raw and not device.major:  # AMD's devices: one tile in shared memory, and 2 warps or spills
         stages, widths = (3,), (2,)
+        most = (device.shared_bytes - 2048) // read.slot_bytes
+        wide = [block for block in blocks if 64 <= block <= most and not read.slots % block]
+        blocks = blocks if exact or not wide else tuple(wide)  # of fewer slots, no matrix unit
     for block in blocks[:1] if exact else blocks:
         for parts in (1, 2) if read.codec == "kv4c" else (1,):
             if block * parts > blocks[0] and read.slots % (block * parts):
