@@ -404,7 +404,7 @@ if TYPE_CHECKING:
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
     from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
-    from flowkv.tiers import digest, envelope, erasure_log, host
+    from flowkv.tiers import digest, envelope, erasure_log, host, slots
     from flowkv.tiers import digest as tiers_digest
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, SEAL, STREAMED_BYTES, check_frames, seal_frames
@@ -515,6 +515,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.sharded import Heads, ShardedTier, stored_key
     from flowkv.tiers.shared import INDEX_AT, LEAST_BYTES, FileLayout, file_name, table
     from flowkv.tiers.shared import plan as tier_plan
+    from flowkv.tiers.slots import SlotPool
     from flowkv.tiers.worker import Completions as worker_Completions
     from flowkv.tiers.worker import Item, ThreadMemory, Workers
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ import torch
 from bench.gpu.machine import Machine
 from flowkv.cache.pinned import Copies, CudaStreams, open_copies
 from flowkv.core.geometry import GRANULE_BYTES
-from flowkv.tiers.io.engine import OPERATION, READ, WRITE, Arena
+from flowkv.kernels import gather_pages, scatter_pages
+from flowkv.tiers.io.engine import OPERATION, READ, WRITE
 from flowkv.tiers.io.uring import open_engine
+from flowkv.tiers.slots import SlotPool
 
 PIECES = ((2 << 20, 128), (256 << 10, 1024), (16 << 10, 16384))
 WINDOW = 8  # pieces read and sent up together
@@ -38,13 +40,15 @@ class Immediate:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        for granule, row in zip(granules, rows, strict=True):
-            pages[granule * GRANULE_BYTES :][: len(row)] = row
+    def scatter(self, pages: torch.Tensor, granules: Sequence[int], memory: torch.Tensor,
+                lines: Sequence[int], n_bytes: int) -> None:  # fmt: skip
+        target = torch.tensor([granules, lines], dtype=torch.int32)
+        scatter_pages(pages, target[0], n_bytes // GRANULE_BYTES, memory, lines=target[1])
 
-    def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        for granule, row in zip(granules, rows, strict=True):
-            row[:] = pages[granule * GRANULE_BYTES :][: len(row)]
+    def gather(self, pages: torch.Tensor, granules: Sequence[int], memory: torch.Tensor,
+               lines: Sequence[int], n_bytes: int) -> None:  # fmt: skip
+        source = torch.tensor([granules, lines], dtype=torch.int32)
+        gather_pages(pages, source[0], n_bytes // GRANULE_BYTES, memory, lines=source[1])
 
     def mark(self) -> Immediate:
         return self
@@ -65,8 +69,10 @@ class Immediate:
 def copies_of(machine: Machine, pages: torch.Tensor, n_bytes: int) -> Copies:
     """As the cache opens them."""
     if machine.dry:
-        return Copies(Immediate(), pages, Arena(n_bytes), kernel_bytes=8192, least_pieces=3)
-    return open_copies(CudaStreams(torch.device("cuda")), pages, n_bytes)
+        slots, streams = SlotPool(n_bytes), Immediate()
+        slots.register(streams.pin, streams.unpin)
+        return Copies(streams, pages, slots, kernel_bytes=8192, least_pieces=3)
+    return open_copies(CudaStreams(torch.device("cuda")), pages, n_bytes=n_bytes)
 
 
 def transfers(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -121,7 +127,7 @@ def from_disk(machine: Machine) -> dict[str, Any]:
     pages = torch.zeros(count * size, dtype=torch.uint8, device=machine.device)
     copies = copies_of(machine, pages, (WINDOWS + 2) * WINDOW * size)  # two go up
     with tempfile.NamedTemporaryFile(prefix="bench-gpu-") as file:
-        engine = open_engine(arena=copies.arena)
+        engine = open_engine()
         fd = engine.open(file.name, write=True)
         try:
             content = fill(engine, fd, copies, size, count)

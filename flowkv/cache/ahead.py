@@ -15,8 +15,9 @@ import msgspec
 import torch
 
 from flowkv import kernels
+from flowkv.cache.pinned import LEAST_PIECES
 from flowkv.core import compile_process
-from flowkv.core.geometry import CODECS, Geometry, page_layout
+from flowkv.core.geometry import CODECS, GRANULE_BYTES, Geometry, page_layout
 
 _PAGES, _ROWS = 64, (1, 2, 8, 32)
 
@@ -73,6 +74,9 @@ class Kernels(msgspec.Struct, frozen=True):
                     for seq in seqs:
                         seq.close()
                 kv.flush()
+                for pool in kv.planner.store.pools.values() if kv.planner is not None else ():
+                    if pool.copies is not None:
+                        pool.copies.download([0] * LEAST_PIECES, GRANULE_BYTES)
 
     def _small(self) -> Geometry:
         """A layer of each group: kernels are the same for all, and for any number of them."""

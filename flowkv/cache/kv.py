@@ -42,6 +42,7 @@ from flowkv.cache.seal import Refusal, describe
 from flowkv.cache.sequence import Guard, Retain, Sequence, Tables, eta_ns, make_care, session_number
 from flowkv.cache.stack import (
     divided,
+    link_pools,
     open_pools,
     store_levels,
     store_report,
@@ -382,6 +383,7 @@ class KV:
         else:  # the old store must neither read nor write the tiers any more
             self.planner.store.flush(self.config.load_deadline_s)
             self.planner.store.detach_tiers()
+        link_pools(pools.values(), self._tiers)
         self._introduce(namespace)
         # The store must not hold the cache, which may go before its last pages are written.
         config, make_policy, handing_over = self.config, self._make_policy, self._handing_over

@@ -53,12 +53,11 @@ class PageLoad:
         wanted: Nobody has called it off.
         fidelity: Lossiest codec in the lineage of what came.
         filled: Some of it was computed.
-        staged: Pinned memory for the whole page, beside that of its neighbours.
     """
 
     __slots__ = (
         *("_allocate", "_awaited", "_came", "_kept", "_lent", "_line", "_own", "_store", "block"),
-        *("fidelity", "filled", "flying", "held", "page", "page_no", "staged", "wanted"),
+        *("fidelity", "filled", "flying", "held", "page", "page_no", "wanted"),
     )
 
     def __init__(
@@ -79,7 +78,6 @@ class PageLoad:
         self.held, self.wanted, self._lent = False, True, -1  # the page lent
         self.filled = False
         self._line: Sequence | None = None
-        self.staged: torch.Tensor | None = None
         self.fidelity, self._kept = 0, awaited and block.page < 0
         if self._kept:
             store.keep(block)
@@ -152,7 +150,7 @@ class PageLoad:
     def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor]:
         """What a tier is asked for some layers, and the memory that it fills.
 
-        That is the page itself, or pinned memory beside a GPU.
+        That is the page itself; beside a GPU the tier's own memory, or a staged row.
         """
         store, group = self._store, self.group
         layout, pool = store.forms[group].layouts[source.codec], store.pool(group)
@@ -160,10 +158,13 @@ class PageLoad:
         if pool.copies is None:
             page = pool.page_bytes(self.page, layout.page_bytes)
             buffer = page[first * stride : (first + count) * stride]
-        elif self.staged is not None and len(self.staged) == count * stride:
-            buffer, self.staged = self.staged, None
         else:
-            (buffer,) = pool.copies.stage(1, count * stride)
+            lend = getattr(store.tiers[source.tier], "lend", None)
+            lent = lend(self.block.key, first, count) if lend is not None else None
+            if lent is not None and len(lent) == count * stride and not self.block.moving:
+                buffer = torch.from_numpy(lent)
+            else:
+                (buffer,) = pool.copies.stage(1, count * stride)
         fingerprint = store.forms[group].fingerprints[source.codec]
         whole = count == layout.layers
         span = (0, 0) if whole else (first, count)
@@ -439,7 +440,6 @@ class PageLoader:
         """
         batch = LoadBatch(owner, lambda _: None)
         batch.fresh = []
-        self._stage(loads)
         try:
             self.begin(batch, [LayerSlice(one, 0, one.stripes) for one in loads], -1)
             while batch.left:
@@ -448,8 +448,6 @@ class PageLoader:
                 # Once more after the end: the tier may have given up by itself.
                 self.expire(now)
         finally:
-            for one in loads:
-                one.staged = None  # a tier that is late keeps its own
             for pool in self._store.pools.values():
                 if pool.copies is not None:
                     pool.copies.flush()
@@ -459,20 +457,6 @@ class PageLoader:
             blocks = (one.block for one in loads if one.block in there)
             self._store.insert([block for block in blocks if block.page >= 0 and not block.gone])
         return batch
-
-    def _stage(self, loads: Items[PageLoad]) -> None:
-        """Pages that come together lie side by side beside a GPU: they go up in one copy."""
-        alike: dict[tuple[int, int], list[PageLoad]] = {}
-        for one in loads:
-            if one.page >= 0:
-                alike.setdefault((one.group, one.codec), []).append(one)
-        for (group, codec), those in alike.items():
-            copies, layout = self._store.pool(group).copies, self._store.forms[group].layouts[codec]
-            if copies is None:
-                continue
-            rows = copies.stage(len(those), layout.layers * layout.stripe_stride_bytes)
-            for one, row in zip(those, rows, strict=True):
-                one.staged = row
 
     def begin(self, flight: LoadBatch, pieces: Iterable[LayerSlice], prefer: int) -> int:
         """Asks tiers for pieces of pages; `LoadBatch.done` is called now or in a later `drain`.

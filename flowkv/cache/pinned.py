@@ -1,12 +1,12 @@
-"""Pages between a device and pinned memory, through slots that live as long as their copies.
+"""Pages between a device and host memory that it reaches itself, each in a slot of its own.
 
     stage -> a tier fills the rows -> upload those that came -> flush        to the device
-    download -> a tier reads the rows                                        from the device
+    download -> a tier reads the rows, or keeps them                         from the device
 
-Rows of one `stage` lie side by side in a slot of the staging arena, which is registered with the
-device once. The slot is used again when nobody refers to its rows any more: neither whoever staged
-them, nor a tier that was given their memory and is late, nor a copy. For a copy reads its source
-when the device comes to it, long after it was asked for (TensorRT-LLM issue 15546).
+A slot is used again when nothing refers to its row any more: neither its owner, nor a tier that was
+given its memory and is late, nor a copy. For a copy reads its source when the device comes to it,
+long after it was asked for (TensorRT-LLM issue 15546). The slots are those of the host tier, if
+there is one: what it keeps need not be copied on the way, in either direction.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.kernels import dispatch
-from flowkv.tiers.io.engine import Arena, ArenaSlot
+from flowkv.tiers.slots import SlotPool
 
 # What copies between pinned memory and a device need of it: order, and nothing else.
 #
@@ -29,6 +30,8 @@ from flowkv.tiers.io.engine import Arena, ArenaSlot
 # come so far. A copy reads its source when the stream comes to it, never before: the order in
 # which a driver may read sources ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent
 # half-written pages to disks elsewhere (vLLM issue 45704), and nothing here asks for it.
+
+Places = Sequence[int]
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: for all contexts, and for kernels
 
@@ -73,15 +76,21 @@ class CudaStreams:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
-    def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """Copies `rows`, uint8 `[n, bytes]`, to the pages of an arena that begin there."""
+    def scatter(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
+                n_bytes: int) -> None:  # fmt: skip
+        """Copies lines of pinned memory, which begin at granules of it, to pages of an arena."""
         with torch.cuda.stream(self._stream):
-            dispatch.scatter_pages(pages, self._places(granules), _granules(rows), rows)
+            target, lines_there = self._places(granules, lines)
+            size = n_bytes // GRANULE_BYTES
+            dispatch.scatter_pages(pages, target, size, memory, lines=lines_there)
 
-    def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """Copies pages of an arena into `rows`."""
+    def gather(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
+               n_bytes: int) -> None:  # fmt: skip
+        """Copies pages of an arena to lines of pinned memory."""
         with torch.cuda.stream(self._stream):
-            dispatch.gather_pages(pages, self._places(granules), _granules(rows), rows)
+            source, lines_there = self._places(granules, lines)
+            size = n_bytes // GRANULE_BYTES
+            dispatch.gather_pages(pages, source, size, memory, lines=lines_there)
 
     def mark(self) -> CudaMark:
         """The place after the copies given so far."""
@@ -102,20 +111,15 @@ class CudaStreams:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(address)
 
-    def _places(self, granules: list[int]) -> torch.Tensor:
+    def _places(self, granules: Places, lines: Places) -> tuple[torch.Tensor, torch.Tensor]:
         # Made on the copy stream, so that its memory is not used again before the kernel has run.
-        return torch.tensor(granules, dtype=torch.int32, device=self.device)
+        both = torch.tensor([granules, lines], dtype=torch.int32, device=self.device)
+        return both[0], both[1]
 
 
-def _granules(rows: torch.Tensor) -> int:
-    return rows.shape[1] // 4096
-
-
-KERNEL_BYTES, LEAST_PIECES = 28 << 10, 16
+KERNEL_BYTES, LEAST_PIECES = 2 << 20, 16
 """Pieces below this size, and so many of them, are copied by one kernel. A copy engine is told of
-each piece, which takes about as long as 30 KB of copying; one kernel moves thousands of small ones,
-but occupies processors (vLLM's `swap_blocks_triton` draws the same line; figures in its "KV
-offloading connector" report of January 2026)."""
+each piece, which takes 37 us of Python: the time of 2 MiB over the link (measured on an H200)."""
 
 STAGING_BYTES = 256 << 20
 
@@ -126,8 +130,8 @@ class Copies:
     Args:
         streams: Of the device.
         pages: uint8 `[bytes]`, the arena of the device's pages.
-        arena: Staging memory that is registered with the device; None for torch's own.
-        why: Why there is no arena.
+        slots: Memory that is registered with the device; where it cannot be, torch's own is used.
+        most_bytes: Most bytes of rows that nothing keeps, where a caller can wait.
         kernel_bytes: Smaller pieces are copied by a kernel,
         least_pieces: if they are so many.
     """
@@ -136,19 +140,24 @@ class Copies:
         self,
         streams: CudaStreams,
         pages: torch.Tensor,
-        arena: Arena | None,
+        slots: SlotPool,
         *,
-        why: str = "",
+        most_bytes: int = STAGING_BYTES,
         kernel_bytes: int = KERNEL_BYTES,
         least_pieces: int = LEAST_PIECES,
     ) -> None:
-        self.streams, self.pages, self.arena, self.why = streams, pages, arena, why
+        self.streams, self.pages, self.slots = streams, pages, slots
+        self.most_bytes = most_bytes
         self._kernel_bytes, self._least_pieces = kernel_bytes, least_pieces
-        self._unused: deque[ArenaSlot] = deque()  # whose rows are gone; a finalizer may only append
         self._queue: list[tuple[int, torch.Tensor]] = []  # (granule, row)
         self._leaving: deque[tuple[CudaMark, list[torch.Tensor]]] = deque()
-        self._end = weakref.finalize(self, _end, streams, arena, self._leaving)
+        self._end = weakref.finalize(self, _end, self._leaving)
         self._end.atexit = False
+
+    @property
+    def why(self) -> str:
+        """The reason for which slots are not used; "" where they are."""
+        return self.slots.why
 
     def stage(self, count: int, n_bytes: int) -> list[torch.Tensor]:
         """Rows of pinned memory, with whatever was there before.
@@ -157,27 +166,28 @@ class Copies:
             count: How many.
             n_bytes: Of each, a multiple of 4096.
         """
-        if not count:
-            return []
-        self._reclaim()
-        slot = self._slot(count * n_bytes)
-        if slot is None:
-            pin = self.pages.device.type == "cuda"
-            rows = self.pages.new_empty((count, n_bytes), pin_memory=pin, device="cpu")
-            return list(rows)
-        view = memoryview(slot.view)  # what the rows, and all that is made of them, keep alive
-        weakref.finalize(view, self._unused.append, slot).atexit = False
-        return list(torch.frombuffer(view, dtype=torch.uint8).view(count, n_bytes))
+        rows = list[torch.Tensor]()
+        while len(rows) < count:
+            array = self.slots.take(n_bytes, pinned=True)
+            if array is not None:
+                rows.append(torch.from_numpy(array))
+            elif self._leaving and self.slots.pinned:
+                self._leave()
+            else:
+                pin, left = self.pages.device.type == "cuda", count - len(rows)
+                more = self.pages.new_empty((left, n_bytes), pin_memory=pin, device="cpu")
+                rows += list(more)
+        return rows
 
     def upload(self, row: torch.Tensor, granule: int) -> None:
-        """Queues the copy of a staged row to the page at a granule."""
+        """Queues the copy of a row to the page at a granule."""
         self._queue.append((granule, row))
 
     def flush(self) -> None:
         """Gives queued copies to the device; what it computes from now on sees them."""
         if not self._queue:
             return
-        queue, self._queue = sorted(self._queue, key=lambda x: x[1].data_ptr()), []
+        queue, self._queue = self._queue, []
         self.streams.follow()  # the pages may still be read as what they were before
         self._move(queue, to_device=True)
         self.streams.lead()
@@ -220,38 +230,24 @@ class Copies:
         return rows
 
     def has_room(self, n_bytes: int) -> bool:
-        """Whether rows of so many bytes would lie in the arena, or never would."""
-        self._reclaim()
-        most = 0 if self.arena is None else self.arena.n_bytes
-        return n_bytes > most or self.staged_bytes() + n_bytes <= most
+        """Whether rows of so many bytes would lie in slots, or never would."""
+        staged = self.staged_bytes()
+        return not self.slots.pinned or not staged or staged + n_bytes <= self.most_bytes
 
     def staged_bytes(self) -> int:
-        """Bytes of the arena that rows occupy, those of copies under way among them."""
+        """Bytes of slots that rows occupy which nothing keeps, those of copies under way too."""
         self._reclaim()
-        return 0 if self.arena is None else self.arena.n_bytes - self.arena.free_bytes
+        return max(0, self.slots.used_bytes - self.slots.kept_bytes) if self.slots.pinned else 0
 
     def close(self) -> None:
-        """Waits for the copies under way, and unpins the arena, which goes with its last row."""
+        """Waits for the copies under way."""
         self.flush()
         self._end()
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
-
-    def _slot(self, n_bytes: int) -> ArenaSlot | None:
-        """A slot of the arena, once copies that are under way have left one."""
-        if self.arena is None or n_bytes > self.arena.n_bytes:
-            return None
-        while (slot := self.arena.take(n_bytes)) is None and self._leaving:
-            self._leave()
-        return slot
 
     def _reclaim(self) -> None:
-        """Takes back what copies that are over, and whoever else, have let go of."""
+        """Lets go of what copies that are over have used."""
         while self._leaving and self._leaving[0][0].done():
             self._leaving.popleft()
-        while self._unused and self.arena is not None:
-            self.arena.give_back(self._unused.popleft())
 
     def _leave(self) -> None:
         self._leaving[0][0].wait()
@@ -259,69 +255,57 @@ class Copies:
         self._reclaim()
 
     def _move(self, queue: list[tuple[int, torch.Tensor]], *, to_device: bool) -> None:
-        """Copies neighbouring rows in one go, by a kernel if they are many and small."""
+        """Copies rows: small ones by one kernel if they are many, neighbours in one piece."""
+        alike = dict[tuple[int, int], list[tuple[int, int, torch.Tensor]]]()
+        wholes = dict[int, torch.Tensor]()
+        for granule, row in queue:
+            found = self.slots.place(row.data_ptr())
+            whole, at = (row, 0) if found is None else (torch.from_numpy(found[0]), found[1])
+            wholes[whole.data_ptr()] = whole
+            alike.setdefault((whole.data_ptr(), len(row)), []).append((at, granule, row))
         kernel = self.streams.scatter if to_device else self.streams.gather
-        for run in _runs(queue):
-            granules, first = [granule for granule, _ in run], run[0][1]
-            if len(first) < self._kernel_bytes and len(run) >= self._least_pieces:
-                kernel(self.pages, granules, _joined(first, len(run)).view(len(run), len(first)))
+        for (address, n_bytes), those in alike.items():
+            whole = wholes[address]
+            those.sort(key=itemgetter(0))
+            if n_bytes < self._kernel_bytes and len(those) >= self._least_pieces:
+                lines = [at // GRANULE_BYTES for at, _, _ in those]
+                kernel(self.pages, [granule for _, granule, _ in those], whole, lines, n_bytes)
                 continue
             start = 0
-            for end in range(1, len(run) + 1):
-                step = len(first) // GRANULE_BYTES
-                if end < len(run) and granules[end] == granules[end - 1] + step:
+            for end in range(1, len(those) + 1):
+                if end < len(those) and _follow(*those[end - 1][:2], *those[end][:2], n_bytes):
                     continue  # side by side on both sides: one piece
-                row = _joined(run[start][1], end - start)
-                page = self.pages[granules[start] * GRANULE_BYTES :][: len(row)]
+                at, granule, _ = those[start]
+                row = whole[at : at + (end - start) * n_bytes]
+                page = self.pages[granule * GRANULE_BYTES :][: len(row)]
                 self.streams.copy(*((page, row) if to_device else (row, page)))
                 start = end
 
 
-def open_copies(streams: CudaStreams, pages: torch.Tensor, n_bytes: int = STAGING_BYTES) -> Copies:
+def open_copies(streams: CudaStreams, pages: torch.Tensor, slots: SlotPool | None = None,
+                n_bytes: int = STAGING_BYTES) -> Copies:  # fmt: skip
     """Copies for the pages of a device.
 
-    Where the driver does not pin the arena, torch's own pinned memory is used, and `why` says so.
+    Where the driver does not register memory, torch's own pinned memory is used, and `why` says so.
 
     Args:
         streams: Of the device.
         pages: uint8 `[bytes]`, the arena of its pages.
-        n_bytes: Of staging memory.
+        slots: Those of a host tier.
+        n_bytes: Of slots for copies under way, beside what the tier keeps.
     """
-    arena = Arena(n_bytes)
-    why = streams.pin(arena.address, arena.n_bytes)
-    if why:
-        arena.close()
-    return Copies(streams, pages, None if why else arena, why=why)
+    slots, more = (SlotPool(n_bytes), 0) if slots is None else (slots, n_bytes)
+    slots.register(streams.pin, streams.unpin, more)
+    return Copies(streams, pages, slots, most_bytes=n_bytes)
 
 
-def _end(
-    streams: CudaStreams, arena: Arena | None, leaving: deque[tuple[CudaMark, list[torch.Tensor]]]
-) -> None:
+def _end(leaving: deque[tuple[CudaMark, list[torch.Tensor]]]) -> None:
     """Neither pages nor pinned memory go before the copies that use them."""
     while leaving:
         leaving[0][0].wait()
         leaving.popleft()
-    if arena is not None:
-        streams.unpin(arena.address)
 
 
-def _runs(queue: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Splits rows, sorted by address, where two are no neighbours of one `stage`."""
-    runs: list[list[tuple[int, torch.Tensor]]] = []
-    for granule, row in queue:
-        last = runs[-1][-1][1] if runs else None
-        beside = (
-            last is not None
-            and last.data_ptr() + len(last) == row.data_ptr()
-            and last.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
-        )
-        if beside:
-            runs[-1].append((granule, row))
-        else:
-            runs.append([(granule, row)])
-    return runs
-
-
-def _joined(first: torch.Tensor, count: int) -> torch.Tensor:
-    """The bytes of a row and of those behind it."""
-    return first.as_strided((count * len(first),), (1,))
+def _follow(at: int, granule: int, next_at: int, next_granule: int, n_bytes: int) -> bool:
+    """Whether a row and its page lie right behind another one and its page."""
+    return next_at == at + n_bytes and next_granule == granule + n_bytes // GRANULE_BYTES

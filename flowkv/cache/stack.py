@@ -31,6 +31,7 @@ from flowkv.policy.warming import Warming, behind
 from flowkv.residency.places import memory_bytes
 from flowkv.tiers.base import Tier, reserved_bytes
 from flowkv.tiers.disk.home import LEARNED
+from flowkv.tiers.host import HostTier
 from flowkv.tiers.io.engine import FileIO, read_file, replace_file
 from flowkv.tiers.sharded import ShardedTier
 
@@ -54,10 +55,16 @@ def open_pools(geometry: Geometry, config: Config) -> dict[str, PagePool]:
         place = config.places(on_cpu=on_cpu)[0]
         total = memory_bytes() if on_cpu else _device_bytes(device)
         size, codecs = place.size_bytes(total) or 0, max(len(found.layouts) for found in forms)
-        pool = pools[device] = PagePool(device, size, granules, least_slabs=4 * codecs)
-        if pool.device.type == "cuda":
-            pool.copies = open_copies(CudaStreams(pool.device), pool.arena)
+        pools[device] = PagePool(device, size, granules, least_slabs=4 * codecs)
     return pools
+
+
+def link_pools(pools: Iterable[PagePool], tiers: Iterable[Tier]) -> None:
+    """Give pools on GPUs what copies their pages, through the memory of the host tier."""
+    slots = next((tier.slots for tier in tiers if isinstance(tier, HostTier)), None)
+    for pool in pools:
+        if pool.device.type == "cuda":
+            pool.copies = open_copies(CudaStreams(pool.device), pool.arena, slots)
 
 
 def divided(tiers: Sequence[Tier], geometry: Geometry, shard: Shard | None) -> list[Tier]:

@@ -332,10 +332,11 @@ def gather_pages(
     out: torch.Tensor,
     *,
     part: tuple[int, int] | None = None,
+    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """Copy pages of the arena, or one layer's stripe of each, side by side into staging.
+    """Copy pages of the arena, or one layer's stripe of each, into staging.
 
     Args:
         arena: uint8 `[bytes]`.
@@ -345,6 +346,8 @@ def gather_pages(
             which holds the pages when the stream has come so far.
         part: `(first, count)` in granules (`stripe_part`) of each page; `out` is
             `[n, count * 4096]` then. Default: whole pages.
+        lines: int32 `[n]` on the arena's device, granules of `out` at which the copies begin; `out`
+            is `[bytes]` then. Default: one behind the other.
         digests: int64 `[n, stripes, 2]` on the arena's device, contiguous; gets the digests of the
             stripes, equal parts of what is moved, in the same pass (`digest_pages`).
         backend: "reference", "cpu" or "triton"; default by device.
@@ -353,11 +356,11 @@ def gather_pages(
         GeometryError: An operand has the wrong shape, dtype or device.
         ConfigError: No such backend.
     """
-    _check_staged(arena, granules, part, "out", out, source=source)
+    _check_staged(arena, granules, part, "out", out, lines, source=source)
     move = resolve("gather_pages", ANY, backend or choose(arena.device))
     if digests is not None:
         _check_digests(digests, arena, len(source), part[1] if part else granules)
-    move(arena, source, granules, out, part, digests)
+    move(arena, source, granules, out, part, lines, digests)
 
 
 def scatter_pages(
@@ -367,6 +370,7 @@ def scatter_pages(
     data: torch.Tensor,
     *,
     part: tuple[int, int] | None = None,
+    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
@@ -380,6 +384,8 @@ def scatter_pages(
             which must live until the stream has come so far.
         part: `(first, count)` in granules (`stripe_part`) of each page, the only bytes written;
             `data` is `[n, count * 4096]` then. Default: whole pages.
+        lines: int32 `[n]` on the arena's device, granules of `data` at which the lines begin;
+            `data` is `[bytes]` then. Default: one behind the other.
         digests: int64 `[n, stripes, 2]` on the arena's device, contiguous; gets the digests of the
             stripes, equal parts of what is moved, in the same pass (`digest_pages`).
         backend: "reference", "cpu" or "triton"; default by device.
@@ -388,11 +394,11 @@ def scatter_pages(
         GeometryError: An operand has the wrong shape, dtype or device.
         ConfigError: No such backend.
     """
-    _check_staged(arena, granules, part, "data", data, target=target)
+    _check_staged(arena, granules, part, "data", data, lines, target=target)
     move = resolve("scatter_pages", ANY, backend or choose(arena.device))
     if digests is not None:
         _check_digests(digests, arena, len(target), part[1] if part else granules)
-    move(arena, target, granules, data, part, digests)
+    move(arena, target, granules, data, part, lines, digests)
 
 
 def digest_pages(
@@ -493,11 +499,29 @@ def _check_staged(
     part: tuple[int, int] | None,
     name: str,
     staging: torch.Tensor,
+    lines: torch.Tensor | None,
     **lists: torch.Tensor,
 ) -> None:
     count = _check_part(arena, granules, part, **lists)
     (places,) = lists.values()
-    check_staging(name, staging, arena, len(places), count)
+    if lines is None:
+        check_staging(name, staging, arena, len(places), count)
+        return
+    granules_there = staging.numel() // GRANULE_BYTES
+    check_staging(name, staging[None] if staging.dim() == 1 else staging, arena, 1, granules_there)
+    plain = lines.dtype is torch.int32 and lines.shape == places.shape
+    if not plain or lines.device != arena.device:
+        raise GeometryError(
+            f"lines are {lines.dtype} {tuple(lines.shape)} on {lines.device}",
+            f"Make them torch.int32 [{len(places)}] on {arena.device}",
+        )
+    if _depth and lines.numel():
+        low, high = int(lines.min()), int(lines.max())
+        _need(
+            low >= 0 and high <= granules_there - count,
+            f"lines begin at granules {low} to {high} of {granules_there}",
+            f"Leave room for {count} granules behind each",
+        )
 
 
 def _check_stripes(granules: int, stripes: int) -> None:

@@ -514,12 +514,13 @@ def gather_pages(
     granules: int,
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
+    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy pages of the arena, or `part` of each, side by side into `out`, uint8 `[n, bytes]`."""
-    frames = _pages_parts(_frames(arena, granules), part)
-    for n, g in enumerate(source.tolist()):
-        out[n] = frames[g]
+    """Copy pages of the arena, or `part` of each, to the lines of `out`, uint8 `[n, bytes]`."""
+    frames, to = _pages_parts(_frames(arena, granules), part), _lines(out, lines, granules, part)
+    for line, g in zip(to, source.tolist(), strict=True):
+        line.copy_(frames[g])
     if digests is not None:
         digests.copy_(digest_pages(arena, source, granules, digests.shape[1], part))
 
@@ -530,14 +531,25 @@ def scatter_pages(
     granules: int,
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
+    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
     """Copy the lines of `data`, uint8 `[n, bytes]`, to pages of the arena, or to `part` of each."""
-    frames = _pages_parts(_frames(arena, granules), part)
-    for n, g in enumerate(target.tolist()):
-        frames[g] = data[n]
+    frames, of = _pages_parts(_frames(arena, granules), part), _lines(data, lines, granules, part)
+    for line, g in zip(of, target.tolist(), strict=True):
+        frames[g] = line
     if digests is not None:
         digests.copy_(digest_pages(arena, target, granules, digests.shape[1], part))
+
+
+def _lines(
+    staging: torch.Tensor, lines: torch.Tensor | None, granules: int, part: tuple[int, int] | None
+) -> list[torch.Tensor]:
+    """Return the lines of a staging tensor, which begin at granules of it, or follow each other."""
+    if lines is None:
+        return list(staging)
+    n_bytes = (part or (0, granules))[1] * GRANULE_BYTES
+    return [staging[GRANULE_BYTES * at :][:n_bytes] for at in lines.tolist()]
 
 
 def digest_pages(

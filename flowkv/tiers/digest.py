@@ -168,9 +168,11 @@ def _seal_all(rows, held):
     for i in range(len(rows)):
         row = rows[i]
         at = row.header + np.uint64(FIXED_BYTES)
+        copies = row.data != row.body
         for stripe in range(row.stripes):
             skip = row.step * stripe
-            _put(_digest(row.body + skip, row.step, row.data + skip, scratch), at + _EACH * stripe)
+            data = row.data + skip if copies else np.uint64(0)
+            _put(_digest(row.body + skip, row.step, data, scratch), at + _EACH * stripe)
         at = row.header + np.uint64(_DIGEST_AT)
         _put(_digest_header(row.header, row.header_bytes), at)
     fence()
@@ -232,7 +234,7 @@ SEAL = np.dtype(
     [(name, "<u8") for name in ("header", "header_bytes", "body", "data", "step", "stripes")]
 )
 """One frame: address and length of its header, whose digests are zeros still, address of its body,
-and where that is copied."""
+and where that is copied, which may be the body itself."""
 
 
 def seal_frames(rows: NDArray[np.void]) -> None:

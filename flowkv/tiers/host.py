@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from flowkv.tiers.frame import (
     span,
     verify_stripes,
 )
-from flowkv.tiers.io.engine import Arena, ArenaSlot
+from flowkv.tiers.slots import Bytes, SlotPool
 from flowkv.tiers.worker import Completions
 
 # Tiers that answer while they are asked, as memory can.
@@ -156,7 +156,10 @@ THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 OVERHEAD_BYTES = 1024
 """Charged per frame for its Python objects: key, description, table entry."""
 SLOT_BYTES = 1 << 16
-"""Bodies from this size on lie in one mapping, whose memory is used again when they go."""
+"""Bodies from this size on lie in slots, whose memory is used again when they go."""
+
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 class KeptFrame(NamedTuple):
@@ -164,15 +167,15 @@ class KeptFrame(NamedTuple):
 
     Attributes:
         header: With the digests that its body must have.
-        body: Its memory.
-        slot: Of the arena; None where it has memory of its own.
+        body: Its bytes.
+        kept_bytes: What it occupies of the slots; 0 where it has memory of its own.
         body_at: Address of the body.
         digests_at: Address of the digests.
     """
 
     header: Header
-    body: memoryview
-    slot: ArenaSlot | None
+    body: Bytes
+    kept_bytes: int
     body_at: int
     digests_at: int
 
@@ -185,6 +188,9 @@ class HostTier(Immediate):
     overwrites, is a miss with reason "digest" and the frame is gone. Memory of large frames is used
     again for others, and goes back to the system when the tier is closed.
 
+    Beside a device that reaches the slots nothing is copied: a body that lies in a slot is kept
+    where it is, and a load into the memory that `lend` returned is checked in its place.
+
     Args:
         capacity_bytes: Most bytes it may occupy.
         name: Shown in statistics.
@@ -192,6 +198,7 @@ class HostTier(Immediate):
 
     Attributes:
         corrupt: Frames found damaged so far.
+        slots: Where bodies lie.
     """
 
     kind = "host"
@@ -207,7 +214,7 @@ class HostTier(Immediate):
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
         self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(THREADS, f"flowkv {name}")
         self._waiting: dict[int, int] = {}  # shares of jobs that were not cancelled
-        self._arena: Arena | None = None
+        self.slots = SlotPool(capacity_bytes)
         self._frames: dict[bytes, KeptFrame] = {}
         self._used_bytes = self._claimed_bytes = 0  # those of stores under way are in both
 
@@ -323,18 +330,35 @@ class HostTier(Immediate):
     def delete(self, keys: Sequence[bytes]) -> int:
         """Frees frames."""
         with self._lock:
-            gone = [frame for key in keys if (frame := self._drop(key)) is not None]
-            self._free(gone)
-        return len(gone)
+            return sum(self._drop(key) is not None for key in keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Overwrites and frees frames."""
         with self._lock:
             gone = [frame for key in keys if (frame := self._drop(key)) is not None]
             for frame in gone:
-                np.frombuffer(frame.body, np.uint8)[:] = 0
-            self._free(gone)
+                if frame.kept_bytes:
+                    self.slots.wipe(frame.body)  # at once, or when a copy of it is over
+                else:
+                    frame.body[:] = 0
         return len(gone)
+
+    def lend(self, key: bytes, first: int = 0, stripes: int = 0) -> Bytes | None:
+        """Return where stripes of a frame lie, if a device reaches them; None otherwise.
+
+        A load with that memory as its target copies nothing, and answers whether it is sound. The
+        memory stays as it is while an array refers to it, whatever becomes of the frame.
+
+        Args:
+            key: Of the frame.
+            first: First stripe.
+            stripes: How many; 0 for all from the first on.
+        """
+        frame = self._frames.get(key)
+        if frame is None or not (frame.kept_bytes and self.slots.reaches(frame.body)):
+            return None
+        step, stop = frame.header.info.stripe_bytes, first + stripes or frame.header.stripes
+        return frame.body[first * step : stop * step] if stop <= frame.header.stripes else None
 
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
@@ -353,8 +377,7 @@ class HostTier(Immediate):
         with self._lock:
             self._frames.clear()
             self._used_bytes = self._claimed_bytes = 0
-            if self._arena is not None:
-                self._arena.close()
+        self.slots.close()
         self._answers.close()
 
     def _load(self, item: Load, end_ns: int) -> TierAnswer:
@@ -363,8 +386,9 @@ class HostTier(Immediate):
             return missed(item.key)
 
         def copy(target: memoryview, at: int) -> None:
-            part = frame.body[at : at + len(target)]
-            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))  # without GIL
+            into, part = np.frombuffer(target, np.uint8), frame.body[at : at + len(target)]
+            if into.ctypes.data != part.ctypes.data:
+                np.copyto(into, part)  # without the interpreter's lock
 
         try:  # the copy is what is verified: the frame may be overwritten by `erase` meanwhile
             return copied(frame.header, item, copy)
@@ -411,51 +435,51 @@ class HostTier(Immediate):
         charge, refused = self._claim(item)
         if refused is not None:
             return refused
-        body, slot = memoryview(b""), None
         try:
             # Digests come from the caller's memory: should it change while it is copied, against
             # the contract, then the copy will not match them and never be served.
             header = describe(item.key, item.info, item.body)
-            body, slot = self._memory(item.body.nbytes)
-            np.copyto(np.frombuffer(body, np.uint8), np.frombuffer(item.body, np.uint8))
+            source, body = np.frombuffer(item.body, np.uint8), self._memory(item.body)
+            if body.ctypes.data != source.ctypes.data:
+                np.copyto(body, source)
         except BaseException as error:
-            self._give_back(charge, slot)
+            self._give_back(charge)
             if isinstance(error, MemoryError):
                 return failed(item.key, "memory")
             raise
-        return self._keep(header, body, slot, charge)
+        return self._keep(header, body, charge)
 
     def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
         """The same of many: copied and digested in one compiled call without the interpreter."""
         from flowkv.tiers.digest import SEAL, seal_frames
 
         found = dict[int, TierAnswer]()
-        rows, made = list[tuple[int, ...]](), dict[int, tuple[bytearray, memoryview, Any, int]]()
+        rows, made = list[tuple[int, ...]](), dict[int, tuple[bytearray, Bytes, int]]()
         try:
             for number, item in enumerate(items):
                 charge, refused = self._claim(item)
                 if refused is not None:
                     found[number] = refused
                     continue
-                made[number] = bytearray(), memoryview(b""), None, charge
+                made[number] = bytearray(), _NOTHING, charge
                 step = item.info.stripe_bytes
                 stripes = item.body.nbytes // step
                 header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
-                body, slot = self._memory(item.body.nbytes)
-                made[number] = header, body, slot, charge
-                places = [*map(address_of, (memoryview(header), item.body, body))]
+                body = self._memory(item.body)
+                made[number] = header, body, charge
+                places = address_of(memoryview(header)), address_of(item.body), body.ctypes.data
                 rows.append((places[0], len(header), *places[1:], step, stripes))
             seal_frames(np.array(rows, SEAL))
         except BaseException as error:
-            for _, _, slot, charge in made.values():
-                self._give_back(charge, slot)
+            for _, _, charge in made.values():
+                self._give_back(charge)
             if isinstance(error, MemoryError):
                 return [found.get(n) or failed(one.key, "memory") for n, one in enumerate(items)]
             raise
-        for number, (header, body, slot, charge) in made.items():
+        for number, (header, body, charge) in made.items():
             key, info, _ = items[number]
             digests = bytes(memoryview(header)[FIXED_BYTES:])
-            found[number] = self._keep(Header(key, info, digests), body, slot, charge)
+            found[number] = self._keep(Header(key, info, digests), body, charge)
         return [found[number] for number in range(len(items))]
 
     def _claim(self, item: Store) -> tuple[int, TierAnswer | None]:
@@ -474,58 +498,41 @@ class HostTier(Immediate):
             self._claimed_bytes += charge
         return charge, None
 
-    def _give_back(self, charge: int, slot: ArenaSlot | None) -> None:
+    def _give_back(self, charge: int) -> None:
         with self._lock:
             self._used_bytes -= charge
             self._claimed_bytes -= charge
-            self._free_slot(slot)
 
-    def _keep(
-        self, header: Header, body: memoryview, slot: ArenaSlot | None, charge: int
-    ) -> TierAnswer:
-        at = address_of(body), address_of(memoryview(header.digests))
-        frame = KeptFrame(header, body, slot, *at)
+    def _keep(self, header: Header, body: Bytes, charge: int) -> TierAnswer:
+        at = body.ctypes.data, address_of(memoryview(header.digests))
+        kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES
+        frame = KeptFrame(header, body, kept_bytes * self.slots.owns(body.data), *at)
         with self._lock:
             self._claimed_bytes -= charge
             new = not self._closed and header.key not in self._frames
             if new:
                 self._frames[header.key] = frame
+                self.slots.kept_bytes += frame.kept_bytes
             else:
                 self._used_bytes -= charge
-                self._free([frame])
-        n_bytes = body.nbytes if new else 0
+        n_bytes = len(body) if new else 0
         return TierAnswer(0, 0, header.key, Outcome.STORED, "", None, n_bytes)
 
-    def _memory(self, n_bytes: int) -> tuple[memoryview, ArenaSlot | None]:
-        """Memory for a body, and its slot if it lies in the arena.
+    def _memory(self, body: memoryview) -> Bytes:
+        """Memory for a body: its own, if that is a slot.
 
         Raises:
             MemoryError: There is none.
         """
-        if n_bytes >= SLOT_BYTES:
-            with self._lock, suppress(OSError, MemoryError, OverflowError, StateError):
-                if self._arena is None and not self._closed:
-                    self._arena = Arena(self.capacity_bytes)
-                if self._arena is not None and (slot := self._arena.take(n_bytes)) is not None:
-                    return slot.view, slot
-        return memoryview(bytearray(n_bytes)), None
-
-    def _free(self, frames: Sequence[KeptFrame]) -> None:
-        """Gives back slots: a late copy of what was there differs from its digests."""
-        for frame in frames:
-            self._free_slot(frame.slot)
-
-    def _free_slot(self, slot: ArenaSlot | None) -> None:
-        if slot is not None and self._arena is not None:
-            with suppress(StateError):  # it was closed
-                self._arena.give_back(slot)
+        if self.slots.owns(body):
+            return np.frombuffer(body, np.uint8)
+        slot = self.slots.take(body.nbytes) if body.nbytes >= SLOT_BYTES else None
+        return np.frombuffer(bytearray(body.nbytes), np.uint8) if slot is None else slot
 
     def _discard(self, key: bytes, damaged: KeptFrame) -> bool:
         """Takes a damaged frame out; False if it was taken out meanwhile, and overwritten."""
         with self._lock:
             found = self._frames.get(key) is damaged and self._drop(key) is not None
-            if found:
-                self._free([damaged])
             self.corrupt += found
             return found
 
@@ -534,6 +541,7 @@ class HostTier(Immediate):
         frame = self._frames.pop(key, None)
         if frame is not None:
             self._used_bytes -= _charge(len(frame.body), frame.header.stripes)
+            self.slots.kept_bytes -= frame.kept_bytes
         return frame
 
 

@@ -9,7 +9,7 @@ from flowkv.tiers import Load
 from tests.cache.fakes import Wrapped, lasting
 from tests.cache.test_pinned import Eager
 from tests.cache.toy import check_content, make_kv, prefill, published, simple
-from tests.inside import Arena, Copies, PageStore, Prefetch
+from tests.inside import Copies, PageStore, Prefetch, SlotPool
 
 
 class Ranked(Wrapped):
@@ -78,8 +78,9 @@ def test_a_page_that_came_twice_is_copied_up_before_it_is_another_ones(
     kv = make_kv(simple(), pages=pages, tiers=[tier], load_deadline_s=5, **lossy)
     store = kv.planner.store
     for seed, pool in enumerate(store.pools.values()):
-        arena = Arena(1 << 18)
-        pool.copies = OnceEach(Eager(seed), pool.arena, arena, kernel_bytes=8192, least_pieces=3)
+        streams, slots = Eager(seed), SlotPool(1 << 18)
+        slots.register(streams.pin, streams.unpin)
+        pool.copies = OnceEach(streams, pool.arena, slots, kernel_bytes=8192, least_pieces=3)
     forget_codecs(store)
     eight = next(x.fingerprint() for codec, x in store.forms[0].layouts.items() if codec)
     tier.rank = lambda load: 0 if load.layout == eight else None

@@ -20,6 +20,7 @@ from tests.cache.test_pinned import FakeMark, behind_a_bus
 from tests.inside import (
     CapacityError,
     ConfigError,
+    Copies,
     StateError,
     StoreError,
     overflow,
@@ -356,8 +357,15 @@ class TestOnADeviceOfItsOwn:
     def test_a_copy_that_is_not_waited_for_shows(
         self, fault: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        send = Copies.send
+
+        def sent(*arguments: Any) -> FakeMark:
+            mark = send(*arguments)
+            mark.wait = lambda: None
+            return mark
+
         if fault == "wait":
-            monkeypatch.setattr(FakeMark, "wait", lambda mark: None)
+            monkeypatch.setattr(Copies, "send", sent)
         with self.grown(monkeypatch, fault=fault) as (_, worst, over):
             assert worst > TOLERANCE if fault == "lead" else not all(over)
 

@@ -30,6 +30,7 @@ from flowkv.tiers import Completion, Load, Outcome, open_tier
 from flowkv.tiers.disk import DiskTier
 from tests.cache.audit import audit
 from tests.cache.fakes import Halves, Wrapped
+from tests.cache.test_pinned import behind_a_bus
 from tests.engine import nano
 from tests.inside import HostTier, ObjectTier
 from tests.tiers.remote.servers_redis import redis_server
@@ -101,6 +102,9 @@ class Shelf(ABC):
     lasting = True
     """Whether frames outlive the tier."""
 
+    def opened(self, kv: flowkv.KV, seed: int) -> None:  # noqa: B027 - only memory has to know
+        """Take notice of a cache over the store, before anything is asked."""
+
     def close(self) -> None:  # noqa: B027 - only a server has something to release
         """Release what the store runs in."""
 
@@ -171,7 +175,10 @@ class MemoryShelf(Shelf):
 
 
 class HostShelf(MemoryShelf):
-    """Host memory, whose pages come back after the device has lost them."""
+    """Host memory, whose pages come back after the device has lost them.
+
+    In every second round a device reaches it: pages are kept and lent where they lie.
+    """
 
     lasting = False
 
@@ -183,6 +190,10 @@ class HostShelf(MemoryShelf):
         self.made = HostTier(64 << 20)
         return self.made
 
+    def opened(self, kv: flowkv.KV, seed: int) -> None:
+        if seed % 2:
+            behind_a_bus(kv)
+
     def damage(self, key: bytes, how: str, other: bytes, rng: random.Random) -> None:
         assert self.made is not None
         frames = self.made._frames
@@ -193,9 +204,9 @@ class HostShelf(MemoryShelf):
             if how == "another's":
                 body[:] = frames[other].body
             elif how == "cut":
-                body[len(body) // 2 :] = bytes(len(body) - len(body) // 2)
+                body[len(body) // 2 :] = 0
             else:
-                body[:] = mangled(bytes(body), how, rng)
+                body[:] = np.frombuffer(mangled(bytes(body), how, rng), np.uint8)
 
 
 class ObjectShelf(Shelf):
@@ -555,10 +566,11 @@ class World:
         self.stories = 0
 
     @contextmanager
-    def over(self, **options: Any) -> Iterator[tuple[flowkv.KV, Failing]]:
+    def over(self, seed: int = 0, **options: Any) -> Iterator[tuple[flowkv.KV, Failing]]:
         """Open a cache over the store."""
         tier = Failing(self.shelf.tier())
         kv = self.asked.attach(tier, **options)
+        self.shelf.opened(kv, seed)
         try:
             yield kv, tier
         finally:
@@ -597,7 +609,7 @@ class World:
 
         if self.shelf.lasting:
             break_frames("before")
-        with self.over(load_deadline_s=2.0) as (kv, tier):
+        with self.over(seed, load_deadline_s=2.0) as (kv, tier):
             if not self.shelf.lasting:
                 self.check(kv, order, self.asked.quick or ways[0])
                 self._leave_the_device(kv)

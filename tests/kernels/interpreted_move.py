@@ -6,6 +6,7 @@ See `interpreted`, which says how and why; this file is run like it.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +202,19 @@ def test_move_digests(granules: int, stripes: int, part: tuple[int, int] | None)
     assert torch.equal(
         digest_pages(other, source, granules, stripes, part=part, backend="reference"), wanted
     )
+    size = staged.shape[1] // GRANULE_BYTES
+    lines, apart = torch.tensor([3, 0, 2]).int() * size, torch.zeros(4 * staged.shape[1]).byte()
+    moved: dict[str, Any] = {"part": part, "lines": lines, "backend": "triton"}
+    gather_pages(arena, source, granules, apart, digests=copied.zero_(), **moved)
+    assert torch.equal(apart.view(4, -1)[[3, 0, 2]], staged) and torch.equal(copied, wanted)
+    gather_pages(arena, source, granules, apart.zero_(), **moved)
+    assert torch.equal(apart.view(4, -1)[[3, 0, 2]], staged)
+    for digests in (back.zero_(), None):
+        other = torch.zeros_like(arena)
+        scatter_pages(other, source, granules, apart, digests=digests, **moved)
+        again = digest_pages(other, source, granules, stripes, part=part, backend="reference")
+        assert torch.equal(again, wanted)
+    assert torch.equal(back, wanted)
 
 
 @pytest.mark.parametrize(("words", "block"), [(1, 1), (4097, 1000), (70_000, 1 << 19), (65, 64)])

@@ -125,6 +125,17 @@ def test_stripes_to_staging_and_back(backend: str, data: st.DataObject) -> None:
         scatter_pages(arena, int32(p * granules for p in target), granules, out, **options)
     frames[list(target), first : first + size] = expected
     assert torch.equal(arena, frames.flatten())
+    order = data.draw(st.permutations(range(count + 1)))[:count]
+    apart = torch.full(((count + 1) * size * GRANULE_BYTES,), 7, dtype=torch.uint8)
+    options["lines"] = int32(p * size for p in order)
+    with checking():
+        gather_pages(arena, int32(p * granules for p in target), granules, apart, **options)
+        there = apart.view(count + 1, size * GRANULE_BYTES)
+        assert torch.equal(there[list(order)], expected.flatten(1))
+        assert there.count_nonzero(1).sum() == expected.count_nonzero() + size * GRANULE_BYTES
+        scatter_pages(arena, int32(p * granules for p in source), granules, apart, **options)
+    frames[list(source), first : first + size] = expected
+    assert torch.equal(arena, frames.flatten())
 
 
 @each_backend

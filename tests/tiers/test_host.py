@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import select
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from tests.inside import ConfigError, HostTier, ManualClock, StateError, host, t
 
 from .frames import (
     LAYOUT,
+    Counting,
     answers,
     body_of,
     get,
@@ -52,7 +55,7 @@ def test_erased_memory_is_blank() -> None:
     stored(tier, ["a", "b"])
     body = tier._frames[key_of("a")].body
     assert tier.erase([key_of("a"), key_of("nobody")]) == 1
-    assert body == bytes(8192)
+    assert not body.any()
     assert outcomes(get(tier, ["a", "b"])) == [("miss", ""), ("hit", "")]
     assert tier.used_bytes() == sum(entry.n_bytes for entry in tier.scan())
 
@@ -232,7 +235,7 @@ def test_a_store_that_raises_occupies_nothing(
     monkeypatch.setattr(host, "_compiled", lambda: True)
     tier = HostTier(1 << 20)
     stored(tier, ["a"], 1 << 17)
-    before, free_bytes = tier.used_bytes(), tier._arena.free_bytes
+    before = tier.used_bytes(), tier.slots.used_bytes, tier.slots.kept_bytes
 
     def failing(*args: object) -> None:
         raise error("odd")
@@ -242,29 +245,30 @@ def test_a_store_that_raises_occupies_nothing(
         patch.setattr(place, where, failing)
         said = outcomes(answers(tier, tier.submit_store(many("bcd")), 3))
     assert {outcome for outcome, _ in said} == {"failed"}
-    assert (tier.used_bytes(), tier._arena.free_bytes) == (before, free_bytes)
+    assert (tier.used_bytes(), tier.slots.used_bytes, tier.slots.kept_bytes) == before
     assert outcomes(answers(tier, tier.submit_store(many("bcd")), 3)) == [("stored", "")] * 3
     assert hits(tier, "abcd", 1 << 17) == 4
     tier.close()
 
 
 def test_memory_of_frames_that_went_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that is late finds other bytes than its digests say, and is a miss."""
+    """But not while a copy that is late reads it."""
     tier = HostTier(3 * HostTier(1).frame_bytes(1 << 17))
     for turn in range(20):
-        names = [f"{turn}{n}" for n in range(3)]
+        names, late = [f"{turn}{n}" for n in range(3)], None
         for name in names:
             item = Store(key_of(name), info_of(1 << 17, stripe_bytes=4096),
                          memoryview(body_of(name, 1 << 17)))  # fmt: skip
             assert outcomes(answers(tier, tier.submit_store([item]), 1)) == [("stored", "")]
         assert hits(tier, names, 1 << 17) == 3
-        assert all(tier._frames[key_of(name)].slot is not None for name in names)
+        assert all(tier._frames[key_of(name)].kept_bytes for name in names)
         late = tier._frames[key_of(names[0])]
         assert tier.delete([*map(key_of, names)]) == 3
-        assert tier._arena.free_bytes == tier._arena.n_bytes and tier.used_bytes() == 0
+        assert tier.used_bytes() == tier.slots.kept_bytes == 0
+        assert tier.slots.used_bytes == 1 << 17  # of the frame that is held
     stored(tier, ["new"], 1 << 17)
     monkeypatch.setitem(tier._frames, key_of(names[0]), late)
-    assert outcomes(get(tier, [names[0]], 1 << 17)) == [("miss", "digest")]
+    assert hits(tier, [names[0], "new"], 1 << 17) == 2
     tier.close()
 
 
@@ -293,7 +297,8 @@ def test_stores_loads_and_erasures_of_threads_agree(monkeypatch: pytest.MonkeyPa
                 assert answer.outcome is Outcome.MISS and not answer.reason
         assert tier.used_bytes() <= tier.capacity_bytes
     tier.erase([*map(key_of, names)])
-    assert tier.used_bytes() == 0 and tier._arena.free_bytes == tier._arena.n_bytes
+    gc.collect()
+    assert tier.used_bytes() == tier.slots.kept_bytes == tier.slots.used_bytes == 0
     tier.close()
 
 
@@ -347,6 +352,104 @@ def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = load_all(tier, ["a", "b", "c"], 8192, damaged="b")
     found = outcomes(answers(tier, tier.submit_load(loads), 3))
     assert found == [("hit", ""), ("miss", "digest"), ("hit", "")]
+    tier.close()
+
+
+# ---- beside a device that reaches the memory
+
+
+def reached(frames: int, size: int = 1 << 17) -> HostTier:
+    tier = HostTier(frames * HostTier(1).frame_bytes(size))
+    tier.slots.register(lambda address, n_bytes: "", lambda address: None, 1 << 20)
+    return tier
+
+
+def filled(tier: HostTier, names: str, size: int = 1 << 17) -> dict[str, np.ndarray]:
+    """Bodies in slots, as a device leaves them there."""
+    rows = {name: tier.slots.take(size, pinned=True) for name in names}
+    for name, row in rows.items():
+        row[:] = np.frombuffer(body_of(name, size), np.uint8)
+    return rows
+
+
+@pytest.fixture(params=["alone", "together"])
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames one at a time in the caller's thread, or many in others."""
+    if request.param == "together":
+        for name in ("APART_BYTES", "TOGETHER_BYTES"):
+            monkeypatch.setattr(host, name, 1)
+        monkeypatch.setattr(host, "_compiled", lambda: True)
+
+
+def loads_in_place(tier: HostTier, names: str, first: int = 0, stripes: int = 0) -> list[Load]:
+    lent = {name: tier.lend(key_of(name), first, stripes) for name in names}
+    return [
+        Load(key_of(name), row.data, LAYOUT, 0, first, stripes)
+        for name, row in lent.items()
+        if row is not None
+    ]
+
+
+@pytest.mark.usefixtures("apart")
+def test_bodies_in_slots_are_kept_and_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, size = reached(4), 1 << 17
+    count, rows = Counting(monkeypatch), filled(tier, "abc")
+    info = info_of(size, stripe_bytes=4096)
+    items = [Store(key_of(name), info, row.data) for name, row in rows.items()]
+    assert outcomes(answers(tier, tier.submit_store(items), 3)) == [("stored", "")] * 3
+    assert {n: tier._frames[key_of(n)].body_at for n in rows} == {
+        name: row.ctypes.data for name, row in rows.items()
+    }
+    assert tier.slots.used_bytes == tier.slots.kept_bytes == 3 * size
+    del rows, items
+    loads = loads_in_place(tier, "abc") + loads_in_place(tier, "b", 3, 2)
+    found = answers(tier, tier.submit_load(loads), 4)
+    assert outcomes(found) == [("hit", "")] * 4 and not count.n_bytes
+    assert bytes(loads[2].target) == body_of("c", size)
+    assert bytes(loads[3].target) == body_of("b", size)[3 * 4096 : 5 * 4096]
+    tier._frames[key_of("b")].body[-1] ^= 1
+    last, others = loads_in_place(tier, "b"), loads_in_place(tier, "ac")
+    found = answers(tier, tier.submit_load([*last, *others]), 3)
+    assert outcomes(found) == [("miss", "digest"), ("hit", ""), ("hit", "")]
+    assert hits(tier, "ac", size) == 2 and count.n_bytes == 2 * size
+    assert tier.lend(key_of("b")) is None and tier.lend(key_of("a"), 30, 3) is None
+    tier.close()
+
+
+def test_lent_memory_stays_as_it_is() -> None:
+    """Whether its frame is deleted, erased, or stored anew; erased bytes go with the last array."""
+    tier, size = reached(4), 1 << 17
+    info = info_of(size, stripe_bytes=4096)
+    for name, row in filled(tier, "abc").items():
+        answers(tier, tier.submit_store([Store(key_of(name), info, row.data)]), 1)
+    del row
+    lent = {name: tier.lend(key_of(name)) for name in "abc"}
+    places = {name: memory.ctypes.data for name, memory in lent.items()}
+    whole, first = tier.slots.place(min(places.values()))
+    assert tier.delete([key_of("a")]) == tier.erase([key_of("b")]) == 1
+    stored(tier, ["a", "b", "d"], size)
+    assert hits(tier, ["a", "b", "c", "d"], size) == 4
+    for name in "abc":
+        assert bytes(lent[name]) == body_of(name, size)
+    assert tier.slots.used_bytes - tier.slots.kept_bytes == 2 * size
+    del lent["b"]
+    at = places["b"] - min(places.values()) + first
+    assert not whole[at : at + size].any(), "erased when nothing reads it any more"
+    lent.clear()
+    assert tier.slots.used_bytes == tier.slots.kept_bytes == 4 * size
+    assert tier.erase([key_of("c")]) == 1
+    at = places["c"] - min(places.values()) + first
+    assert not whole[at : at + size].any(), "erased at once"
+    tier.close()
+
+
+def test_memory_that_no_device_reaches_is_not_lent() -> None:
+    tier = HostTier(1 << 20)
+    stored(tier, ["a"], 1 << 17)
+    assert tier.lend(key_of("a")) is None
+    tier.slots.register(lambda address, n_bytes: "no rights", lambda address: None)
+    assert tier.lend(key_of("a")) is None and tier.slots.why == "no rights"
+    assert tier.slots.take(4096, pinned=True) is None and hits(tier, ["a"], 1 << 17) == 1
     tier.close()
 
 

@@ -589,11 +589,12 @@ def gather_pages(
     granules: int,
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
+    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy pages of the arena, or a part of each, side by side; see `dispatch.gather_pages`."""
+    """Copy pages of the arena, or a part of each, into staging; see `dispatch.gather_pages`."""
     first, count = part or (0, granules)
-    _move((out, None), (arena[GRANULE_BYTES * first :], source.contiguous()), count, digests)
+    _move((out, lines), (arena[GRANULE_BYTES * first :], source.contiguous()), count, digests)
 
 
 def scatter_pages(
@@ -602,11 +603,12 @@ def scatter_pages(
     granules: int,
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
+    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
     """Copy lines of a staging tensor to pages, or a part of each; see `dispatch.scatter_pages`."""
     first, count = part or (0, granules)
-    _move((arena[GRANULE_BYTES * first :], target.contiguous()), (data, None), count, digests)
+    _move((arena[GRANULE_BYTES * first :], target.contiguous()), (data, lines), count, digests)
 
 
 def digest_pages(

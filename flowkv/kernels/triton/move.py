@@ -65,15 +65,16 @@ def gather_pages(
     granules: int,
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
+    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy pages of the arena, or `part` of each, side by side; see `dispatch.gather_pages`."""
+    """Copy pages of the arena, or `part` of each, into staging; see `dispatch.gather_pages`."""
     first, count = part or (0, granules)
-    moved = arena[GRANULE_BYTES * first :], out, source, source, count
+    moved = arena[GRANULE_BYTES * first :], out, source, source if lines is None else lines, count
     if digests is None:
-        _copy(*moved, SOURCE=True, TARGET=False)
+        _copy(*moved, SOURCE=True, TARGET=lines is not None)
     else:
-        _digest(*moved, digests, SOURCE=True, TARGET=False)
+        _digest(*moved, digests, SOURCE=True, TARGET=lines is not None)
 
 
 def scatter_pages(
@@ -82,15 +83,16 @@ def scatter_pages(
     granules: int,
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
+    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
     """Copy the lines of `data` to pages, or to `part` of each; see `dispatch.scatter_pages`."""
     first, count = part or (0, granules)
-    moved = data, arena[GRANULE_BYTES * first :], target, target, count
+    moved = data, arena[GRANULE_BYTES * first :], target if lines is None else lines, target, count
     if digests is None:
-        _copy(*moved, SOURCE=False, TARGET=True)
+        _copy(*moved, SOURCE=lines is not None, TARGET=True)
     else:
-        _digest(*moved, digests, SOURCE=False, TARGET=True)
+        _digest(*moved, digests, SOURCE=lines is not None, TARGET=True)
 
 
 def _copy(

@@ -1,0 +1,141 @@
+"""Slots of host memory that a device reaches."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.inside import SlotPool, slots
+
+SIZE = 8192
+
+
+class Device:
+    """Registers memory, and says what of it is registered."""
+
+    def __init__(self, most: int = 1 << 40) -> None:
+        self.most, self.there = most, dict[int, int]()
+
+    def pin(self, address: int, n_bytes: int) -> str:
+        if sum(self.there.values()) + n_bytes > self.most:
+            return "too much"
+        self.there[address] = n_bytes
+        return ""
+
+    def unpin(self, address: int) -> None:
+        del self.there[address]
+
+    def reaches(self, array: np.ndarray) -> bool:
+        at = array.ctypes.data
+        return any(a <= at and at + array.nbytes <= a + n for a, n in self.there.items())
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "CHUNK_BYTES", 4 * SIZE)
+    monkeypatch.setattr(slots, "AHEAD_BYTES", SIZE)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3 * SIZE)), max_size=40))
+def test_slots_are_apart_and_come_back(steps: list[tuple[int, int]]) -> None:
+    """Whatever is taken and let go of: bytes stay as they were written, and none is lost."""
+    device, pool = Device(), SlotPool(12 * SIZE)
+    pool.register(device.pin, device.unpin)
+    held = dict[int, tuple[np.ndarray, int]]()
+    for value, (number, n_bytes) in enumerate(steps):
+        if number in held:
+            array, wanted = held.pop(number)
+            assert (array == wanted).all() and pool.owns(array.data)
+            del array
+        elif (array := pool.take(n_bytes, pinned=True)) is not None:
+            assert len(array) == n_bytes and device.reaches(array) and pool.reaches(array[:1])
+            array[:] = value % 251
+            held[number] = array[:1].base, value % 251
+            whole, at = pool.place(array.ctypes.data)
+            assert np.shares_memory(whole[at : at + 1], array)
+            del array, whole
+    assert all((array == wanted).all() for array, wanted in held.values())
+    held.clear()
+    assert pool.used_bytes == 0 and sum(device.there.values()) <= 12 * SIZE
+    pool.close()
+    gc.collect()
+    assert not device.there and pool.take(1) is None
+
+
+def test_chunks_are_made_ahead_and_in_need() -> None:
+    device, pool = Device(), SlotPool(12 * SIZE)
+    pool.register(device.pin, device.unpin, SIZE)
+    assert sum(device.there.values()) == 4 * SIZE
+    held = [pool.take(SIZE, pinned=True) for _ in range(13)]
+    assert all(array is not None for array in held) and pool.take(SIZE) is None
+    assert sorted(device.there.values()) == [SIZE, *[4 * SIZE] * 3]
+    assert len({array.ctypes.data for array in held}) == 13
+    pool.close()
+    assert len(device.there) == 4, "what is in use stays registered"
+    del held
+    assert not device.there
+
+
+def test_what_exceeds_a_chunk_has_one_of_its_own() -> None:
+    device, pool = Device(), SlotPool(20 * SIZE)
+    pool.register(device.pin, device.unpin)
+    assert pool.take(9 * SIZE, pinned=True) is not None
+    assert pool.take(21 * SIZE) is None
+    pool.close()
+
+
+def test_memory_that_cannot_be_registered_is_memory() -> None:
+    device, pool = Device(5 * SIZE), SlotPool(12 * SIZE)
+    pool.register(device.pin, device.unpin)
+    held = [pool.take(SIZE, pinned=True) for _ in range(5)]
+    assert [array is not None for array in held] == [True] * 4 + [False]
+    assert pool.why == "too much" and pool.pinned
+    more = [pool.take(SIZE) for _ in range(8)]
+    assert all(array is not None for array in more) and pool.take(SIZE) is None
+    assert sum(pool.reaches(array) for array in [*held[:4], *more]) == 4
+    pool.register(device.pin, device.unpin)
+    pool.close()
+
+
+def test_wiped_bytes_go_with_the_last_array() -> None:
+    pool = SlotPool(4 * SIZE)
+    array = pool.take(SIZE)
+    array[:] = 7
+    whole, at = pool.place(array.ctypes.data)
+    part = array[10:20]
+    pool.wipe(array)
+    del array
+    assert (part == 7).all()
+    del part
+    assert not whole[at : at + SIZE].any() and pool.used_bytes == 0
+    again = pool.take(SIZE)
+    again[:] = 3
+    del again
+    assert whole[at : at + SIZE].any(), "one slot was wiped, once"
+
+
+def test_threads_take_and_let_go() -> None:
+    device, pool, wrong = Device(), SlotPool(16 * SIZE), list[int]()
+    pool.register(device.pin, device.unpin)
+
+    def work(value: int) -> None:
+        for _ in range(200):
+            array = pool.take(SIZE, pinned=True)
+            if array is not None:
+                array[:] = value
+                if not (array == value).all():
+                    wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and pool.used_bytes == 0
+    pool.close()
