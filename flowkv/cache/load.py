@@ -16,6 +16,7 @@ import torch
 from flowkv import kernels
 from flowkv.cache.index import Block
 from flowkv.cache.mover import IOPriority, TransferRequest
+from flowkv.cache.pool import AT_ONCE_BYTES
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore, ReadFrom
 from flowkv.core import compiling
@@ -47,6 +48,8 @@ class PageLoad:
         own: What comes is for this sequence alone, and never its block's.
 
     Attributes:
+        group: Its layer group.
+        stripes: Layers of the page.
         page: Id of the device page; -1 without one.
         flying: Its layers that tiers still owe.
         held: The block is on its device, and held for the sequence.
@@ -56,8 +59,9 @@ class PageLoad:
     """
 
     __slots__ = (
-        *("_allocate", "_awaited", "_came", "_kept", "_lent", "_line", "_own", "_store", "block"),
-        *("fidelity", "filled", "flying", "held", "page", "page_no", "wanted"),
+        *("_allocate", "_awaited", "_came", "_forms", "_kept", "_lent", "_line", "_own", "_pool"),
+        *("_store", "block", "fidelity", "filled", "flying", "group", "held", "page", "page_no"),
+        *("stripes", "wanted"),
     )
 
     def __init__(
@@ -71,7 +75,9 @@ class PageLoad:
         own: bool = False,
     ) -> None:
         self._store, self.block, self.page_no, self._awaited = store, block, page_no, awaited
-        self._own = own
+        self._own, self.group = own, block.group
+        self._forms, self._pool = store.forms[block.group], store.pool(block.group)
+        self.stripes = self._forms.raw.layers
         self._allocate = allocate or store.spare
         self.page, self._came = -1, 0
         self.flying: list[LayerSlice] = []
@@ -87,19 +93,9 @@ class PageLoad:
     # ---- what is there
 
     @property
-    def group(self) -> int:
-        """Its layer group."""
-        return self.block.group
-
-    @property
     def codec(self) -> int:
         """Index of the codec of its device page."""
         return self.page >> CODEC_SHIFT
-
-    @property
-    def stripes(self) -> int:
-        """Layers of the page."""
-        return self._store.forms[self.group].raw.layers
 
     def there(self, stripe: int) -> bool:
         """Whether a layer can be attended to."""
@@ -147,28 +143,30 @@ class PageLoad:
         self.take(fresh[0])
         return True
 
-    def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor]:
-        """What a tier is asked for some layers, and the memory that it fills.
+    def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor, bool]:
+        """What a tier is asked for some layers, the memory that it fills, and whether it lent that.
 
         That is the page itself; beside a GPU the tier's own memory, or a staged row.
         """
-        store, group = self._store, self.group
-        layout, pool = store.forms[group].layouts[source.codec], store.pool(group)
-        stride = layout.stripe_stride_bytes
+        store, pool = self._store, self._pool
+        layout = self._forms.layouts[source.codec]
+        stride, lent = layout.stripe_stride_bytes, None
         if pool.copies is None:
             page = pool.page_bytes(self.page, layout.page_bytes)
             buffer = page[first * stride : (first + count) * stride]
         else:
             lend = getattr(store.tiers[source.tier], "lend", None)
-            lent = lend(self.block.key, first, count) if lend is not None else None
-            if lent is not None and len(lent) == count * stride and not self.block.moving:
+            if lend is not None and not self.block.moving:  # else it is read from a store's memory
+                lent = lend(self.block.key, first, count)
+            if lent is not None and len(lent) == count * stride:
                 buffer = torch.from_numpy(lent)
             else:
                 (buffer,) = pool.copies.stage(1, count * stride)
-        fingerprint = store.forms[group].fingerprints[source.codec]
+        fingerprint = self._forms.fingerprints[source.codec]
         whole = count == layout.layers
         span = (0, 0) if whole else (first, count)
-        return Load(self.block.key, buffer.numpy().data, fingerprint, store.fidelity, *span), buffer
+        load = Load(self.block.key, buffer.numpy().data, fingerprint, store.fidelity, *span)
+        return load, buffer, lent is not None
 
     def sources(self, first: int) -> Iterator[ReadFrom]:
         """Where it may be read from, best first: of the codec that it has begun to have.
@@ -189,9 +187,9 @@ class PageLoad:
         self, first: int, count: int, buffer: torch.Tensor, fidelity: int, *, flush: bool
     ) -> None:
         """Some layers came, verified; `flush` sends them up now, else they go up with others."""
-        pool = self._store.pool(self.group)
+        pool = self._pool
         if pool.copies is not None:
-            stride = self._store.forms[self.group].of(self.page).stripe_stride_bytes
+            stride = self._forms.of(self.page).stripe_stride_bytes
             pool.copies.upload(buffer, granule_of(self.page) + first * stride // GRANULE_BYTES)
             if flush:
                 pool.copies.flush()
@@ -210,20 +208,20 @@ class PageLoad:
         if block.page >= 0:
             if self._line is None:  # nobody uses ours
                 self._hold()
-                if copies := store.pool(self.group).copies:
+                if copies := self._pool.copies:
                     copies.flush()  # no copy may be on its way to a page that others can have
                 self._give_back()
             return False
         block.fidelity = max(self.fidelity, self.codec)
         if block.tiers >> source.tier & 1:
             block.enter(source.tier, self.codec)
-        store.pool(self.group).share(self.page)
+        self._pool.share(self.page)
         store.publish(block, self.page)
         store.samples.came(block.key, store.tiers[source.tier].name)
         self._hold()
         if self._line is not None:
             self._line.blocks[self.group][self.page_no] = block
-            store.pool(self.group).release(self.page)  # what the line had of its own
+            self._pool.release(self.page)  # what the line had of its own
         self._give_back()
         return True
 
@@ -232,14 +230,14 @@ class PageLoad:
 
     def place(self, seq: Sequence) -> None:
         """Puts it into the line of its sequence, which lets go of it from then on."""
-        group, store = self.group, self._store
+        group = self.group
         seq.planner.put(seq, group, self.page_no, self.block.page if self.held else self.page)
         self._line = seq
         if self.held:
             seq.blocks[group][self.page_no] = self.block
             seq.fidelity = max(seq.fidelity, self.block.fidelity)
         else:
-            store.pool(group).share(self.page)
+            self._pool.share(self.page)
             seq.fidelity = max(seq.fidelity, self.fidelity, self.codec)
 
     def fill(self, source: int) -> None:
@@ -250,10 +248,10 @@ class PageLoad:
             NonFiniteError: It cannot be encoded like this one.
             StateError: There is no such page, or a step cannot be told of another one.
         """
-        line, group = self._line, self.group
+        line = self._line
         if line is None or source < 0:
             raise StateError("a page is missing in the other sequence", "Compute all of them")
-        pool, forms = self._store.pool(group), self._store.forms[group]
+        pool, forms = self._pool, self._forms
         self.filled = True  # from here on nobody copies from it, also if this fails half-way
         if self.flying and pool.copies is None:  # the tier has this very page
             self._swap(line)
@@ -275,7 +273,7 @@ class PageLoad:
         On a CPU steps under way read the same table that is written here.
         """
         (fresh,) = self._store.allocate(self.group, 1, self.codec)
-        pool, old = self._store.pool(self.group), self.page
+        pool, old = self._pool, self.page
         pool.release(old)  # what the line had of its own; the tier's remains until it answers
         line.planner.tables.replace(self.group, line.row, self.page_no, fresh)
         self.page = fresh
@@ -311,7 +309,7 @@ class PageLoad:
         self._store.coming.setdefault(self.block, []).append(self)
         self._store.lend(self.group, self.page)
         self._store.awaits(self.group, self.page, self._awaited)
-        self._store.pool(self.group).release(self.page)
+        self._pool.release(self.page)
         self._lent = self.page
 
     def _give_back(self) -> None:
@@ -416,6 +414,7 @@ class PageLoader:
     def __init__(self, store: PageStore) -> None:
         self._store = store
         self._flights: dict[LoadBatch, None] = {}
+        self._together = False  # several answers are dealt with, and then go up in one copy
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -471,15 +470,17 @@ class PageLoader:
         """
         if flight.priority is IOPriority.DEMAND:  # a prefetch has no deadline, and nobody waits
             self._flights[flight] = None
-        asked = 0
+        asked, lent = 0, dict[int, list[tuple[_Trip, Load]]]()
         try:
             for piece in pieces:
                 for part in (piece,) if piece.page_load.alone else self._parts(piece):
-                    asked += self._ask(flight, part, part.page_load.sources(prefer))
+                    asked += self._ask(flight, part, part.page_load.sources(prefer), lent)
         except BaseException:
             flight.lost = True
             raise
         finally:
+            for tier, those in lent.items():
+                self._ask_together(flight, tier, those)
             self._allow(flight)
             self._less(flight)
         return asked
@@ -539,7 +540,7 @@ class PageLoader:
                 pages.append((other.page, other.fidelity))
         for page, fidelity in pages:
             if page >= 0 and page >> CODEC_SHIFT == source.codec:
-                _, buffer = one.request(source, first, count)
+                _, buffer, _ = one.request(source, first, count)
                 layout = self._store.forms[one.group].of(page)
                 whole, at = pool.page_bytes(page, layout.page_bytes), layout.stripe_stride_bytes
                 buffer.copy_(whole[first * at :][: len(buffer)])
@@ -549,8 +550,17 @@ class PageLoader:
                 return True
         return False
 
-    def _ask(self, flight: LoadBatch, piece: LayerSlice, sources: Iterator[ReadFrom]) -> int:
-        """Asks the next source for a piece; without one the flight is lost."""
+    def _ask(
+        self,
+        flight: LoadBatch,
+        piece: LayerSlice,
+        sources: Iterator[ReadFrom],
+        lent: dict[int, list[tuple[_Trip, Load]]] | None = None,
+    ) -> int:
+        """Asks the next source for a piece; without one the flight is lost.
+
+        Loads into memory that a tier lent, which somebody waits for, are put into `lent` instead.
+        """
         source = next(sources, None)
         if source is None:
             flight.lost = True
@@ -558,15 +568,47 @@ class PageLoader:
         if not piece.page_load.alone and self._copied(flight, piece, source):
             return 0
         trip = _Trip(flight, piece, source, sources)
-        load, trip.buffer = piece.page_load.request(source, piece.first, piece.stripes)
+        load, trip.buffer, is_lent = piece.page_load.request(source, piece.first, piece.stripes)
         piece.page_load.flying.append(piece)
         flight.left += 1
         flight.trips[trip] = load.target.nbytes
+        if is_lent and lent is not None and flight.priority is IOPriority.DEMAND:
+            lent.setdefault(source.tier, []).append((trip, load))
+            return load.target.nbytes
         trip.request = self._store.mover.ask(
             source.tier, load, partial(self._answered, trip), flight.owner, flight.priority
         )
         trip.joined = trip.request is not None and trip.request.leader is not None
         return load.target.nbytes
+
+    def _ask_together(self, flight: LoadBatch, tier: int, those: list[tuple[_Trip, Load]]) -> None:
+        """Asks a tier for loads as a few requests: one goes up while the next is checked."""
+        part, n_bytes = list[tuple[_Trip, Load]](), 0
+        for number, one in enumerate(those, 1):
+            part.append(one)
+            n_bytes += one[1].target.nbytes
+            if n_bytes >= AT_ONCE_BYTES or number == len(those):
+                trips = [trip for trip, _ in part]
+                request = self._store.mover.ask_all(
+                    tier,
+                    [load for _, load in part],
+                    partial(self._answered_together, trips),
+                    flight.owner,
+                )
+                for trip in trips:
+                    trip.request = request
+                part, n_bytes = [], 0
+
+    def _answered_together(self, trips: list[_Trip], answers: list[TierAnswer]) -> None:
+        self._together = True
+        try:
+            for trip, answer in zip(trips, answers, strict=True):
+                self._answered(trip, answer)
+        finally:
+            self._together = False
+            for pool in self._store.pools.values():
+                if pool.copies is not None:
+                    pool.copies.flush()
 
     def _allow(self, flight: LoadBatch) -> None:
         """Says when a flight is overdue: what else its tiers owe comes first."""
@@ -607,7 +649,8 @@ class PageLoader:
         page_load, first, count = piece
         if not page_load.wanted or page_load.complete:
             return
-        page_load.came(first, count, buffer, fidelity, flush=batch.fresh is None)
+        alone = batch.fresh is None and not self._together
+        page_load.came(first, count, buffer, fidelity, flush=alone)
         fresh = page_load.publish(source)
         if page_load.held and (fresh or batch.priority is IOPriority.DEMAND):
             batch.pages[source.tier, page_load.group] += 1

@@ -1448,25 +1448,27 @@ class PageStore:
                         number = self._taker(block, 0)  # its copy below made room meanwhile
                     if number >= 0 and not self.outlives(number):  # as fast as memory
                         self._await(number, n_bytes)
-                    self._take_off(block, reason, number, bodies.pop(block, None))
+                    self._take_off(block, number, bodies.pop(block, None))
+                self._evicted(len(part), n_bytes * len(part), reason)
                 self.mover.drain()
 
     def _leave_device(self, block: Block, reason: str) -> None:
-        saves = reason != "lease" and not block.moving
-        self._take_off(block, reason, self._taker(block, 0) if saves else -1)
+        saves, n_bytes = reason != "lease" and not block.moving, self.body_bytes(block, -1)
+        self._take_off(block, self._taker(block, 0) if saves else -1)
+        self._evicted(1, n_bytes, reason)
 
-    def _take_off(
-        self, block: Block, reason: str, number: int, body: memoryview | None = None
-    ) -> None:
+    def _evicted(self, pages: int, n_bytes: int, reason: str) -> None:
+        self.bus.emit(Evicted(tier="device", pages=pages, n_bytes=n_bytes, reason=reason))
+
+    def _take_off(self, block: Block, number: int, body: memoryview | None = None) -> None:
         """Takes a block off its device, and gives it to a tier, unless the number is -1."""
         waited, page = block in self._unwritten and not block.moving, block.page
-        n_bytes = self.body_bytes(block, -1)
         if number >= 0:
+            n_bytes = self.body_bytes(block, -1)
             if self._save_page(block, number, body):
                 self._demoted("device", number, n_bytes)
             elif not waited and not self.takes(number, n_bytes):
                 self.miss_out(number)
-        self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason=reason))
         self.change(block, -1)
         self.prefetched_unused.end(block, used=False)
         self._unwritten.pop(block, None)
@@ -1522,8 +1524,7 @@ class PageStore:
 
     def set_down(self, block: Block) -> None:
         """Takes a block, which lies on a tier and is held by nobody, off its device."""
-        n_bytes = self.body_bytes(block, -1)
-        self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason="overflow"))
+        self._evicted(1, self.body_bytes(block, -1), "overflow")
         self.remove(block)
         self.prefetched_unused.end(block, used=False)
         self._unwritten.pop(block, None)

@@ -169,6 +169,7 @@ class KeptFrame(NamedTuple):
         header: With the digests that its body must have.
         body: Its bytes.
         kept_bytes: What it occupies of the slots; 0 where it has memory of its own.
+        reached: Whether a device reaches it.
         body_at: Address of the body.
         digests_at: Address of the digests.
     """
@@ -176,6 +177,7 @@ class KeptFrame(NamedTuple):
     header: Header
     body: Bytes
     kept_bytes: int
+    reached: bool
     body_at: int
     digests_at: int
 
@@ -355,10 +357,11 @@ class HostTier(Immediate):
             stripes: How many; 0 for all from the first on.
         """
         frame = self._frames.get(key)
-        if frame is None or not (frame.kept_bytes and self.slots.reaches(frame.body)):
+        if frame is None or not frame.reached:
             return None
-        step, stop = frame.header.info.stripe_bytes, first + stripes or frame.header.stripes
-        return frame.body[first * step : stop * step] if stop <= frame.header.stripes else None
+        step = frame.header.info.stripe_bytes
+        stop = (first + stripes) * step if stripes else len(frame.body)
+        return frame.body[first * step : stop] if stop <= len(frame.body) else None
 
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
@@ -405,7 +408,7 @@ class HostTier(Immediate):
             if frame is None:
                 replies.append(missed(item.key))
                 continue
-            header, _, _, body_at, digests_at = frame
+            header, body_at, digests_at = frame.header, frame.body_at, frame.digests_at
             try:
                 stripes, step = _asked(header, item), header.info.stripe_bytes
             except BadFrame as error:
@@ -505,8 +508,9 @@ class HostTier(Immediate):
 
     def _keep(self, header: Header, body: Bytes, charge: int) -> TierAnswer:
         at = body.ctypes.data, address_of(memoryview(header.digests))
-        kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES
-        frame = KeptFrame(header, body, kept_bytes * self.slots.owns(body.data), *at)
+        owned = self.slots.owns(body.data)
+        kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES * owned
+        frame = KeptFrame(header, body, kept_bytes, owned and self.slots.reaches(body), *at)
         with self._lock:
             self._claimed_bytes -= charge
             new = not self._closed and header.key not in self._frames

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv import KV
-from flowkv.tiers import Store, TierAnswer
+from flowkv.tiers import Load, Store, TierAnswer
+from tests.cache.audit import audit
 from tests.cache.fakes import Silent, lasting
 from tests.cache.toy import check_content, make_kv, published
 from tests.inside import (
@@ -480,6 +482,43 @@ def test_no_byte_is_copied_between_a_device_and_the_host_tier(
     kv.close()
 
 
+def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages stay lent until the tier has answered; what waited is computed or asked anew."""
+    for name in ("TOGETHER_BYTES", "APART_BYTES"):
+        monkeypatch.setattr(host, name, 1)
+    monkeypatch.setattr(host, "_compiled", lambda: True)
+    go_on = threading.Event()
+
+    class Slow(HostTier):
+        def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
+            assert go_on.wait(20)
+            return super()._load_all(items)
+
+    kv = make_kv(pages=20, tiers=[Slow(1 << 24)], prefetch="off", load_deadline_s=0.05)
+    (copies,) = behind_a_bus(kv)
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+    with kv.open([*texts[0], 99]) as seq:
+        assert seq.reused < 48
+        check_content(kv, seq, texts[0][: seq.length])
+    store = kv.planner.store
+    assert store.mover.lanes[0].overdue
+    go_on.set()
+    while store.mover.lanes[0].overdue:
+        store.drain(0.1)
+    store.rest(0, 0.0)  # it is asked again from now on
+    for text in [*texts, *texts]:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    audit(kv)
+    gc.collect()
+    assert copies.staged_bytes() == 0
+    kv.close()
+
+
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_damaged_memory_of_the_host_tier_is_not_used(moment: str) -> None:
     """A bit flips in the slots before a page is asked for, or once it is lent."""
@@ -508,6 +547,7 @@ def test_damaged_memory_of_the_host_tier_is_not_used(moment: str) -> None:
             check_content(kv, seq, text[: seq.length])
         published(kv, text)
     assert 0 < tier.corrupt <= len(spoilt)
+    audit(kv)
     gc.collect()
     assert copies.staged_bytes() == 0
     kv.close()
