@@ -512,7 +512,6 @@ if TYPE_CHECKING:
         Pass,
         attempt,
     )
-    from flowkv.tiers.sharded import Heads, ShardedTier, stored_key
     from flowkv.tiers.shared import INDEX_AT, LEAST_BYTES, FileLayout, file_name, table
     from flowkv.tiers.shared import plan as tier_plan
     from flowkv.tiers.slots import SlotPool

@@ -131,7 +131,7 @@ class Ending:
     def _owning(self, directory: str) -> list[Any]:
         found = list[Any]()
         for tier in self._store.tiers:
-            disk: Any = getattr(tier, "inner", tier)  # of a shard
+            disk: Any = tier
             with contextlib.suppress(OSError):
                 if hasattr(disk, "cede") and disk.writable:
                     found += [disk] if os.path.samefile(disk.path, directory) else []

@@ -41,7 +41,6 @@ from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreSchedul
 from flowkv.cache.seal import Refusal, describe
 from flowkv.cache.sequence import Guard, Retain, Sequence, Tables, eta_ns, make_care, session_number
 from flowkv.cache.stack import (
-    divided,
     link_pools,
     open_pools,
     store_levels,
@@ -63,7 +62,7 @@ from flowkv.core.errors import (
     TokenError,
 )
 from flowkv.core.geometry import Geometry
-from flowkv.core.keys import KeyChain, Namespace, Salt, Shard, as_tokens, tenant_salt
+from flowkv.core.keys import KeyChain, Namespace, Salt, as_tokens, tenant_salt
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Level, Metrics, Tenancy
 from flowkv.observe.timeline import TraceFile
@@ -269,14 +268,10 @@ class KV:
             `gpu`, `host` and `disk`.
         policy: Name in the catalogue, or a callable that makes a `Policy` for each place.
         clock: Time for the policies.
-        shard: Which rank of a tensor-parallel model this is. The geometry is that of the whole
-            model then, of which the cache holds the rank's heads, and lasting and shared tiers are
-            read whatever the number of ranks that wrote them; `Shard()` reads them in one piece.
         **fields: Further fields of `flowkv.core.config.Config`: gpu, host, disk, codec, ...
 
     Raises:
         ConfigError: A field is unknown, or the namespace is missing.
-        GeometryError: The heads cannot be divided evenly among the ranks.
         StoreError: A directory cannot be used.
         CapacityError: The device pool is too small.
     """
@@ -300,10 +295,8 @@ class KV:
         tiers: Iterable[str | Tier] | None = None,
         policy: str | Callable[[], Policy] | None = None,
         clock: Clock | None = None,
-        shard: Shard | None = None,
         **fields: object,
     ) -> None:
-        self.shard = shard
         stack = list(tiers) if tiers is not None else None
         if stack is not None:
             fields["tiers"] = tuple(tier for tier in stack if isinstance(tier, str))
@@ -371,7 +364,7 @@ class KV:
             if bind is not None:
                 bind(namespace.digest(), namespace.title)
 
-    def _build(self, geometry: Geometry, whole: Geometry, namespace: Namespace) -> None:
+    def _build(self, geometry: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)
         if self.planner is None:
             places = self.config.places(on_cpu=_on_cpu(geometry))
@@ -391,7 +384,7 @@ class KV:
         store = PageStore(
             geometry,
             pools,
-            divided(self._tiers, whole, self.shard),
+            list(self._tiers),
             policies=lambda kind, size: policy_of(config, kind, size, make_policy),
             clock=self.clock,
             bus=self.bus,
@@ -1584,16 +1577,13 @@ def bind(kv: KV, geometry: Geometry, namespace: Namespace, *, private: str = "")
 
     Raises:
         CapacityError: The device pool is too small for the geometry.
-        GeometryError: The heads cannot be divided evenly among the ranks.
         StateError: The cache is closed.
     """
     with kv.lock:
         kv._alive()
-        shard = kv.shard
-        local = geometry.local(shard.rank, shard.world) if shard else geometry
         exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
-        if kv.planner is None or local != kv.planner.geometry:
-            kv._build(local, geometry, exact)
+        if kv.planner is None or geometry != kv.planner.geometry:
+            kv._build(geometry, exact)
         else:
             kv._introduce(exact)
         kv.namespace, kv.private = exact.digest(), private

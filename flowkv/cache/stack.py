@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -22,7 +22,7 @@ from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import Geometry
-from flowkv.core.keys import Namespace, Shard
+from flowkv.core.keys import Namespace
 from flowkv.observe.metrics import Level
 from flowkv.policy.hedge import Hedge
 from flowkv.policy.restore import EarlierRates, LoadGate
@@ -33,7 +33,6 @@ from flowkv.tiers.base import Tier, reserved_bytes
 from flowkv.tiers.disk.home import LEARNED
 from flowkv.tiers.host import HostTier
 from flowkv.tiers.io.engine import FileIO, read_file, replace_file
-from flowkv.tiers.sharded import ShardedTier
 
 
 def open_pools(geometry: Geometry, config: Config) -> dict[str, PagePool]:
@@ -65,25 +64,6 @@ def link_pools(pools: Iterable[PagePool], tiers: Iterable[Tier]) -> None:
     for pool in pools:
         if pool.device.type == "cuda":
             pool.copies = open_copies(CudaStreams(pool.device), pool.arena, slots)
-
-
-def divided(tiers: Sequence[Tier], geometry: Geometry, shard: Shard | None) -> list[Tier]:
-    """The tiers as one rank of a tensor-parallel model sees them; private memory as it is.
-
-    Args:
-        tiers: The stack.
-        geometry: Of the whole model.
-        shard: Which rank; None if the model is in one piece, and nobody else's pieces are read.
-
-    Raises:
-        ConfigError: The shard names other heads than the rank holds.
-    """
-    if shard is None:
-        return list(tiers)
-    return [
-        ShardedTier(tier, geometry, shard) if tier.kind != "host" or tier.shared else tier
-        for tier in tiers
-    ]
 
 
 def computes(namespace: Namespace, geometry: Geometry) -> str:

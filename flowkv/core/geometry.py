@@ -70,31 +70,6 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if self.window is not None and self.window < 1:
             raise GeometryError(f"window={self.window}", "A window is at least one token")
 
-    def heads(self, rank: int, world: int) -> range:
-        """KV heads that one rank of a tensor-parallel model holds.
-
-        Latents, and heads of which there are fewer than ranks, are held by several of them.
-
-        Args:
-            rank: From 0.
-            world: Number of ranks.
-
-        Raises:
-            GeometryError: There is no such rank, or the heads cannot be divided evenly.
-        """
-        if not 0 <= rank < world:
-            raise GeometryError(f"rank {rank} of {world}", "Ranks are 0 to world - 1")
-        if self.kind == "latent" or world == 1:
-            return range(self.kv_heads)
-        if self.kv_heads % world and world % self.kv_heads:
-            raise GeometryError(
-                f"{self.kv_heads} KV heads cannot be divided evenly among {world} ranks",
-                "Choose a number of ranks that divides the KV heads, or is a multiple of them",
-            )
-        each = max(1, self.kv_heads // world)
-        first = rank * self.kv_heads // world
-        return range(first, first + each)
-
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token over all layers of the group, unencoded."""
@@ -161,18 +136,6 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             device=device,
         )
         return cls(groups=(group,), page_size=page_size)
-
-    def local(self, rank: int, world: int) -> Geometry:
-        """The part of this geometry that one rank of a tensor-parallel model holds.
-
-        Raises:
-            GeometryError: There is no such rank, or heads cannot be divided evenly.
-        """
-        groups = [
-            msgspec.structs.replace(group, kv_heads=len(group.heads(rank, world)))
-            for group in self.groups
-        ]
-        return Geometry(groups=tuple(groups), page_size=self.page_size)
 
     def locate(self, layer: int) -> tuple[int, int]:
         """(group, position within the group) of a model layer.

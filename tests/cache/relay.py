@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import flowkv
-from flowkv import KV, Geometry, Shard, Step
+from flowkv import KV, Geometry, Step
 from tests.inside import Promoted
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, VOCABULARY, PAGE = 4, 4, 4, 16, 32, 61, 16
@@ -46,19 +46,14 @@ class Model:
         self.last = weights(VOCABULARY, WIDTH)
         self.after: Callable[[int], None] = lambda layer: None
 
-    def __call__(self, step: Step, heads: range | None = None) -> torch.Tensor:
-        """Logits of the last token; of a rank, only its heads go through the cache."""
+    def __call__(self, step: Step) -> torch.Tensor:
+        """Logits of the last token."""
         x = self.tokens[step.tokens[0]] + self.places[step.positions[0]]
         for layer, (inner, outer, mix) in enumerate(self.layers):
             time.sleep(self.layer_s)
             parts = (torch.nn.functional.layer_norm(x, [WIDTH]) @ inner.T).view(len(x), -1, DIM)
             q, k, v = parts.transpose(0, 1).unsqueeze(0).split([HEADS, KV_HEADS, KV_HEADS], 1)
-            if heads is None:
-                y = flowkv.attention(q, k, v, layer=layer)
-            else:
-                mine = slice(heads.start, heads.stop)
-                flowkv.attention(q[:, mine], k[:, mine], v[:, mine], layer=layer)
-                y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = flowkv.attention(q, k, v, layer=layer)
             x = x + y[0].transpose(0, 1).reshape(len(x), -1) @ outer.T
             x = x + torch.relu(x @ mix.T)
             self.after(layer)
@@ -84,11 +79,10 @@ def fresh_answer(prompt: list[int]) -> list[int]:
 
 
 def opened(order: dict[str, Any]) -> KV:
-    shard = Shard(*order["shard"]) if "shard" in order else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # who opens a directory second is told that it only reads
         tiers = ["gpu:4MiB", order["tier"]]
-        kv = KV(geometry(), namespace="relay", tiers=tiers, shard=shard)
+        kv = KV(geometry(), namespace="relay", tiers=tiers)
     kv.planner.measured = lambda tokens, seconds, _: None  # loading is always worth it
     return kv
 
@@ -111,14 +105,12 @@ class Worker:
     def send(self, order: dict[str, Any]) -> dict[str, Any]:
         model, kv = Model(order["layer_s"]), self.kv
         assert kv is not None
-        heads = geometry().groups[0].heads(*order["shard"]) if "shard" in order else None
-
         with kv.hand_over(), kv.open(PROMPT) as seq:
             for number, step in enumerate(kv.prefill([seq], chunk=order.get("chunk", 512))):
                 if number == order.get("die_after"):
                     kv.flush()
                     os.kill(os.getpid(), signal.SIGKILL)
-                model(step, heads)
+                model(step)
         return {"ended": time.monotonic()}
 
     def receive(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -134,15 +126,6 @@ class Worker:
             found = answer(kv, seq, model, logits)
         known = kv.explain(PROMPT).known
         return {"tokens": found, "forwards": forwards, "times": self.times, "known": known}
-
-    def rank(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Prefills as one of several ranks."""
-        kv, model = opened(order), Model()
-        with kv, kv.open(PROMPT) as seq:
-            reused, heads = seq.reused, geometry().groups[0].heads(*order["shard"])
-            for step in kv.prefill([seq]):
-                model(step, heads)
-        return {"reused": reused}
 
     def close(self, _: dict[str, Any]) -> dict[str, Any]:
         if self.kv is not None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given, settings
 
-from flowkv import KV, Geometry, Shard, Step, Tier, kernels
+from flowkv import KV, Geometry, Step, Tier, kernels
 from flowkv.testing import FlakyTier
 from flowkv.tiers.shared import SharedTier
 from tests.inside import CapacityError, Faults, Prefetch, StateError, file_name, follow
@@ -26,7 +25,7 @@ from . import toy
 from .audit import audit
 from .fakes import lasting
 from .links import evict
-from .relay import PAGE, PROMPT, Model, answer, fresh_answer, geometry, opened
+from .relay import PAGE, PROMPT, fresh_answer, geometry
 
 PAGES = (len(PROMPT) - 1) // PAGE
 SLOW_S = 0.2
@@ -111,30 +110,6 @@ def test_pages_arrive_before_the_last_is_computed(
 
 
 @pytest.mark.parametrize("place", ["host"], indirect=True)
-def test_two_ranks_hand_over_to_one(
-    pair: tuple[Process, Process], place: str, wanted: list[int]
-) -> None:
-    for rank, sender in enumerate(pair):
-        sender.ask("open", tier=place, shard=(rank, 2))
-    for rank, sender in enumerate(pair):
-        sender.tell("send", layer_s=0.01, shard=(rank, 2))
-    model, forwards = Model(), []
-
-    def forward(step: Step) -> torch.Tensor:
-        forwards.append(int(step.counts.sum()))
-        return model(step)
-
-    with opened({"tier": place, "shard": (0, 1)}) as kv, kv.open(PROMPT) as seq:
-        logits = kv.take_over(seq, forward, patience_s=30.0)
-        assert answer(kv, seq, model, logits) == wanted
-        assert forwards == [len(PROMPT) - PAGES * PAGE]
-        assert seq.reused == PAGES * PAGE
-    for sender in pair:
-        assert sender.hear()["ended"]
-        sender.ask("close")
-
-
-@pytest.mark.parametrize("place", ["host"], indirect=True)
 def test_a_sender_that_never_sends(
     pair: tuple[Process, Process], place: str, wanted: list[int]
 ) -> None:
@@ -183,44 +158,12 @@ def test_a_sender_killed_meanwhile(
         sender.end()
 
 
-@BOTH
-def test_two_ranks_write_and_one_reads(
-    pair: tuple[Process, Process], place: str, wanted: list[int]
-) -> None:
-    if place.startswith("disk"):  # one directory has one owner: the ranks take turns
-        for rank, process in enumerate(pair):
-            process.ask("rank", tier=place, shard=(rank, 2))
-    else:
-        for rank, process in enumerate(pair):
-            process.tell("rank", tier=place, shard=(rank, 2))
-        for process in pair:
-            process.hear()
-    model = Model()
-    with opened({"tier": place, "shard": (0, 1)}) as kv, kv.open(PROMPT) as seq:
-        assert seq.reused == PAGES * PAGE
-        for step in kv.prefill([seq]):
-            logits = model(step)
-        assert answer(kv, seq, model, logits) == wanted
-    assert pair[0].ask("rank", tier=place, shard=(3, 4))["reused"] == PAGES * PAGE
-
-
-def test_one_rank_writes_and_two_read(pair: tuple[Process, Process], tmp_path: Path) -> None:
-    place, model = f"disk:{tmp_path}/kv:8MiB", Model()
-    with opened({"tier": place}) as kv, kv.open(PROMPT) as seq:  # it need not know of ranks
-        for step in kv.prefill([seq]):
-            model(step)
-    for rank, process in enumerate(pair):
-        assert process.ask("rank", tier=place, shard=(rank, 2))["reused"] == PAGES * PAGE
-
-
 def test_who_can_send() -> None:
     nobody = pytest.raises(StateError, match="host:NAME")
     with KV(geometry(), gpu="4MiB") as kv, nobody, kv.hand_over():
         pass
     with toy.make_kv(toy.simple(), tiers=["host:64KiB"]) as kv, nobody, kv.hand_over():
         pass
-    with KV(geometry(), namespace="x", gpu="4MiB", shard=Shard(1, 2)) as kv:
-        assert kv.geometry is not None and kv.geometry.groups[0].kv_heads == 2
 
 
 # ---- in one process: every kind of page, and everything that can go wrong

@@ -111,31 +111,3 @@ def test_fingerprint_sees_every_field_but_the_device() -> None:
     assert Geometry(groups=(changed(device="cuda:1"),)).fingerprint() == prints[0]
     # Pinned: a change makes every stored page unreachable, and wants a new "geometry/n" tag.
     assert prints[0].hex() == "a7943b2696e276ec42c7ab9edfe66d94e4ff5a29dc5f11b6c223017d0880c8ff"
-
-
-@pytest.mark.parametrize(
-    ("heads", "world", "found"),
-    [
-        (4, 1, [range(4)]),
-        (4, 2, [range(2), range(2, 4)]),
-        (2, 4, [range(1), range(1), range(1, 2), range(1, 2)]),
-    ],
-)
-def test_heads_of_ranks(heads: int, world: int, found: list[range]) -> None:
-    shape = Geometry.uniform(layers=2, kv_heads=heads, head_dim=8)
-    assert [shape.groups[0].heads(rank, world) for rank in range(world)] == found
-    for rank in range(world):
-        (group,) = shape.local(rank, world).groups
-        assert group.kv_heads == len(found[rank])
-        assert (group.layers, group.head_dim) == ((0, 1), 8)
-
-
-def test_latents_are_whole_on_every_rank() -> None:
-    group = LayerGroup(layers=(0,), kv_heads=1, head_dim=8, value_dim=4, kind="latent")
-    assert group.heads(2, 3) == range(1)
-
-
-@pytest.mark.parametrize(("rank", "world"), [(0, 3), (4, 4), (-1, 2), (0, 6)])
-def test_ranks_that_cannot_be(rank: int, world: int) -> None:
-    with pytest.raises(GeometryError):
-        Geometry.uniform(layers=1, kv_heads=4, head_dim=8).local(rank, world)
