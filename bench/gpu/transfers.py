@@ -71,7 +71,7 @@ def copies_of(machine: Machine, pages: torch.Tensor, n_bytes: int) -> Copies:
     if machine.dry:
         slots, streams = SlotPool(n_bytes), Immediate()
         slots.register(streams.pin, streams.unpin)
-        return Copies(streams, pages, slots, kernel_bytes=8192, least_pieces=3)
+        return Copies(streams, pages, slots, kernel_bytes=8191, least_pieces=3)
     return open_copies(CudaStreams(torch.device("cuda")), pages, n_bytes=n_bytes)
 
 

@@ -98,8 +98,9 @@ class CudaStreams:
 
     def pin(self, address: int, n_bytes: int) -> str:
         """Has the device reach memory without the processor; why that does not work, or ""."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE_AND_MAPPED))
+        with torch.cuda.device(self.device):  # any thread may ask
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE_AND_MAPPED))
         if not code:
             return ""
         with contextlib.suppress(RuntimeError):  # a later launch would be blamed for it
@@ -113,12 +114,13 @@ class CudaStreams:
 
     def _places(self, granules: Places, lines: Places) -> tuple[torch.Tensor, torch.Tensor]:
         # Made on the copy stream, so that its memory is not used again before the kernel has run.
-        both = torch.tensor([granules, lines], dtype=torch.int32, device=self.device)
-        return both[0], both[1]
+        both = torch.tensor([granules, lines], dtype=torch.int32).pin_memory()
+        there = both.to(self.device, non_blocking=True)
+        return there[0], there[1]
 
 
 KERNEL_BYTES, LEAST_PIECES = 2 << 20, 16
-"""Pieces below this size, and so many of them, are copied by one kernel. A copy engine is told of
+"""Pieces up to this size, and so many of them, are copied by one kernel. A copy engine is told of
 each piece, which takes 37 us of Python: the time of 2 MiB over the link (measured on an H200)."""
 
 STAGING_BYTES = 256 << 20
@@ -132,7 +134,7 @@ class Copies:
         pages: uint8 `[bytes]`, the arena of the device's pages.
         slots: Memory that is registered with the device; where it cannot be, torch's own is used.
         most_bytes: Most bytes of rows that nothing keeps, where a caller can wait.
-        kernel_bytes: Smaller pieces are copied by a kernel,
+        kernel_bytes: Pieces up to this size are copied by a kernel,
         least_pieces: if they are so many.
     """
 
@@ -267,7 +269,7 @@ class Copies:
         for (address, n_bytes), those in alike.items():
             whole = wholes[address]
             those.sort(key=itemgetter(0))
-            if n_bytes < self._kernel_bytes and len(those) >= self._least_pieces:
+            if n_bytes <= self._kernel_bytes and len(those) >= self._least_pieces:
                 lines = [at // GRANULE_BYTES for at, _, _ in those]
                 kernel(self.pages, [granule for _, granule, _ in those], whole, lines, n_bytes)
                 continue

@@ -163,7 +163,7 @@ class World:
         slots = SlotPool(rows * self.n_bytes)
         slots.register(self.device.pin, self.device.unpin)
         self.device.calls.clear()
-        self.copies = Copies(self.device, self.pages, slots, kernel_bytes=8192, least_pieces=3)
+        self.copies = Copies(self.device, self.pages, slots, kernel_bytes=8191, least_pieces=3)
         self.model = [0] * PAGES
         self.wrong: list[str] = []
         self.value = 0
@@ -392,7 +392,7 @@ def behind_a_bus(kv: KV, *faults: str) -> list[Copies]:
         streams, slots = Eager(seed, *faults), shared or SlotPool(1 << 18)
         slots.register(streams.pin, streams.unpin, 1 << 18)
         pool.copies = Copies(
-            *(streams, pool.arena, slots), most_bytes=1 << 18, kernel_bytes=8192, least_pieces=3
+            *(streams, pool.arena, slots), most_bytes=1 << 18, kernel_bytes=8191, least_pieces=3
         )
     return [pool.copies for pool in pools]
 
