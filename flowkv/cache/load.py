@@ -132,7 +132,7 @@ class PageLoad:
 
     def change(self, codec: int) -> bool:
         """Has a page of another codec, if nothing depends on the one it has; False otherwise."""
-        if codec == self.codec and self.page >= 0:
+        if codec == self.page >> CODEC_SHIFT and self.page >= 0:
             return True
         if self.flying or self._came or self._line is not None:
             return False
@@ -473,8 +473,10 @@ class PageLoader:
         asked, lent = 0, dict[int, list[tuple[_Trip, Load]]]()
         try:
             for piece in pieces:
-                for part in (piece,) if piece.page_load.alone else self._parts(piece):
-                    asked += self._ask(flight, part, part.page_load.sources(prefer), lent)
+                alone = piece.page_load.alone
+                for part in (piece,) if alone else self._parts(piece):
+                    sources = part.page_load.sources(prefer)
+                    asked += self._ask(flight, part, sources, lent, alone=alone)
         except BaseException:
             flight.lost = True
             raise
@@ -556,16 +558,19 @@ class PageLoader:
         piece: LayerSlice,
         sources: Iterator[ReadFrom],
         lent: dict[int, list[tuple[_Trip, Load]]] | None = None,
+        *,
+        alone: bool = False,
     ) -> int:
         """Asks the next source for a piece; without one the flight is lost.
 
         Loads into memory that a tier lent, which somebody waits for, are put into `lent` instead.
+        Nobody else wants the page where it is `alone`.
         """
         source = next(sources, None)
         if source is None:
             flight.lost = True
             return 0
-        if not piece.page_load.alone and self._copied(flight, piece, source):
+        if not (alone or piece.page_load.alone) and self._copied(flight, piece, source):
             return 0
         trip = _Trip(flight, piece, source, sources)
         load, trip.buffer, is_lent = piece.page_load.request(source, piece.first, piece.stripes)

@@ -15,7 +15,6 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from operator import itemgetter
 
 import torch
 
@@ -258,26 +257,31 @@ class Copies:
 
     def _move(self, queue: list[tuple[int, torch.Tensor]], *, to_device: bool) -> None:
         """Copies rows: small ones by one kernel if they are many, neighbours in one piece."""
-        alike = dict[tuple[int, int], list[tuple[int, int, torch.Tensor]]]()
-        wholes = dict[int, torch.Tensor]()
-        for granule, row in queue:
-            found = self.slots.place(row.data_ptr())
-            whole, at = (row, 0) if found is None else (torch.from_numpy(found[0]), found[1])
-            wholes[whole.data_ptr()] = whole
-            alike.setdefault((whole.data_ptr(), len(row)), []).append((at, granule, row))
+        alike = dict[tuple[int, int], list[tuple[int, int]]]()
+        whole, first, wholes = queue[0][1], -1, dict[int, torch.Tensor]()
+        for granule, row in sorted(queue, key=lambda one: one[1].data_ptr()):
+            address = row.data_ptr()
+            if not 0 <= first <= address < first + len(whole):
+                found = self.slots.place(address)
+                whole = row if found is None else torch.from_numpy(found[0])
+                first = whole.data_ptr()
+                wholes[first] = whole
+            alike.setdefault((first, len(row)), []).append((address - first, granule))
         kernel = self.streams.scatter if to_device else self.streams.gather
-        for (address, n_bytes), those in alike.items():
-            whole = wholes[address]
-            those.sort(key=itemgetter(0))
+        for (first, n_bytes), those in alike.items():
+            whole, step = wholes[first], n_bytes // GRANULE_BYTES
             if n_bytes <= self._kernel_bytes and len(those) >= self._least_pieces:
-                lines = [at // GRANULE_BYTES for at, _, _ in those]
-                kernel(self.pages, [granule for _, granule, _ in those], whole, lines, n_bytes)
+                lines = [at // GRANULE_BYTES for at, _ in those]
+                kernel(self.pages, [granule for _, granule in those], whole, lines, n_bytes)
                 continue
             start = 0
             for end in range(1, len(those) + 1):
-                if end < len(those) and _follow(*those[end - 1][:2], *those[end][:2], n_bytes):
+                if end < len(those) and those[end] == (
+                    those[end - 1][0] + n_bytes,
+                    those[end - 1][1] + step,
+                ):
                     continue  # side by side on both sides: one piece
-                at, granule, _ = those[start]
+                at, granule = those[start]
                 row = whole[at : at + (end - start) * n_bytes]
                 page = self.pages[granule * GRANULE_BYTES :][: len(row)]
                 self.streams.copy(*((page, row) if to_device else (row, page)))
@@ -306,8 +310,3 @@ def _end(leaving: deque[tuple[CudaMark, list[torch.Tensor]]]) -> None:
     while leaving:
         leaving[0][0].wait()
         leaving.popleft()
-
-
-def _follow(at: int, granule: int, next_at: int, next_granule: int, n_bytes: int) -> bool:
-    """Whether a row and its page lie right behind another one and its page."""
-    return next_at == at + n_bytes and next_granule == granule + n_bytes // GRANULE_BYTES

@@ -251,10 +251,10 @@ class HostTier(Immediate):
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         times = start_ns, start_ns + round(min(deadline_s, 1e9) * 1e9)
         shares, share_bytes = list[tuple[int, Sequence[Wish]]](), 0
-        least = max(TOGETHER_BYTES, -(-sum(map(_n_bytes, items)) // THREADS))
-        first = 0
-        for number, item in enumerate(items, 1):
-            share_bytes += _n_bytes(item)
+        sizes, first = [*map(_n_bytes, items)], 0
+        least = max(TOGETHER_BYTES, -(-sum(sizes) // THREADS))
+        for number, size in enumerate(sizes, 1):
+            share_bytes += size
             if share_bytes >= least or number == len(items):
                 shares.append((first, items[first:number]))
                 first, share_bytes = number, 0
