@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import types
@@ -188,6 +189,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _settle() -> None:
+    """Take what is alive out of what the collector looks at: a collection costs seconds else."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Look for garbage only in what tests make."""
+    _settle()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Look for garbage only in what this file of tests makes: libraries load more as they go."""
+    if nextitem is not None and nextitem.path != item.path:
+        _settle()
 
 
 @pytest.fixture(scope="session", autouse=True)
