@@ -9,6 +9,7 @@ import random
 import types
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -228,6 +229,24 @@ def whole_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("flowkv.cache.tail.Tails.keep", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.tail.Tails.save", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.restore.PrefixMatcher.behind", lambda *_: [])
+
+
+@contextmanager
+def examples(few: int) -> Iterator[None]:
+    """Draw so many examples, unless many were asked for."""
+    name, profile = hypothesis.settings.get_current_profile_name(), hypothesis.settings()
+    few = max(few, profile.max_examples // 4)
+    hypothesis.settings.register_profile("brief", profile, max_examples=few)
+    hypothesis.settings.load_profile("brief")
+    yield
+    hypothesis.settings.load_profile(name)
+
+
+@pytest.fixture
+def briefly() -> Iterator[None]:
+    """Draw as few examples as find every wrong tier of tests/tiers/mutants.py."""
+    with examples(16):
+        yield
 
 
 @pytest.fixture

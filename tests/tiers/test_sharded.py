@@ -280,6 +280,7 @@ def test_uneven_heads_are_refused() -> None:
     ShardedTier(tier, GEOMETRY, Shard(1, 2, 2, 4))
 
 
+@pytest.mark.usefixtures("briefly")
 def test_conformance() -> None:
     for shard in (Shard(), Shard(1, 2)):
         check_tier(lambda n: ShardedTier(HostTier(n), GEOMETRY, shard), capacity_bytes=1 << 20)  # noqa: B023
