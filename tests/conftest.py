@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import types
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -190,6 +192,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+def _settle() -> None:
+    """Take what is alive out of what the collector looks at: a collection costs seconds else."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Look for garbage only in what tests make."""
+    _settle()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Look for garbage only in what this file of tests makes: libraries load more as they go."""
+    if nextitem is not None and nextitem.path != item.path:
+        _settle()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nan_poison() -> object:
     """Make reading memory that nobody wrote show up as NaN in the answer."""
@@ -208,6 +229,24 @@ def whole_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("flowkv.cache.tail.Tails.keep", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.tail.Tails.save", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.restore.PrefixMatcher.behind", lambda *_: [])
+
+
+@contextmanager
+def examples(few: int) -> Iterator[None]:
+    """Draw so many examples, unless many were asked for."""
+    name, profile = hypothesis.settings.get_current_profile_name(), hypothesis.settings()
+    few = max(few, profile.max_examples // 4)
+    hypothesis.settings.register_profile("brief", profile, max_examples=few)
+    hypothesis.settings.load_profile("brief")
+    yield
+    hypothesis.settings.load_profile(name)
+
+
+@pytest.fixture
+def briefly() -> Iterator[None]:
+    """Draw as few examples as find every wrong tier of tests/tiers/mutants.py."""
+    with examples(16):
+        yield
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,7 @@ def told(path: str, one: griffe.Object | None, homes: dict[str, str]) -> Iterato
         yield path
 
 
+@functools.cache
 def load() -> griffe.Module:
     """The package as its source has it."""
     package = griffe.load("flowkv", search_paths=[ROOT], resolve_aliases=True)

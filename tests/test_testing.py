@@ -82,11 +82,20 @@ def test_it_needs_pytest_and_hypothesis_of_all_that_development_needs(tmp_path: 
 CHECKS = "policy codec scheduler restore_policy sparsifier tier".split()
 
 
-@pytest.mark.parametrize("check", [f"check_{what}" for what in CHECKS])
-def test_the_error_names_what_is_needed(tmp_path: Path, check: str) -> None:
-    done = run(tmp_path, f"from flowkv.testing import {check}", {"hypothesis"})
-    assert "flowkv.testing needs pytest and hypothesis" in done.stderr
-    assert "pip install 'flowkv[testing]'" in done.stderr
+def test_the_error_names_what_is_needed(tmp_path: Path) -> None:
+    code = """
+for check in checks:
+    try:
+        exec(f"from flowkv.testing import {check}")
+    except ImportError as error:
+        print(check, error)
+"""
+    checks = [f"check_{what}" for what in CHECKS]
+    done = run(tmp_path, f"checks = {checks!r}\n{code}", {"hypothesis"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("flowkv.testing needs pytest and hypothesis") == len(checks)
+    assert done.stdout.count("pip install 'flowkv[testing]'") == len(checks)
+    assert re.findall("^check_[a-z_]+", done.stdout, re.MULTILINE) == checks
 
 
 def test_tiers_that_misbehave_need_neither(tmp_path: Path) -> None:

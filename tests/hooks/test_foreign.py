@@ -754,47 +754,42 @@ def restored() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ATTACKS)
-def test_within_a_process(name: str) -> None:
+def test_within_a_process_and_over_a_directory(name: str, tmp_path) -> None:
     made, put = ATTACKS[name]()
+    store = f"{tmp_path}/kv:64MiB"
     model, plain = made(1.0), made(1.0)
+    answers: dict[float, Any] = {}
+
+    def asked(kv: flowkv.KV, value: float) -> None:
+        put(model, value)
+        put(plain, value)
+        answers[value] = generate(plain, 2, input_ids=PROMPT)
+        before = reused(kv)
+        assert_same(generate(model, 2, input_ids=PROMPT), answers[value])
+        if kv.stats()["foreign"]:
+            assert reused(kv) == before
+
     try:
-        with attached(model) as kv:
-            answers = []
+        with attached(model, disk=store) as kv:
             for value in (1.0, 1.0, -3.0, -3.0, 1.0):
-                put(model, value)
-                put(plain, value)
-                answers.append(generate(plain, 4, input_ids=PROMPT))
-                before = reused(kv)
-                assert_same(generate(model, 4, input_ids=PROMPT), answers[-1])
-                if kv.stats()["foreign"]:
-                    assert reused(kv) == before
+                asked(kv, value)
             if name in NAMED:
                 assert kv.stats()["foreign"] == "" and reused(kv) > 0
-    finally:
         put(model, 1.0)
         computation._SEEN.clear()  # an override that was seen counts for the whole process
-    if name != "call":
-        assert not torch.equal(answers[0].logits[0], answers[2].logits[0]), "it changes nothing"
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ATTACKS)
-def test_over_a_directory(name: str, tmp_path) -> None:
-    made, put = ATTACKS[name]()
-    try:
-        for value in (1.0, -3.0, 1.0):
-            model, plain = made(1.0), made(1.0)
+        for value in (-3.0, 1.0):
+            model = made(1.0)
             put(model, value)
-            put(plain, value)
-            with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
-                theirs = generate(plain, 4, input_ids=PROMPT)
-                assert_same(generate(model, 4, input_ids=PROMPT), theirs)
+            with attached(model, disk=store) as kv:
+                asked(kv, value)
             if name in NAMED:
                 assert kv.stats()["foreign"] == ""
             put(model, 1.0)
     finally:
         put(model, 1.0)
-        computation._SEEN.clear()  # an override that was seen counts for the whole process
+        computation._SEEN.clear()
+    if name != "call":
+        assert not torch.equal(answers[1.0].logits[0], answers[-3.0].logits[0]), "nothing changes"
 
 
 def test_a_foreign_model_says_why_once_and_what_to_pass() -> None:

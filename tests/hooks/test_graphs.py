@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProc
 import flowkv
 from tests import inside
 from tests.hooks import models
-from tests.hooks.compare import assert_same, attached, generate
+from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.hooks.recorder import WAITS, LaunchRecorder, recorded
 from tests.inside import GraphedForward, Later, graphs, shape_of
 
@@ -98,6 +98,16 @@ def test_replays_answer_as_the_model(name: str, way: str, device: str) -> None:
         assert_same(generate(model, 30, **given), generate(twin, 30, **given))
         assert counts(kv)[1] >= replayed + 25  # of known prompts, by the same graphs
         assert counts(kv)[0] == captured
+        if device == "cpu":
+            every_token_is_a_replay(kv, model, twin, given)
+
+
+def every_token_is_a_replay(kv: flowkv.KV, model: Any, twin: Any, given: dict[str, Any]) -> None:
+    """Ask a prompt that was asked twice again: its first token is a replay, too."""
+    for length in (1, 12):
+        replayed, known = counts(kv)[1], reused(kv)
+        assert_same(generate(model, length, **given), generate(twin, length, **given))
+        assert counts(kv)[1] == replayed + length and reused(kv) > known
 
 
 class Decoding(LogitsProcessor):

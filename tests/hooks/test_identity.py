@@ -350,16 +350,16 @@ def base() -> torch.nn.Module:
 def test_an_edit_after_attach_is_never_answered_with_what_was(edit: Callable[..., Undo]) -> None:
     """Wrong before the edit is noticed, and right again, and reused, when it is taken back."""
     model, prompt = base(), models.prompt(60)
-    plain = generate(model, 4, input_ids=prompt)
+    plain = generate(model, 2, input_ids=prompt)
     with attached(model) as kv, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            generate(model, 4, input_ids=prompt)
+            generate(model, 2, input_ids=prompt)
         undo = edit(model)
         try:
-            ours = [generate(model, 4, input_ids=prompt) for _ in range(2)]
+            ours = [generate(model, 2, input_ids=prompt) for _ in range(2)]
             kv.detach()
-            theirs = generate(model, 4, input_ids=prompt)
+            theirs = generate(model, 2, input_ids=prompt)
         finally:
             undo()
     assert not all(torch.equal(a, b) for a, b in zip(plain.logits, theirs.logits, strict=True))

@@ -366,15 +366,15 @@ def test_what_a_value_holds_is_in_the_name(name: str) -> None:
     assert first.foreign or again.namespace == first.namespace
     other, edited = case.model()
     case.edit(edited)
-    theirs = generate(other, 4, input_ids=prompt)
+    theirs = generate(other, 2, input_ids=prompt)
     assert differ(first, Identity(other))
     with attached(model) as kv:
-        plain = generate(model, 4, input_ids=prompt)
-        generate(model, 4, input_ids=prompt)
+        plain = generate(model, 2, input_ids=prompt)
+        generate(model, 2, input_ids=prompt)
         assert foreign(kv) or reused(kv) == 48
         case.edit(state)
         for _ in range(2):
-            assert_same(generate(model, 4, input_ids=prompt), theirs)
+            assert_same(generate(model, 2, input_ids=prompt), theirs)
         assert foreign(kv) or reused(kv) == 96
     assert not torch.equal(plain.logits[0], theirs.logits[0])
 

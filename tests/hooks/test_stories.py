@@ -17,7 +17,7 @@ from .compare import assert_same, generate
 from .stories import MODELS, NEW, SHELVES, World, alike
 from .test_restore import Slow, on, stored
 
-ROUNDS = [pytest.param(2, id="few"), pytest.param(96, id="many", marks=pytest.mark.deep)]
+ROUNDS = [pytest.param(1, id="few"), pytest.param(48, id="many", marks=pytest.mark.deep)]
 Patch = pytest.MonkeyPatch
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from flowkv import Tier
 from flowkv.testing import FlakyTier, MemoryTier, check_tier
 from flowkv.tiers.disk import DiskTier
+from tests.conftest import examples
 from tests.inside import Faults, HostTier
 
 from .faulty import FastFiles
@@ -79,12 +79,9 @@ def flip(tier: Tier, number: int) -> None:
 
 @pytest.fixture
 def briefly() -> Iterator[None]:
-    """Fewer examples, unless many were asked for."""
-    name, profile = settings.get_current_profile_name(), settings()
-    settings.register_profile("brief", profile, max_examples=max(8, profile.max_examples // 4))
-    settings.load_profile("brief")
-    yield
-    settings.load_profile(name)
+    """Fewer examples of a disk, which takes its time."""
+    with examples(8):
+        yield
 
 
 @pytest.mark.parametrize("capacity_bytes", [256 << 10, 1 << 20])

@@ -284,6 +284,7 @@ def test_any_parts_in_any_order(disk: DiskTier, wishes: list[tuple[int, int, int
             assert target[: answer.n_bytes] == body_of(name, SIZE)[first * STEP : end * STEP]
 
 
+@pytest.mark.usefixtures("briefly")
 @pytest.mark.parametrize("damage", [None, flip])
 def test_conformance(tmp_path: Path, damage: Any) -> None:
     places = iter(range(1 << 30))

@@ -517,12 +517,16 @@ class Slabs:
         got = 0
         for granules in sorted(self._slabs, key=lambda g: (g == needed, -g)):
             slab, keep = self._slabs[granules], int(granules == needed)
+            size = granules * GRANULE_BYTES
             while got < want_bytes and len(slab.free) > keep:
-                number = slab.free.popitem()[0]  # which is as fast where there are millions
-                if not self._make_holes(slab, Slot(granules, number), 1):
-                    slab.free[number] = None
+                first = end = next(reversed(slab.free))
+                most = min(len(slab.free) - keep, -((got - want_bytes) // size))
+                while end - first < most and next(reversed(slab.free)) == end:
+                    end = slab.free.popitem()[0] + 1  # which is as fast where there are millions
+                if not self._make_holes(slab, Slot(granules, first), end - first):
+                    slab.free |= dict.fromkeys(reversed(range(first, end)))
                     return got
-                got += granules * GRANULE_BYTES
+                got += (end - first) * size
         return got
 
     def _make_holes(self, slab: _SlabFile, first: Slot, count: int) -> bool:
@@ -531,7 +535,7 @@ class Slabs:
             return False
         numbers = range(first.number, first.number + count)
         slab.holes += numbers
-        for number in numbers:
+        for number in numbers if self._named else ():
             self._named.pop(Slot(first.granules, number), None)
         self.allocated_bytes -= count * first.n_bytes
         self.free_bytes -= count * first.n_bytes

@@ -114,7 +114,8 @@ def test_conformance_where_io_uring_is_denied() -> None:
         "from tests.tiers.io.test_ladder import deny\n"
         f"deny({errno.EPERM})\n"
         "sys.exit(pytest.main(['-q', '-n', '0', '-p', 'no:cacheprovider', '-k',"
-        " 'not child and not behaves and not share', '-rs', 'tests/tiers/io/test_engines.py']))\n"
+        " 'not child and not behaves and not share', '-rs', '--noconftest',"
+        " '--hypothesis-profile', 'ci', 'tests/tiers/io/test_engines.py']))\n"
     )
     answer = run(program)
     assert "io_uring is not allowed here" in answer

@@ -57,6 +57,7 @@ def until(true: object) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("briefly")
 def test_conformance(cluster: MooncakeCluster) -> None:
     """Many tiers on one client, since tearing one down takes a second."""
     store = Mooncake(cluster.uri)

@@ -92,15 +92,18 @@ def factories(uri: str, **options: Any) -> tuple[Callable[[int], Tier], Callable
 # ---- conformance
 
 
+@pytest.mark.usefixtures("briefly")
 def test_conformance_in_memory() -> None:
     check_tier(lambda n: steady(ObjectTier("memory:///", n)), capacity_bytes=1 << 20)
 
 
+@pytest.mark.usefixtures("briefly")
 def test_conformance_in_a_directory(tmp_path: Path) -> None:
     fresh, reopen = factories(tmp_path.as_uri())
     check_tier(fresh, reopen=reopen, capacity_bytes=1 << 20)
 
 
+@pytest.mark.usefixtures("briefly")
 @needs_rclone
 def test_conformance_on_a_server(place: dict[str, Any]) -> None:
     uri = place.pop("uri")

@@ -55,6 +55,7 @@ def until(true: object) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("briefly")
 @pytest.mark.parametrize("capacity_bytes", [256 << 10, 1 << 20])
 def test_conformance(server: RedisServer, capacity_bytes: int) -> None:
     uris: dict[int, str] = {}

@@ -87,6 +87,7 @@ def reopened(tier: Tier) -> Tier:
     return steady(RemoteTier(tier.backend, tier.capacity_bytes))
 
 
+@pytest.mark.usefixtures("briefly")
 @pytest.mark.parametrize("capacity_bytes", [3 << 14, 1 << 20])
 def test_conformance(capacity_bytes: int) -> None:
     check_tier(
@@ -96,6 +97,7 @@ def test_conformance(capacity_bytes: int) -> None:
     )
 
 
+@pytest.mark.usefixtures("briefly")
 def test_a_failing_engine_loses_frames_and_never_lies() -> None:
     def flaky(capacity_bytes: int) -> Tier:
         engine = FaultyBackend()
