@@ -149,7 +149,7 @@ class Shelf(ABC):
 
 def mangled(data: bytes, how: str, rng: random.Random, first: int = 0) -> bytes:
     """Return data with a bit flipped, or without its end."""
-    if how == "cut":
+    if how == "cut" or len(data) <= first:
         return data[: first + (len(data) - first) // 2]
     at, changed = rng.randrange(first, len(data)), bytearray(data)
     changed[at] ^= 1 << rng.randrange(8)
@@ -186,7 +186,8 @@ class MemoryShelf(Shelf):
 class HostShelf(MemoryShelf):
     """Host memory, whose pages come back after the device has lost them.
 
-    In every second round a device reaches it: pages are kept and lent where they lie.
+    Of models of one group in every second round, and of others in those between, a device reaches
+    it: pages are kept and lent where they lie.
     """
 
     lasting = False
@@ -601,7 +602,7 @@ class World:
         """Open a cache over the store."""
         tier = Failing(self.shelf.tier())
         kv = self.asked.attach(tier, **options)
-        self.shelf.opened(kv, seed)
+        self.shelf.opened(kv, seed + len(self.keys[0]))
         try:
             yield kv, tier
         finally:
