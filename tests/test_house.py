@@ -345,3 +345,26 @@ def test_what_tests_look_at_is_there() -> None:
             if not (home / f"{there}.py").is_file():
                 text = home.with_suffix(".py").read_text()
                 assert re.search(rf"^(class|def) {there}\b", text, re.MULTILINE), shown
+
+
+def code_lines(source: Path) -> int:
+    """Return the lines of a file that are neither blank, comments nor docstrings."""
+    documented = set[int]()
+    for node in ast.walk(parsed(source)):
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            documented |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    lines = enumerate(source.read_text().splitlines(), 1)
+    return sum(
+        n not in documented and bool(line.strip()) and not line.lstrip().startswith("#")
+        for n, line in lines
+    )
+
+
+def test_the_package_does_not_grow() -> None:
+    """Hold the total by the last line of `lines.txt`: another line there says why it changes."""
+    total = sum(map(code_lines, SOURCES))
+    *_, last = (ROOT / "tests" / "lines.txt").read_text().splitlines()
+    most = int(last.split()[0])
+    assert total <= most, f"{total} code lines: take some out, or say why in tests/lines.txt"
+    assert total > most - 300, f"{total} code lines: hold that by a line in tests/lines.txt"

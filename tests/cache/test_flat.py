@@ -21,7 +21,7 @@ _FRESH = count()
 def serve(kv: KV, requests: int) -> None:
     """Prompts that were never seen, each of a page and a tail, in a conversation of its own."""
     for n in (next(_FRESH) for _ in range(requests)):
-        ids = [n % 50_021, n // 50_021, n % 997, *range(6)]
+        ids = [n, n % 997, *range(7)]
         with kv.open(ids, session=n) as seq:
             advance(kv, [seq], [ids])
 
