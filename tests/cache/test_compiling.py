@@ -18,7 +18,7 @@ from tests.inside import DiskScheduler, compiling
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(16 * 8 + 3))
-DEADLINE_S, COMPILES_S = 1.0, 2.0
+DEADLINE_S, COMPILES_S = 0.5, 1.0
 
 
 @pytest.fixture(params=["a compiler", "a slow disk"])

@@ -170,6 +170,7 @@ class FaultyRedis:
             except TimeoutError:
                 continue
             connection.settimeout(5)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as servers do
             self.connections += 1
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             self._threads.append(thread)
