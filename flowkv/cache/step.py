@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
@@ -273,8 +274,31 @@ def _drop(
 
 _RESTORATION = attrgetter("restoration")
 
-CURRENT: ContextVar[Step | None] = ContextVar("flowkv_step", default=None)
-"""The step that this thread's `flowkv.attention` belongs to."""
+class _CurrentStep:
+    """The step that this thread's `flowkv.attention` belongs to, while something else holds it.
+
+    An interrupt may come before the `__exit__` that a `with` calls: a step that is dropped then is
+    rolled back, which it could not be if this held it.
+    """
+
+    def __init__(self) -> None:
+        self._ref: ContextVar[weakref.ref[Step] | None] = ContextVar("flowkv_step", default=None)
+
+    def get(self) -> Step | None:
+        """Return the step, if there is one."""
+        ref = self._ref.get()
+        return None if ref is None else ref()
+
+    def set(self, step: Step) -> Token[weakref.ref[Step] | None]:
+        """Begin a step; `reset` takes what this returns."""
+        return self._ref.set(weakref.ref(step))
+
+    def reset(self, token: Token[weakref.ref[Step] | None]) -> None:
+        """Return to the step before."""
+        self._ref.reset(token)
+
+
+CURRENT = _CurrentStep()
 
 
 class Step:
@@ -318,7 +342,7 @@ class Step:
         self.audits = False
         self.planner = planner
         self._started_s = time.perf_counter()
-        self._token: Token[Step | None] | None = None
+        self._token: Token[weakref.ref[Step] | None] | None = None
         self._batches: dict[int, Ragged] = {}
         self._singles: dict[int, list[tuple[slice, Ragged]]] = {}
         self._shared: dict[int, Cascade | None] = {}

@@ -11,6 +11,7 @@ from flowkv import KV
 from tests import interrupts
 from tests.cache.fakes import Silent, lasting
 from tests.cache.toy import advance, check_content, make_kv, opened, prefill
+from tests.inside import CURRENT
 
 P = list(range(1, 30))
 
@@ -67,6 +68,21 @@ def test_a_sequence_dropped_in_a_cycle_ends_what_is_on_its_way() -> None:
     assert len(again.planner.tables._free) == again.planner.tables.max_rows
     tier.speak()
     again.close()
+
+
+def test_a_step_whose_end_never_came_is_rolled_back() -> None:
+    """An interrupt may come just before `with` calls `__exit__`; nothing holds the step then."""
+    kv = make_kv()
+    seq = kv.open(P)
+    kv.step([seq], [P[:9]]).__enter__()
+    gc.collect()
+    kv.lock.settle()
+    assert CURRENT.get() is None
+    prefill(kv, seq)
+    check_content(kv, seq, P)
+    seq.close()
+    interrupts.whole(kv)
+    kv.close()
 
 
 @pytest.mark.slow
