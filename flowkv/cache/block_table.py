@@ -136,7 +136,7 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
     tables.touch()
     for block in store.blocks_on(device):
         block.page = moves.get(block.page, block.page)
-    for pages, _ in store.tails.values():
+    for pages in store.tails.values():
         here = (moves if store.device(g) == device else {} for g in range(len(pages)))
         pages[:] = [moved.get(page, page) for moved, page in zip(here, pages, strict=True)]
 
@@ -416,18 +416,19 @@ class Planner:
         self.tables.pages[group][seq.row, page_no] = page
         self.tables.touch()
 
-    def _let_go(self, seq: Sequence, group: int, page_no: int) -> None:
-        table = self.tables.pages[group]
-        page, block = int(table[seq.row, page_no]), seq.blocks[group][page_no]
-        table[seq.row, page_no] = -1
+    def _let_go(self, seq: Sequence, group: int, first: int, stop: int) -> None:
+        line, blocks = self.tables.pages[group][seq.row, first:stop], seq.blocks[group][first:stop]
+        pages, pool = line.tolist(), self.store.pool(group)
+        line[:] = -1
         self.tables.touch()
-        seq.blocks[group][page_no] = None
-        if block is not None and page < 0 and self.overflow is not None:
-            self.overflow.let_go(seq, block)
-        elif block is not None:
-            self.store.drop(block)
-        elif page >= 0:
-            self.store.pool(group).release(page)
+        seq.blocks[group][first:stop] = [None] * len(blocks)
+        for page, block in zip(pages, blocks, strict=True):
+            if block is not None and page < 0 and self.overflow is not None:
+                self.overflow.let_go(seq, block)
+            elif block is not None:
+                self.store.drop(block)
+            elif page >= 0:
+                pool.release(page)
 
     def thaw_tail(self, seq: Sequence) -> None:
         """Makes sure that the page which the next token goes to is raw.
@@ -453,7 +454,7 @@ class Planner:
                     self.store.pool(g).release(page)
                 raise
             for g, page in own:
-                self._let_go(seq, g, page_nos[g])
+                self._let_go(seq, g, page_nos[g], page_nos[g] + 1)
                 self._place(seq, g, page_nos[g], page)
         self.tables.shared[seq.row] = False
 
@@ -503,9 +504,9 @@ class Planner:
     def drop_before(self, seq: Sequence, group: int, page_no: int) -> None:
         """Lets go of a group's pages before a number: they lie behind its window."""
         with self.guard:
-            for number in range(seq.first_page[group], page_no):
-                self._let_go(seq, group, number)
-            seq.first_page[group] = max(seq.first_page[group], page_no)
+            if page_no > seq.first_page[group]:
+                self._let_go(seq, group, seq.first_page[group], page_no)
+                seq.first_page[group] = page_no
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Drops tokens from position `length` on, also those that are not computed yet.
@@ -567,9 +568,9 @@ class Planner:
 
     def _cut(self, seq: Sequence, group: int, pages: int) -> None:
         blocks = seq.blocks[group]
-        for page_no in range(pages, len(blocks)):
-            self._let_go(seq, group, page_no)
-        del blocks[pages:]
+        if pages < len(blocks):
+            self._let_go(seq, group, pages, len(blocks))
+            del blocks[pages:]
 
     def fork(self, seq: Sequence, child: Sequence) -> None:
         """Lets `child`, freshly opened, share every page of `seq`.
@@ -859,8 +860,10 @@ class Planner:
         pages = self._most_raw(counts)
         for g, fresh in enumerate(pages):
             for seq, first, count in zip(seqs, have[g], wanted[g], strict=True):
-                for page_no in range(first, first + count):
-                    self._place(seq, g, page_no, fresh.pop())
+                taken, fresh = fresh[:count], fresh[count:]
+                self.tables.pages[g][seq.row, first : first + count] = taken
+                seq.blocks[g][first : first + count] = [None] * count
+        self.tables.touch()
 
     def _most_raw(self, counts: list[int]) -> list[list[int]]:
         """Raw pages, for which others leave the device where it is full of other sizes.

@@ -8,10 +8,9 @@ can meet (their keys differ from the root on).
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from heapq import merge
 from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
@@ -267,37 +266,47 @@ class Beginnings:
     """
 
     def __init__(self) -> None:
-        self._below: dict[bytes, list[Block]] = {}
+        # Below each key: pages in the order of their tokens, and that of each as bytes.
+        self._below: dict[bytes, tuple[list[bytes], list[Block]]] = {}
 
     def add(self, block: Block) -> None:
         """A page whose tokens are known."""
-        insort(self._below.setdefault(block.place, []), block, key=_order)
+        order, blocks = self._below.setdefault(block.place, ([], []))
+        mine = _order(block.tokens)  # type: ignore[arg-type]
+        at = bisect_right(order, mine)
+        order.insert(at, mine)
+        blocks.insert(at, block)
 
     def discard(self, block: Block) -> None:
         """A page that was added is known no more."""
-        line = self._below[block.place]
-        del line[line.index(block, bisect_left(line, _order(block), key=_order))]
-        if not line:
+        order, blocks = self._below[block.place]
+        at = blocks.index(block, bisect_left(order, _order(block.tokens)))  # type: ignore[arg-type]
+        del order[at], blocks[at]
+        if not order:
             del self._below[block.place]
 
-    def near(self, place: bytes, tokens: NDArray[np.uint32]) -> Iterator[tuple[int, Block]]:
+    def near(self, place: bytes, tokens: NDArray[np.uint32]) -> list[tuple[int, Block]]:
         """Some that begin with most of these tokens, and with how many: the longest first.
 
         Args:
             place: See `Block.place`.
             tokens: Ids.
         """
-        line = self._below.get(place, [])
-        at = bisect_left(line, tokens.astype(">u4").tobytes(), key=_order)
-        sides = (
-            ((matching(line[i].tokens, tokens), line[i]) for i in side)  # type: ignore[arg-type]
-            for side in (range(at - 1, -1, -1), range(at, len(line)))
-        )
-        return islice(merge(*sides, key=itemgetter(0), reverse=True), _NEAREST)
+        if place not in self._below:
+            return []
+        (order, blocks), mine = self._below[place], _order(tokens)
+        at, found = bisect_left(order, mine), list[tuple[int, Block]]()
+        for side in (range(at - 1, -1, -1), range(at, len(order))):
+            for i in side[:_NEAREST]:
+                alike = order[i][:4] == mine[:4]  # else no further one has any of them
+                found.append((matching(blocks[i].tokens, tokens) if alike else 0, blocks[i]))  # type: ignore[arg-type]
+                if not alike:
+                    break
+        return sorted(found, key=itemgetter(0), reverse=True)[:_NEAREST]
 
 
-def _order(block: Block) -> bytes:
-    return block.tokens.astype(">u4").tobytes()  # type: ignore[union-attr]
+def _order(tokens: NDArray[np.uint32]) -> bytes:
+    return tokens.astype(">u4").tobytes()
 
 
 class PrefixIndex:
@@ -385,9 +394,9 @@ class PrefixIndex:
         return block
 
     def learn(self, block: Block, tokens: NDArray[np.uint32]) -> None:
-        """The tokens of a page, where they were not known before."""
+        """The tokens of a page, where they were not known before; nobody else writes to them."""
         if block.tokens is None:
-            block.tokens = tokens.copy()
+            block.tokens = tokens
             if not block.group:
                 self.beginnings.add(block)
             for watch in self.watchers:

@@ -663,7 +663,7 @@ class KV:
             planner.store.drain()
             seq = self._sequence(planner, tenant, salts)
             try:
-                seq.note(ids)
+                seq.extend(ids)
                 seq.prompted, seq.care = len(ids), make_care(session, lease, retain, seq.tenant)
                 self.visits.check(seq)
                 most = len(ids) - 1 if limit is None else min(limit, len(ids))

@@ -34,7 +34,7 @@ from flowkv.cache.later import Later
 from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
-from flowkv.cache.tail import SharedTokens, checked
+from flowkv.cache.tail import SharedTokens
 from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError, StateError
 from flowkv.core.geometry import CODECS
@@ -93,6 +93,10 @@ def drop(loads: Iterable[PageLoad]) -> None:
 
 def _each(groups: Iterable[dict[int, PageLoad]]) -> list[PageLoad]:
     return [one for group in groups for one in group.values()]
+
+
+_WORTH_COPYING = 8
+"""A prompt of which a smaller part of a page is known, as its first token, is computed whole."""
 
 
 class PrefixMatcher:
@@ -255,22 +259,27 @@ class PrefixMatcher:
             limit: Most tokens.
             behind: What was to be loaded of that page.
         """
-        planner, store = self.planner, self.store
-        found = planner.tails.find(seq, seq.length // self.page_size, limit)
+        planner, store, length = self.planner, self.store, seq.length
+        found = planner.tails.find(seq, length // self.page_size, limit)
+        few = min(self.page_size // _WORTH_COPYING, limit)
+        if found is not None and not length and found.tokens < few:
+            found = None
         if behind and all(one.complete and not one.block.gone for one in behind):
             store.join()  # on a GPU they may be on their way up
-            count = min(limit - seq.length, *(one.block.tail or self.page_size for one in behind))
+            count = min(limit - length, *(one.block.tail or self.page_size for one in behind))
             if found is None or found.tokens < count:
                 fidelity = max(max(one.fidelity, one.codec) for one in behind)
                 full = not any(one.block.tail for one in behind)
                 pages = [one.page for one in behind]
-                found = SharedTokens(count, fidelity, pages, checked if full else bool)
-        held = list(enumerate(found.pages if found is not None else ()))
+                found = SharedTokens(count, fidelity, pages, full)
+        if found is None:
+            return length
+        held = [*enumerate(found.pages)]
         for g, page in held:  # it may be given up for the page that it is copied to
             store.pool(g).share(page)
         try:
             own = [store.try_allocate(g, 1) or [] for g, _ in held]
-            if found is not None and all(own) and self._copied(found, [page for (page,) in own]):
+            if all(own) and self._copied(found, [page for (page,) in own]):
                 planner.occupy(seq, own)
                 self.tables.lengths[seq.row] += found.tokens
                 seq.fidelity = max(seq.fidelity, found.fidelity)
@@ -290,7 +299,7 @@ class PrefixMatcher:
             status = self.planner.copy(g, old, page)
             if status is not None:
                 said.append(status)
-            elif not found.finite():
+            elif not found.finite:
                 said.append(self.planner.tails.sums(g, page, found.tokens))
         return all(map(_sound, Later(*said).get()))
 
@@ -409,7 +418,7 @@ class PrefixMatcher:
             self.tables.pages[g][seq.row, first:pages] = [block.page for block in group]
             for page_no, block in enumerate(group, first):
                 if block.tokens is None:  # of an earlier process
-                    known = seq.tokens[page_no * self.page_size :][: self.page_size]
+                    known = seq.tokens[page_no * self.page_size :][: self.page_size].copy()
                     self.store.index.learn(block, known)
             seq.fidelity = max([seq.fidelity, *(block.fidelity for block in group)])
         self.tables.touch()
@@ -614,9 +623,10 @@ class RestoreScheduler:
         """
         size, restorer = self.restorer.page_size, self.restorer
         self.store.expire()
-        plan = self._look(seq, restorer.match(seq, max(0, limit) // size), computable)
+        known = restorer.match(seq, max(0, limit) // size)
+        plan = self._look(seq, known, computable) if known else None
         pages = plan.pages if plan is not None else seq.length // size
-        behind = restorer.behind(seq, pages, limit)
+        behind = restorer.behind(seq, pages, limit) if self.store.tiers else []
         if plan is None and behind:
             sources = restorer.sources(behind, ways(self.store, behind), size)
             plan = RestorePlan(pages, pages, pages, [{} for _ in seq.blocks], *sources)

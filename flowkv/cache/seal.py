@@ -22,6 +22,7 @@ from flowkv.cache.later import Later, Pending
 from flowkv.cache.sequence import READY, STEPPING, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.geometry import CODEC_SHIFT, CODECS
+from flowkv.core.keys import ROOT
 from flowkv.kernels.dispatch import NON_FINITE
 from flowkv.observe.events import Encoded, Published
 
@@ -410,18 +411,53 @@ class Publisher:
         fresh: list[Block],
         sound: Mapping[tuple[int, int], bool],
     ) -> None:
-        before = len(fresh)
+        store, size, keys = self.store, self.page_size, seq.keys(g, full)
+        first, fidelity, made = min(own, default=full), seq.fidelity, dict[Block, int]()
+        tokens = seq.tokens[first * size : full * size].copy()
         for page_no, page in own.items():
             if not seq.publishable:
-                return
-            self._publish(seq, g, page_no, fresh, finite=sound[g, page])
+                break
+            block, codec = store.index.find(keys[page_no]), page >> CODEC_SHIFT
+            if block is not None and block.page >= 0:
+                seq.fidelity = fidelity = max(fidelity, block.fidelity)
+                self._take(seq, g, page_no, block)
+                continue
+            if not sound[g, page]:
+                seq.publishable = False
+                self._on_non_finite(g, page_no)
+                break
+            if block is not None:
+                store.supersede(block)
+            block = store.index.publish(keys[page_no], keys[page_no - 1] if page_no else ROOT, g)
+            block.tenant, block.namespace = seq.tenant, seq.namespace
+            at = page_no * size
+            own_tokens = tokens[at - first * size :][:size]
+            if not g:
+                store.outgrow(block.place, own_tokens)
+            store.index.learn(block, own_tokens)
+            block.fidelity = max(fidelity, codec)
+            if seq.care.lease or seq.care.retain:
+                block.lease = seq.care.of(at, at + size)
+            made[block], seq.blocks[g][page_no] = page, block
+        store.publish_held(g, made)
+        fresh += made
+        encoded = [block for block, page in made.items() if page >> CODEC_SHIFT]
+        # Else they are written once they are encoded.
+        store.write_down(*(encoded if store.forms[g].ladder.rungs else made))
         if not seq.publishable:
             return
         seq.published[g] = full
-        pages = len(fresh) - before
-        if pages:
-            tokens = pages * self.page_size
-            self.store.bus.emit(Published(group=g, pages=pages, tokens=tokens, tenant=seq.owner))
+        if made:
+            event = Published(group=g, pages=len(made), tokens=len(made) * size, tenant=seq.owner)
+            store.bus.emit(event)
+
+    def _take(self, seq: Sequence, group: int, page_no: int, block: Block) -> None:
+        """Puts a known page in the place of a sequence's own."""
+        line = self.tables.pages[group][seq.row]
+        self.store.hold(block)
+        self.store.pool(group).release(int(line[page_no]))
+        line[page_no], seq.blocks[group][page_no] = block.page, block
+        self.tables.touch()
 
     def _differs(self, seq: Sequence, group: int, page_no: int) -> bool:
         """Whether a page is known with other bytes than those that a sequence has."""
@@ -435,50 +471,11 @@ class Publisher:
         mine, theirs = (pool.page_bytes(one, n_bytes) for one in (page, block.page))
         return not torch.equal(mine, theirs)
 
-    def _publish(
-        self, seq: Sequence, group: int, page_no: int, fresh: list[Block], *, finite: bool
-    ) -> None:
-        """Makes a page known, or takes the known one; adds what was not on the device before."""
-        store, pool = self.store, self.store.pool(group)
-        page = int(self.tables.pages[group][seq.row, page_no])
-        key = seq.key(group, page_no)
-        block = store.index.find(key)
-        if block is not None and block.page >= 0:
-            seq.fidelity = max(seq.fidelity, block.fidelity)
-            store.hold(block)
-            pool.release(page)
-            self.tables.pages[group][seq.row, page_no] = block.page
-            self.tables.touch()
-            seq.blocks[group][page_no] = block
-            return
-        codec = page >> CODEC_SHIFT
-        if not finite:
-            seq.publishable = False
-            self._on_non_finite(group, page_no)
-            return
-        if block is not None:
-            store.supersede(block)
-        block = store.index.publish(key, seq.parent_key(group, page_no), group)
-        first = page_no * self.page_size
-        block.tenant, block.namespace = seq.tenant, seq.namespace
-        store.index.learn(block, seq.tokens[first : first + self.page_size])
-        if not group:
-            store.outgrow(block)
-        block.fidelity = max(seq.fidelity, codec)
-        block.lease = seq.care.of(first, first + self.page_size)
-        store.publish(block, page)
-        store.provisional.add(block)
-        fresh.append(block)
-        store.hold(block)
-        seq.blocks[group][page_no] = block
-        if codec or not store.forms[group].ladder.rungs:  # else it is once it is encoded
-            store.write_down(block)
-
     def _ask(self, pages: dict[int, list[int]]) -> Later:
         """Let devices add up what raw pages of groups hold; blank what lies between stripes."""
         return Later(
             *(
-                torch.stack([numbers.sum() for numbers in self._numbers(g, raw, blank=True)])
+                torch.cat([numbers.sum((1, 2)) for numbers in self._numbers(g, raw, blank=True)])
                 for g, raw in pages.items()
             )
         )
@@ -497,14 +494,21 @@ class Publisher:
         return sound
 
     def _numbers(self, group: int, pages: list[int], *, blank: bool = False) -> list[torch.Tensor]:
-        """Return what raw pages hold; `blank` what lies between their stripes."""
-        layout, pool = self.store.forms[group].raw, self.store.pool(group)
-        dtype, shape = getattr(torch, layout.dtype), (layout.layers, layout.stripe_stride_bytes)
-        parts = [pool.page_bytes(page, layout.page_bytes) for page in pages]
-        if layout.stripe_bytes < layout.stripe_stride_bytes:
-            parts = [part.view(shape) for part in parts]
-            for part in parts if blank else ():
+        """Return what raw pages hold, `[pages, layers, elements]` of those that lie side by side.
+
+        Args:
+            group: Their layer group.
+            pages: Raw ones.
+            blank: Zero what lies between their stripes.
+        """
+        layout, pool, parts = self.store.forms[group].raw, self.store.pool(group), []
+        step, stripe = layout.granules, layout.stripe_bytes
+        ends = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + step]
+        for first, stop in zip([0, *ends], [*ends, len(pages)], strict=True):
+            part = pool.page_bytes(pages[first], (stop - first) * layout.page_bytes)
+            part = part.view(stop - first, layout.layers, layout.stripe_stride_bytes)
+            if blank and stripe < layout.stripe_stride_bytes:
                 # Padding holds whatever the page held before, for another group or tenant.
-                part[:, layout.stripe_bytes :].zero_()
-            parts = [part[:, : layout.stripe_bytes] for part in parts]
-        return [part.view(dtype) for part in parts]
+                part[..., stripe:].zero_()
+            parts.append(part[..., :stripe].view(getattr(torch, layout.dtype)))
+        return parts

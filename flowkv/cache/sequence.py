@@ -260,7 +260,9 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens whose K and V are in pages, of the group with most; 0 once it is closed."""
-        return int(self.lengths.max())
+        tables, row = self.planner.tables, self.row
+        lost: list[int] = tables.lost[:, row].tolist()
+        return int(tables.lengths[row]) - min(lost)
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -323,8 +323,8 @@ class Step:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open planner _started_s _token _batches _singles
-        _shared _decodes _most _single _tables _noted _touched _watch advance _waited_s _coming
-        overflows _scans _told __weakref__""".split()
+        _shared _decodes _writers _most _single _tables _noted _touched _watch advance _waited_s
+        _coming overflows _scans _told __weakref__""".split()
     )
 
     def __init__(
@@ -347,6 +347,7 @@ class Step:
         self._singles: dict[int, list[tuple[slice, Ragged]]] = {}
         self._shared: dict[int, Cascade | None] = {}
         self._decodes: dict[int, Any] = {}
+        self._writers: dict[int, Any] = {}
         self._most = 0  # tokens of a row that they serve
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
@@ -575,7 +576,7 @@ class Step:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("k", k)
         group, place = self.planner.locate(layer)
-        decode, pages = self.decode(group), self.pages(layer)
+        decode, pages = writer(self, group), self.pages(layer)
         if decode is None or v is None or not decode.append(place, k, v):
             kernels.append(k, v, pages, self.batch(group))
         self.appended(layer)
@@ -701,6 +702,7 @@ class Step:
         self._singles.clear()
         self._shared.clear()
         self._decodes.clear()
+        self._writers.clear()
         self._scans.clear()
 
     def watch(self) -> None:
@@ -808,3 +810,16 @@ class Step:
 def _all(waits: Items[Callable[[int], None]], layer: int) -> None:
     for wait in waits:
         wait(layer)
+
+
+def writer(step: Step, group: int) -> Any:
+    """Return what `kernels.prepare_decode` made to write new tokens of a group; None for no such.
+
+    It takes tensors of the packed tokens, or of a single row.
+    """
+    if step.advance.most_new == 1:
+        return step.decode(group)
+    if group not in step._writers:
+        first = step.planner.pages(step.groups[group].layers[0])
+        step._writers[group] = kernels.prepare_decode(first, step.batch(group), None)
+    return step._writers[group]

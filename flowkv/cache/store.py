@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
-from itertools import groupby, islice, takewhile
-from operator import itemgetter
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -357,18 +356,6 @@ _ATTEMPTS = 4
 _LONGEST_S = 0.1
 
 
-class KeptTail(NamedTuple):
-    """The page that a closed sequence left unfilled.
-
-    Attributes:
-        pages: Where it lies, for each group.
-        finite: Return whether all of it holds finite numbers.
-    """
-
-    pages: list[int]
-    finite: Callable[[], bool]
-
-
 class PageStore:
     """Blocks over device pools and tiers: where they lie, how they move. Callers hold the KV lock.
 
@@ -464,7 +451,7 @@ class PageStore:
         self._places = [self.device_places[group.device] for group in geometry.groups]
         self.defragment_bytes = config.defragment_bytes
         self._orphans: set[Block] = set()
-        self.tails: dict[Block, KeptTail] = {}
+        self.tails: dict[Block, list[int]] = {}
         self.swapped: dict[Block, SwappedCopy] = {}
         self._idle = dict.fromkeys(pools, 0)
         self._lent: dict[tuple[str, int], int] = {}
@@ -833,10 +820,9 @@ class PageStore:
         """
         if block in self.provisional and self.outlives(number):
             return False
-        if not self.takes(number, body.nbytes) or not self._make_room(number, body.nbytes):
-            return False
-
         n_bytes = self.tiers[number].frame_bytes(body.nbytes)
+        if not self.takes(number, body.nbytes) or not self._make_room(number, n_bytes):
+            return False
 
         def answered(answer: TierAnswer) -> None:
             self._incoming[number] -= n_bytes
@@ -955,9 +941,8 @@ class PageStore:
             tier.delete(keys)
             self.bus.emit(Failed(tier=tier.name, operation="erase", reason=error.problem))
 
-    def _make_room(self, number: int, body_bytes: int) -> bool:
+    def _make_room(self, number: int, need: int) -> bool:
         tier, place = self.tiers[number], self.tier_places[number]
-        need = tier.frame_bytes(body_bytes)
         while tier.used_bytes() + self._incoming[number] + need > tier.capacity_bytes:
             if need > tier.capacity_bytes:
                 return False
@@ -1386,28 +1371,26 @@ class PageStore:
             self.drop_tails(islice(self.tails, 1))
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
 
-    def keep_tail(self, tail: Block, kept: KeptTail) -> None:
+    def keep_tail(self, tail: Block, pages: list[int]) -> None:
         """Shares the pages of a tail until they are needed for others."""
-        self.outgrow(tail)
-        self.tails[tail] = kept
+        self.outgrow(tail.place, tail.tokens)  # type: ignore[arg-type]
+        self.tails[tail] = pages
         self.index.beginnings.add(tail)
-        for g, page in enumerate(kept.pages):
+        for g, page in enumerate(pages):
             self.pool(g).share(page)
             self._idle[self.device(g)] += self.forms[g].raw.granules
 
-    def outgrow(self, block: Block) -> None:
-        """Gives up tails that hold nothing but the first tokens of a page."""
-        if self.tails and block.tokens is not None:
-            near = takewhile(itemgetter(0), self.index.beginnings.near(block.place, block.tokens))
-            self.drop_tails(
-                [one for shared, one in near if one in self.tails and shared == len(one.tokens)]  # type: ignore[arg-type]
-            )
+    def outgrow(self, place: bytes, tokens: NDArray[np.uint32]) -> None:
+        """Gives up tails that hold nothing but the first of some tokens, see `Block.place`."""
+        near = self.index.beginnings.near(place, tokens) if self.tails else ()
+        known = [(shared, one) for shared, one in near if shared and one in self.tails]
+        self.drop_tails([one for shared, one in known if shared == len(one.tokens)])  # type: ignore[arg-type]
 
     def drop_tails(self, tails: Iterable[Block] | None = None) -> None:
         """Gives tails up; all of them if something was erased, or is not what it was named."""
         for tail in list(self.tails if tails is None else tails):
             self.index.beginnings.discard(tail)
-            for g, page in enumerate(self.tails.pop(tail).pages):
+            for g, page in enumerate(self.tails.pop(tail)):
                 self._idle[self.device(g)] -= self.forms[g].raw.granules
                 self.pool(g).release(page)
 
@@ -1566,31 +1549,43 @@ class PageStore:
         block.page = page
         self.recount(block)
 
+    def publish_held(self, group: int, pages: Mapping[Block, int]) -> None:
+        """Publishes private pages of a sequence, which goes on to use them: holds each of them."""
+        place, pool = self._places[group], self.pool(group)
+        for block, page in pages.items():
+            pool.share(page)
+            block.page = page
+            block.holds += 1
+            place.hold(block.slot)
+            self.provisional.add(block)
+
     def supersede(self, block: Block) -> None:
         """Deletes a block's copies that are too lossy to be read here, before it is made anew."""
         if block.tiers and block.fidelity > self.fidelity:
             self.delete(block)
 
-    def write_down(self, block: Block) -> None:
-        """Saves a full page on the first persistent tier, in the background.
+    def write_down(self, *blocks: Block) -> None:
+        """Saves full pages on the first persistent tier, in the background.
 
-        While that is busy or away the page waits; if it leaves the device meanwhile, it is dropped.
+        While that is busy or away they wait; what leaves the device meanwhile is dropped.
         What would not have paid before comes along once its prompt is long enough.
         """
         number = self.lasting() if self.writes_back else -1
-        if number < 0 or block in self.provisional or not self._unwritten_on(block, number):
-            return
-        if not self.worth_saving(block, number):
-            self._held_back = True
-            return
-        chain = [block]
-        while self._held_back:
-            above = self.index.find(chain[-1].parent)
-            if above is None or not self._may_write(above, number):
-                break
-            chain.append(above)
-        self._unwritten |= dict.fromkeys(reversed(chain))
-        self._write_out()
+        for block in blocks if number >= 0 else ():
+            if block in self.provisional or not self._unwritten_on(block, number):
+                continue
+            if not self.worth_saving(block, number):
+                self._held_back = True
+                continue
+            chain = [block]
+            while self._held_back:
+                above = self.index.find(chain[-1].parent)
+                if above is None or not self._may_write(above, number):
+                    break
+                chain.append(above)
+            self._unwritten |= dict.fromkeys(reversed(chain))
+        if self._unwritten:
+            self._write_out()
 
     @property
     def writes_back(self) -> bool:

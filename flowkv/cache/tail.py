@@ -8,17 +8,14 @@ are stored as well, under the names of exactly their tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from flowkv.cache.index import Block, matching
-from flowkv.cache.later import Later
 from flowkv.cache.sequence import Sequence, Tables
-from flowkv.cache.store import KeptTail, PageStore
+from flowkv.cache.store import PageStore
 from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import within
 
@@ -33,22 +30,13 @@ class SharedTokens(NamedTuple):
         tokens: How many are the same.
         fidelity: Index of the lossiest codec that they were built on.
         pages: Where they lie, for each group.
-        finite: Return whether raw pages are known to hold finite numbers only.
+        finite: Raw pages are known to hold finite numbers only, as full ones are.
     """
 
     tokens: int
     fidelity: int
     pages: list[int]
-    finite: Callable[[], bool] = bool  # they are not
-
-
-def checked() -> bool:
-    """Return True: full pages were looked at before they became known."""
-    return True
-
-
-def _finite(sums: Later) -> bool:
-    return all(math.isfinite(each) for each in sums.get() if each is not None)
+    finite: bool = False
 
 
 class Tails:
@@ -82,9 +70,9 @@ class Tails:
                 break
             if held := self._held(seq, page_no, block):
                 tail = self.store.tails.get(block)
-                pages = [one.page for one in held] if tail is None else tail.pages
+                pages = [one.page for one in held] if tail is None else tail
                 fidelity = max(one.fidelity for one in held)
-                return SharedTokens(tokens, fidelity, pages, tail.finite if tail else checked)
+                return SharedTokens(tokens, fidelity, pages, finite=tail is None)
         return best if best.tokens else None
 
     def _held(self, seq: Sequence, page_no: int, block: Block) -> list[Block]:
@@ -152,8 +140,7 @@ class Tails:
             key = seq.chains[0].page(above, tokens, within(seq.salts, first, count))
             tail = Block(-1, key, above, 0, "tail", fidelity=seq.fidelity, tokens=tokens)
             tail.tenant, tail.namespace = seq.tenant, seq.namespace
-            sums = Later(*(self.sums(g, page, count) for g, page in enumerate(pages)))
-            store.keep_tail(tail, KeptTail(pages, partial(_finite, sums)))
+            store.keep_tail(tail, pages)
 
     def sums(self, group: int, page: int, count: int) -> torch.Tensor:
         """Add up what the first tokens of a raw page hold: finite numbers have finite sums."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import msgspec
@@ -170,7 +170,7 @@ _BITS = {"kv8": (8, 8), "kv4c": (4, 4), "kv4h": (4, 4), "k8v4": (8, 4)}
 _SCALE_BYTES = 2
 
 
-class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
+class PageLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Offsets and sizes, in bytes, of one page of one layer group in one codec.
 
     Attributes:
@@ -203,27 +203,27 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     stripe_bytes: int
     stripe_stride_bytes: int
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of a page, padding included."""
         return self.layers * self.stripe_stride_bytes
 
-    @property
+    @cached_property
     def granules(self) -> int:
         """Granules of a page."""
         return self.page_bytes // GRANULE_BYTES
 
-    @property
+    @cached_property
     def latent(self) -> bool:
         """Whether a token's value is the first `value_dim` elements of its key (MLA)."""
         return self.v_offset_bytes == 0
 
-    @property
+    @cached_property
     def value_stride(self) -> int:
         """Elements from one token's value to the next one's, in a raw page."""
         return self.head_dim if self.latent else self.value_dim
 
-    @property
+    @cached_property
     def stored_value_dim(self) -> int:
         """Elements of a token's value that are kept beside its key: all, or none of latents."""
         return 0 if self.latent else self.value_dim

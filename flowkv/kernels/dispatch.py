@@ -154,7 +154,7 @@ def prepare_decode(pages: Pages, batch: Ragged, window: int | None) -> Any:
 
     Args:
         pages: One layer of the pages.
-        batch: Rows, each with exactly one new token.
+        batch: Rows, each with exactly one new token; with others, it serves `append` alone.
         window: Tokens that a token sees, itself included; None for all before it.
 
     Returns:

@@ -76,7 +76,7 @@ def audit(kv: KV) -> None:
         if block.page >= 0 and not block.gone:
             refs[store.device(block.group)][block.page] += 1
     assert not holds
-    for pages, _ in store.tails.values():
+    for pages in store.tails.values():
         for g, page in enumerate(pages):
             refs[store.device(g)][page] += 1
             assert store.pool(g).references(page) == 1 and not page >> CODEC_SHIFT
@@ -121,7 +121,7 @@ def audit_residency(kv: KV, store: PageStore) -> None:
         assert set(place.held) == used & {b.slot for b in here}
         pool = store.pools[device]
         idle = {b.page for b in here if b.page >= 0 and not (b.holds or b.kept)}
-        idle |= {pages[g] for pages, _ in store.tails.values() for g in groups}
+        idle |= {pages[g] for pages in store.tails.values() for g in groups}
         free = pool.capacity_bytes() - pool.used_bytes()
         assert store.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
     for number, place in enumerate(store.tier_places):
@@ -152,12 +152,12 @@ def audit_index(index: PrefixIndex) -> None:
 
 def audit_beginnings(store: PageStore) -> None:
     """Whose tokens are known, and nobody else, can be found by them."""
-    known = [one for line in store.index.beginnings._below.values() for one in line]
+    known = [one for _, line in store.index.beginnings._below.values() for one in line]
     ones = [b for b in store.index if b.kind == "page" and not b.group and b.tokens is not None]
     assert Counter(map(id, known)) == Counter(map(id, [*ones, *store.tails]))
-    for line in store.index.beginnings._below.values():
-        tokens = [one.tokens.tolist() for one in line if one.tokens is not None]
-        assert tokens and tokens == sorted(tokens)
+    for order, line in store.index.beginnings._below.values():
+        tokens = [one.tokens for one in line if one.tokens is not None]
+        assert tokens and order == [ids.astype(">u4").tobytes() for ids in tokens] == sorted(order)
 
 
 def audit_empty(kv: KV) -> None:

@@ -14,6 +14,7 @@ import transformers
 
 from flowkv import kernels
 from flowkv.cache.block_table import Planner
+from flowkv.cache.step import writer
 from flowkv.core import interrupts
 from flowkv.core.errors import GeometryError, StateError, UnsupportedModelError
 from flowkv.core.geometry import Geometry, LayerGroup
@@ -155,20 +156,19 @@ class ModelPlan:
             for g, group in enumerate(geometry.groups)
             for index in group.layers
         }
+        self._windows = [self.specs[index].window for index in self.placed]
 
-    def matches(self, layers: Sequence[Any], count: int) -> bool:
+    def matches(self, layers: Sequence[Any], config: Any) -> bool:
         """Whether a native cache, made by the configuration of the moment, has these layers.
 
         Args:
             layers: The layers of the cache; none if it makes them as they come.
-            count: Layers that the configuration asks for.
+            config: The configuration.
         """
         if not layers:
-            return count == self.count
-        return len(layers) == len(self.specs) and all(
-            getattr(layers[index], "sliding_window", None) == self.specs[index].window
-            for index in self.placed
-        )
+            return configured_layers(config) == self.count
+        found = [getattr(layer, "sliding_window", None) for layer in layers]
+        return len(found) == len(self.specs) and [found[i] for i in self.placed] == self._windows
 
 
 def configured_layers(config: Any) -> int:
@@ -408,14 +408,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Puts new tokens into pages; False if they are not what these hold."""
         rows, step, group = self.rows, self.rows.step, self.placed.group
         assert step is not None
-        decode = step.decode(group) if rows.new == 1 else None
+        decode = writer(step, group)
         if decode is None or not decode.append(self.placed.place, k, v):
             if not self._expected(k, v):
                 return False
             decode, backend = None, self.placed.backend
             pages, batch = step.pages(self.index), step.batch(group)
             kernels.append(rows.pack(k), rows.pack(v), pages, batch, backend=backend)
-        self._gathered, self.decode = None, decode
+        self._gathered, self.decode = None, decode if rows.new == 1 else None
         step.appended(self.index)  # pages may be put in place meanwhile
         self.columns = self._shown(rows.base) + rows.new
         return True
@@ -751,12 +751,13 @@ class Recurrent:
         self.plan, self.rows = plan, rows
         self.layers = {
             index: layer
-            for index, layer in enumerate(layers)
-            if plan.stateful and isinstance(layer, LinearAttentionCacheLayerMixin)
+            for index, layer in enumerate(layers if plan.stateful else ())
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
         }
         self._saved = rows.base
         self._marks: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        self.mark()
+        if self.layers:
+            self.mark()
 
     def __bool__(self) -> bool:
         return bool(self.layers)

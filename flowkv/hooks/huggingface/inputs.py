@@ -571,8 +571,9 @@ class ForwardCall:
         """Return ids, mask and positions as arrays, None for what is not given; waits once."""
         if self._numbers is None:
             given = self.ids, self.mask, self.positions
-            plain = (x if isinstance(x, torch.Tensor) else None for x in given)
-            self._numbers = tuple(map(_numbers, Later(*plain).get()))
+            plain = [x if isinstance(x, torch.Tensor) else None for x in given]
+            away = any(x is not None and not x.is_cpu for x in plain)
+            self._numbers = tuple(map(_numbers, Later(*plain).get() if away else plain))
         return self._numbers
 
     def pads(self) -> list[int] | None:
@@ -766,7 +767,7 @@ def _numbers(tensor: torch.Tensor | None) -> Any:
     """Return what a tensor holds as an array of exact numbers."""
     if tensor is None:
         return None
-    here = tensor.detach().cpu()
+    here = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
     return (here.double() if here.is_floating_point() else here).numpy()
 
 

@@ -402,23 +402,25 @@ def paged_attention(
 
 
 class Decode:
-    """One new token of each row, over all layers of a group: what each layer's call has left to do.
+    """New tokens of rows, over all layers of a group: what each layer's call has left to do.
 
     Serves tensors of the pages' own dtype on the CPU. Not thread-safe.
 
     Args:
         pages: One layer of the pages, not latent.
-        batch: Rows of one new token each.
+        batch: Rows of one new token each; for `append` alone, of any numbers.
         window: Tokens that a token sees, itself included; None for all before it.
     """
 
     def __init__(self, pages: Pages, batch: Ragged, window: int | None) -> None:
-        layout, n = pages.layout, batch.rows.shape[0]
+        layout, n = pages.layout, int(batch.starts.numpy()[-1])
         self._pages, self._layout, self.batch, self._window = pages, layout, batch, window
         self._dtype = DTYPES[layout.dtype]
         self._operands = append_operands(layout, batch)
         self._operands[2] = address(pages.arena)
         self._address, self._item = self._operands.ctypes.data, self._dtype.itemsize
+        n_bytes = n * layout.kv_heads * int(self._operands[10] + self._operands[11])
+        n = n if slices(n_bytes, LEAST_BYTES) == 1 else -1  # then threads share each layer's copy
         self._keys = _token_dims(n, layout.kv_heads, layout.head_dim)
         self._values = _token_dims(n, layout.kv_heads, layout.value_dim)
         self._how: tuple[object, ...] = ()
@@ -430,7 +432,7 @@ class Decode:
 
         Args:
             layer: The layer.
-            k: `[B, Hk, 1, D]`, `[1, Hk, B, D]` or `[B, Hk, D]`.
+            k: `[N, Hk, 1, D]`, `[1, Hk, N, D]` or `[N, Hk, D]`.
             v: The same of Dv.
         """
         by_k, by_v = self._keys.get(k.shape), self._values.get(v.shape)
