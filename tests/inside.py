@@ -161,7 +161,6 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows
     from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
     from flowkv.hooks.identity import CALLS, Identity
-    from flowkv.hooks.words import Words
     from flowkv.kernels import dispatch, reference, registry
     from flowkv.kernels.cascade import Group, shared_prefixes
     from flowkv.kernels.cpu import entries

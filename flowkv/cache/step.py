@@ -274,6 +274,7 @@ def _drop(
 
 _RESTORATION = attrgetter("restoration")
 
+
 class _CurrentStep:
     """The step that this thread's `flowkv.attention` belongs to, while something else holds it.
 

@@ -30,18 +30,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 
 from flowkv.hooks.fingerprint import Weights, readable
 from flowkv.hooks.simple import BUILTINS, MODULES, codes, names_of, pure, text_of, uses
-from flowkv.hooks.words import Words, unchanged
 
 MISSING: Any = object()
 _Read = Callable[[Any], Any]
-_CODE_PARTS = "__code__", "__defaults__", "__kwdefaults__"
-_CODE = operator.attrgetter(*_CODE_PARTS)
+_CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CONTENT = operator.attrgetter("cell_contents")
 _VALUES = operator.methodcaller("values")
 _CLASS = operator.attrgetter("__class__")
@@ -176,19 +173,11 @@ class Walk:
         self._releases()
         self._watch_spaces()
         kinds = *self._ones.values(), *self._many.values()
-        self._all = [{r: things for r, (things, _) in k.items()} for k in (self._ones, self._many)]
+        self._columns = [
+            (tuple(kept), [things for things, _ in kept.values()])
+            for kept in (self._ones, self._many)
+        ]
         self._known = [*itertools.chain(*(known for _, known in kinds)), self]
-        # Most of it has words in memory that say whether it changed; the rest is read each time.
-        self._rest: list[dict[_Read, list[Any]]] = [{}, {}]
-        words: list[int] = []
-        for kind, rest in zip(self._all, self._rest, strict=True):
-            for read, thing in [(read, thing) for read, things in kind.items() for thing in things]:
-                found = _words_of(read, thing)
-                words += found
-                if not found:
-                    rest.setdefault(read, []).append(thing)
-        self._addresses = np.unique(np.array(words, np.int64))
-        self._glance: tuple[Words, list[Any]] | None = None
 
     @property
     def digest(self) -> str:
@@ -212,29 +201,17 @@ class Walk:
     def same(self) -> bool:
         """Return whether all that was met is still there; what tensors hold is not read."""
         try:
-            words, rest = self._glance or (None, ())
-            if words is not None and unchanged(words.addresses, words.known):
-                ones, many = self._rest  # as `_now` reads it: a decode step pays for each call
-                each, several = map(map, ones, ones.values()), map(map, many, many.values())
-                flat = itertools.chain.from_iterable
-                now = itertools.chain(flat(each), flat(flat(several)), (self,))
-                if all(map(operator.is_, now, rest)):
-                    return True
-            # Noted before all is read: what changes meanwhile is seen the next time.
-            self._glance, glance = None, (Words(self._addresses), [*self._now(self._rest)])
-            same = all(map(operator.is_, self._now(self._all), self._known))
-            same = same or all(map(_alike, self._now(self._all), self._known))
-            self._glance = glance if same else None
+            if all(map(operator.is_, self._now(), self._known)):
+                return True
+            return all(map(_alike, self._now(), self._known))
         except Exception:  # something is gone
             return False
-        return same
 
-    def _now(self, watched: Iterable[dict[_Read, list[Any]]]) -> Iterator[Any]:
-        """Read what is watched, and at the end what is none of it."""
-        ones, many = watched
+    def _now(self) -> Iterator[Any]:
+        """Read all that is watched, and at the end what is none of it."""
+        ones, many = self._columns
         flat = itertools.chain.from_iterable
-        each = flat(map(map, ones, ones.values()))
-        return itertools.chain(each, flat(flat(map(map, many, many.values()))), (self,))
+        return itertools.chain(flat(map(map, *ones)), flat(flat(map(map, *many))), (self,))
 
     def settled(self) -> bool:
         """Return whether buffers that forwards rewrite hold what they are made from."""
@@ -243,9 +220,8 @@ class Walk:
     def forget(self) -> None:
         """Release a model that is gone."""
         held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
-        for each in (*held, *self._all, *self._rest, self._known, self.tensors):
+        for each in (*held, self._columns, self._known, self.tensors):
             each.clear()
-        self._glance = None
 
     # ---- what is watched, and what cannot be named
 
@@ -341,7 +317,7 @@ class Walk:
                 if name not in free:
                     self._stored(f"{path}.{name}", module, name, tensor)
         self._hooks(path, held)
-        self._watch_module(module, own, free, root=path == _ROOT)
+        self._watch_module(module, own, free)
         for name, child in held["_modules"].items():
             if child is not None:
                 self._module(f"{path}.{name}", child)
@@ -364,16 +340,14 @@ class Walk:
         self._passed += [(me, name) for name in free if name.endswith(self._passing)]
         return frozenset(free)
 
-    def _watch_module(
-        self, module: Any, own: list[str], free: frozenset[str], *, root: bool
-    ) -> None:
+    def _watch_module(self, module: Any, own: list[str], free: frozenset[str]) -> None:
         held = module.__dict__
         # What is there to be seen: the containers, whether it trains, and its own attributes.
         names = [*_WATCHED, *own]
         if "training" in held:  # a compiled module has it elsewhere
             names.append("training")
         self._watch(functools.partial(operator.itemgetter(*names), held))
-        self._watch_one(_CLASS, weakref.proxy(module) if root else module)
+        self._watch_one(_CLASS, weakref.proxy(module))
         self._watch_one((lambda d: len(d.keys() - free)) if free else len, held)
         moving = [n for k in _TENSORS for n, t in held[k].items() if _offload(module, n, t)]
         skip = free.union(moving)
@@ -1239,23 +1213,6 @@ def key_text(key: Any) -> str | None:
         parts = [key_text(item) for item in key]
         return None if None in parts else f"tuple {parts!r}"
     return repr(key) if kind in (torch.dtype, torch.device, torch.Size) else None
-
-
-def _words_of(read: _Read, thing: Any) -> list[int]:
-    """Return the addresses of words that change with what is read of a thing; [] if it has none."""
-    if read is _CODE:
-        return Words.of(thing, *_CODE_PARTS)
-    if read is _CONTENT:
-        return Words.of(thing, "cell_contents")
-    if read is _CLASS:
-        return [] if type(thing) in weakref.ProxyTypes else Words.of(thing, "__class__")
-    if read in (len, tuple, _VALUES):
-        return Words.of(thing) if type(thing) is dict else []
-    part = thing if isinstance(thing, functools.partial) and read is operator.call else None
-    if part is None:
-        return []
-    getter = isinstance(part.func, operator.itemgetter)
-    return Words.of(part.args[0] if getter else getattr(part.func, "__self__", None))
 
 
 def _alike(a: Any, b: Any) -> bool:

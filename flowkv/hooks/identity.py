@@ -30,7 +30,7 @@ from flowkv.hooks.computation import Walk, transformers
 from flowkv.hooks.fingerprint import Weights
 
 SMALL_BYTES = 8 << 20
-"""Weights up to this size are read whole before pages are used and before they become known."""
+"""Weights up to this size are read whole for every cache and before pages become known."""
 CALLS = 32
 """Within so many calls a write to weights that PyTorch does not count is found."""
 _SHARE = 0.01

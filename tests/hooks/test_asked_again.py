@@ -250,7 +250,7 @@ def test_a_known_prompt_in_a_step_of_an_engine(
 
     monkeypatch.setattr(GraphedForward, "learn", watched)
     with capturing(device), attached(model) as kv, flowkv.Engine(model, kv, max_rows=2) as engine:
-        for _ in range(4):
+        for turn in range(12):  # one may begin before the other: such a step is learned first
             ran.clear()
             replayed = counts(kv)[1]
             answers = [engine.submit(ids, max_new_tokens=12) for ids in prompts]
@@ -258,6 +258,8 @@ def test_a_known_prompt_in_a_step_of_an_engine(
                 given = torch.tensor([ids], device=device)
                 wanted = generate(twin, 12, input_ids=given).sequences[0, len(ids) :]
                 assert list(answer.result().tokens) == wanted.tolist()
+            if turn > 2 and not ran:
+                break
         assert not ran and counts(kv)[1] >= replayed + 12
 
 

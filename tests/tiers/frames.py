@@ -6,14 +6,9 @@ import hashlib
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-import pytest
 
 from flowkv import Tier
 from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
-from tests.inside import host, tiers_digest
 
 LAYOUT = bytes(range(16))
 
@@ -96,29 +91,3 @@ def outcomes(done: Sequence[Completion]) -> list[tuple[str, str]]:
 
 def hits(tier: Tier, names: Sequence[object], size: int = 8192) -> int:
     return sum(answer.outcome is Outcome.HIT for answer in get(tier, names, size))
-
-
-class Counting:
-    """Counts bytes of bodies that are copied by the compiled calls, or one at a time."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.n_bytes = 0
-        seal, check, copyto = tiers_digest.seal_frames, tiers_digest.check_known, np.copyto
-
-        def sealed(rows: Any) -> None:
-            self.n_bytes += sum(
-                int(r["step"] * r["stripes"]) for r in rows if r["body"] != r["data"]
-            )
-            seal(rows)
-
-        def checked(rows: Any) -> Any:
-            self.n_bytes += sum(step * n for _, _, at, _, to, step, _, _, n, _ in rows if at != to)
-            return check(rows)
-
-        def copied(target: Any, source: Any) -> None:
-            self.n_bytes += target.nbytes
-            copyto(target, source)
-
-        patch.setattr(tiers_digest, "seal_frames", sealed)
-        patch.setattr(tiers_digest, "check_known", checked)
-        patch.setattr(host.np, "copyto", copied)

@@ -13,9 +13,9 @@ from flowkv import Tier
 from flowkv.tiers import BadFrame, Load, Outcome, Store
 from tests.inside import ConfigError, HostTier, ManualClock, StateError, host, tiers_digest
 
+from .counting import Counting
 from .frames import (
     LAYOUT,
-    Counting,
     answers,
     body_of,
     get,

@@ -32,10 +32,8 @@ from flowkv.hooks.huggingface.restore import (
     Nested,
     Restoring,
     ReuseLimits,
-    abort,
     admit,
     audit_rows,
-    discard,
     extend,
     go_ahead,
 )
@@ -49,7 +47,7 @@ from flowkv.hooks.huggingface.rows import (
 )
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
-from flowkv.hooks.identity import SMALL_BYTES, Identity, Proof, drawn, modes
+from flowkv.hooks.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "forward")
@@ -86,7 +84,7 @@ class ForwardHook:
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
         _call _graphs _answers
-        _attends _reads _verdicts _alike _live _caches _inside _leaving _problem _sure _names_used
+        _attends _reads _verdicts _alike _live _caches _inside _leaving _problem _names_used
         _doubted _handles __weakref__""".split()
     )
 
@@ -115,7 +113,6 @@ class ForwardHook:
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._inside: set[tuple[int, int]] = set()
         self._leaving, self._problem = False, ""
-        self._sure = False  # the last forward that filled a page left small weights as named
         self.sparsifier: Sparsifier | None = None
         self.blending: Any = None  # a `blend.Blending`
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -402,7 +399,7 @@ class ForwardHook:
     def start(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
         try:
-            self.refresh(private=False, read=not self._sure)
+            self.refresh(private=False)
         except FlowKVError as error:
             problem = f"it has changed, and cannot be served any more: {error}"
             return self._pass(cache, given, problem, "changed")
@@ -430,13 +427,6 @@ class ForwardHook:
             waits = shifted or self._waits(call)
             found, fill = self._admit(call, pads, ReuseLimits(most, wait=waits))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
-            # What uses nothing known and fills a page is read for once it has: see `trusted`.
-            late = call.columns - min(pads) >= self.kv.page_size and self.blending is None
-            late = late and not (found.base or restoring)
-            if self._sure and not late and not self.identity.same_content():
-                self._sure = False
-                abort(self.kv, discard(self.kv, found.seqs))
-                return self.start(cache, given)
             # Made where something may be computed beside the forward itself.
             beside = restoring or self.blending is not None or self._overflows
             nested: Any = None
@@ -861,12 +851,11 @@ class ForwardHook:
 
     # ---- identity
 
-    def refresh(self, *, private: bool = True, read: bool = True) -> None:
+    def refresh(self, *, private: bool = True) -> None:
         """Notice a changed model, and from then on name its pages otherwise.
 
         Args:
             private: A foreign model is served from pages, too: that is tried.
-            read: Weights are read as well, as far as they are at the beginning of a call.
 
         Raises:
             UnsupportedModelError: It cannot be served.
@@ -877,7 +866,7 @@ class ForwardHook:
         self.retract()
         with self._lock:
             same = self.identity.same(model)
-            if not (same and (not read or self.proof.read())):
+            if not (same and self.proof.read()):
                 self._reread(model, same=same)
             if private and self.identity.foreign and not self.identity.compiled:
                 self._try(model)
@@ -988,10 +977,7 @@ class ForwardHook:
                 self._lock.release()
             if not kept:
                 return False
-        same = self.identity.same_content()
-        small = self.identity.n_bytes <= SMALL_BYTES and not self.identity.suspect
-        self._sure = same and small
-        return same
+        return self.identity.same_content()
 
     def _refuse(self, problem: str, code: str = "") -> None:
         warn(

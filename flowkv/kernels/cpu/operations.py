@@ -420,7 +420,8 @@ class Decode:
         self._operands[2] = address(pages.arena)
         self._address, self._item = self._operands.ctypes.data, self._dtype.itemsize
         n_bytes = n * layout.kv_heads * int(self._operands[10] + self._operands[11])
-        n = n if slices(n_bytes, LEAST_BYTES) == 1 else -1  # then threads share each layer's copy
+        if batch.most_new > 1 and slices(n_bytes, LEAST_BYTES) > 1:
+            n = -1  # threads share each layer's copy
         self._keys = _token_dims(n, layout.kv_heads, layout.head_dim)
         self._values = _token_dims(n, layout.kv_heads, layout.value_dim)
         self._how: tuple[object, ...] = ()
