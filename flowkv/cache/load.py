@@ -165,7 +165,10 @@ class PageLoad:
         fingerprint = self._forms.fingerprints[source.codec]
         whole = count == layout.layers
         span = (0, 0) if whole else (first, count)
-        load = Load(self.block.key, buffer.numpy().data, fingerprint, store.fidelity, *span)
+        target = buffer.numpy().data
+        if lent is not None:  # another copy of it may be under way: nothing may write there
+            target = target.toreadonly()
+        load = Load(self.block.key, target, fingerprint, store.fidelity, *span)
         return load, buffer, lent is not None
 
     def sources(self, first: int) -> Iterator[ReadFrom]:

@@ -100,6 +100,8 @@ class TransferRequest:
         self.stores = isinstance(item, Store)
         if isinstance(item, Load):
             self.n_bytes, self.alike = item.target.nbytes, (item.key, item.layout, item.fidelity)
+            if item.target.readonly:  # lent: no answer to another load is copied there
+                self.alike = (id(self),)
             first = item.first * (self.n_bytes // item.stripes) if item.stripes else 0
             self.span = first, first + self.n_bytes
         else:
@@ -673,7 +675,7 @@ def from_memory(load: Load, store: Store) -> TierAnswer | None:
     stripes = body.nbytes // step
     end = load.first + load.stripes if load.stripes else stripes
     n_bytes = (end - load.first) * step
-    if not 0 <= load.first < end <= stripes or n_bytes > load.target.nbytes:
+    if not 0 <= load.first < end <= stripes or n_bytes > load.target.nbytes or load.target.readonly:
         return None
     load.target.cast("B")[:n_bytes] = body[load.first * step : end * step]
     return TierAnswer(0, 0, load.key, Outcome.HIT, "", info, n_bytes)

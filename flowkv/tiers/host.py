@@ -113,18 +113,21 @@ def missed(key: bytes, reason: str = "") -> TierAnswer:
     return TierAnswer(0, 0, key, Outcome.MISS, reason)
 
 
-def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) -> TierAnswer:
+def copied(
+    header: Header, item: Load, copy: Callable[[memoryview, int], None], body_at: int = 0
+) -> TierAnswer:
     """Copies what was wished for of a frame into the target, and verifies the copy.
 
     Args:
         header: Of the frame.
         item: The wish.
         copy: Fills memory with the body from some byte on.
+        body_at: Address of the body; 0 where it has none.
 
     Raises:
         BadFrame: The frame is not what was wished for, or damaged.
     """
-    stripes, step = _asked(header, item), header.info.stripe_bytes
+    stripes, step = _asked(header, item, body_at), header.info.stripe_bytes
     n_bytes = len(stripes) * step
     if not n_bytes:
         return failed(item.key, "target")
@@ -134,16 +137,24 @@ def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) 
     return TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
 
-def _asked(header: Header, item: Load) -> range:
+def _asked(header: Header, item: Load, body_at: int = 0) -> range:
     """Stripes that are wished for of a frame; none if the target cannot take them.
+
+    Memory that cannot be written to is a target only where the frame lies there itself.
 
     Raises:
         BadFrame: The frame is not what was wished for.
     """
     accept(header, item.key, item.layout, item.fidelity)
-    stripes, target = span(header, item.first, item.stripes), item.target
-    fits = target.c_contiguous and target.nbytes >= len(stripes) * header.info.stripe_bytes
-    return stripes if fits and not target.readonly else range(0)
+    stripes, target, step = (
+        span(header, item.first, item.stripes),
+        item.target,
+        header.info.stripe_bytes,
+    )
+    fits = target.c_contiguous and target.nbytes >= len(stripes) * step
+    if fits and target.readonly:
+        fits = bool(body_at) and address_of(target) == body_at + stripes.start * step
+    return stripes if fits else range(0)
 
 
 APART_BYTES = 1 << 20
@@ -394,7 +405,7 @@ class HostTier(Immediate):
                 np.copyto(into, part)  # without the interpreter's lock
 
         try:  # the copy is what is verified: the frame may be overwritten by `erase` meanwhile
-            return copied(frame.header, item, copy)
+            return copied(frame.header, item, copy, frame.body_at)
         except BadFrame as error:
             return self._bad(frame, error.reason)
 
@@ -410,7 +421,7 @@ class HostTier(Immediate):
                 continue
             header, body_at, digests_at = frame.header, frame.body_at, frame.digests_at
             try:
-                stripes, step = _asked(header, item), header.info.stripe_bytes
+                stripes, step = _asked(header, item, body_at), header.info.stripe_bytes
             except BadFrame as error:
                 replies.append(self._bad(frame, error.reason))
                 continue

@@ -384,7 +384,7 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def loads_in_place(tier: HostTier, names: str, first: int = 0, stripes: int = 0) -> list[Load]:
     lent = {name: tier.lend(key_of(name), first, stripes) for name in names}
     return [
-        Load(key_of(name), row.data, LAYOUT, 0, first, stripes)
+        Load(key_of(name), row.data.toreadonly(), LAYOUT, 0, first, stripes)
         for name, row in lent.items()
         if row is not None
     ]
@@ -440,6 +440,22 @@ def test_lent_memory_stays_as_it_is() -> None:
     assert tier.erase([key_of("c")]) == 1
     at = places["c"] - min(places.values()) + first
     assert not whole[at : at + size].any(), "erased at once"
+    tier.close()
+
+
+@pytest.mark.usefixtures("apart")
+def test_lent_memory_is_never_written_to() -> None:
+    """Not by a load whose frame was stored anew meanwhile, elsewhere and with other bytes."""
+    tier, size = reached(4), 1 << 17
+    info = info_of(size, stripe_bytes=4096)
+    (row,) = filled(tier, "a").values()
+    answers(tier, tier.submit_store([Store(key_of("a"), info, row.data)]), 1)
+    loads = loads_in_place(tier, "a")
+    tier.delete([key_of("a")])
+    other = memoryview(body_of("b", size))
+    answers(tier, tier.submit_store([Store(key_of("a"), info, other)]), 1)
+    assert outcomes(answers(tier, tier.submit_load(loads), 1)) == [("failed", "target")]
+    assert bytes(row) == body_of("a", size)
     tier.close()
 
 
