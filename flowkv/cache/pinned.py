@@ -167,6 +167,7 @@ class Copies:
             count: How many.
             n_bytes: Of each, a multiple of 4096.
         """
+        self._reclaim()
         rows = list[torch.Tensor]()
         while len(rows) < count:
             array = self.slots.take(n_bytes, pinned=True)
@@ -188,11 +189,12 @@ class Copies:
         """Gives queued copies to the device; what it computes from now on sees them."""
         if not self._queue:
             return
-        queue, self._queue = self._queue, []
+        queue = self._queue
         self.streams.follow()  # the pages may still be read as what they were before
         self._move(queue, to_device=True)
         self.streams.lead()
         self._leaving.append((self.streams.mark(), [row for _, row in queue]))
+        self._queue = []  # if anything raises, `join` tries again before the pages are read
 
     def send(self, row: torch.Tensor, target: torch.Tensor) -> CudaMark:
         """Copies a staged row to memory of the device, beside the pages.
@@ -212,6 +214,7 @@ class Copies:
 
     def join(self) -> None:
         """What the caller's stream is given from now on begins after all copies under way."""
+        self.flush()
         self._reclaim()
         if self._leaving:
             self.streams.lead()
@@ -223,6 +226,7 @@ class Copies:
             granules: Where the pages begin.
             n_bytes: Of each.
         """
+        self.flush()
         rows = self.stage(len(granules), n_bytes)
         if rows:
             self.streams.follow()  # whoever computes the pages must be done with them

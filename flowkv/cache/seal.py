@@ -414,33 +414,36 @@ class Publisher:
         store, size, keys = self.store, self.page_size, seq.keys(g, full)
         first, fidelity, made = min(own, default=full), seq.fidelity, dict[Block, int]()
         tokens = seq.tokens[first * size : full * size].copy()
-        for page_no, page in own.items():
-            if not seq.publishable:
-                break
-            block, codec = store.index.find(keys[page_no]), page >> CODEC_SHIFT
-            if block is not None and block.page >= 0:
-                seq.fidelity = fidelity = max(fidelity, block.fidelity)
-                self._take(seq, g, page_no, block)
-                continue
-            if not sound[g, page]:
-                seq.publishable = False
-                self._on_non_finite(g, page_no)
-                break
-            if block is not None:
-                store.supersede(block)
-            block = store.index.publish(keys[page_no], keys[page_no - 1] if page_no else ROOT, g)
-            block.tenant, block.namespace = seq.tenant, seq.namespace
-            at = page_no * size
-            own_tokens = tokens[at - first * size :][:size]
-            if not g:
-                store.outgrow(block.place, own_tokens)
-            store.index.learn(block, own_tokens)
-            block.fidelity = max(fidelity, codec)
-            if seq.care.lease or seq.care.retain:
-                block.lease = seq.care.of(at, at + size)
-            made[block], seq.blocks[g][page_no] = page, block
-        store.publish_held(g, made)
-        fresh += made
+        try:
+            for page_no, page in own.items():
+                if not seq.publishable:
+                    break
+                block, codec = store.index.find(keys[page_no]), page >> CODEC_SHIFT
+                if block is not None and block.page >= 0:
+                    seq.fidelity = fidelity = max(fidelity, block.fidelity)
+                    self._take(seq, g, page_no, block)
+                    continue
+                if not sound[g, page]:
+                    seq.publishable = False
+                    self._on_non_finite(g, page_no)
+                    break
+                if block is not None:
+                    store.supersede(block)
+                above = keys[page_no - 1] if page_no else ROOT
+                block = store.index.publish(keys[page_no], above, g)
+                block.tenant, block.namespace = seq.tenant, seq.namespace
+                at = page_no * size
+                own_tokens = tokens[at - first * size :][:size]
+                if not g:
+                    store.outgrow(block.place, own_tokens)
+                store.index.learn(block, own_tokens)
+                block.fidelity = max(fidelity, codec)
+                if seq.care.lease or seq.care.retain:
+                    block.lease = seq.care.of(at, at + size)
+                made[block], seq.blocks[g][page_no] = page, block
+        finally:  # those before one that raises are the sequence's, whole
+            store.publish_held(g, made)
+            fresh += made
         encoded = [block for block, page in made.items() if page >> CODEC_SHIFT]
         # Else they are written once they are encoded.
         store.write_down(*(encoded if store.forms[g].ladder.rungs else made))

@@ -49,6 +49,7 @@ class SlotPool:
         self._sizes: dict[int, int] = {}  # bytes of each slot that is taken, by address
         self._wiped: set[int] = set()  # addresses of slots whose bytes are to be overwritten
         self._lock, self._closed = threading.Lock(), False
+        self._open = {True}  # empty once the pool is closed: then no slot is collected any more
         self._ahead: _Making | None = None
 
     @property
@@ -103,7 +104,7 @@ class SlotPool:
             self._make_ahead()
         array = np.frombuffer(slot.view, np.uint8)
         self._sizes[slot.address] = n_bytes
-        books = self._ended, self._sizes, self._wiped
+        books = self._ended, self._open, self._sizes, self._wiped
         # The chunk stays registered and mapped until the last of its arrays is gone.
         weakref.finalize(array, _end, slot, chunk, *books).atexit = False
         return array
@@ -137,6 +138,8 @@ class SlotPool:
         """Give back all memory; a chunk goes with the last array that refers to it."""
         with self._lock:
             self._closed = True
+            self._open.clear()
+            self._ended.clear()  # each holds the memory of its chunk
             self._chunks, self._last = [], None
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -245,10 +248,16 @@ class _Making(threading.Thread):
 
 
 def _end(
-    slot: ArenaSlot, _: _Chunk, ended: deque[ArenaSlot], sizes: dict[int, int], wiped: set[int]
+    slot: ArenaSlot,
+    _: _Chunk,
+    ended: deque[ArenaSlot],
+    is_open: set[bool],
+    sizes: dict[int, int],
+    wiped: set[int],
 ) -> None:
     if slot.address in wiped:
         ctypes.memset(slot.address, 0, slot.n_bytes)
         wiped.discard(slot.address)
     sizes.pop(slot.address, None)
-    ended.append(slot)
+    if is_open:
+        ended.append(slot)

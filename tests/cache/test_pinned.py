@@ -577,6 +577,28 @@ def test_pages_that_are_erased_while_they_come_stay_as_they_are() -> None:
     kv.close()
 
 
+def test_an_upload_that_fails_is_made_up_for_before_its_pages_are_read() -> None:
+    kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    for number in range(8):
+        published(kv, [number, *range(48)])
+    kv.flush()
+    text, move = [0, *range(48)], copies._move
+
+    def failing(queue: Any, *, to_device: bool) -> None:
+        if not to_device:
+            return move(queue, to_device=to_device)
+        copies._move = move
+        raise MemoryError
+
+    copies._move = failing
+    with pytest.raises(MemoryError):
+        kv.open([*text, 99])
+    with kv.open([*text, 99]) as seq:
+        check_content(kv, seq, text[: seq.length])
+    kv.close()
+
+
 def test_a_tier_that_is_late_keeps_its_rows() -> None:
     """What it writes after its deadline lands in memory that nobody else was given."""
     tier = Silent(lasting())

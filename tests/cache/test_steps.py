@@ -309,6 +309,24 @@ def test_non_finite_keys_are_never_published_and_warned_of_once(
         check_content(kv, seq, [4] * seq.length)
 
 
+def test_a_warning_that_raises_leaves_whole_what_was_published_before_it(kv: KV) -> None:
+    """The sequence holds the pages before the one that is no number, and no other one's."""
+    seq = kv.open([4] * 20, reuse=False)
+    with pytest.raises(UserWarning, match="holds NaN"), kv.step([seq], [[4] * 20]) as step:
+        write(step)
+        layout = kv.planner.store.forms[0].raw
+        page = int(step.batch(0).table[seq.row, 1])
+        raw = kv.planner.store.pool(0).page_bytes(page, layout.page_bytes)
+        raw.view(torch.float32)[layout.run_offset_bytes(0, 0) // 4 + 9] = float("nan")
+    assert all(block.page >= 0 for blocks in seq.blocks for block in blocks if block is not None)
+    other = opened(kv, [4] * 20)
+    seq.close()
+    audit(kv)
+    check_content(kv, other, [4] * 20)
+    other.close()
+    audit(kv)
+
+
 def test_large_finite_numbers_are_published(kv: KV) -> None:
     seq = kv.open([4] * 20)
     with kv.step([seq], [[4] * 20]) as step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -118,6 +119,17 @@ def test_wiped_bytes_go_with_the_last_array() -> None:
     again[:] = 3
     del again
     assert whole[at : at + SIZE].any(), "one slot was wiped, once"
+
+
+def test_a_closed_pool_holds_no_memory() -> None:
+    pool = SlotPool(4 * SIZE)
+    held, other = pool.take(SIZE), pool.take(SIZE)
+    arena = weakref.ref(pool._chunks[0].arena)
+    del other
+    pool.close()
+    assert arena() is not None
+    del held
+    assert arena() is None and pool.used_bytes == 0
 
 
 def test_threads_take_and_let_go() -> None:
