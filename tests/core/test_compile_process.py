@@ -18,7 +18,8 @@ PAUSE = """
 import pathlib, sys, time
 def main(text):
     place = pathlib.Path(text)
-    (place / "begun").write_text(str(__import__("os").getpid()))
+    (place / "process").write_text(str(__import__("os").getpid()))
+    (place / "process").rename(place / "begun")  # whole at once
     while not (place / "go").exists():
         time.sleep(0.02)
     (place / "done").touch()
@@ -80,7 +81,7 @@ def test_it_ends_with_its_owner(tmp_path: Path, module: str, how: str) -> None:
         f"time.sleep({60 if how == 'killed' else 0})\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(work)]) as owner:
-        until(lambda: (work / "begun").exists() and (work / "begun").read_text())
+        until((work / "begun").exists)
         process = int((work / "begun").read_text())
         if how == "killed":
             owner.kill()
