@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, IntEnum
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError
@@ -43,6 +43,18 @@ SHARE = 8
 """Of so many bytes, one is write-back's, however much is demanded."""
 
 
+class CopyMark(Protocol):
+    """A place in the order of a device's copies."""
+
+    def done(self) -> bool:
+        """Return whether all copies before it are over."""
+        ...
+
+    def wait(self) -> None:
+        """Return when they are."""
+        ...
+
+
 class IOPriority(IntEnum):
     """Priorities of requests; the lowest goes first."""
 
@@ -67,6 +79,7 @@ class TransferRequest:
         done: Called with the answer.
         priority: Who waits for it.
         owner: Requests of one owner are cancelled together; None for those that never are.
+        mark: The copy that fills the body of a store; None for a body that is there.
 
     Attributes:
         items: What a tier is asked, as a sequence.
@@ -83,7 +96,7 @@ class TransferRequest:
 
     __slots__ = (
         *("alike", "demanded", "done", "ended", "flying", "followers", "items", "leader"),
-        *("n_bytes", "owner", "priority", "span", "stores"),
+        *("mark", "n_bytes", "owner", "priority", "span", "stores"),
     )
     items: Sequence[Load | Store]
 
@@ -93,8 +106,10 @@ class TransferRequest:
         done: Callable[[TierAnswer], None],
         priority: IOPriority,
         owner: object = None,
+        mark: CopyMark | None = None,
     ) -> None:
         self.items, self.done, self.priority, self.owner = (item,), done, priority, owner
+        self.mark = mark
         self.demanded = priority is IOPriority.DEMAND
         self.span, self.alike = (0, 0), cast(tuple[object, ...], (item.key,))
         self.stores = isinstance(item, Store)
@@ -114,6 +129,19 @@ class TransferRequest:
     def item(self) -> Load | Store:
         """What a tier is asked; of several loads the first."""
         return self.items[0]
+
+    @property
+    def copying(self) -> bool:
+        """Whether the body is still on its way from a device."""
+        if self.mark is not None and self.mark.done():
+            self.mark = None
+        return self.mark is not None
+
+    def copied(self) -> None:
+        """Return when the body has come from its device."""
+        if self.mark is not None:
+            self.mark.wait()
+            self.mark = None
 
     def serves(self, other: TransferRequest) -> bool:
         """Whether its answer would have all that another one of its kind wants."""
@@ -226,6 +254,11 @@ class Schedule:
         """Bytes in flight."""
         return sum(self._flying_bytes)
 
+    @property
+    def write_back(self) -> TransferRequest | None:
+        """The next write-back, if any may be sent now."""
+        return None if self.barred else next(iter(self._queues[IOPriority.WRITE_BACK]), None)
+
     def in_the_way(self) -> int:
         """Bytes of prefetches that a demand would find in flight; 0 if one has found them yet."""
         if self._queues[IOPriority.DEMAND] or self._demanding:
@@ -242,9 +275,9 @@ class Schedule:
         for queue in self._queues:
             yield from queue
 
-    def has_room(self, n_bytes: int, priority: IOPriority) -> bool:
-        """Whether a request for so many bytes would be taken."""
-        queued = self._queued_bytes[priority]
+    def has_room(self, n_bytes: int, priority: IOPriority, ahead_bytes: int = 0) -> bool:
+        """Whether a request for so many bytes would be taken, after others of `ahead_bytes`."""
+        queued = self._queued_bytes[priority] + ahead_bytes
         return priority is IOPriority.DEMAND or not queued or queued + n_bytes <= self.queue_bytes
 
     def ask(self, request: TransferRequest) -> SubmitResult:
@@ -363,9 +396,10 @@ class Schedule:
         return bool(self._flying_bytes[IOPriority.DEMAND] or self._awaited)
 
     def _next(self) -> TransferRequest | None:
-        demands, prefetches, write_backs = self._queues
-        demand = next(iter(demands), None)
-        write_back = next(iter(write_backs), None) if write_backs and not self.barred else None
+        demands, prefetches, _ = self._queues
+        demand, write_back = next(iter(demands), None), self.write_back
+        if write_back is not None and write_back.copying:
+            write_back = None
         credit = self._credit[IOPriority.DEMAND]
         if demand is None and not self._demanding:
             credit += self._credit[IOPriority.PREFETCH]
@@ -528,11 +562,20 @@ class Lane:
     def settle(self, timeout_s: float = 0.0) -> int:
         """Sends and handles until neither goes on; waits up to `timeout_s` for a first answer."""
         self.pump()
+        if timeout_s > 0:
+            self.receive()
         handled = fresh = self.poll(timeout_s)
         while fresh and self.pump():
             fresh = self.poll()
             handled += fresh
         return handled
+
+    def receive(self) -> None:
+        """Wait for the body of the next write-back and send it, where nothing else is in flight."""
+        request = None if self._jobs else self.schedule.write_back
+        if request is not None and request.copying:
+            request.copied()
+            self.pump()
 
     @property
     def busy(self) -> bool:
@@ -691,10 +734,12 @@ class OnTheWay(NamedTuple):
     Attributes:
         tier: Number of the tier.
         store: What it was given; its body is intact until it answers.
+        mark: The copy that fills the body; None for a body that is there.
     """
 
     tier: int
     store: Store
+    mark: CopyMark | None
 
 
 def files(tiers: Sequence[Tier]) -> list[int]:
@@ -758,7 +803,15 @@ class Mover:
 
     # ---- stores
 
-    def store(self, tier: int, key: bytes, info: FrameInfo, body: memoryview, done: Done) -> bool:
+    def store(
+        self,
+        tier: int,
+        key: bytes,
+        info: FrameInfo,
+        body: memoryview,
+        done: Done,
+        mark: CopyMark | None = None,
+    ) -> bool:
         """Writes a frame in the background; False if too much waits for that already.
 
         Args:
@@ -767,6 +820,7 @@ class Mover:
             info: What the frame says about itself.
             body: Its bytes; they must stay as they are until the answer.
             done: Called with the answer, from a later `drain`.
+            mark: The copy that fills the body; None for a body that is there.
         """
         item = Store(key, info, body)
 
@@ -777,13 +831,11 @@ class Mover:
                 self._bodies[key] = left
             done(answer)
 
-        if (
-            self.lanes[tier].ask(TransferRequest(item, answered, IOPriority.WRITE_BACK))
-            is SubmitResult.REFUSED
-        ):
+        request = TransferRequest(item, answered, IOPriority.WRITE_BACK, mark=mark)
+        if self.lanes[tier].ask(request) is SubmitResult.REFUSED:
             return False
         self._storing += 1
-        self._bodies.setdefault(key, []).append(OnTheWay(tier, item))
+        self._bodies.setdefault(key, []).append(OnTheWay(tier, item, mark))
         return True
 
     def storing(self) -> int:
@@ -818,6 +870,8 @@ class Mover:
             return handled
         if len(lanes) == 1:
             return lanes[0].settle(timeout_s)
+        for lane in lanes:
+            lane.receive()
         rest(files([lane.tier for lane in lanes]), timeout_s, _WAIT_OF_SEVERAL_S)
         return sum(lane.settle() for lane in lanes)
 
@@ -890,6 +944,8 @@ class Mover:
             What `give_up` takes; None if it was answered at once, from memory for instance.
         """
         held = self.on_the_way(item.key) if self._storing else None
+        if held is not None and held.mark is not None:
+            held.mark.wait()
         answer = from_memory(item, held.store) if held else None
         if answer is not None:
             self.from_memory += 1

@@ -12,6 +12,7 @@ there is one: what it keeps need not be copied on the way, in either direction.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -24,11 +25,13 @@ from flowkv.tiers.slots import SlotPool
 
 # What copies between pinned memory and a device need of it: order, and nothing else.
 #
-# Copies run on a stream of their own. `follow` makes it wait for what the caller's stream was
-# given so far, `lead` the caller's for what it was given so far, and a mark tells when it has
-# come so far. A copy reads its source when the stream comes to it, never before: the order in
-# which a driver may read sources ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent
-# half-written pages to disks elsewhere (vLLM issue 45704), and nothing here asks for it.
+# Copies run on streams of their own, one for each direction. `follow` makes them wait for what the
+# caller's stream was given so far, `lead` the caller's for the copies to the device so far, `after`
+# for one mark, and a mark tells when a direction has come so far. Pages that leave wait for those
+# that came before; nothing that reads or computes waits for a page that leaves. A copy reads its
+# source when the stream comes to it, never before: the order in which a driver may read sources
+# ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent half-written pages to disks elsewhere
+# (vLLM issue 45704), and nothing here asks for it.
 
 Places = Sequence[int]
 
@@ -36,23 +39,27 @@ _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: for all contexts, and for kern
 
 
 class CudaMark:
-    """A place in the order of copies: an event."""
+    """A place in the order of copies.
+
+    Attributes:
+        event: What the device records there.
+    """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
 
     def done(self) -> bool:
         """Whether all copies before it are over."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Returns when they are."""
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class CudaStreams:
-    """The copy stream of a CUDA (or ROCm) device, beside the stream that its caller computes on.
+    """The copy streams of a CUDA (or ROCm) device, beside the stream that its caller computes on.
 
     Args:
         device: Which.
@@ -60,25 +67,30 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._up, self._down = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
         """Copies given from now on begin after what the caller's stream was given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._up.wait_stream(torch.cuda.current_stream(self.device))
+        self._down.wait_stream(self._up)
 
     def lead(self) -> None:
-        """What the caller's stream is given from now on begins after the copies given so far."""
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        """What the caller's stream is given from now on begins after the copies to the device."""
+        torch.cuda.current_stream(self.device).wait_stream(self._up)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies bytes of equal number, in either direction."""
-        with torch.cuda.stream(self._stream):
+    def after(self, mark: CudaMark) -> None:
+        """What the caller's stream is given from now on begins after a mark."""
+        torch.cuda.current_stream(self.device).wait_event(mark.event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        """Copies bytes of equal number."""
+        with torch.cuda.stream(self._up if to_device else self._down):
             target.copy_(source, non_blocking=True)
 
     def scatter(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
                 n_bytes: int) -> None:  # fmt: skip
         """Copies lines of pinned memory, which begin at granules of it, to pages of an arena."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._up):
             target, lines_there = self._places(granules, lines)
             size = n_bytes // GRANULE_BYTES
             dispatch.scatter_pages(pages, target, size, memory, lines=lines_there)
@@ -86,14 +98,14 @@ class CudaStreams:
     def gather(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
                n_bytes: int) -> None:  # fmt: skip
         """Copies pages of an arena to lines of pinned memory."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._down):
             source, lines_there = self._places(granules, lines)
             size = n_bytes // GRANULE_BYTES
             dispatch.gather_pages(pages, source, size, memory, lines=lines_there)
 
-    def mark(self) -> CudaMark:
-        """The place after the copies given so far."""
-        return CudaMark(self._stream)
+    def mark(self, *, to_device: bool) -> CudaMark:
+        """The place after the copies of one direction that were given so far."""
+        return CudaMark(self._up if to_device else self._down)
 
     def pin(self, address: int, n_bytes: int) -> str:
         """Has the device reach memory without the processor; why that does not work, or ""."""
@@ -112,7 +124,7 @@ class CudaStreams:
         runtime.cudaHostUnregister(address)
 
     def _places(self, granules: Places, lines: Places) -> tuple[torch.Tensor, torch.Tensor]:
-        # Made on the copy stream, so that its memory is not used again before the kernel has run.
+        # Made on the stream of the copy: its memory is not used again before the kernel has run.
         both = torch.tensor([granules, lines], dtype=torch.int32).pin_memory()
         there = both.to(self.device, non_blocking=True)
         return there[0], there[1]
@@ -151,8 +163,13 @@ class Copies:
         self.most_bytes = most_bytes
         self._kernel_bytes, self._least_pieces = kernel_bytes, least_pieces
         self._queue: list[tuple[int, torch.Tensor]] = []  # (granule, row)
-        self._leaving: deque[tuple[CudaMark, list[torch.Tensor]]] = deque()
-        self._end = weakref.finalize(self, _end, self._leaving)
+        # Rows of copies under way to the device, and from it, with the pages that are read.
+        self._coming: _Copying = deque()
+        self._leaving: _Copying = deque()
+        self._copies = itertools.count()
+        self._read: dict[int, tuple[int, CudaMark]] = {}  # by granule: until then a page is read
+        self._freed: tuple[int, CudaMark] | None = None  # the last of pages that are free meanwhile
+        self._end = weakref.finalize(self, _end, self._coming, self._leaving)
         self._end.atexit = False
 
     @property
@@ -173,8 +190,9 @@ class Copies:
             array = self.slots.take(n_bytes, pinned=True)
             if array is not None:
                 rows.append(torch.from_numpy(array))
-            elif self._leaving and self.slots.pinned:
-                self._leave()
+            elif (self._coming or self._leaving) and self.slots.pinned:
+                (self._coming or self._leaving)[0][0].wait()
+                self._reclaim()
             else:
                 pin, left = self.pages.device.type == "cuda", count - len(rows)
                 more = self.pages.new_empty((left, n_bytes), pin_memory=pin, device="cpu")
@@ -193,7 +211,7 @@ class Copies:
         self.streams.follow()  # the pages may still be read as what they were before
         self._move(queue, to_device=True)
         self.streams.lead()
-        self._leaving.append((self.streams.mark(), [row for _, row in queue]))
+        self._coming.append((self.streams.mark(to_device=True), [row for _, row in queue], ()))
         self._queue = []  # if anything raises, `join` tries again before the pages are read
 
     def send(self, row: torch.Tensor, target: torch.Tensor) -> CudaMark:
@@ -206,33 +224,57 @@ class Copies:
             A mark of the copy: until then the row stays as it is.
         """
         self.streams.follow()
-        self.streams.copy(target, row)
+        self.streams.copy(target, row, to_device=True)
         self.streams.lead()
-        mark = self.streams.mark()
-        self._leaving.append((mark, [row]))
+        mark = self.streams.mark(to_device=True)
+        self._coming.append((mark, [row], ()))
         return mark
 
     def join(self) -> None:
-        """What the caller's stream is given from now on begins after all copies under way."""
+        """What the caller's stream is given from now on begins after copies that others asked for.
+
+        Those are all copies to the device, and those of pages that are free meanwhile.
+        """
         self.flush()
+        self.reuse()
         self._reclaim()
-        if self._leaving:
+        if self._coming:
             self.streams.lead()
 
-    def download(self, granules: Sequence[int], n_bytes: int) -> list[torch.Tensor]:
-        """Copies pages into staged rows, which hold them when this returns.
+    def download(
+        self, granules: Sequence[int], n_bytes: int
+    ) -> tuple[list[torch.Tensor], CudaMark]:
+        """Start copying pages into staged rows; the pages stay as they are until they are free.
 
         Args:
             granules: Where the pages begin.
             n_bytes: Of each.
+
+        Returns:
+            The rows, and the mark after which they hold the pages.
         """
         self.flush()
         rows = self.stage(len(granules), n_bytes)
-        if rows:
-            self.streams.follow()  # whoever computes the pages must be done with them
-            self._move(list(zip(granules, rows, strict=True)), to_device=False)
-            self.streams.mark().wait()
-        return rows
+        self.streams.follow()  # whoever computes the pages must be done with them
+        self._move(list(zip(granules, rows, strict=True)), to_device=False)
+        mark = self.streams.mark(to_device=False)
+        self._leaving.append((mark, rows, granules))
+        self._read.update(dict.fromkeys(granules, (next(self._copies), mark)))
+        return rows, mark
+
+    def free(self, granule: int) -> None:
+        """Note that a page is free, which a copy may still read."""
+        read = self._read.get(granule)
+        if read is not None:
+            self._freed = max(read, self._freed or read)
+
+    def reuse(self) -> None:
+        """What the caller's stream is given from now on begins after copies of pages now free."""
+        if self._freed is not None:
+            if self._freed[1].done():
+                self._freed = None
+            else:
+                self.streams.after(self._freed[1])
 
     def has_room(self, n_bytes: int) -> bool:
         """Whether rows of so many bytes would lie in slots, or never would."""
@@ -251,13 +293,13 @@ class Copies:
 
     def _reclaim(self) -> None:
         """Lets go of what copies that are over have used."""
+        while self._coming and self._coming[0][0].done():
+            self._coming.popleft()
         while self._leaving and self._leaving[0][0].done():
-            self._leaving.popleft()
-
-    def _leave(self) -> None:
-        self._leaving[0][0].wait()
-        self._leaving.popleft()
-        self._reclaim()
+            mark, _, granules = self._leaving.popleft()
+            for granule in granules:
+                if self._read.get(granule, (0, None))[1] is mark:
+                    del self._read[granule]
 
     def _move(self, queue: list[tuple[int, torch.Tensor]], *, to_device: bool) -> None:
         """Copies rows: small ones by one kernel if they are many, neighbours in one piece."""
@@ -288,7 +330,8 @@ class Copies:
                 at, granule = those[start]
                 row = whole[at : at + (end - start) * n_bytes]
                 page = self.pages[granule * GRANULE_BYTES :][: len(row)]
-                self.streams.copy(*((page, row) if to_device else (row, page)))
+                both = (page, row) if to_device else (row, page)
+                self.streams.copy(*both, to_device=to_device)
                 start = end
 
 
@@ -309,8 +352,12 @@ def open_copies(streams: CudaStreams, pages: torch.Tensor, slots: SlotPool | Non
     return Copies(streams, pages, slots, most_bytes=n_bytes)
 
 
-def _end(leaving: deque[tuple[CudaMark, list[torch.Tensor]]]) -> None:
+_Copying = deque[tuple[CudaMark, list[torch.Tensor], Sequence[int]]]
+
+
+def _end(*directions: _Copying) -> None:
     """Neither pages nor pinned memory go before the copies that use them."""
-    while leaving:
-        leaving[0][0].wait()
-        leaving.popleft()
+    for copying in directions:
+        while copying:
+            copying[0][0].wait()
+            copying.popleft()

@@ -219,6 +219,8 @@ class PagePool:
         """
         if count > self.available(granules):
             return None
+        if self.copies is not None:
+            self.copies.reuse()
         taken: list[int] = []
         partial = self._partial.setdefault(granules, {})
         while len(taken) < count:
@@ -272,6 +274,8 @@ class PagePool:
         self._vacate(granule_of(old))
 
     def _vacate(self, granule: int) -> None:
+        if self.copies is not None:
+            self.copies.free(granule)
         number = granule // self.slab_granules
         slab = self._slab(number)
         slab.free.append(granule)
@@ -398,6 +402,8 @@ class PagePool:
 
     def copy(self, source: Sequence[int], target: Sequence[int], granules: int) -> None:
         """Copies pages onto other pages of the same size."""
+        if self.copies is not None:
+            self.copies.reuse()
         kernels.copy_pages(self.arena, self.granules(source), self.granules(target), granules)
 
     def _occupy(self, granule: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex, SwappedCopy
-from flowkv.cache.mover import IOPriority, Mover
+from flowkv.cache.mover import CopyMark, IOPriority, Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
 from flowkv.core import compiling, interrupts
 from flowkv.core.clock import Clock
@@ -295,6 +295,12 @@ AWAY = ("breaker", "closed")
 _CODES = {name: code for code, name in errno.errorcode.items()}
 _NO_ROOM = ("full", "remote")
 """What an engine says whose memory or disk is full; of a local tier, that is a passing state."""
+
+
+_NEARLY_FULL = 4
+"""A device of which less than such a part is free is nearly full."""
+_Copied = tuple[memoryview, CopyMark]
+"""The bytes of a page in host memory, and the copy that fills them."""
 
 
 class ReadFrom(NamedTuple):
@@ -769,10 +775,10 @@ class PageStore:
             return likely
         return self.body_bytes(block, number) or likely
 
-    def takes(self, number: int, body_bytes: int) -> bool:
-        """Whether a tier could be given a frame now; if not, it is busy or away."""
-        schedule = self.mover.lanes[number].schedule
-        return not self.rests(number) and schedule.has_room(body_bytes, IOPriority.WRITE_BACK)
+    def takes(self, number: int, body_bytes: int, ahead_bytes: int = 0) -> bool:
+        """Whether a tier could be given a frame now, after others; if not, it is busy or away."""
+        room = self.mover.lanes[number].schedule.has_room
+        return not self.rests(number) and room(body_bytes, IOPriority.WRITE_BACK, ahead_bytes)
 
     def outlives(self, number: int) -> bool:
         """Whether a tier can be read after the process is gone, or by others."""
@@ -783,7 +789,7 @@ class PageStore:
         self.dropped[self.tiers[number].name] += 1
         self.lost += number == self.lasting()
 
-    def worth_saving(self, block: Block, number: int) -> bool:
+    def worth_saving(self, block: Block, number: int, *, counted: bool = True) -> bool:
         """Whether a page can ever be worth loading from a tier; if not, that is counted."""
         if block.kind != "page" or block.group >= len(self.forms):
             return True
@@ -791,7 +797,7 @@ class PageStore:
         size = self.geometry.page_size
         if self._sends() or self._gate.pays_to_store(name, page, size, partial(reach, block)):
             return True
-        self.unpaid[name] += 1
+        self.unpaid[name] += counted
         return False
 
     @cached_property
@@ -808,6 +814,7 @@ class PageStore:
         info: FrameInfo,
         body: memoryview,
         done: Callable[[], None] = lambda: None,
+        mark: CopyMark | None = None,
     ) -> bool:
         """Writes a block to a tier in the background; False if there is no room.
 
@@ -817,6 +824,7 @@ class PageStore:
             info: What its frame says about itself.
             body: Its bytes; they must stay as they are until `done`.
             done: Called when the tier has answered.
+            mark: The copy that fills the body; None for a body that is there.
         """
         if block in self.provisional and self.outlives(number):
             return False
@@ -829,7 +837,7 @@ class PageStore:
             done()
             self._saved(block, number, info.codec, answer)
 
-        if not self.mover.store(number, block.key, info, body, answered):
+        if not self.mover.store(number, block.key, info, body, answered, mark):
             return False
         self._incoming[number] += n_bytes
         block.moving += 1
@@ -1410,28 +1418,24 @@ class PageStore:
 
     def _leave_together(self, blocks: Sequence[Block], reason: str) -> None:
         """Takes blocks off their device; those that a tier wants are copied a few at a time."""
-        layouts = groupby(blocks, lambda b: (b.group, self.forms[b.group].of(b.page).page_bytes))
-        for (group, n_bytes), some in layouts:
+        for (group, n_bytes), some in groupby(blocks, self._kind):
             copies, left = self.pool(group).copies, [*some]
             while left:
                 part = left[: max(1, AT_ONCE_BYTES // n_bytes)]
                 del left[: len(part)]
                 takers = {b: -1 if b.moving else self._taker(b, 0) for b in part}
                 wanted = [b for b, number in takers.items() if number >= 0]
-                bodies = dict[Block, memoryview]()
                 if copies is not None and wanted:
                     need = len(wanted) * n_bytes
                     while not copies.has_room(need) and self.mover.drain(self.mover.deadline_s):
                         pass
-                    rows = copies.download([granule_of(b.page) for b in wanted], n_bytes)
-                    bodies = {b: row.numpy().data for b, row in zip(wanted, rows, strict=True)}
-                    del rows
+                copied = self._copy_out(wanted)
                 for block, number in takers.items():
                     if number < 0 and not (block.moving or block.tiers):
                         number = self._taker(block, 0)  # its copy below made room meanwhile
                     if number >= 0 and not self.outlives(number):  # as fast as memory
                         self._await(number, n_bytes)
-                    self._take_off(block, number, bodies.pop(block, None))
+                    self._take_off(block, number, copied.pop(block, None))
                 self._evicted(len(part), n_bytes * len(part), reason)
                 self.mover.drain()
 
@@ -1443,12 +1447,12 @@ class PageStore:
     def _evicted(self, pages: int, n_bytes: int, reason: str) -> None:
         self.bus.emit(Evicted(tier="device", pages=pages, n_bytes=n_bytes, reason=reason))
 
-    def _take_off(self, block: Block, number: int, body: memoryview | None = None) -> None:
+    def _take_off(self, block: Block, number: int, copied: _Copied | None = None) -> None:
         """Takes a block off its device, and gives it to a tier, unless the number is -1."""
         waited, page = block in self._unwritten and not block.moving, block.page
         if number >= 0:
             n_bytes = self.body_bytes(block, -1)
-            if self._save_page(block, number, body):
+            if self._save_page(block, number, copied):
                 self._demoted("device", number, n_bytes)
             elif not waited and not self.takes(number, n_bytes):
                 self.miss_out(number)
@@ -1586,6 +1590,32 @@ class PageStore:
             self._unwritten |= dict.fromkeys(reversed(chain))
         if self._unwritten:
             self._write_out()
+        self._write_behind(blocks)
+
+    def _write_behind(self, blocks: Sequence[Block]) -> None:
+        """Copy new pages of a nearly full device to host memory: evicting them copies nothing then.
+
+        They lie in both meanwhile, so that memory must be twice as large as the device's.
+        """
+        host, due, n_bytes = self.tiers[0] if self.tiers else None, list[Block](), 0
+        if host is None or host.kind != "host" or not host.writable:
+            return
+        for block in blocks:
+            pool, left = self.pool(block.group), block.page < 0 or block.gone or block.tiers & 1
+            if left or pool.copies is None or 2 * pool.capacity_bytes() > host.capacity_bytes:
+                continue
+            vacant = pool.capacity_granules - pool.used_granules
+            if vacant * _NEARLY_FULL > pool.capacity_granules:
+                continue
+            own_bytes = self._kind(block)[1]
+            if not self.takes(0, own_bytes, n_bytes):
+                break
+            if self.worth_saving(block, 0, counted=False) and self.admits(block, 0):
+                n_bytes += own_bytes
+                due.append(block)
+        if due:
+            for block, copied in self._copy_out(due).items():
+                self._save_page(block, 0, copied)
 
     @property
     def writes_back(self) -> bool:
@@ -1635,12 +1665,38 @@ class PageStore:
         """Gives pages that wait to the tier that lasts, as far as it takes them now."""
         number = self.lasting()
         while number >= 0 and self._unwritten:
-            block = next(iter(self._unwritten))
-            if block.page >= 0 and self._unwritten_on(block, number):
-                if not self.takes(number, self.forms[block.group].of(block.page).page_bytes):
-                    break
-                self._save_page(block, number)
-            self._unwritten.pop(block, None)
+            waiting, n_bytes = list[Block](), 0
+            for block in self._unwritten:
+                if self._waits(block, number):
+                    own_bytes = self._kind(block)[1]
+                    if not self.takes(number, own_bytes, n_bytes) or n_bytes > AT_ONCE_BYTES:
+                        break
+                    n_bytes += own_bytes
+                waiting.append(block)
+            if not waiting:
+                break
+            copied = self._copy_out([block for block in waiting if self._waits(block, number)])
+            for block in waiting:
+                if self._waits(block, number):
+                    self._save_page(block, number, copied.get(block))
+                self._unwritten.pop(block, None)
+
+    def _waits(self, block: Block, number: int) -> bool:
+        return block.page >= 0 and self._unwritten_on(block, number)
+
+    def _copy_out(self, blocks: Sequence[Block]) -> dict[Block, _Copied]:
+        """Start copying pages to host memory, where their device has copies of its own."""
+        copied = dict[Block, _Copied]()
+        for (group, n_bytes), some in groupby(blocks, self._kind):
+            copies, those = self.pool(group).copies, [*some]
+            if copies is not None:
+                rows, mark = copies.download([granule_of(b.page) for b in those], n_bytes)
+                copied |= {b: (row.numpy().data, mark) for b, row in zip(those, rows, strict=True)}
+        return copied
+
+    def _kind(self, block: Block) -> tuple[int, int]:
+        """Group and bytes of a block's page."""
+        return block.group, self.forms[block.group].of(block.page).page_bytes
 
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
@@ -1688,14 +1744,12 @@ class PageStore:
                 return number
         return next((number for number in numbers if self.tiers[number].shared), -1)
 
-    def _save_page(self, block: Block, number: int, body: memoryview | None = None) -> bool:
+    def _save_page(self, block: Block, number: int, copied: _Copied | None = None) -> bool:
         """Gives a tier a block's page, or a copy of it; whether it takes that."""
-        pool, page, group = self.pool(block.group), block.page, block.group
-        n_bytes = self.forms[group].of(page).page_bytes
+        pool, page, (group, n_bytes) = self.pool(block.group), block.page, self._kind(block)
         if pool.copies is not None:
-            if body is None:
-                body = pool.copies.download([granule_of(page)], n_bytes)[0].numpy().data
-            return self.save(block, number, self.describe(block), body)
+            body, mark = copied or self._copy_out([block])[block]
+            return self.save(block, number, self.describe(block), body, mark=mark)
         body = pool.page_bytes(page, n_bytes).cpu().numpy().data
         self.lend(group, page)
         if self.save(

@@ -37,6 +37,10 @@ def plaintext(kv: KV, tokens: list[int], **options: Any) -> list[bytes]:
         return [bytes(pool.page_bytes(page, 4096).numpy()[:256]) for page in pages]
 
 
+KEPT = ("--appendonly", "yes", "--appendfsync", "always")
+"""Has Redis write to its files before it answers; else a slow disk holds that up for seconds."""
+
+
 def holds(directory: Path, pieces: list[bytes]) -> list[bool]:
     content = b"".join(f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file())
     return [piece in content for piece in pieces]
@@ -151,7 +155,7 @@ def test_prompts_that_others_continued_are_erased_with_it() -> None:
 def test_a_server_proves_it_too(tmp_path: Path) -> None:
     """A real redis-server, where there is one: its keys are gone, and from its files too."""
     pytest.importorskip("redis")
-    with redis_server(tmp_path / "server", "--appendonly", "yes") as server:
+    with redis_server(tmp_path / "server", *KEPT) as server:
         kv = kv_over(server.uri, lossless="off")
         published(kv, P, tenant="alice", tag=1)
         published(kv, Q, tenant="bob", tag=2)

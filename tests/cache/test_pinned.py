@@ -26,6 +26,7 @@ from tests.inside import (
     HostTier,
     SlotPool,
     dispatch,
+    granule_of,
     host,
     open_copies,
 )
@@ -40,10 +41,11 @@ class FakeMark:
         self.device, self.passed = device, False
 
     def done(self) -> bool:
-        self.device.advance(self.device.random.randrange(3))
+        self.device.advance(0 if self.device.behind else self.device.random.randrange(3))
         return self.passed
 
     def wait(self) -> None:
+        self.device.waits += not self.passed
         while not self.passed:
             self.device.advance(1)
 
@@ -60,20 +62,26 @@ def at(memory: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class FakeStreams:
-    """Two streams on the CPU: each in its own order, and any order between them that is allowed.
+    """Three streams on the CPU: each in its own order, and any order of them that is allowed.
 
     Args:
         seed: Of the order.
         faults: Names of methods that are left out, to see that a test notices.
+
+    Attributes:
+        behind: It goes on where something waits for it only.
+        waits: How often something did.
     """
 
     name = "fake"
 
     def __init__(self, seed: int, *faults: str) -> None:
         self.random, self.faults = random.Random(seed), faults
+        self.behind, self.waits = False, 0
         self.queues: dict[str, list[tuple[FakeMark | None, Callable[[], object]]]] = {
             "compute": [],
-            "copies": [],
+            "up": [],
+            "down": [],
         }
         self.calls: list[str] = []
 
@@ -102,17 +110,30 @@ class FakeStreams:
 
     def follow(self) -> None:
         if "follow" not in self.faults:
-            self.queues["copies"].append((self._mark("compute"), lambda: None))
+            self._wait("up", self._mark("compute"))
+        if "order" not in self.faults:
+            self._wait("down", self._mark("up"))
 
     def lead(self) -> None:
         if "lead" not in self.faults:
-            self.queues["compute"].append((self._mark("copies"), lambda: None))
+            self._wait("compute", self._mark("up"))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def after(self, mark: FakeMark) -> None:
+        self.calls.append("after")
+        if "after" not in self.faults:
+            self._wait("compute", mark)
+
+    def _wait(self, queue: str, mark: FakeMark) -> None:
+        self.queues[queue].append((mark, lambda: None))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
         assert target.shape == source.shape
         self.calls.append(f"copy {len(target)}")
         places = target.data_ptr(), source.data_ptr(), len(target)
-        self.queues["copies"].append((None, lambda: ctypes.memmove(*places)))
+        self._direction(to_device).append((None, lambda: ctypes.memmove(*places)))
+
+    def _direction(self, to_device: bool) -> list[Any]:
+        return self.queues["up" if to_device else "down"]
 
     def scatter(self, *move: Any) -> None:
         self._kernel("scatter", dispatch.scatter_pages, *move)
@@ -137,10 +158,10 @@ class FakeStreams:
         def carry_out() -> None:
             move(pages, where, n_bytes // GRANULE, there(), lines=those)
 
-        self.queues["copies"].append((None, carry_out))
+        self._direction(name == "scatter").append((None, carry_out))
 
-    def mark(self) -> FakeMark:
-        mark = self._mark("copies")
+    def mark(self, *, to_device: bool) -> FakeMark:
+        mark = self._mark("up" if to_device else "down")
         if "mark" in self.faults:
             mark.passed = True
         return mark
@@ -166,6 +187,8 @@ class World:
         self.copies = Copies(self.device, self.pages, slots, kernel_bytes=8191, least_pieces=3)
         self.model = [0] * PAGES
         self.wrong: list[str] = []
+        self.saved: list[Any] = []  # copies that a tier has not read yet
+        self.kept: list[Any] = []
         self.value = 0
 
     def page(self, number: int) -> torch.Tensor:
@@ -179,7 +202,14 @@ class World:
         if not bool((found == wanted).all()):
             self.wrong.append(f"{what}: {found.unique().tolist()}, not {wanted}")
 
+    def reuse(self, *numbers: int) -> None:
+        """Pages are free, and given to somebody anew."""
+        for number in numbers:
+            self.copies.free(number * self.granules)
+        self.copies.reuse()
+
     def compute_write(self, number: int) -> None:
+        self.reuse(number)
         value = self.fresh()
         self.model[number] = value
         self.device.compute(lambda: self.page(number).fill_(value))
@@ -190,6 +220,7 @@ class World:
 
     def load(self, numbers: list[int]) -> None:
         rows = self.copies.stage(len(numbers), self.n_bytes)
+        self.reuse(*numbers)
         for number, row in zip(numbers, rows, strict=True):
             value = self.fresh()
             row.fill_(value)  # a tier: at once
@@ -199,11 +230,24 @@ class World:
         self.copies.flush()
 
     def save(self, numbers: list[int]) -> None:
-        rows = self.copies.download([n * self.granules for n in numbers], self.n_bytes)
-        for number, row in zip(numbers, rows, strict=True):
-            self.check("saved", row, self.model[number])
+        rows, mark = self.copies.download([n * self.granules for n in numbers], self.n_bytes)
+        self.saved.append(
+            (mark, [(row, self.model[n]) for n, row in zip(numbers, rows, strict=True)])
+        )
+        if self.device.faults:  # a copy that is late must not write to memory of others
+            self.kept.append(rows)
+        if len(self.saved) > 2:
+            self.check_saved()
+
+    def check_saved(self) -> None:
+        mark, rows = self.saved.pop(0)
+        mark.wait()
+        for row, wanted in rows:
+            self.check("saved", row, wanted)
 
     def finish(self) -> None:
+        while self.saved:
+            self.check_saved()
         self.copies.close()
         self.device.finish()
         for number, wanted in enumerate(self.model):
@@ -233,9 +277,9 @@ def test_every_order_of_the_device_gives_the_same_bytes(
     assert not world.wrong
 
 
-@pytest.mark.parametrize("fault", ["follow", "lead", "mark"])
+@pytest.mark.parametrize("fault", ["follow", "lead", "mark", "after", "order"])
 def test_a_missing_dependency_is_noticed(fault: str) -> None:
-    """The property above can fail: leave out one of its three orders, and bytes are wrong."""
+    """The property above can fail: leave out one of its five orders, and bytes are wrong."""
     for seed in range(200):
         world, picks = World(seed, 1, 3, fault), random.Random(seed)
         for _ in range(30):
@@ -330,7 +374,8 @@ def test_what_does_not_fit_into_the_arena_lies_elsewhere() -> None:
     world.finish()
     assert not world.wrong
     without = Copies(world.device, world.pages, SlotPool(1 << 20))
-    rows = without.download([0], GRANULE)
+    rows, mark = without.download([0], GRANULE)
+    mark.wait()
     assert rows[0].unique().tolist() == [world.model[0]]
     assert without.staged_bytes() == 0
 
@@ -369,7 +414,6 @@ def test_nothing_costs_nothing() -> None:
     world = World(0, 1, 2)
     world.copies.flush()
     assert world.copies.stage(0, GRANULE) == []
-    assert world.copies.download([], GRANULE) == []
     assert not world.device.calls
 
 
@@ -377,11 +421,25 @@ def test_nothing_costs_nothing() -> None:
 
 
 class Eager(FakeStreams):
-    """Its computation is numpy's, in the caller's thread: it waits where a device would."""
+    """Its computation is numpy's, in the caller's thread: it waits where a device would.
+
+    Pages on their way to host memory are written there late.
+    """
 
     def lead(self) -> None:
         if "lead" not in self.faults:
-            self.finish()
+            while self.queues["compute"] or self.queues["up"]:
+                self.advance(1)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        self.calls.append(f"copy {len(target)}")
+        source = source if to_device else source.clone()
+        self._direction(to_device).append(
+            (None, lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source)))
+        )
+
+    def gather(self, pages: torch.Tensor, *move: Any) -> None:
+        super().gather(pages.clone(), *move)
 
 
 def behind_a_bus(kv: KV, *faults: str) -> list[Copies]:
@@ -389,7 +447,8 @@ def behind_a_bus(kv: KV, *faults: str) -> list[Copies]:
     pools, tiers = kv.planner.store.pools.values(), kv.planner.store.tiers
     shared = next((tier.slots for tier in tiers if hasattr(tier, "slots")), None)
     for seed, pool in enumerate(pools):
-        streams, slots = Eager(seed, *faults), shared or SlotPool(1 << 18)
+        streams = Eager(seed, *faults)
+        slots = shared or SlotPool(1 << 18)
         slots.register(streams.pin, streams.unpin, 1 << 18)
         pool.copies = Copies(
             *(streams, pool.arena, slots), most_bytes=1 << 18, kernel_bytes=8191, least_pieces=3
@@ -480,6 +539,153 @@ def test_no_byte_is_copied_between_a_device_and_the_host_tier(
     gc.collect()
     assert copies.staged_bytes() == 0
     kv.close()
+
+
+@pytest.mark.parametrize("below", ["host", "disk", "both"])
+def test_making_room_waits_for_no_copy(below: str) -> None:
+    """Pages are given up while their copies are under way; a tier gets them afterwards."""
+    tiers = {
+        "host": [HostTier(1 << 24)],
+        "disk": [lasting()],
+        "both": [HostTier(1 << 24), lasting()],
+    }
+    kv = make_kv(pages=20, tiers=tiers[below], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    device, mover, copies.most_bytes = copies.streams, kv.planner.store.mover, 1 << 30
+    device.behind = True
+    texts = [[number, *range(48)] for number in range(9)]
+    for text in texts:
+        published(kv, text)
+    assert not device.waits and mover.storing() and "after" in device.calls
+    kv.flush()
+    assert device.waits and not mover.storing()
+    for text in texts:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    assert not any(tier["dropped"] for tier in kv.stats()["tiers"].values())
+    kv.close()
+    copies.streams.finish()
+    gc.collect()
+    assert copies.staged_bytes() == 0
+
+
+def test_a_free_page_is_written_to_after_the_copy_that_reads_it() -> None:
+    """Whatever gives it to somebody anew, and as long as that copy is under way."""
+    kv = make_kv(pages=20)
+    (copies,) = behind_a_bus(kv)
+    (pool,), device = kv.planner.store.pools.values(), copies.streams
+    device.behind, (granules, *_) = True, sorted(pool._sizes)
+    for anew in (
+        lambda: pool.allocate(granules, 1),
+        copies.join,
+        lambda: pool.copy(pool.allocate(granules, 1), pool.allocate(granules, 1), granules),
+    ):
+        device.calls.clear()
+        (page,), (other,) = pool.allocate(granules, 1), pool.allocate(granules, 1)
+        copies.download([granule_of(page), granule_of(other)], GRANULE)
+        pool.allocate(granules, 1)
+        assert "after" not in device.calls, "both pages are in use"
+        pool.release(page)
+        anew()
+        assert "after" in device.calls
+        device.finish()
+        copies.staged_bytes()  # looks at the marks
+        device.calls.clear()
+        pool.release(other)
+        anew()
+        assert "after" not in device.calls, "the copy is over"
+    kv.close()
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_pages_of_a_full_device_lie_below_before_they_are_given_up(
+    lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New pages are copied while they are new, so that no eviction copies any; none gets lost."""
+    kv = make_kv(
+        pages=20, tiers=[HostTier(1 << 24), *[lasting()] * lasts], prefetch="off", write_back=lasts
+    )
+    (copies,) = behind_a_bus(kv)
+    copies.most_bytes, store, leaving = 1 << 30, kv.planner.store, list[int]()
+    leave, copy_out = store._leave_together, store._copy_out
+
+    def left(*given: Any) -> None:
+        monkeypatch.setattr(
+            store, "_copy_out", lambda those: leaving.append(len(those)) or copy_out(those)
+        )
+        leave(*given)
+        monkeypatch.setattr(store, "_copy_out", copy_out)
+
+    monkeypatch.setattr(store, "_leave_together", left)
+    texts = [[number, *range(48)] for number in range(16)]
+    for text in texts:
+        published(kv, text)
+    first = len(leaving)
+    for text in texts:
+        published(kv, [*text[:1], *range(100, 148)])
+    assert not any(leaving[first:]), "what was new lies below already"
+    assert leaving[first:] and sum(leaving[:first]) < 40
+    for text in texts:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    assert not any(tier["dropped"] for tier in kv.stats()["tiers"].values())
+    audit(kv)
+    gc.collect()
+    kv.close()
+    copies.streams.finish()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_page_that_is_asked_for_before_its_copy_is_over_is_waited_for(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    copies.streams.behind, copies.most_bytes = True, 1 << 30
+    texts, wrong = [[number, *range(48)] for number in range(8)], 0
+    for text in texts:
+        published(kv, text)
+    if not waits:
+        monkeypatch.setattr(FakeMark, "wait", lambda mark: None)
+    for text in texts:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            try:
+                check_content(kv, seq, text[:48])
+            except AssertionError:
+                wrong += 1
+    assert kv.planner.store.mover.from_memory
+    assert bool(wrong) != waits
+    copies.streams.finish()
+    kv.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pages_that_leave_late_are_forgotten_asked_for_and_closed(seed: int) -> None:
+    """Whatever happens while copies are under way: no page is another one's."""
+    picks, below = random.Random(seed), [HostTier(1 << 18), lasting()]
+    kv = make_kv(pages=20, tiers=below[seed % 2 :], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    copies.streams.behind = seed % 3 == 0
+    texts = [[number, *range(48)] for number in range(9)]
+    for _ in range(60):
+        text, turn = picks.choice(texts), picks.randrange(10)
+        if turn < 5:
+            published(kv, text)
+        elif turn < 8:
+            with kv.open([*text, 99]) as seq:
+                check_content(kv, seq, text[: seq.length])
+        elif turn == 8:
+            kv.forget(text)
+        else:
+            kv.flush()
+    audit(kv)
+    kv.close()
+    copies.streams.finish()
+    gc.collect()
+    assert copies.staged_bytes() == 0
 
 
 def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,7 +848,8 @@ def test_a_slow_producer_on_a_gpu(granules: int) -> None:
     for value in range(1, 6):
         torch.cuda._sleep(50_000_000)  # the kernel that fills the pages comes late
         pages.fill_(value)
-        rows = copies.download(places, n_bytes)
+        rows, mark = copies.download(places, n_bytes)
+        mark.wait()
         assert all(row.unique().tolist() == [value] for row in rows)
         for row in rows:
             row.fill_(100 + value)
