@@ -37,7 +37,10 @@ class Immediate:
     def lead(self) -> None:
         return
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def after(self, mark: Immediate) -> None:
+        return
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
         target.copy_(source)
 
     def scatter(self, pages: torch.Tensor, granules: Sequence[int], memory: torch.Tensor,
@@ -50,7 +53,7 @@ class Immediate:
         source = torch.tensor([granules, lines], dtype=torch.int32)
         gather_pages(pages, source[0], n_bytes // GRANULE_BYTES, memory, lines=source[1])
 
-    def mark(self) -> Immediate:
+    def mark(self, *, to_device: bool) -> Immediate:
         return self
 
     def done(self) -> bool:
@@ -101,7 +104,9 @@ def pieces(machine: Machine, size: int, count: int) -> Iterator[dict[str, Any]]:
         copies.flush()
 
     def down() -> list[torch.Tensor]:
-        return copies.download(places, size)
+        come, mark = copies.download(places, size)
+        mark.wait()
+        return come
 
     up()
     arrived = pages.view(2 * count, size)[index].cpu()
