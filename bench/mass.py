@@ -31,7 +31,7 @@ from flowkv.sim.trace import Trace
 
 AGES = {"the first page": 0, "the latest": -1, "2 to 4 from the end": -4, "5 to 8": -8}
 SHARES = (0.25, 0.5)
-POLICIES = ("cyclic", "opt", "lru", "arc", "lfu-ttl", "cost-aware", "auto")
+POLICIES = ("opt", "lru", "arc", "lfu-ttl", "cost-aware", "auto")
 
 
 def prompts(loaded: Any, tokens: int) -> Iterator[tuple[str, list[int]]]:

@@ -51,8 +51,8 @@ kernels/test_codegen.py kernels/test_digits.py kernels/test_mixed.py
 kernels/test_triton_interpreter.py
 policy/restore/test_baselines.py policy/restore/test_mutants.py policy/scheduling/test_mutants.py
 policy/test_against_reference.py policy/test_arc.py policy/test_by_score.py
-policy/test_cost_aware.py policy/test_cyclic.py policy/test_hazard_reference.py
-policy/test_hedge.py policy/test_markov.py policy/test_mutants.py policy/test_optimum.py
+policy/test_cost_aware.py policy/test_hazard_reference.py policy/test_hedge.py
+policy/test_markov.py policy/test_mutants.py policy/test_optimum.py
 sim/test_rivals.py
 test_artifacts.py test_benchmarks.py test_demo.py
 tiers/remote/test_redis_faults.py tiers/test_check_tier.py tiers/test_disk_engines.py

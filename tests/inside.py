@@ -292,7 +292,6 @@ if TYPE_CHECKING:
         DUES,
         EXPIRED,
         GHOSTS,
-        HELD_FAST,
         HINTED,
         LEAVES,
         LISTS,
@@ -309,7 +308,7 @@ if TYPE_CHECKING:
         softplus2,
     )
     from flowkv.policy.order.compiled import SECOND as compiled_SECOND
-    from flowkv.policy.order.leaf import FIRST_CAPACITY, RECENTS, SEEN_ONCE, STAYERS, LeafOrder
+    from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder
     from flowkv.policy.pages import (
         Defragmentation,
         Importance,

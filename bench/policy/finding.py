@@ -14,7 +14,6 @@ GROUPS = {
     "warm start": "The first 500 requests at 0.5 %",
     "cost": "What decisions of the default cost, ids looked up",
     "chains": "Recall of the Markov predictor, of Bayes' optimum",
-    "cycles": "Hits where blocks are used in a circle, once that is noticed",
     "bursts": "Bursty and drifting traffic, with prefetch",
 }
 """What the groups of findings are about."""

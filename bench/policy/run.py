@@ -14,7 +14,7 @@ from bench.policy.cost import cost
 from bench.policy.finding import Finding, summary
 from bench.policy.ground import PUBLIC, Ground, Replays, grounds
 from bench.policy.replayed import bursts, closure, floor, hints, prefetch, warm_start
-from bench.policy.streams import chains, cycles
+from bench.policy.streams import chains
 
 Tell = Callable[[int, int, str], None]
 
@@ -58,7 +58,6 @@ def measure_policies(*, quick: bool = False, tell: Tell | None = None) -> Report
         ("warm start", lambda found, _: warm_start(found)),
         ("costs", lambda found, _: cost(found, quick)),
         ("chains", lambda _, __: chains(quick)),
-        ("cycles", lambda _, __: cycles()),
     ]
     say = tell or (lambda _done, _all, _doing: None)
     load = os.getloadavg()[0]  # of others; costs on a busy machine are too high

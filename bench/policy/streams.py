@@ -1,4 +1,4 @@
-"""Streams that are not prompts: generated Markov chains, and a scan that comes round again."""
+"""Streams that are not prompts: generated Markov chains."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.policy.finding import Finding
-from flowkv.policy.base import CyclicConfig
 from flowkv.policy.prefetch.markov import Markov
-from flowkv.sim.generate import generate
-from flowkv.sim.replay import replay
 
 RECALLS = (1, 4)  # of so many predictions
 _SUCCESSORS = 6
@@ -74,25 +71,4 @@ def chains(quick: bool) -> list[Finding]:
             findings.append(
                 Finding("chains", what, name, 0.95, "at least", share / optimum, note=note)
             )
-    return findings
-
-
-def cycles() -> list[Finding]:
-    """Hits of blocks that are used in a circle, after what it takes to notice that they are."""
-    findings = []
-    for blocks, pages in ((100, 75), (512, 64)):
-        trace = generate("cyclic", blocks=blocks, requests=40 * blocks)
-        steady = slice(20 * blocks, None)
-        for name in ("cyclic", "lru"):
-            hits = float(replay(trace, name, pages=pages).hits[steady].mean())
-            on = f"{blocks} blocks, {pages} fit"
-            if name == "lru":
-                findings.append(
-                    Finding("cycles", "lru, which finds none", on, 0.0, "at most", hits)
-                )
-                continue
-            streaming = CyclicConfig().streaming
-            target = (pages - streaming) / blocks
-            note = f"(fit - {streaming}) / blocks"
-            findings.append(Finding("cycles", name, on, target, "at least", hits, note=note))
     return findings

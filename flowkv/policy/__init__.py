@@ -6,7 +6,6 @@
 | `lfu-ttl` | `LfuTtl` | the expired, then the least frequently used, frequency halving every tau |
 | `arc` | `ARC` | of what was used once or of what was used again, the longest unused |
 | `cost-aware` | `CostAware` | what saves least time per byte: count times cost per byte |
-| `cyclic` | `Cyclic` | as `lru`; in a circle, what streams, while the rest stays |
 | `hazard` | `HazardIndex` | the least likely to return soon, as learned from what returned when |
 | `auto` | `Hedge` | as the one of these that would hit most here; LRU until one surely does |
 | `opt` | `Optimum` | what is needed latest; has to be told the future, so offline only |
@@ -22,7 +21,6 @@ from typing import NamedTuple
 from flowkv.policy.base import (
     ArcConfig,
     CostAwareConfig,
-    CyclicConfig,
     HazardConfig,
     Lease,
     LfuTtlConfig,
@@ -36,7 +34,7 @@ from flowkv.policy.base import (
 from flowkv.policy.hazard.index import HazardIndex
 from flowkv.policy.hedge import Hedge
 from flowkv.policy.optimum import Optimum, OptimumConfig
-from flowkv.policy.order.leaf import ARC, LRU, CostAware, Cyclic, LfuTtl
+from flowkv.policy.order.leaf import ARC, LRU, CostAware, LfuTtl
 
 __all__ = [
     "ARC",
@@ -46,8 +44,6 @@ __all__ = [
     "CatalogueEntry",
     "CostAware",
     "CostAwareConfig",
-    "Cyclic",
-    "CyclicConfig",
     "HazardConfig",
     "HazardIndex",
     "Hedge",
@@ -84,7 +80,6 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "arc": CatalogueEntry(ARC, ArcConfig, {}),
         "auto": CatalogueEntry(Hedge, HazardConfig, {}),
         "cost-aware": CatalogueEntry(CostAware, CostAwareConfig, {}),
-        "cyclic": CatalogueEntry(Cyclic, CyclicConfig, {}),
         "hazard": CatalogueEntry(HazardIndex, HazardConfig, {}),
         "lfu-ttl": CatalogueEntry(LfuTtl, LfuTtlConfig, {}),
         "lru": CatalogueEntry(LRU, LruConfig, {}),

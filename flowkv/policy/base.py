@@ -295,18 +295,6 @@ class HazardConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only
     """`HazardIndex` learns what it needs; it has nothing but leases to set."""
 
 
-class CyclicConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of `Cyclic`.
-
-    Attributes:
-        streaming: Blocks of room that the circle streams through; as many as are in flight at once.
-        cycle: True if blocks are used in a circle, False if not, None to find out.
-    """
-
-    streaming: Annotated[int, Meta(ge=1, le=1 << 20)] = 2
-    cycle: bool | None = None
-
-
 class CostAwareConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of `CostAware`.
 

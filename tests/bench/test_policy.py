@@ -164,12 +164,6 @@ def test_recall_of_a_cycle_is_perfect_and_of_noise_is_chance() -> None:
     assert share < 0.1
 
 
-def test_lru_hits_nothing_of_a_circle_and_cyclic_nearly_all_that_fits() -> None:
-    found = {(f.what.split(",")[0], f.trace): f for f in streams.cycles()}
-    assert len(found) == 4 and all(f.met for f in found.values())
-    assert found["cyclic", "100 blocks, 75 fit"].target == 0.73
-
-
 # ---- costs
 
 
@@ -198,7 +192,6 @@ def test_one_run_measures_everything(
     given = [Ground(trace, "agents", False), Ground(small_trace(2), "chat", False)]
     monkeypatch.setattr(run, "grounds", lambda quick: given)
     monkeypatch.setattr(run, "chains", lambda quick: [])
-    monkeypatch.setattr(run, "cycles", list)
     out = tmp_path / "policy.json"
     assert main(["policy", "--quick", "--json", "--out", str(out)]) == 0
     report = json.loads(capsys.readouterr().out)

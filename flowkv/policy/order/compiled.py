@@ -114,7 +114,7 @@ NODE = np.dtype(
     ]
 )
 KNOWN, LEASED, RANKED, ETA, DEAD, QUEUED, EXTRA, BRANCHED = (1 << i for i in range(8))
-TWICE, GHOST, FIXED = (1 << i for i in range(8, 11))
+TWICE, GHOST = (1 << i for i in range(8, 10))
 RANK_SHIFT = 16
 TIMED = LEASED | RANKED | ETA  # may be in the heap of what happens by itself
 LASTING = KNOWN | ETA | DEAD | QUEUED | BRANCHED | TWICE | GHOST  # outlives residence
@@ -129,7 +129,6 @@ HEAPS = 4
 COUNT, BLOCKED, EXPIRED, BIRTHS, CLOCK, TAU, DIGEST, STALE, MODE = 4, 5, 6, 7, 8, 9, 10, 11, 12
 # ARC: blocks used once, its target, how many blocks fit, and (1, 2 more) ghosts of either list.
 ONCE, TARGET, SIZE, GHOSTS = 13, 14, 15, 16
-HELD_FAST = 19  # blocks with the mark FIXED
 LISTS = 24
 RUN_OUT, TENANTS = 0, 4  # lists: the expired, 1 and 2 for ARC's ghosts, the live of each tenant
 
@@ -137,7 +136,6 @@ STATIC, ARC = 0, 1  # modes
 
 DEFAULT_RANK = 35
 EXPIRED_CLASS, DEAD_CLASS, FIRST_CLASS, QUEUED_CLASS = 0, 1, 2, 127
-FIXED_CLASS = 103  # above every rank
 CLASS_SHIFT = 56
 LOW_KEY_BITS = 7
 KEY_BIAS = 1 << 55
@@ -154,8 +152,6 @@ def class_of(nodes: Array, s: int) -> int:
         return QUEUED_CLASS
     if marks & DEAD:
         return DEAD_CLASS
-    if marks & FIXED:
-        return FIXED_CLASS
     return FIRST_CLASS + (marks >> RANK_SHIFT)
 
 
@@ -640,8 +636,6 @@ def drop(nodes: Array, heaps: Array, state: Array, s: int) -> None:
         if p >= 0:
             lose_live_kid(nodes, heaps, state, p)
     part(nodes, state, s)
-    state[HELD_FAST] -= nodes[s].marks & FIXED != 0
-    nodes[s].marks &= ~FIXED
     held = nodes[s].held
     nodes[s].birth = 0
     nodes[s].held = nodes[s].kids = nodes[s].live = 0

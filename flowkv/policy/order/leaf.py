@@ -1,13 +1,12 @@
 """The `Policy` protocol over the compiled order, and the policies that add little to it.
 
-Recency (`LRU`), decayed frequency (`LfuTtl`), adaptive replacement (`ARC`), time saved per byte
-(`CostAware`), and what is used in a circle, such as weights (`Cyclic`).
+Recency (`LRU`), decayed frequency (`LfuTtl`), adaptive replacement (`ARC`) and time saved
+per byte (`CostAware`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from flowkv.policy.base import (
     NO_VISIT,
     ArcConfig,
     CostAwareConfig,
-    CyclicConfig,
     Lease,
     LeaseConfig,
     LfuTtlConfig,
@@ -34,35 +32,22 @@ from flowkv.policy.base import (
 from flowkv.policy.order import compiled
 from flowkv.policy.order.compiled import (
     BIRTHS,
-    CLASS_SHIFT,
     CLOCK,
     CLOCK_LIMIT,
     COUNT,
     DIGEST,
-    FIRST_CLASS,
-    FIXED,
-    FIXED_CLASS,
     HEAPS,
-    HELD_FAST,
-    LEAVES,
     LISTS,
     MODE,
     NEVER,
     NODE,
     RUN_OUT,
     SLOT_LIMIT,
-    SLOT_MASK,
     STALE,
     TAU,
     TENANTS,
-    Array,
-    delist,
-    enlist,
-    inner,
-    kernel,
     log2,
     members,
-    reorder,
     worth,
 )
 
@@ -522,187 +507,3 @@ class CostAware(LeafOrder):
             extra = round(self._scale * log2(per_byte))
             self._last = asked, max(-_MOST_EXTRA, min(_MOST_EXTRA, extra))
         return self._last[1]
-
-
-# Is the traffic a circle? What least-recently-used would find, against a set that stays.
-#
-# Both are kept beside the cache, without data, for the slots that are known: `RECENT` blocks are
-# in a ring, newest first, as many as fit; `STAYS` marks a set that fills up and then changes no
-# more.
-
-CIRCLE = np.dtype([("before", np.int32), ("after", np.int32), ("marks", np.int32)])
-SEEN, RECENT, STAYS = 1, 2, 4
-# Entries of the vector of counts, which ends with the front of the ring.
-SEEN_ONCE, RECENTS, STAYERS, USES, LRU_HITS, SET_HITS = 0, 1, 2, 3, 4, 5
-COUNTS = LISTS + 1
-LEAST_ROUND = 16
-
-
-@inner
-def unset(circle: Array, counts: Array) -> None:
-    """Begins another set that stays."""
-    for s in range(len(circle)):
-        circle[s].marks &= ~STAYS
-    counts[STAYERS] = 0
-
-
-@inner
-def end_round(circle: Array, counts: Array) -> int:
-    """After a round: 1 if the set that stays wins, -1 if LRU does, else 0."""
-    of_lru, of_set = counts[LRU_HITS], counts[SET_HITS]
-    counts[USES] = counts[LRU_HITS] = counts[SET_HITS] = 0
-    if 10 * of_set > 11 * of_lru:
-        return 1
-    if of_lru > of_set or of_set == 0:
-        unset(circle, counts)
-    return -1 if of_lru > of_set else 0
-
-
-@kernel
-def watch(circle: Array, counts: Array, slots: Array, size: int, streaming: int) -> int:
-    """Some blocks are used; what `end_round` says where that ends a round."""
-    verdict = 0
-    for s in slots:
-        if s < 0 or s >= len(circle):
-            continue
-        marks = circle[s].marks
-        if marks & SEEN:
-            counts[USES] += 1
-            counts[LRU_HITS] += marks & RECENT != 0
-            counts[SET_HITS] += marks & STAYS != 0
-        else:
-            counts[SEEN_ONCE] += 1
-        if marks & RECENT:
-            delist(circle, counts, 0, s)
-            counts[RECENTS] -= 1
-        enlist(circle, counts, 0, s)
-        counts[RECENTS] += 1
-        if not marks & STAYS and counts[STAYERS] < size - streaming:
-            marks |= STAYS
-            counts[STAYERS] += 1
-        circle[s].marks = marks | SEEN | RECENT
-        while counts[RECENTS] > size:
-            oldest = circle[counts[LISTS] - 1].before
-            delist(circle, counts, 0, oldest)
-            counts[RECENTS] -= 1
-            circle[oldest].marks &= ~RECENT
-        if counts[USES] >= max(counts[SEEN_ONCE], LEAST_ROUND):
-            verdict = end_round(circle, counts)
-    return verdict
-
-
-@kernel
-def forget_slots(nodes: Array, circle: Array, counts: Array, slots: Array) -> None:
-    """Slots are forgotten, but for those that are resident."""
-    for s in slots:
-        if 0 <= s < len(circle) and nodes[s].birth == 0:
-            marks = circle[s].marks
-            counts[SEEN_ONCE] -= marks & SEEN != 0
-            counts[STAYERS] -= marks & STAYS != 0
-            if marks & RECENT:
-                delist(circle, counts, 0, s)
-                counts[RECENTS] -= 1
-            circle[s].marks = 0
-
-
-@kernel
-def pin_leaves(nodes: Array, heaps: Array, state: Array, n: int) -> None:
-    """Up to `n` leaves stay from now on: those that would go next, but for what should go."""
-    for _ in range(n):
-        if state[LEAVES] == 0:
-            return
-        s = heaps[LEAVES, 0, 1] & SLOT_MASK
-        if not FIRST_CLASS <= heaps[LEAVES, 0, 0] >> CLASS_SHIFT < FIXED_CLASS:
-            return
-        nodes[s].marks |= FIXED
-        state[HELD_FAST] += 1
-        reorder(nodes, heaps, state, s)
-
-
-@kernel
-def unpin_leaves(nodes: Array, heaps: Array, state: Array) -> None:
-    """Nothing stays for good any more."""
-    for s in range(len(nodes)):
-        if nodes[s].marks & FIXED:
-            nodes[s].marks &= ~FIXED
-            reorder(nodes, heaps, state, s)
-    state[HELD_FAST] = 0
-
-
-class Cyclic(LeafOrder):
-    """Least recently used, until the traffic is a circle; then some blocks stay and others stream.
-
-    When N blocks are used in a circle and C fit, LRU gives up each just before its next use, and
-    hits nothing. Here C - `streaming` blocks stay for good and the others go through what is left,
-    the longest unused first: a share (C - streaming) / N is found, of C / N at best, and which are
-    missing is known a round ahead, so that they can be fetched in time.
-
-    That the traffic is a circle is found by keeping count, beside the cache, of what LRU would have
-    found and what a set would have that stays. A round of as many uses as there are known blocks
-    decides: with a tenth more, the set wins; it is given up in the first round that LRU wins. How
-    many blocks fit is the largest number that an eviction has left. What stays is chosen when an
-    eviction leaves more than `streaming` blocks that do not: the longest unused of these.
-
-    The optimum for a circle is to give up what was used last (Belady, IBM Systems Journal 1966);
-    weight offloading runtimes keep the first k layers (Sheng et al., FlexGen, arXiv 2303.06865).
-
-    Args:
-        **options: Fields of `CyclicConfig`.
-
-    Raises:
-        ConfigError: If an option is unknown or out of range.
-    """
-
-    name = "cyclic"
-    config: CyclicConfig
-
-    def __init__(self, **options: object) -> None:
-        self.config = configure(CyclicConfig, self.name, options)
-        super().__init__(leases=self.config)
-        self.cycle = self.config.cycle is True
-        self._size = 0  # blocks that fit
-        self._circle = np.zeros(0, CIRCLE)
-        self._counts = np.zeros(COUNTS, np.int64)
-
-    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf.
-
-        Ghosts count: that they come back tells of a circle.
-        """
-        slots = as_slots(slots)
-        super().access(now_ns, slots, visit)
-        if self.config.cycle is not None or self._size == 0:
-            return
-        if len(self._circle) < len(self._arrays[0]):
-            grown = np.zeros(len(self._arrays[0]), CIRCLE)
-            grown[: len(self._circle)] = self._circle
-            self._circle = grown
-        verdict = watch(self._circle, self._counts, slots, self._size, self.config.streaming)
-        if verdict != 0:
-            self.cycle = verdict > 0
-            if not self.cycle:
-                unpin_leaves(*self._arrays, self._state)
-
-    def forget(self, slots: Slots) -> None:
-        """Nobody knows these blocks any more: their slots may name others next."""
-        slots = as_slots(slots)
-        super().forget(slots)
-        forget_slots(self._arrays[0], self._circle, self._counts, slots)
-
-    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Chooses and removes `n` victims, none pinned or protected; None, nothing changed, else.
-
-        Where the traffic is a circle, it also chooses what stays.
-        """
-        victims = super().evict(now_ns, n, protected)
-        if victims is not None and n > 0:
-            self._size = max(self._size, int(self._state[COUNT]))
-            spare = int(self._state[COUNT] - self._state[HELD_FAST]) - self.config.streaming
-            if self.cycle and spare > 0:
-                pin_leaves(*self._arrays, self._state, spare)
-        return victims
-
-    def seldom(self) -> list[Callable[[], object]]:
-        """Calls that compile what ordinary traffic reaches late; they spoil the policy."""
-        order = *self._arrays, self._state
-        return [partial(pin_leaves, *order, 1), partial(unpin_leaves, *order)]
