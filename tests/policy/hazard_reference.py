@@ -12,7 +12,7 @@ from tests.inside import BEFORE, BEYOND, EDGES_NS, NO_VISIT, WIDTHS, hinted_inde
 
 class Tip:
     def __init__(self, time, known, blocks, last=None):
-        self.time, self.known, self.blocks, self.path = time, known, blocks, []
+        self.time, self.known, self.blocks, self.path, self.named = time, known, blocks, [], 0
         self.stop, self.output, self.done, self.edge, self.bin, self.hint = (
             0,
             -1,
@@ -179,6 +179,7 @@ class SlowHazard:
             self.next[above] = slot
         self.owner[slot], self.at[slot] = tip, len(tip.path)
         tip.path.append(slot)
+        tip.named += 1
 
     # --- the protocol
 
@@ -205,12 +206,11 @@ class SlowHazard:
         self.rekey(slots, self.clock)
 
     def insert(self, now, slots, parents):
-        self.clock = max(now, self.clock)
+        self.advance(now)  # first: no edge judged what was not here
         for i, (s, p) in enumerate(zip(slots, parents, strict=True)):
             p = p if p in self.here else -1
             if s not in self.here:
                 self.here[s] = (p, self.here[p][1] + 1 if p >= 0 else i)
-        self.advance(now)
         latest = self.tips[-1] if self.tips else None
         for i, s in enumerate(slots):
             if s in self.owner:
@@ -220,9 +220,9 @@ class SlowHazard:
             if tip is not None and tip.path[-1] != above:
                 path = tip.path[: self.at[above] + 1]
                 tip = Tip(self.clock, len(path), len(path))
-                tip.path = path
+                tip.path, tip.named = path, len(path)
                 self.tips.append(tip)
-            elif above < 0 and latest is not None and len(latest.path) < latest.blocks:
+            elif above < 0 and latest is not None and latest.named < latest.blocks:
                 tip = latest
             if tip is None:
                 tip = Tip(self.clock, 0, 0)

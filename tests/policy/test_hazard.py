@@ -233,6 +233,18 @@ def test_strange_slots_and_requests_are_ignored():
     assert policy.evict(0, 1) is None
 
 
+def test_blocks_that_arrive_by_themselves_are_none_of_the_latest_requests():
+    """Also where blocks of that request were forgotten: none of them is still to come."""
+    policy = HazardIndex()
+    turn(policy, 0, [0, 1, 2], 0)
+    policy.remove(ids(2))
+    policy.forget(ids(2))
+    policy.insert(0, ids(5, 6), ids(-1, -1))
+    before = policy.priority(1)
+    policy.hint(0, ids(5, 6), 2 * S)
+    assert policy.priority(1) == before != policy.priority(6)
+
+
 # ---- carrying it over
 
 

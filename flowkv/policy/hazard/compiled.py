@@ -81,7 +81,7 @@ TIP = np.dtype(
         ("low", np.int32),  # its deepest block that may be resident
         ("blocks", np.int32),  # of the whole request
         ("known", np.int32),  # leading blocks that were known when it came
-        ("seen", np.int32),  # blocks named so far
+        ("seen", np.int32),  # blocks named so far, those forgotten since included
         ("turn", np.int32),
         ("output", np.int32),  # tokens; -1: not complete
         ("bin", np.int32),  # age bin that its index was computed in; -1: none
@@ -687,7 +687,7 @@ def follow(own: Array, tips: Array, t: int, s: int, now: int) -> None:
             above.forks += 1
             above.forked = now
         above.next = s
-    mine.tip, mine.at, mine.up = t, tips[t].seen, before
+    mine.tip, mine.at, mine.up = t, own[before].at + 1 if before >= 0 else 0, before
     tips[t].seen += 1
     tips[t].slot = tips[t].low = s
 
@@ -769,16 +769,16 @@ def join(
     """Blocks became resident; those not known yet continue a chain. There is room for each.
 
     A block continues the tip that ends at its parent, at the block before it, or, for the first one
-    without a parent, the latest tip while blocks of its request are missing; or begins a tip.
+    without a parent, the latest tip while blocks of its request are missing; or begins a tip. Time
+    has passed before: no edge judged what was not here.
     """
     own, tips, _traits, _rows, _model, counters = learner
     now = order[2][CLOCK]
-    for s in slots:  # those that come back, before time passes
+    for s in slots:  # those that come back
         if own[s].tip >= 0:
             mine = tips[own[s].tip]
             if mine.low < 0 or own[mine.low].at < own[s].at:
                 mine.low = s
-    advance(order, learner, now)
     latest = counters[TIPS] - 1
     for i in range(len(slots)):
         s = slots[i]
@@ -797,8 +797,8 @@ def join(
         if t < 0:
             t = begin(learner, now, -1, 0, 0)
         follow(own, tips, t, s, now)
-        if tips[t].seen > tips[t].blocks:
-            tips[t].blocks = tips[t].seen
+        if own[s].at >= tips[t].blocks:
+            tips[t].blocks = own[s].at + 1
             judge(learner, t)
     rekey_path(order, learner, slots)
 
@@ -882,7 +882,7 @@ def forget(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -
         if 0 <= s < len(own) and nodes[s].birth == 0:
             t = own[s].tip
             if t >= 0 and tips[t].slot == s:
-                tips[t].slot, tips[t].seen = own[s].up, own[s].at
+                tips[t].slot = own[s].up
             if t >= 0 and tips[t].low == s:
                 tips[t].low = own[s].up
             own[s].tip = own[s].up = -1
