@@ -177,7 +177,7 @@ class SlowHazard:
                 mixed = now if count == 0 else 0.7 * pause + 0.3 * now
                 self.forks[above] = (count + 1, float(np.float32(mixed)), self.clock)
             self.next[above] = slot
-        self.owner[slot], self.at[slot] = tip, len(tip.path)
+        self.owner[slot], self.at[slot] = tip, self.at[tip.path[-1]] + 1 if tip.path else 0
         tip.path.append(slot)
         tip.named += 1
 
@@ -218,9 +218,9 @@ class SlowHazard:
             above = parents[i] if parents[i] >= 0 else (slots[i - 1] if i else -1)
             tip = self.owner.get(above)
             if tip is not None and tip.path[-1] != above:
-                path = tip.path[: self.at[above] + 1]
-                tip = Tip(self.clock, len(path), len(path))
-                tip.path, tip.named = path, len(path)
+                n, path = self.at[above] + 1, tip.path[: tip.path.index(above) + 1]
+                tip = Tip(self.clock, n, n)
+                tip.path, tip.named = path, n
                 self.tips.append(tip)
             elif above < 0 and latest is not None and latest.named < latest.blocks:
                 tip = latest
@@ -228,8 +228,8 @@ class SlowHazard:
                 tip = Tip(self.clock, 0, 0)
                 self.tips.append(tip)
             self.follow(tip, s)
-            if len(tip.path) > tip.blocks:
-                tip.blocks, tip.bin = len(tip.path), -1
+            if self.at[s] >= tip.blocks:
+                tip.blocks, tip.bin = self.at[s] + 1, -1
         self.rekey(slots, self.clock)
 
     def complete(self, now, request, stop, output_tokens):
@@ -259,9 +259,7 @@ class SlowHazard:
     def forget(self, slots):
         for s in slots:
             if s in self.owner and s not in self.here:
-                tip = self.owner.pop(s)
-                if tip.path[-1] == s:
-                    tip.path.pop()
+                self.owner.pop(s).path.remove(s)
 
     def evict(self, now, n, protected=()):
         self.advance(now)

@@ -245,6 +245,17 @@ def test_blocks_that_arrive_by_themselves_are_none_of_the_latest_requests():
     assert policy.priority(1) == before != policy.priority(6)
 
 
+def test_a_chain_closes_up_over_a_block_that_is_forgotten():
+    """Those above age as those below do, and do not keep the worth that they had."""
+    policy = HazardIndex()
+    policy.insert(0, ids(0, 1, 2, 3), ids(-1, -1, -1, -1))
+    fresh = policy.priority(0)
+    policy.remove(ids(1))
+    policy.forget(ids(1))
+    policy.expired(7 * S)
+    assert policy.priority(0) == policy.priority(2) < fresh
+
+
 # ---- carrying it over
 
 

@@ -106,9 +106,7 @@ class Pair:
         self.slow.hint(self.now, chain_to(end), eta * S, sigma)
 
     def remove(self, slot, forget):
-        """A block is forgotten after those below it: they have been gone for longer."""
-        below = any(slot in chain_to(s)[:-1] for s in self.slow.owner)
-        for call in ("remove", "forget") if forget and not below else ("remove",):
+        for call in ("remove", "forget") if forget else ("remove",):
             getattr(self.fast, call)(ids([slot]))
             getattr(self.slow, call)([slot])
 

@@ -876,15 +876,20 @@ def remove(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -
 
 @kernel
 def forget(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -> None:
-    """These numbers, where not resident, name nothing any more."""
+    """These numbers, where not resident, name nothing any more; their chains close up."""
     nodes, own, tips = order[0], learner[0], learner[1]
-    for s in slots:
-        if 0 <= s < len(own) and nodes[s].birth == 0:
-            t = own[s].tip
-            if t >= 0 and tips[t].slot == s:
-                tips[t].slot = own[s].up
-            if t >= 0 and tips[t].low == s:
-                tips[t].low = own[s].up
+    for s in slots[::-1]:  # arrays run from root to leaf: each is the end of its chain by then
+        if 0 <= s < len(own) and nodes[s].birth == 0 and own[s].tip >= 0:
+            tip, up = tips[own[s].tip], own[s].up
+            x = tip.slot
+            while x != s and x >= 0 and own[x].up != s:
+                x = own[x].up if own[x].up < 0 or own[own[x].up].at < own[x].at else -1
+            if x == s:
+                tip.slot = up
+            elif x >= 0:
+                own[x].up = up
+            if tip.low == s:
+                tip.low = up
             own[s].tip = own[s].up = -1
 
 
