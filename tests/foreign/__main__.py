@@ -326,7 +326,7 @@ def main() -> None:
         name: bench.join(given.tests.resolve()) if name == "checkout" else bench.unpack(name)
         for name in names
     }
-    failed, ran, collected = 0, 0, 0
+    failed, ran, collected, counts = 0, 0, 0, Counter[str]()
     for name, suite in places.items():
         print(f"== {name} ({suite.name})", flush=True)
         files = [
@@ -339,9 +339,11 @@ def main() -> None:
             row = compare(bench, name, suite, file)
             print(row, flush=True)
             failed += len(row.worse)
+            counts += row.attached.counts
             if file in SUITES[name].causal:
                 ran, collected = ran + row.ran, collected + len(row.plain.tests)
     print(f"causal-model tests: {ran} of {collected} ran ({ran / max(collected, 1):.0%})")
+    print(", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
     print(f"fail only with FlowKV: {failed}")
     raise SystemExit(1 if failed else 0)
 

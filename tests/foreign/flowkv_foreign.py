@@ -21,7 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -202,6 +202,18 @@ def is_away(error: BaseException | None) -> bool:
     return False
 
 
+def of_transformers(patch: Any) -> Any:
+    """Return a patch that counts as transformers' own: a model that it is part of has a name."""
+    from transformers import modeling_utils
+
+    from flowkv.hooks import computation
+
+    space, parts = vars(modeling_utils), (patch.__defaults__, patch.__closure__)
+    made = FunctionType(patch.__code__, space, patch.__name__, *parts)
+    computation._GENUINE[id(made.__code__)] = made.__code__
+    return functools.update_wrapper(made, patch)
+
+
 class Attached:
     """Attaches FlowKV at the end of the making of each outermost model, and counts.
 
@@ -238,7 +250,7 @@ class Attached:
             if "__init__" in vars(cls):
                 cls.__init__ = self._wrap_init(cls.__init__)
 
-        return init_subclass
+        return of_transformers(init_subclass)
 
     def _wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
@@ -248,7 +260,7 @@ class Attached:
             if outermost:
                 self.attach(model)
 
-        return made
+        return of_transformers(made)
 
     def _wrap_making(self, loading: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(loading)
@@ -259,14 +271,16 @@ class Attached:
                 self.attach(model[0] if isinstance(model, tuple) else model)
             return model
 
-        return loaded
+        return of_transformers(loaded)
 
     def _wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        stateful = STATEFUL
+
         @functools.wraps(generate)
         def again(model: Any, *args: Any, **options: Any) -> Any:
             import torch
 
-            alone = not (options.keys() & STATEFUL) and len(args) < 3
+            alone = not (options.keys() & stateful) and len(args) < 3
             if alone and not model.training:
                 state = torch.get_rng_state()
                 generate(model, *args, **options)
@@ -274,7 +288,7 @@ class Attached:
                 self.counts["generated twice"] += 1
             return generate(model, *args, **options)
 
-        return again
+        return of_transformers(again)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[bool]:
@@ -324,8 +338,11 @@ class Attached:
         kept = []
         for model, kv in self._kvs:
             if every or model() is None:
+                stats = kv.stats()
                 for name in ("tokens_seen", "tokens_reused"):
-                    self.counts[name.replace("_", " ")] += kv.stats()[name]
+                    self.counts[name.replace("_", " ")] += stats[name]
+                if stats["tokens_seen"]:
+                    self.counts[f"served {'foreign' if stats['foreign'] else 'known'}"] += 1
                 kv.close()
             else:
                 kept.append((model, kv))
