@@ -42,6 +42,16 @@ APART = [  # the last block of the latest request is forgotten, then another cha
     ("evict", (9 * S, False), 3, []),
 ]
 
+TAKEN = [  # what a chain has left here becomes another chain's, then its own end comes back
+    ("request", (0, False), 11, 3, 0),
+    ("pages", (0, False), 7, False),
+    ("evict", (0, False), 3, [6, 3]),
+    ("hint", (0, False), 7, 52, 1.5),
+    ("request", (0, False), 3, 3, 0),
+    ("pages", (0, False), 7, False),
+    ("hint", (0, False), 7, 24, 0.4),
+]
+
 
 def ids(values):
     return np.array(values, np.int64)
@@ -133,6 +143,7 @@ def test_equals_the_slow_rules(known, announced):
     )
     @example(RETURNING)
     @example(APART)
+    @example(TAKEN)
     @given(st.lists(CALLS, min_size=20, max_size=45))
     def tell(story):
         pair = Pair(known, announced)

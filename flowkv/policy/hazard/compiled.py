@@ -777,7 +777,8 @@ def join(
     for s in slots:  # those that come back
         if own[s].tip >= 0:
             mine = tips[own[s].tip]
-            if mine.low < 0 or own[mine.low].at < own[s].at:
+            low = mine.low  # another chain's, if a request has taken it since
+            if low < 0 or own[low].tip != own[s].tip or own[low].at < own[s].at:
                 mine.low = s
     latest = counters[TIPS] - 1
     for i in range(len(slots)):
