@@ -21,7 +21,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import ITEMSIZE, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton.few import decode
-from flowkv.kernels.triton.launch import Constants, Traits, launch, padded, strides, traits
+from flowkv.kernels.triton.launch import Constants, Traits, given, launch, padded, strides, traits
 from flowkv.kernels.triton.many import (
     block_of_item,
     block_tiles,
@@ -33,6 +33,9 @@ from flowkv.kernels.triton.many import (
 )
 from flowkv.kernels.triton.task import (
     REGISTERS,
+    Batching,
+    Ends,
+    Switches,
     Task,
     element,
     merge_many,
@@ -146,7 +149,7 @@ def attend_latents(task: Task) -> None:
         raise ConfigError(
             "no Triton kernel weighs pages of latents", "Leave `mass` out, or use a 'full' group"
         )
-    task = task._replace(few=0, batching=task.batching | {"FEW": 0})
+    task = task._replace(few=0, batching=task.batching._replace(FEW=0))
     layout, device = task.layout, traits(task.out.device)
     # 64 rows for WGMMA, whose outputs are 64 x 512, do not fit beside all else in registers.
     most = task.group * (1 if task.how.invariant else task.batch.most_new)
@@ -160,13 +163,12 @@ def attend_latents(task: Task) -> None:
         (cut.items,),
         *(*task.operands, task.sinks, task.alibi, task.tree, part, part_lse),
         *(*task.numbers, cut.shares, *task.softmax),
-        C=shape._replace(**task.batching, **task.switches, **task.ends, **common),
+        C=given(shape, task.batching, task.switches, task.ends, **common),
         num_warps=8,
         **REGISTERS,
     )
     if cut.split:
-        constants = Constants(**common)
-        merge_parts(merge_many, len(task.out), task, part, part_lse, cut.shares, constants)
+        merge_parts(merge_many, len(task.out), task, part, part_lse, cut.shares, common)
 
 
 @lru_cache(maxsize=256)
@@ -234,15 +236,15 @@ def paged_attention(
         most_pages=-(-batch.most_length // layout.page_size),
         few=few,
         group=group,
-        batching={"GROUP": group, "FEW": few, "ROWS": padded(rows), "WINDOW": how.window or 0},
-        switches={
-            "SOFTCAP": (how.softcap or 0.0) > 0,
-            "ALIBI": how.alibi is not None,
-            "TREE": how.tree is not None,
-            "CAUSAL": how.causal,
-            "UPCAST": upcast(layout),
-        },
-        ends={"SINKS": sinks is not None, "LSE": asks_lse},
+        batching=Batching(GROUP=group, FEW=few, ROWS=padded(rows), WINDOW=how.window or 0),
+        switches=Switches(
+            SOFTCAP=(how.softcap or 0.0) > 0,
+            ALIBI=how.alibi is not None,
+            TREE=how.tree is not None,
+            CAUSAL=how.causal,
+            UPCAST=upcast(layout),
+        ),
+        ends=Ends(SINKS=sinks is not None, LSE=asks_lse),
     )
     if layout.latent:
         if tokens:

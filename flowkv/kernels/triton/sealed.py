@@ -22,6 +22,7 @@ from flowkv.kernels.triton.launch import (
     Constants,
     Traits,
     coded,
+    given,
     interpreted,
     launch,
     padded,
@@ -571,12 +572,13 @@ def sealed_constants(task: Task, work: Work, codec: PageLayout) -> tuple[Constan
     """Return the constants of a call over pages of a sealed codec, and the warps of a program."""
     device, columns = traits(task.out.device), work.part.shape[2]
     shape, tune = sealed_config(codec, columns, device)
-    constants = shape._replace(
-        **task.batching,
+    constants = given(
+        shape,
+        task.batching,
         **work.common,
-        SOFTCAP=task.switches["SOFTCAP"],
-        ALIBI=task.switches["ALIBI"],
-        CAUSAL=task.switches["CAUSAL"],
+        SOFTCAP=task.switches.SOFTCAP,
+        ALIBI=task.switches.ALIBI,
+        CAUSAL=task.switches.CAUSAL,
         MASS=work.tiles,
         ASM=device.ptx,
     )
