@@ -161,7 +161,7 @@ def attend_latents(task: Task) -> None:
     launch(
         attend_latent,
         (cut.items,),
-        *(*task.operands, task.sinks, task.alibi, task.tree, part, part_lse),
+        *(*task.operands, task.how.sinks, task.how.alibi, task.how.tree, part, part_lse),
         *(*task.numbers, cut.shares, *task.softmax),
         C=given(shape, task.batching, task.switches, task.ends, **common),
         num_warps=8,
@@ -206,7 +206,7 @@ def paged_attention(
     tokens, heads, _ = q.shape
     out = q.new_empty(tokens, heads, layout.value_dim)
     asks_lse = return_lse or how.mass is not None  # a page's weight is relative to it
-    lse = q.new_empty(tokens, heads, dtype=torch.float32) if asks_lse else out  # `out`: unused
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if asks_lse else None
     rows, group = batch.rows.shape[0], heads // layout.kv_heads
     few = _few(batch.most_new, group, rows, how.invariant)
     if q.stride(2) != 1:
@@ -224,9 +224,6 @@ def paged_attention(
             batch.lengths,
             batch.starts,
         ),
-        sinks=out if sinks is None else sinks,
-        alibi=out if how.alibi is None else how.alibi,
-        tree=out if how.tree is None else how.tree,
         out=out,
         lse=lse,
         numbers=(q.stride(0), q.stride(1), batch.table.stride(0), pages.layer, rows),
@@ -249,12 +246,12 @@ def paged_attention(
     if layout.latent:
         if tokens:
             attend_latents(task)
-        return (out, lse) if return_lse else out
+        return (out, lse) if return_lse and lse is not None else out
     if tokens and few:
         decode(task)
     if tokens and batch.most_new > few:
         prefill(task)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def _few(most_new: int, group: int, rows: int, invariant: bool) -> int:

@@ -342,9 +342,10 @@ def decode(task: Task) -> None:
     part_lse = out.new_empty(size, dtype=torch.float32)
     part = out.new_empty((*size, task.layout.value_dim), dtype=torch.float32)
     tiles = 0 if task.how.mass is None else tiles
-    parts = new_parts(task, columns, tiles) if tiles else out
+    parts = new_parts(task, columns, tiles) if tiles else None
     lists = lists_of(task) if sealed else None
-    work = Work(lists, segments, part, part_lse, parts, tiles, common)
+    mass = (None, None) if parts is None else (parts, parts.stride(0))
+    work = Work(lists, segments, part, part_lse, mass, tiles, common)
     _attend(task, work, shape, warps, shares)
     for i, (codec, share) in enumerate(zip(sealed[1:], shares[2:], strict=True), 2):
         attend_list(task, work, i, codec, share)
@@ -359,7 +360,7 @@ def decode(task: Task) -> None:
         task.batch.lengths if lists is None else lists.counts,
         segments,
     )
-    if tiles:
+    if parts is not None:
         add_mass(task, parts)
 
 
@@ -412,9 +413,8 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: tuple[
         MASS=work.tiles,
     )
     first = (*task.operands, work.part, work.part_lse, *task.numbers)
-    last = work.parts, work.parts.stride(0)
     if lists is None:
-        scoring = (*task.softmax, task.alibi, task.tree, *last)
+        scoring = (*task.softmax, task.how.alibi, task.how.tree, *work.mass)
         launch(
             attend_few,
             (shares[0], heads),
@@ -430,7 +430,7 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: tuple[
         attend_lists,
         (max(shares[:2]), heads),
         *(*first, *shares[:2], *task.softmax),
-        *(task.alibi, task.tree, *lists, work.segments, task.most_pages, *last),
+        *(task.how.alibi, task.how.tree, *lists, work.segments, task.most_pages, *work.mass),
         *(q, task.pages.arena, q.stride(0), q.stride(1)),
         C=constants,
         S=sealed_constants(task, work, codec)[0],

@@ -248,7 +248,7 @@ def add_mass(task: Task, spare: Spare) -> None:
     launch(
         mass_many,
         (task.rows * task.most_pages, spare.heads),
-        *(*task.operands, task.alibi, task.tree, spare.runs, task.lse, mass, *task.numbers),
+        *(*task.operands, task.how.alibi, task.how.tree, spare.runs, task.lse, mass, *task.numbers),
         *(mass.stride(0), spare.low, layout.kv_heads, task.most_pages, *task.softmax),
         C=given(
             shape,
@@ -409,7 +409,8 @@ def prefill(task: Task) -> None:
         launch(
             attend_many,
             (cut.items * spare.heads,),
-            *(*task.operands, task.sinks, task.alibi, task.tree, spare.runs, part, part_lse),
+            *(*task.operands, task.how.sinks, task.how.alibi, task.how.tree, spare.runs),
+            *(part, part_lse),
             *(*task.numbers, cut.shares, spare.low, heads, task.most_pages, spare.heads),
             *(falling(cut.items, spare.heads, device.processors * tune["programs"]), *task.softmax),
             C=constants,
@@ -444,7 +445,7 @@ def cut_of(task: Task, block: int, shares: int) -> Cut:
     return Cut(blocks + chunks, shares, least, split)
 
 
-def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where blocks write: (o, lse) of the call, or, where they are cut, of each item."""
     if not cut.split:
         return task.out, task.lse

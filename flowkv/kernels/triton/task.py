@@ -195,11 +195,8 @@ class Task(NamedTuple):
     batch: Ragged
     how: Scoring
     operands: tuple[Any, ...]  # q, arena, table, rows, lengths, starts
-    sinks: torch.Tensor  # as all switches that are tensors: any other tensor if there are none
-    alibi: torch.Tensor
-    tree: torch.Tensor
     out: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None  # None unless it is asked for
     numbers: tuple[Any, ...]  # strides and layer
     softmax: tuple[float, float]  # scale, softcap
     layout: PageLayout
@@ -217,7 +214,7 @@ def merge_parts(
     programs: int,
     task: Task,
     part: torch.Tensor,
-    part_lse: torch.Tensor,
+    part_lse: torch.Tensor | None,
     shares: int,
     constants: dict[str, Any],
     *more: Any,
@@ -226,7 +223,8 @@ def merge_parts(
     launch(
         kernel,
         (programs, task.out.shape[1]),
-        *(part, part_lse, *task.operands[4:], task.sinks, task.out, task.lse, task.rows, shares),
+        *(part, part_lse, *task.operands[4:], task.how.sinks, task.out, task.lse),
+        *(task.rows, shares),
         *more,
         C=given(_merging(task.layout), task.batching, task.ends, **constants),
         num_warps=4,
