@@ -21,7 +21,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import ITEMSIZE, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton.few import decode
-from flowkv.kernels.triton.launch import Constants, Traits, launch, padded, strides, traits
+from flowkv.kernels.triton.launch import Constants, Traits, given, launch, padded, strides, traits
 from flowkv.kernels.triton.many import (
     block_of_item,
     block_tiles,
@@ -33,6 +33,9 @@ from flowkv.kernels.triton.many import (
 )
 from flowkv.kernels.triton.task import (
     REGISTERS,
+    Batching,
+    Ends,
+    Switches,
     Task,
     element,
     merge_many,
@@ -146,7 +149,7 @@ def attend_latents(task: Task) -> None:
         raise ConfigError(
             "no Triton kernel weighs pages of latents", "Leave `mass` out, or use a 'full' group"
         )
-    task = task._replace(few=0, batching=task.batching | {"FEW": 0})
+    task = task._replace(few=0, batching=task.batching._replace(FEW=0))
     layout, device = task.layout, traits(task.out.device)
     # 64 rows for WGMMA, whose outputs are 64 x 512, do not fit beside all else in registers.
     most = task.group * (1 if task.how.invariant else task.batch.most_new)
@@ -158,15 +161,14 @@ def attend_latents(task: Task) -> None:
     launch(
         attend_latent,
         (cut.items,),
-        *(*task.operands, task.sinks, task.alibi, task.tree, part, part_lse),
+        *(*task.operands, task.how.sinks, task.how.alibi, task.how.tree, part, part_lse),
         *(*task.numbers, cut.shares, *task.softmax),
-        C=shape._replace(**task.batching, **task.switches, **task.ends, **common),
+        C=given(shape, task.batching, task.switches, task.ends, **common),
         num_warps=8,
         **REGISTERS,
     )
     if cut.split:
-        constants = Constants(**common)
-        merge_parts(merge_many, len(task.out), task, part, part_lse, cut.shares, constants)
+        merge_parts(merge_many, len(task.out), task, part, part_lse, cut.shares, common)
 
 
 @lru_cache(maxsize=256)
@@ -204,7 +206,7 @@ def paged_attention(
     tokens, heads, _ = q.shape
     out = q.new_empty(tokens, heads, layout.value_dim)
     asks_lse = return_lse or how.mass is not None  # a page's weight is relative to it
-    lse = q.new_empty(tokens, heads, dtype=torch.float32) if asks_lse else out  # `out`: unused
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if asks_lse else None
     rows, group = batch.rows.shape[0], heads // layout.kv_heads
     few = _few(batch.most_new, group, rows, how.invariant)
     if q.stride(2) != 1:
@@ -222,9 +224,6 @@ def paged_attention(
             batch.lengths,
             batch.starts,
         ),
-        sinks=out if sinks is None else sinks,
-        alibi=out if how.alibi is None else how.alibi,
-        tree=out if how.tree is None else how.tree,
         out=out,
         lse=lse,
         numbers=(q.stride(0), q.stride(1), batch.table.stride(0), pages.layer, rows),
@@ -234,25 +233,25 @@ def paged_attention(
         most_pages=-(-batch.most_length // layout.page_size),
         few=few,
         group=group,
-        batching={"GROUP": group, "FEW": few, "ROWS": padded(rows), "WINDOW": how.window or 0},
-        switches={
-            "SOFTCAP": (how.softcap or 0.0) > 0,
-            "ALIBI": how.alibi is not None,
-            "TREE": how.tree is not None,
-            "CAUSAL": how.causal,
-            "UPCAST": upcast(layout),
-        },
-        ends={"SINKS": sinks is not None, "LSE": asks_lse},
+        batching=Batching(GROUP=group, FEW=few, ROWS=padded(rows), WINDOW=how.window or 0),
+        switches=Switches(
+            SOFTCAP=(how.softcap or 0.0) > 0,
+            ALIBI=how.alibi is not None,
+            TREE=how.tree is not None,
+            CAUSAL=how.causal,
+            UPCAST=upcast(layout),
+        ),
+        ends=Ends(SINKS=sinks is not None, LSE=asks_lse),
     )
     if layout.latent:
         if tokens:
             attend_latents(task)
-        return (out, lse) if return_lse else out
+        return (out, lse) if return_lse and lse is not None else out
     if tokens and few:
         decode(task)
     if tokens and batch.most_new > few:
         prefill(task)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def _few(most_new: int, group: int, rows: int, invariant: bool) -> int:

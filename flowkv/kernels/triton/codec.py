@@ -25,7 +25,7 @@ from flowkv.core.geometry import (
     PageLayout,
 )
 from flowkv.kernels.operands import Pages, Ragged
-from flowkv.kernels.triton.launch import Constants, coded, launch, padded, strides
+from flowkv.kernels.triton.launch import Constants, coded, launch, padded, power, strides
 from flowkv.kernels.triton.task import Task
 from flowkv.kernels.triton.tile import first_page, pick, row_of_item
 
@@ -515,11 +515,11 @@ def coding(old: PageLayout, new: PageLayout | None = None) -> Coding:
     rotates = old.codec == "kv4h" or (new is not None and new.codec == "kv4h")
     block = dim & -dim if rotates else 0
     columns, value_columns = padded((dim + 1) // 2), padded(value_dim)
-    rows = min(triton.next_power_of_2(page), max(1, KEY_ELEMENTS // columns))
+    rows = min(power(page), max(1, KEY_ELEMENTS // columns))
     if new is not None and new.codec == "kv4c" and not block:  # columns need no others
-        rows = min(256, triton.next_power_of_2(page))
+        rows = min(256, power(page))
         columns = min(columns, max(16, CHANNEL_ELEMENTS // rows))
-    half_page = triton.next_power_of_2((page + 1) // 2)
+    half_page = power((page + 1) // 2)
     value_rows = min(half_page, max(1, VALUE_ELEMENTS // value_columns))
     return Coding(
         OLD=coded(old),
@@ -802,7 +802,7 @@ def _decode(task: Task, codec: PageLayout, spare: Spare, slots: int) -> None:
         (2 * slots, spare.heads),
         *(runs, arena, arena.view(torch.float16), *task.operands[2:], task.batch.table.stride(0)),
         *(task.pages.layer, task.rows, task.most_pages, spare.low),
-        OUT=strides(raw)._replace(**task.batching),
+        OUT=strides(raw)._replace(**task.batching._asdict()),
         C=coding(codec),
         num_warps=4,
         enable_fp_fusion=False,

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from flowkv.core.geometry import PageLayout
 from flowkv.kernels.triton.flight import decoding, stream
-from flowkv.kernels.triton.launch import Constants, Traits, launch, strides, traits
+from flowkv.kernels.triton.launch import Constants, Traits, given, launch, power, strides, traits
 from flowkv.kernels.triton.sealed import (
     Work,
     attend_list,
@@ -332,63 +332,89 @@ def attend_lists(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_p
 
 def decode(task: Task) -> None:
     """Attend with all rows that have few new tokens."""
-    layout, device, sealed = task.layout, traits(task.out.device), task.pages.sealed
-    columns = max(8, 1 << (task.few * task.group - 1).bit_length())
-    tunes = [sealed_config(codec, columns, device)[1] for codec in sealed]
-    shape, tune = _config(
-        layout, device, *((tunes[0]["warps"], tunes[0]["room"]) if sealed else ())
+    out, sealed, invariant = task.out, task.pages.sealed, task.how.invariant
+    queries = task.few * task.group
+    shape, warps, shares, segments, tiles, common = _cut(
+        task.layout, sealed, traits(out.device), queries, task.rows, task.most_pages, invariant
     )
-    least = -(-128 // layout.page_size)  # pages of a share
-    units = MOST_UNITS if task.how.invariant else 0
-    most = max(1, -(-task.rows * task.most_pages // least))
-    configs = [tune, *tunes]
-    held = [device.processors * config["programs"] // layout.kv_heads for config in configs]
-    if sealed:  # they share programs, of which no more are resident than of list 1
-        held[0] = min(held[:2])
-    shares = [max(1, min(count, most, MOST_SHARES)) for count in held]
-    segments = max(shares) + task.rows
-    if units:
-        segments = task.rows * max(1, min(units, -(-task.most_pages // least)))
-    size = (len(shares) * segments, layout.kv_heads, columns)
-    part_lse = task.out.new_empty(size, dtype=torch.float32)
-    part = task.out.new_empty((*size, layout.value_dim), dtype=torch.float32)
-    common: dict[str, Any] = {"COLUMNS": columns, "MIN_PAGES": least, "UNITS": units}
-    tiles, parts = 0, task.out
-    if task.how.mass is not None:
-        tiles = max(-(-layout.page_size // config["tile"]) for config in configs)
-        parts = new_parts(task, columns, tiles)
+    columns = common["COLUMNS"]
+    size = (len(shares) * segments, task.layout.kv_heads, columns)
+    part_lse = out.new_empty(size, dtype=torch.float32)
+    part = out.new_empty((*size, task.layout.value_dim), dtype=torch.float32)
+    tiles = 0 if task.how.mass is None else tiles
+    parts = new_parts(task, columns, tiles) if tiles else None
     lists = lists_of(task) if sealed else None
-    work = Work(lists, segments, part, part_lse, parts, tiles, common)
-    _attend(task, work, shape, tune["warps"], shares)
+    mass = (None, None) if parts is None else (parts, parts.stride(0))
+    work = Work(lists, segments, part, part_lse, mass, tiles, common)
+    _attend(task, work, shape, warps, shares)
     for i, (codec, share) in enumerate(zip(sealed[1:], shares[2:], strict=True), 2):
         attend_list(task, work, i, codec, share)
-    packed = sum(share << i * BITS.value for i, share in enumerate(shares)) if sealed else shares[0]
-    counts = task.batch.lengths if lists is None else lists.counts
     merge_parts(
         merge_few,
         task.rows * task.few,
         task,
         part,
         part_lse,
-        packed,
-        Constants(**common, LISTS=len(shares) if sealed else 0),
-        counts,
+        sum(share << i * BITS.value for i, share in enumerate(shares)),
+        {**common, "LISTS": len(shares) if sealed else 0},
+        task.batch.lengths if lists is None else lists.counts,
         segments,
     )
-    if tiles:
+    if parts is not None:
         add_mass(task, parts)
 
 
-def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: list[int]) -> None:
+@lru_cache(maxsize=1024)
+def _cut(
+    layout: PageLayout,
+    sealed: tuple[PageLayout, ...],
+    device: Traits,
+    queries: int,
+    rows: int,
+    most_pages: int,
+    invariant: bool,
+) -> tuple[Constants, int, tuple[int, ...], int, int, dict[str, Any]]:
+    """Cut the work of rows with `queries` query rows of each KV head at most.
+
+    Returns:
+        Constants of `few_share`, warps of its programs, shares of each list, room of one list in
+        the partials, tiles of a page at most, constants of all kernels.
+    """
+    columns = max(8, power(queries))
+    tunes = [sealed_config(codec, columns, device)[1] for codec in sealed]
+    shape, tune = _config(
+        layout, device, *((tunes[0]["warps"], tunes[0]["room"]) if sealed else ())
+    )
+    least = -(-128 // layout.page_size)  # pages of a share
+    units = MOST_UNITS if invariant else 0
+    most = max(1, -(-rows * most_pages // least))
+    configs = [tune, *tunes]
+    held = [device.processors * config["programs"] // layout.kv_heads for config in configs]
+    if sealed:  # they share programs, of which no more are resident than of list 1
+        held[0] = min(held[:2])
+    shares = tuple(max(1, min(count, most, MOST_SHARES)) for count in held)
+    segments = max(shares) + rows
+    if units:
+        segments = rows * max(1, min(units, -(-most_pages // least)))
+    tiles = max(-(-layout.page_size // config["tile"]) for config in configs)
+    common = {"COLUMNS": columns, "MIN_PAGES": least, "UNITS": units}
+    return shape, tune["warps"], shares, segments, tiles, common
+
+
+def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: tuple[int, ...]) -> None:
     """Attend over raw pages and, if there are lists, those of list 1."""
     lists, heads = work.lists, task.layout.kv_heads
-    constants = shape._replace(
-        **task.batching, **task.switches, **work.common, LISTED=lists is not None, MASS=work.tiles
+    constants = given(
+        shape,
+        task.batching,
+        task.switches,
+        **work.common,
+        LISTED=lists is not None,
+        MASS=work.tiles,
     )
     first = (*task.operands, work.part, work.part_lse, *task.numbers)
-    last = work.parts, work.parts.stride(0)
     if lists is None:
-        scoring = (*task.softmax, task.alibi, task.tree, *last)
+        scoring = (*task.softmax, task.how.alibi, task.how.tree, *work.mass)
         launch(
             attend_few,
             (shares[0], heads),
@@ -404,7 +430,7 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: list[i
         attend_lists,
         (max(shares[:2]), heads),
         *(*first, *shares[:2], *task.softmax),
-        *(task.alibi, task.tree, *lists, work.segments, task.most_pages, *last),
+        *(task.how.alibi, task.how.tree, *lists, work.segments, task.most_pages, *work.mass),
         *(q, task.pages.arena, q.stride(0), q.stride(1)),
         C=constants,
         S=sealed_constants(task, work, codec)[0],

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache, reduce
+from operator import attrgetter, gt, itemgetter, or_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -109,27 +112,182 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     index = args[0].get_device()
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            launch(kernel, grid, *args, **constants)
-        return
+            run_kernel(kernel, grid, args, constants)
+    else:
+        run_kernel(kernel, grid, args, constants)
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
+    """Launch on the current device, prepared where possible; the compiled kernel."""
+    kinds = tuple(map(type, args))
+    at = id(kernel), kinds
+    site = _SITES.get(at) or _SITES.setdefault(at, Site(kernel, kinds))
+    key = site.key(args, constants)
+    if key is None or changed(kernel):
+        return ask(kernel, grid, args, constants)
+    prepared = site.prepared.get(key)
+    if prepared is None or not prepared.holds(kernel, key[0]):
+        compiled = ask(kernel, grid, args, constants)
+        site.prepare(key, compiled, constants)
+        return compiled
+    stream = triton.runtime.driver.active.get_current_stream(key[0])
+    compiled, run, binary, behind = prepared[:4]
+    run(*(*grid, 1, 1)[:3], stream, *binary, None, None, None, *args, *behind)
+    return compiled
+
+
+def ask(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
+    """Launch as Triton documents it; the compiled kernel. What Triton compiles is announced."""
     _warn()
     _listen()
     _THREAD.launching, _THREAD.compiling = True, False
     try:
-        run_kernel(kernel, grid, args, constants)
+        return kernel[grid](*args, **constants)
     finally:
         _THREAD.launching = False
         if _THREAD.compiling:
             compiling.end()
 
 
-def run_kernel(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
-    """The launch itself, on the current device; the compiled kernel."""
-    return kernel[grid](*args, **constants)
+# Prepared launches.
+#
+# `kernel[grid](...)` finds out the type of each argument, and the compiled kernel by a string: tens
+# of microseconds of Python. Here a tuple finds it, and its launcher is called as Triton calls it.
+# The tuple says at least as much as Triton's string: of a tensor, its dtype and whether it begins
+# at a multiple of 16 bytes; of an integer, unless `do_not_specialize`, whether it is 1 or divisible
+# by 16; of anything else its type; all constants and options. Where Triton would look at more,
+# Triton is asked each time: on AMD's devices, for integers that are negative or wider than 31 bits,
+# while hooks or switches of its own are set, and in versions that the tests do not know.
+
+KNOWN = frozenset({"3.6", "3.7", "3.8", "3.9"})
+"""Versions of Triton whose own keys and launchers were compared."""
+
+_KINDS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, NoneType})
+_DTYPE, _ADDRESS = attrgetter("dtype"), torch.Tensor.data_ptr
+
+Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+def _pick(which: Iterable[bool]) -> Pick:
+    """Make what takes some of a call's arguments."""
+    chosen = [i for i, taken in enumerate(which) if taken]
+    first = chosen[0] if chosen else 0
+    return itemgetter(*chosen) if len(chosen) > 1 else itemgetter(slice(first, first + len(chosen)))
+
+
+class Prepared(NamedTuple):
+    """A compiled kernel, and what its launch needs beside a call's arguments.
+
+    Attributes:
+        compiled: The kernel.
+        run: Its launcher.
+        binary: What is launched: the loaded function, and its metadata.
+        behind: Constants, behind the arguments of a call.
+        known: What Triton has compiled of this kernel for its device; replaced when it forgets.
+        names: Values of the modules that were compiled into it: (where, name, value).
+    """
+
+    compiled: Any
+    run: Callable[..., None]
+    binary: tuple[Any, Any]
+    behind: tuple[Any, ...]
+    known: Any
+    names: tuple[tuple[dict[str, Any], str, Any], ...]
+
+    def holds(self, kernel: Any, device: int) -> bool:
+        """Whether Triton would still launch it; else Triton compiles anew, or says what changed."""
+        for there, name, value in self.names:
+            if there.get(name) is not value:
+                return False
+        return self.known is kernel.device_caches.get(device)
+
+
+class Site:
+    """The launches of one kernel with arguments of the same types.
+
+    Attributes:
+        kernel: Kept, since sites are found by its `id`.
+        fits: Whether launches can be prepared.
+        tensors: Takes the tensors of a call's arguments.
+        integers: Takes the integers.
+        special: Takes those integers whose value decides what is compiled.
+        behind: Names of the constants, which follow.
+        prepared: Launches, by key.
+    """
+
+    def __init__(self, kernel: Any, kinds: tuple[type, ...]) -> None:
+        known = ".".join(triton.__version__.split(".")[:2]) in KNOWN and not interpreted(kernel)
+        self.kernel, self.prepared = kernel, dict[tuple[Any, ...], Prepared]()
+        params = kernel.params if known and _KINDS.issuperset(kinds) else []
+        constant = [param.is_constexpr for param in params]
+        self.behind = [param.name for param in params if param.is_constexpr]
+        self.fits = constant == [False] * len(kinds) + [True] * len(self.behind)
+        whole = [kind is int for kind in kinds]
+        exempt = [param.do_not_specialize for param in params]
+        self.tensors = _pick(issubclass(kind, torch.Tensor) for kind in kinds)
+        self.integers = _pick(whole)
+        self.special = _pick(map(gt, whole, exempt))
+
+    def key(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...] | None:
+        """All that decides which compiled kernel serves a call; None: only Triton can say."""
+        if not self.fits or reduce(or_, self.integers(args), 0) >> 31:
+            return None
+        tensors, device, aligned = self.tensors(args), args[0].get_device(), None
+        if reduce(or_, map(_ADDRESS, tensors)) & 15:
+            aligned = tuple(x.data_ptr() & 15 == 0 for x in tensors)
+        values = constants.values()
+        return (
+            device if device >= 0 else triton.runtime.driver.active.get_current_device(),
+            aligned,
+            *[-1 if x == 1 else x & 15 == 0 for x in self.special(args)],
+            *map(_DTYPE, tensors),
+            *constants,
+            *values,
+            *map(type, values),
+        )
+
+    def prepare(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
+        """Keep what served a call, if calls with the same key are served alike."""
+        kernel, whole = self.kernel, type(compiled) is triton.compiler.CompiledKernel
+        given = whole and all(name in constants for name in self.behind)
+        if given and compiled.metadata.target.backend == "cuda":
+            used = kernel.used_global_vals.items()
+            self.prepared[key] = Prepared(
+                compiled,
+                compiled.run,
+                (compiled.function, compiled.packed_metadata),
+                tuple(constants[name] for name in self.behind),
+                kernel.device_caches.get(key[0]),
+                tuple((there, name, there.get(name)) for (name, _), (_, there) in used),
+            )
+
+
+_SITES: dict[tuple[Any, ...], Site] = {}
+
+
+def changed(kernel: Any) -> bool:
+    """Whether hooks or switches of Triton ask for other kernels or launches than the usual ones."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        runtime.debug
+        or kernel.debug
+        or kernel.pre_run_hooks
+        or triton.knobs.compilation.instrumentation_mode
+        or (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+        or getattr(runtime, "add_stages_inspection_hook", None)
+    )
+
+
+def power(size: int) -> int:
+    """The least power of two that is no less than `size`, from 1 on."""
+    return 1 << (size - 1).bit_length()
 
 
 def padded(size: int) -> int:
     """The extent of a block that covers `size` elements of a dot operand: a power of two, >= 16."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power(size))
 
 
 class Constants(NamedTuple):
@@ -237,6 +395,20 @@ class Constants(NamedTuple):
     def TILES(self) -> int:
         """Tiles of a page."""
         return -(-self.PAGE // self.TILE)
+
+
+@lru_cache(maxsize=4096)
+def given(shape: Constants, *parts: Any, **constants: Any) -> Constants:
+    """Replace some constants: one object for equal ones, since making them takes time.
+
+    Args:
+        shape: Those of a layout.
+        *parts: Named tuples of others.
+        **constants: Still others.
+    """
+    for part in parts:
+        shape = shape._replace(**part._asdict())
+    return shape._replace(**constants)
 
 
 @cache

@@ -23,7 +23,7 @@ import triton.language as tl
 from flowkv.core.geometry import CODEC_SHIFT, ITEMSIZE, PageLayout
 from flowkv.kernels.triton.codec import Spare, unseal
 from flowkv.kernels.triton.flight import prefilling
-from flowkv.kernels.triton.launch import Constants, Traits, launch, strides, traits
+from flowkv.kernels.triton.launch import Constants, Traits, given, launch, strides, traits
 from flowkv.kernels.triton.task import REGISTERS, Task, merge_many, merge_parts, tile_of
 from flowkv.kernels.triton.tile import (
     LN2,
@@ -248,14 +248,15 @@ def add_mass(task: Task, spare: Spare) -> None:
     launch(
         mass_many,
         (task.rows * task.most_pages, spare.heads),
-        *(*task.operands, task.alibi, task.tree, spare.runs, task.lse, mass, *task.numbers),
+        *(*task.operands, task.how.alibi, task.how.tree, spare.runs, task.lse, mass, *task.numbers),
         *(mass.stride(0), spare.low, layout.kv_heads, task.most_pages, *task.softmax),
-        C=shape._replace(
+        C=given(
+            shape,
+            task.batching,
+            task.switches,
             TILE=tile_of(layout, 16 if wide else 64),
             BLOCK=32 if wide else 128 if traits(task.out.device).major >= 9 else 64,
             SEALED=bool(task.pages.sealed),
-            **task.batching,
-            **task.switches,
         ),
         num_warps=4,
         **REGISTERS,
@@ -391,19 +392,25 @@ def prefill(task: Task) -> None:
     """Attend with all rows that have many new tokens."""
     layout, device = task.layout, traits(task.out.device)
     heads, tokens = layout.kv_heads, task.out.shape[0]
-    shape, tune = _config(layout, device, bool(task.pages.sealed) or task.switches["ALIBI"])
+    shape, tune = _config(layout, device, bool(task.pages.sealed) or task.switches.ALIBI)
     block = tune["block"]
     cut = cut_of(task, block, -(-device.processors * tune["programs"] // heads))
     common: dict[str, Any] = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
     part, part_lse = partials(task, cut, block)
-    constants = shape._replace(
-        **task.batching, **task.switches, **task.ends, **common, SEALED=bool(task.pages.sealed)
+    constants = given(
+        shape,
+        task.batching,
+        task.switches,
+        task.ends,
+        **common,
+        SEALED=bool(task.pages.sealed),
     )
     for spare in unseal(task):
         launch(
             attend_many,
             (cut.items * spare.heads,),
-            *(*task.operands, task.sinks, task.alibi, task.tree, spare.runs, part, part_lse),
+            *(*task.operands, task.how.sinks, task.how.alibi, task.how.tree, spare.runs),
+            *(part, part_lse),
             *(*task.numbers, cut.shares, spare.low, heads, task.most_pages, spare.heads),
             *(falling(cut.items, spare.heads, device.processors * tune["programs"]), *task.softmax),
             C=constants,
@@ -411,7 +418,7 @@ def prefill(task: Task) -> None:
             **REGISTERS,
         )
     if cut.split:
-        merge_parts(merge_many, tokens, task, part, part_lse, cut.shares, Constants(**common))
+        merge_parts(merge_many, tokens, task, part, part_lse, cut.shares, common)
     if task.how.mass is not None:  # weights are relative to what all pages together gave
         for spare in unseal(task):
             add_mass(task, spare)
@@ -438,7 +445,7 @@ def cut_of(task: Task, block: int, shares: int) -> Cut:
     return Cut(blocks + chunks, shares, least, split)
 
 
-def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where blocks write: (o, lse) of the call, or, where they are cut, of each item."""
     if not cut.split:
         return task.out, task.lse

@@ -19,7 +19,7 @@ import triton.language as tl
 from flowkv.core.digest import FIRST, KEYS, SECOND, STEP, WORDS
 from flowkv.core.geometry import GRANULE_BYTES, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Rotary
-from flowkv.kernels.triton.launch import launch, padded, strides, traits
+from flowkv.kernels.triton.launch import given, launch, padded, power, strides, traits
 from flowkv.kernels.triton.tile import row_of_token
 
 _STEP, _FIRST, _SECOND = map(tl.constexpr, (STEP, FIRST, SECOND))
@@ -366,7 +366,7 @@ class Turned(NamedTuple):
 def turned(rope: Rotary) -> Turned:
     """The constants by which kernels find the pairs of a key."""
     pairs = rope.cos.shape[1]
-    return Turned(pairs, triton.next_power_of_2(pairs), rope.interleaved, rope.start)
+    return Turned(pairs, power(pairs), rope.interleaved, rope.start)
 
 
 def reposition(
@@ -379,7 +379,7 @@ def reposition(
 ) -> None:
     """Rotate the keys of pages in place; see `dispatch.reposition`."""
     constants, page = turned(rope), layout.page_size
-    block = min(max(1, MOST_ELEMENTS // (2 * constants.P)), triton.next_power_of_2(page))
+    block = min(max(1, MOST_ELEMENTS // (2 * constants.P)), power(page))
     blocks, layers = triton.cdiv(page, block), layout.layers if layer is None else 1
     if pages.shape[0]:
         launch(
@@ -458,21 +458,22 @@ def append(
         return
     launch(
         append_kernel,
-        (tokens, triton.cdiv(heads, block)),
+        (tokens, -(-heads // block)),
         *(k, v, pages.arena.view(getattr(torch, pages.layout.dtype)), *batch[:4]),
         *(*k.stride(), *v.stride(), batch.table.stride(0), pages.layer, rows),
         *((None, None) if rope is None else (rope.cos, rope.sin)),
         R=None if rope is None else turned(rope),
-        C=strides(pages.layout)._replace(HEADS=heads, ROWS=padded(rows), BLOCK=block),
+        C=given(strides(pages.layout), HEADS=heads, ROWS=padded(rows), BLOCK=block),
         num_warps=4,
         enable_fp_fusion=rope is None,
     )
 
 
+@cache
 def _heads(layout: PageLayout) -> int:
     """KV heads whose keys or values of one token fit a program: a power of two."""
     most = max(1, MOST_ELEMENTS // padded(max(layout.head_dim, layout.value_dim)))
-    return min(most, triton.next_power_of_2(layout.kv_heads))
+    return min(most, power(layout.kv_heads))
 
 
 # `checksum` on GPUs, in Triton: every byte is read once, where it lies.

@@ -22,6 +22,7 @@ from flowkv.kernels.triton.launch import (
     Constants,
     Traits,
     coded,
+    given,
     interpreted,
     launch,
     padded,
@@ -553,8 +554,8 @@ class Work(NamedTuple):
         segments: Room of one list in the partials.
         part: float32 `[lists * segments, Hk, COLUMNS, Dv]`.
         part_lse: float32 `[lists * segments, Hk, COLUMNS]`.
-        parts: Weights of tiles, `[B, pages, tiles, Hk, COLUMNS]`, if they are asked for.
-        tiles: Tiles of a page in `parts`; 0 if they are not.
+        mass: Weights of tiles, `[B, pages, tiles, Hk, COLUMNS]`, and their stride, if asked for.
+        tiles: Tiles of a page in `mass`; 0 if they are not.
         common: Constants of all kernels.
     """
 
@@ -562,7 +563,7 @@ class Work(NamedTuple):
     segments: int
     part: torch.Tensor
     part_lse: torch.Tensor
-    parts: torch.Tensor
+    mass: tuple[torch.Tensor | None, int | None]
     tiles: int
     common: dict[str, Any]
 
@@ -571,12 +572,13 @@ def sealed_constants(task: Task, work: Work, codec: PageLayout) -> tuple[Constan
     """Return the constants of a call over pages of a sealed codec, and the warps of a program."""
     device, columns = traits(task.out.device), work.part.shape[2]
     shape, tune = sealed_config(codec, columns, device)
-    constants = shape._replace(
-        **task.batching,
+    constants = given(
+        shape,
+        task.batching,
         **work.common,
-        SOFTCAP=task.switches["SOFTCAP"],
-        ALIBI=task.switches["ALIBI"],
-        CAUSAL=task.switches["CAUSAL"],
+        SOFTCAP=task.switches.SOFTCAP,
+        ALIBI=task.switches.ALIBI,
+        CAUSAL=task.switches.CAUSAL,
         MASS=work.tiles,
         ASM=device.ptx,
     )
@@ -592,8 +594,8 @@ def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: 
         attend_sealed,
         (shares, codec.kv_heads),
         *(q, task.pages.arena, *task.operands[4:], work.part, work.part_lse),
-        *(q.stride(0), q.stride(1), task.pages.layer, task.rows, *task.softmax, task.alibi),
-        *(*work.lists, i_list, work.segments, task.most_pages, work.parts, work.parts.stride(0)),
+        *(q.stride(0), q.stride(1), task.pages.layer, task.rows, *task.softmax, task.how.alibi),
+        *(*work.lists, i_list, work.segments, task.most_pages, *work.mass),
         C=constants,
         num_warps=warps,
         **REGISTERS,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
-from flowkv.kernels.triton.launch import Constants, interpreted, launch, padded
+from flowkv.kernels.triton.launch import Constants, given, interpreted, launch, padded
 from flowkv.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -160,6 +161,32 @@ REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 """Keeps the assembler from spilling to fit a program more, which shared memory would not admit."""
 
 
+class Batching(NamedTuple):
+    """Constants of all kernels of a call."""
+
+    GROUP: int
+    FEW: int
+    ROWS: int
+    WINDOW: int
+
+
+class Switches(NamedTuple):
+    """Constants of what scores."""
+
+    SOFTCAP: bool
+    ALIBI: bool
+    TREE: bool
+    CAUSAL: bool
+    UPCAST: bool
+
+
+class Ends(NamedTuple):
+    """Constants of what writes results."""
+
+    SINKS: bool
+    LSE: bool
+
+
 class Task(NamedTuple):
     """One call of `paged_attention`, as its launches share it."""
 
@@ -168,11 +195,8 @@ class Task(NamedTuple):
     batch: Ragged
     how: Scoring
     operands: tuple[Any, ...]  # q, arena, table, rows, lengths, starts
-    sinks: torch.Tensor  # as all switches that are tensors: any other tensor if there are none
-    alibi: torch.Tensor
-    tree: torch.Tensor
     out: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None  # None unless it is asked for
     numbers: tuple[Any, ...]  # strides and layer
     softmax: tuple[float, float]  # scale, softcap
     layout: PageLayout
@@ -180,9 +204,9 @@ class Task(NamedTuple):
     most_pages: int
     few: int
     group: int
-    batching: dict[str, Any]  # constants of all kernels
-    switches: dict[str, Any]  # constants of what scores
-    ends: dict[str, Any]  # constants of what writes results
+    batching: Batching
+    switches: Switches
+    ends: Ends
 
 
 def merge_parts(
@@ -190,28 +214,29 @@ def merge_parts(
     programs: int,
     task: Task,
     part: torch.Tensor,
-    part_lse: torch.Tensor,
+    part_lse: torch.Tensor | None,
     shares: int,
-    constants: Constants,
+    constants: dict[str, Any],
     *more: Any,
 ) -> None:
     """Merge partials into the output of a call, with `merge_few` or `merge_many`."""
-    dim = task.layout.value_dim
     launch(
         kernel,
         (programs, task.out.shape[1]),
-        *(part, part_lse, *task.operands[4:], task.sinks, task.out, task.lse, task.rows, shares),
+        *(part, part_lse, *task.operands[4:], task.how.sinks, task.out, task.lse),
+        *(task.rows, shares),
         *more,
-        C=constants._replace(
-            VALUE_DIM=dim,
-            DV=padded(dim),
-            SEGMENTS=max(1, 2048 // padded(dim)),
-            PAGE=task.layout.page_size,
-            **task.batching,
-            **task.ends,
-        ),
+        C=given(_merging(task.layout), task.batching, task.ends, **constants),
         num_warps=4,
     )
+
+
+@cache
+def _merging(layout: PageLayout) -> Constants:
+    """Constants of `merge_few` and `merge_many`."""
+    width = padded(layout.value_dim)
+    segments = max(1, 2048 // width)
+    return Constants(VALUE_DIM=layout.value_dim, DV=width, SEGMENTS=segments, PAGE=layout.page_size)
 
 
 def upcast(layout: PageLayout) -> bool:
