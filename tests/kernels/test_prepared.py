@@ -342,3 +342,19 @@ def test_other_arguments_are_left_to_triton(launches: Launches, asked: list[Any]
     for x in (-1, 1 << 31, True, 0.5):
         run(x)
     assert len(asked) == 8 - prepared
+
+
+def test_a_launcher_of_another_form_is_left_to_triton(
+    launches: Launches, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: Any) -> None:
+        raise TypeError("function takes exactly 9 arguments")
+
+    memory = torch.zeros(16, dtype=torch.int32)
+    launch(simple, (1,), memory, 3, C=Sizes())
+    (site,) = triton_launch._SITES.values()
+    ((key, prepared),) = site.prepared.items()
+    site.prepared[key] = prepared._replace(run=refuses)
+    for count in (2, 3):
+        launch(simple, (1,), memory, 3, C=Sizes())
+        assert len(launches) == len(asked) == count

@@ -132,7 +132,11 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[st
         return compiled
     stream = triton.runtime.driver.active.get_current_stream(key[0])
     compiled, run, binary, behind = prepared[:4]
-    run(*(*grid, 1, 1)[:3], stream, *binary, None, None, None, *args, *behind)
+    try:
+        run(*(*grid, 1, 1)[:3], stream, *binary, None, None, None, *args, *behind)
+    except TypeError:  # a launcher of another form, which has launched nothing
+        site.fits = False
+        return ask(kernel, grid, args, constants)
     return compiled
 
 
