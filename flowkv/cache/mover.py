@@ -50,8 +50,8 @@ class CopyMark(Protocol):
         """Return whether all copies before it are over."""
         ...
 
-    def wait(self) -> None:
-        """Return when they are."""
+    def wait(self, timeout_s: float = ...) -> bool:
+        """Return once they are, or when the time is over; whether they are."""
         ...
 
 
@@ -136,12 +136,6 @@ class TransferRequest:
         if self.mark is not None and self.mark.done():
             self.mark = None
         return self.mark is not None
-
-    def copied(self) -> None:
-        """Return when the body has come from its device."""
-        if self.mark is not None:
-            self.mark.wait()
-            self.mark = None
 
     def serves(self, other: TransferRequest) -> bool:
         """Whether its answer would have all that another one of its kind wants."""
@@ -563,18 +557,17 @@ class Lane:
         """Sends and handles until neither goes on; waits up to `timeout_s` for a first answer."""
         self.pump()
         if timeout_s > 0:
-            self.receive()
+            self.receive(timeout_s)
         handled = fresh = self.poll(timeout_s)
         while fresh and self.pump():
             fresh = self.poll()
             handled += fresh
         return handled
 
-    def receive(self) -> None:
+    def receive(self, timeout_s: float) -> None:
         """Wait for the body of the next write-back and send it, where nothing else is in flight."""
         request = None if self._jobs else self.schedule.write_back
-        if request is not None and request.copying:
-            request.copied()
+        if request is not None and request.mark is not None and request.mark.wait(timeout_s):
             self.pump()
 
     @property
@@ -871,7 +864,7 @@ class Mover:
         if len(lanes) == 1:
             return lanes[0].settle(timeout_s)
         for lane in lanes:
-            lane.receive()
+            lane.receive(timeout_s)
         rest(files([lane.tier for lane in lanes]), timeout_s, _WAIT_OF_SEVERAL_S)
         return sum(lane.settle() for lane in lanes)
 
@@ -944,7 +937,10 @@ class Mover:
             What `give_up` takes; None if it was answered at once, from memory for instance.
         """
         held = self.on_the_way(item.key) if self._storing else None
-        if held is not None and held.mark is not None:
+        if held is not None and held.mark is not None and not held.mark.done():
+            if priority is not IOPriority.DEMAND:
+                done(TierAnswer(0, 0, item.key, Outcome.FAILED, "busy"))
+                return None
             held.mark.wait()
         answer = from_memory(item, held.store) if held else None
         if answer is not None:

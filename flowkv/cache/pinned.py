@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -28,10 +30,10 @@ from flowkv.tiers.slots import SlotPool
 # Copies run on streams of their own, one for each direction. `follow` makes them wait for what the
 # caller's stream was given so far, `lead` the caller's for the copies to the device so far, `after`
 # for one mark, and a mark tells when a direction has come so far. Pages that leave wait for those
-# that came before; nothing that reads or computes waits for a page that leaves. A copy reads its
-# source when the stream comes to it, never before: the order in which a driver may read sources
-# ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent half-written pages to disks elsewhere
-# (vLLM issue 45704), and nothing here asks for it.
+# that came before; only what is written to a page that became free waits for the copy that reads
+# it. A copy reads its source when the stream comes to it, never before: the order in which a driver
+# may read sources ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent half-written pages
+# to disks elsewhere (vLLM issue 45704), and nothing here asks for it.
 
 Places = Sequence[int]
 
@@ -53,9 +55,17 @@ class CudaMark:
         """Whether all copies before it are over."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> None:
-        """Returns when they are."""
-        self.event.synchronize()
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        """Return once they are, or when the time is over; whether they are."""
+        if timeout_s == math.inf:
+            self.event.synchronize()
+            return True
+        end_s = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(2e-4)
+        return True
 
 
 class CudaStreams:
@@ -208,10 +218,13 @@ class Copies:
         if not self._queue:
             return
         queue = self._queue
+        self.reuse()
         self.streams.follow()  # the pages may still be read as what they were before
-        self._move(queue, to_device=True)
-        self.streams.lead()
-        self._coming.append((self.streams.mark(to_device=True), [row for _, row in queue], ()))
+        try:
+            self._move(queue, to_device=True)
+        finally:  # copies that were begun use the rows
+            self.streams.lead()
+            self._coming.append((self.streams.mark(to_device=True), [row for _, row in queue], ()))
         self._queue = []  # if anything raises, `join` tries again before the pages are read
 
     def send(self, row: torch.Tensor, target: torch.Tensor) -> CudaMark:
@@ -256,10 +269,12 @@ class Copies:
         self.flush()
         rows = self.stage(len(granules), n_bytes)
         self.streams.follow()  # whoever computes the pages must be done with them
-        self._move(list(zip(granules, rows, strict=True)), to_device=False)
-        mark = self.streams.mark(to_device=False)
-        self._leaving.append((mark, rows, granules))
-        self._read.update(dict.fromkeys(granules, (next(self._copies), mark)))
+        try:
+            self._move(list(zip(granules, rows, strict=True)), to_device=False)
+        finally:  # copies that were begun use the rows
+            mark = self.streams.mark(to_device=False)
+            self._leaving.append((mark, rows, granules))
+            self._read.update(dict.fromkeys(granules, (next(self._copies), mark)))
         return rows, mark
 
     def free(self, granule: int) -> None:

@@ -297,8 +297,6 @@ _NO_ROOM = ("full", "remote")
 """What an engine says whose memory or disk is full; of a local tier, that is a passing state."""
 
 
-_NEARLY_FULL = 4
-"""A device of which less than such a part is free is nearly full."""
 _Copied = tuple[memoryview, CopyMark]
 """The bytes of a page in host memory, and the copy that fills them."""
 
@@ -789,7 +787,7 @@ class PageStore:
         self.dropped[self.tiers[number].name] += 1
         self.lost += number == self.lasting()
 
-    def worth_saving(self, block: Block, number: int, *, counted: bool = True) -> bool:
+    def worth_saving(self, block: Block, number: int) -> bool:
         """Whether a page can ever be worth loading from a tier; if not, that is counted."""
         if block.kind != "page" or block.group >= len(self.forms):
             return True
@@ -797,7 +795,7 @@ class PageStore:
         size = self.geometry.page_size
         if self._sends() or self._gate.pays_to_store(name, page, size, partial(reach, block)):
             return True
-        self.unpaid[name] += counted
+        self.unpaid[name] += 1
         return False
 
     @cached_property
@@ -1590,32 +1588,6 @@ class PageStore:
             self._unwritten |= dict.fromkeys(reversed(chain))
         if self._unwritten:
             self._write_out()
-        self._write_behind(blocks)
-
-    def _write_behind(self, blocks: Sequence[Block]) -> None:
-        """Copy new pages of a nearly full device to host memory: evicting them copies nothing then.
-
-        They lie in both meanwhile, so that memory must be twice as large as the device's.
-        """
-        host, due, n_bytes = self.tiers[0] if self.tiers else None, list[Block](), 0
-        if host is None or host.kind != "host" or not host.writable:
-            return
-        for block in blocks:
-            pool, left = self.pool(block.group), block.page < 0 or block.gone or block.tiers & 1
-            if left or pool.copies is None or 2 * pool.capacity_bytes() > host.capacity_bytes:
-                continue
-            vacant = pool.capacity_granules - pool.used_granules
-            if vacant * _NEARLY_FULL > pool.capacity_granules:
-                continue
-            own_bytes = self._kind(block)[1]
-            if not self.takes(0, own_bytes, n_bytes):
-                break
-            if self.worth_saving(block, 0, counted=False) and self.admits(block, 0):
-                n_bytes += own_bytes
-                due.append(block)
-        if due:
-            for block, copied in self._copy_out(due).items():
-                self._save_page(block, 0, copied)
 
     @property
     def writes_back(self) -> bool:
@@ -1677,8 +1649,12 @@ class PageStore:
                 break
             copied = self._copy_out([block for block in waiting if self._waits(block, number)])
             for block in waiting:
-                if self._waits(block, number):
-                    self._save_page(block, number, copied.get(block))
+                if (
+                    self._waits(block, number)
+                    and not self._save_page(block, number, copied.get(block))
+                    and not self.takes(number, self._kind(block)[1])
+                ):
+                    return  # it is away by now: the others wait
                 self._unwritten.pop(block, None)
 
     def _waits(self, block: Block, number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,6 +141,59 @@ def test_memory_gives_only_what_was_asked_for(change: dict[str, Any]) -> None:
     wanted = load_of(1)[0]._replace(**change)
     (answer,), _ = mover.load([(0, wanted)], lambda _: None)
     assert mover.from_memory == 0 and answer.outcome is not Outcome.HIT
+
+
+class Coming:
+    """A copy that is over when it is told to be."""
+
+    def __init__(self) -> None:
+        self.over, self.waited = False, list[float]()
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        self.waited.append(timeout_s)
+        self.over |= timeout_s == math.inf
+        return self.over
+
+
+def test_a_store_is_sent_once_its_body_has_come() -> None:
+    """Who waits for stores waits no longer than was asked; a prefetch waits for no copy."""
+    tier, answers = Deferred(MemoryTier()), list[Completion]()
+    mover, mark = mover_over(tier), Coming()
+    assert mover.store(0, key_of(1), INFO, memoryview(BODY), answers.append, mark)
+    assert not mover.drain() and not mover.drain(0.25) and mark.waited == [0.25]
+    assert not tier.waiting and mover.storing() == 1
+    load, target = load_of(1)
+    assert mover.ask(0, load, answers.append, priority=IOPriority.PREFETCH) is None
+    assert answers.pop().reason == "busy" and mark.waited == [0.25]
+    assert mover.ask(0, load, answers.append) is None and mark.over
+    assert answers.pop().outcome is Outcome.HIT and target == BODY
+    assert mover.drain(1.0) == 1 and answers.pop().outcome is Outcome.STORED
+
+
+def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, disk = ManualClock(), lasting()
+    kv = simple_kv(disk, pages=16, clock=clock)
+    published(kv, [*range(4)])  # the cache is bound
+    store, calls = kv.planner.store, list[int]()
+    save = store.save
+
+    def going(*given: Any, **how: Any) -> bool:
+        calls.append(1)
+        if len(calls) == 2:
+            store.rest(0, 1.0)
+        return not store.rests(0) and save(*given, **how)
+
+    monkeypatch.setattr(store, "save", going)
+    published(kv, P)
+    assert len(calls) == 2 and len(store._unwritten) == 2
+    clock.advance(s=2.0)
+    assert kv.flush(5.0) and len(disk.frames) == 3
+    audit(kv)
 
 
 def test_a_part_is_given_from_memory_too() -> None:

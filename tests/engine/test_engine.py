@@ -54,7 +54,7 @@ def test_requests_get_the_tokens_that_the_model_makes_alone(engine: Engine) -> N
     assert all(one.reason == "length" for one in done)
     assert [one.prompt_tokens for one in done] == [len(prompt) for prompt in given]
     answers = [engine.submit(prompt, max_new_tokens=7) for prompt in given]
-    assert tokens([answer.result(20) for answer in answers]) == wanted
+    assert tokens([answer.result(90) for answer in answers]) == wanted
     assert sum(answer.result().reused_tokens for answer in answers) > 0, "prompts are known by now"
 
 
@@ -155,9 +155,9 @@ def test_run_of_nothing(engine: Engine) -> None:
 
 def test_requests_are_whole_or_fields(engine: Engine) -> None:
     request = Request(prompt=[1, 2], max_new_tokens=3)
-    first = engine.submit(request).result(20)
-    second = engine.submit(request, max_new_tokens=2).result(20)
-    third = engine.submit(torch.tensor([1, 2]), max_new_tokens=2).result(20)
+    first = engine.submit(request).result(90)
+    second = engine.submit(request, max_new_tokens=2).result(90)
+    third = engine.submit(torch.tensor([1, 2]), max_new_tokens=2).result(90)
     assert second.tokens == third.tokens == first.tokens[:2]
 
 
@@ -165,7 +165,7 @@ def test_a_prompt_is_its_own_copy(engine: Engine) -> None:
     prompt = np.array([1, 2, 3])
     answer = engine.submit(prompt, max_new_tokens=4)
     prompt[:] = 9
-    assert answer.result(20).tokens == model(engine).alone([1, 2, 3], 4)
+    assert answer.result(90).tokens == model(engine).alone([1, 2, 3], 4)
 
 
 # ---- what is refused at submit
@@ -275,8 +275,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     options = {"do_sample": True, "temperature": share, "top_k": few, "eos_token_id": few}
     with make_kv() as kv, Engine(Nano(), kv, max_rows=few, seed=big, watermark=share) as engine:
         request = Request(prompt=[1], max_new_tokens=few, options=options)
-        assert engine.submit(request).result(20).prompt_tokens == 1
-        assert engine.submit(request, seed=np.int64(7), deadline_s=few).result(20).tokens
+        assert engine.submit(request).result(90).prompt_tokens == 1
+        assert engine.submit(request, seed=np.int64(7), deadline_s=few).result(90).tokens
 
 
 def test_what_is_no_model_is_told() -> None:
@@ -346,7 +346,7 @@ def test_nothing_is_left_open(engine: Engine) -> None:
 
 def test_what_is_over_can_be_forgotten(engine: Engine) -> None:
     answer = engine.submit([1, 2], max_new_tokens=2, deadline_s=1000.0)
-    answer.result(20)
+    answer.result(90)
     gone = weakref.ref(answer)
     del answer
     engine.run([[1]], max_new_tokens=1)  # the thread has let go of the turn before

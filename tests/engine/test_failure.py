@@ -62,7 +62,7 @@ def test_who_raises_alone_fails_alone(nano: Nano, kv: KV, bad: list[int]) -> Non
             if n in bad:
                 assert outcome(answer) == "Poisoned"
             else:
-                assert answer.result(20).tokens == nano.alone(given[n], 5)
+                assert answer.result(90).tokens == nano.alone(given[n], 5)
     assert not kv._open
 
 
@@ -119,7 +119,7 @@ def test_exceptions_that_are_the_cause_of_each_other_hold_up_nobody(nano: Nano, 
     with Engine(nano, kv) as engine:
         assert outcome(engine.submit([1])) == "Poisoned"
         nano.after = lambda ids: None
-        assert engine.submit([1], max_new_tokens=3).result(20).tokens == nano.alone([1], 3)
+        assert engine.submit([1], max_new_tokens=3).result(90).tokens == nano.alone([1], 3)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_prompts_in_chunks_are_rolled_back_whole(nano: Nano, kv: KV) -> None:
         bad = engine.submit([*range(30), POISON, *range(9)], max_new_tokens=3)
         good = [engine.submit(long, max_new_tokens=6), engine.submit([1], max_new_tokens=20)]
         assert outcome(bad) == "Poisoned"
-        assert good[0].result(20).tokens == nano.alone(long, 6)
-        assert good[1].result(20).tokens == nano.alone([1], 20)
+        assert good[0].result(90).tokens == nano.alone(long, 6)
+        assert good[1].result(90).tokens == nano.alone([1], 20)
 
 
 @given(
@@ -199,7 +199,7 @@ def test_isolation_whatever_fails(bad: set[int], rows: int, times: int, spare: i
             if n in bad:
                 assert outcome(answer) == "Poisoned"
             else:
-                assert answer.result(20).tokens == nano.alone(given[n], 1 + times % 4)
+                assert answer.result(90).tokens == nano.alone(given[n], 1 + times % 4)
         engine.close()
         assert not kv._open
 
@@ -242,7 +242,7 @@ def test_own_choices_that_raise_fail_their_request(nano: Nano, kv: KV) -> None:
         bad = engine.submit([1, 2], max_new_tokens=5, options={"choose": choose})
         good = engine.submit([3], max_new_tokens=5)
         assert outcome(bad) == "ZeroDivisionError" and len(bad.tokens) == 2
-        assert good.result(20).tokens == nano.alone([3], 5)
+        assert good.result(90).tokens == nano.alone([3], 5)
 
 
 def test_what_the_cache_refuses_fails_its_request(nano: Nano, kv: KV) -> None:
@@ -250,7 +250,7 @@ def test_what_the_cache_refuses_fails_its_request(nano: Nano, kv: KV) -> None:
         bad = engine.submit([1] * 20, lease="forever", max_new_tokens=2)
         good = engine.submit([3], max_new_tokens=5)
         assert outcome(bad) == "ConfigError"
-        assert good.result(20).tokens == nano.alone([3], 5)
+        assert good.result(90).tokens == nano.alone([3], 5)
 
 
 def test_logits_that_are_none_fail_requests(nano: Nano, kv: KV) -> None:
@@ -282,8 +282,8 @@ def test_rows_that_run_apart_fail_apart(nano: Nano, kv: KV) -> None:
     with Engine(nano, kv, runner=Apart(kv, own_model(nano)), max_rows=3) as engine:
         answers = [engine.submit(prompt, max_new_tokens=5) for prompt in given]
         assert outcome(answers[1]) == "Poisoned"
-        assert answers[0].result(20).tokens == nano.alone(given[0], 5)
-        assert answers[2].result(20).tokens == nano.alone(given[2], 5)
+        assert answers[0].result(90).tokens == nano.alone(given[0], 5)
+        assert answers[2].result(90).tokens == nano.alone(given[2], 5)
 
 
 # ---- the engine itself
@@ -314,7 +314,7 @@ def test_a_scheduler_that_raises_fails_all_and_says_so(
             answers = [engine.submit([n], max_new_tokens=500) for n in range(3)]
             for answer in answers:
                 with pytest.raises(StateError, match="KeyError") as told:
-                    answer.result(20)
+                    answer.result(90)
                 assert isinstance(told.value.__cause__, KeyError)
             assert "an engine failed" in caplog.text
         else:
@@ -360,7 +360,7 @@ def test_an_interrupted_run_leaves_the_engine_in_order(nano: Nano, kv: KV, where
         assert not kv._open, "rows are given up"
         assert engine.run([[1]], max_new_tokens=4)[0].tokens == nano.alone([1], 4)
         engine._start()
-        assert other.result(20).tokens == nano.alone([7, 8], 30), "begun anew, with what it made"
+        assert other.result(90).tokens == nano.alone([7, 8], 30), "begun anew, with what it made"
     assert engine._loop.idle
 
 
@@ -376,7 +376,7 @@ def test_pages_that_others_hold_are_waited_for(nano: Nano) -> None:
         with pytest.raises(TimeoutError):
             answer.result(0.1)
         hog.close()
-        assert answer.result(20).tokens == nano.alone([5] * 20, 4)
+        assert answer.result(90).tokens == nano.alone([5] * 20, 4)
 
 
 def test_and_not_for_ever(nano: Nano) -> None:
@@ -420,14 +420,14 @@ def test_a_request_that_raises_anything_ends_alone(
         bad.add_done_callback(call)
         others = [engine.submit([n, n + 1, n], max_new_tokens=5) for n in range(3)]
         for n, answer in enumerate(others):
-            assert answer.result(20).tokens == nano.alone([n, n + 1, n], 5)
+            assert answer.result(90).tokens == nano.alone([n, n + 1, n], 5)
         if where == "callback":
-            assert len(bad.result(20).tokens) == 4
+            assert len(bad.result(90).tokens) == 4
         else:
             with pytest.raises(RuntimeError, match=type(raised).__name__) as told:
-                bad.result(20)
+                bad.result(90)
             assert told.value.__cause__ is raised
-        assert engine.submit([7], max_new_tokens=1).result(20)
+        assert engine.submit([7], max_new_tokens=1).result(90)
     assert not kv._open
 
 

@@ -87,7 +87,7 @@ def test_engines_of_a_cache_are_told_apart(tmp_path: Path) -> None:
     ):
         answers = [e.submit([1, 2, 3], max_new_tokens=3) for _ in range(3) for e in (one, two)]
         for answer in answers:
-            answer.result(20)
+            answer.result(90)
     numbers = {event.request for event in over}
     assert numbers == {answer.number for answer in answers} and len(numbers) == 6
     assert {lane.request for lane in serving.lanes if lane.ended is not None} == numbers

@@ -77,7 +77,7 @@ def test_submit_while_another_thread_runs(engine: Engine, nano: Nano) -> None:
     gate.arrived()  # on the thread that runs
     answer = engine.submit([2], max_new_tokens=40)
     gate.open()
-    assert answer.result(20).tokens == nano.alone([2], 40), "taken over when the run is over"
+    assert answer.result(90).tokens == nano.alone([2], 40), "taken over when the run is over"
     thread.join(20)
     assert done[0].tokens == nano.alone([1], 3)
 
@@ -102,7 +102,7 @@ def test_callbacks_may_submit(engine: Engine, nano: Nano) -> None:
 
     engine.submit([1], max_new_tokens=2).add_done_callback(go_on)
     assert came.wait(20)
-    assert chained[0].result(20).tokens == nano.alone(nano.alone([1], 2), 3)
+    assert chained[0].result(90).tokens == nano.alone(nano.alone([1], 2), 3)
 
 
 def test_callbacks_that_raise_harm_nobody(engine: Engine) -> None:
@@ -114,8 +114,8 @@ def test_callbacks_that_raise_harm_nobody(engine: Engine) -> None:
     try:
         for answer in answers:
             answer.add_done_callback(fail)
-        assert [answer.result(20).reason for answer in answers] == ["length"] * 3
-        assert engine.submit([1], max_new_tokens=1).result(20).reason == "length"
+        assert [answer.result(90).reason for answer in answers] == ["length"] * 3
+        assert engine.submit([1], max_new_tokens=1).result(90).reason == "length"
     finally:
         logging.getLogger("concurrent.futures").disabled = False
 
@@ -145,5 +145,5 @@ def test_a_callback_may_close_the_engine(nano: Nano) -> None:
         answers = [engine.submit([n], max_new_tokens=30) for n in range(3)]
         answers.append(engine.submit([4], max_new_tokens=2))
         answers[-1].add_done_callback(lambda _: engine.close())
-        assert [answer.result(20).reason for answer in answers] == ["length"] * 4
+        assert [answer.result(90).reason for answer in answers] == ["length"] * 4
         engine.close()

@@ -142,9 +142,9 @@ def test_the_thread_of_an_engine_knows_who_submitted(telemetry: Telemetry) -> No
             with telemetry.tracer.start_as_current_span(name) as span:
                 answer = engine.submit([1, 2, 3], max_new_tokens=2)
             parents[answer.number] = span.get_span_context().span_id
-            answer.result(20)
+            answer.result(90)
         alone = engine.submit([1, 2, 3], max_new_tokens=2)
-        alone.result(20)
+        alone.result(90)
     spans = telemetry.spans.get_finished_spans()
     requests = {s.attributes["flowkv.request"]: s for s in spans if s.name == "flowkv.request"}
     assert requests.pop(alone.number).parent is None
