@@ -470,9 +470,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             taken by others and allows 8 GiB at most; "8GiB" is a limit alone, "10%:50%" are shares
             of each place, and `{"gpu": "1GiB:", "disk": ":50%"}` tells places apart.
         prefetch: "auto" brings pages onto their device before they are asked for: for requests that
-            wait, hints, and what policies learned, where these were right. Fields of
-            `flowkv.policy.prefetch.PrefetchConfig` do so with other values; "off" brings only what
-            `KV.prefetch` and `KV.enqueue` ask for.
+            wait, hints, and chains that the policy expects again, as long as these guesses are
+            right. "markov" learns the order in which documents and templates recur instead. Fields
+            of `flowkv.policy.prefetch.PrefetchConfig` set other values; "off" brings only pages
+            that `KV.prefetch` and `KV.enqueue` ask for.
         learned: Keep what policies learned in a disk tier's directory, so that the next process
             starts with it. It names no prompt and no tenant.
         record: File to which requests are written as a trace, with salted ids only; "" for none.
@@ -516,7 +517,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     policy: str = "auto"
     policy_options: dict[str, Any] = {}
     quotas: dict[str, str | dict[str, str]] = {}
-    prefetch: Literal["auto", "off"] | dict[str, Any] = "auto"
+    prefetch: Literal["auto", "markov", "off"] | dict[str, Any] = "auto"
     learned: bool = True
     record: str = ""
     page_size: int | None = None
@@ -551,8 +552,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for field, allowed in _EITHER.items():
             if (value := getattr(self, field)) not in allowed:
                 raise _at(field, f"{value!r} is unknown", f"Use {' or '.join(allowed)}")
-        if not isinstance(self.prefetch, dict) and self.prefetch not in ("auto", "off"):
-            raise _at("prefetch", f"{self.prefetch!r} is unknown", "Use auto, off, or its fields")
+        if not isinstance(self.prefetch, dict) and self.prefetch not in ("auto", "markov", "off"):
+            raise _at(
+                "prefetch", f"{self.prefetch!r} is unknown", "Use auto, markov, off, or its fields"
+            )
         self._check_policy()
         if not 8 <= self.tokens_per_page <= 256 or self.tokens_per_page % 8:
             raise _at(
