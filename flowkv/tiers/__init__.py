@@ -54,7 +54,7 @@ def open_tier(
     envelope: Envelope | None = None,
     clock: Clock | None = None,
 ) -> Tier:
-    """Open a tier.
+    """Open a tier of the given kind.
 
     Args:
         kind: "host", "disk", or the scheme of a URI: one of `REMOTE_KINDS`.

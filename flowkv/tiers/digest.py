@@ -48,17 +48,14 @@ CHECK = np.dtype(
 """Row of one frame: address of its header and readable bytes there; address of the first requested
 stripe and readable bytes there; address of the target, which may be `data` itself, or 0 to copy
 nothing; bytes of a stripe, stripes of the frame, first requested stripe and number of requested
-stripes; and 1 where the header was checked before and the address is that of its digests alone,
-else 0.
-"""
+stripes; and 1 if the header was checked before and its address is that of the digests, else 0."""
 
 REASONS = ("", "foreign", "version", "truncated", "digest", "key", "integrity", "stripes")
 """Names of the reasons, as in `BadFrame`."""
 
 STREAMED_BYTES = 4 << 20
 """Bytes from which on a call writes past the caches: they are too small for the copy, and lines
-that will be overwritten need not be read, which saves two fifths of the time.
-"""
+that will be overwritten need not be read, which saves two fifths of the time."""
 
 _OK, _FOREIGN, _VERSION, _TRUNCATED, _DIGEST, _KEY, _INTEGRITY, _STRIPES = range(len(REASONS))
 _MAGIC = np.uint64(int.from_bytes(MAGIC, "little"))
@@ -238,8 +235,7 @@ SEAL = np.dtype(
     [(name, "<u8") for name in ("header", "header_bytes", "body", "data", "step", "stripes")]
 )
 """Row of one frame: address and length of its header, with zeros for the digests; address of the
-body, and address of the copy, which may be the body itself.
-"""
+body, and address of the copy, which may be the body itself."""
 
 
 def seal_frames(rows: NDArray[np.void]) -> None:

@@ -37,8 +37,7 @@ LEAST_GAIN = 1.05
 MARGIN = 1.5
 """Factor by which decoding must outrun the tier. The rate of a tier is that of whole loads; once
 those decompress, they are no faster than the decoder and would hide the tier's own rate. With the
-margin, a tier that waits for the decoder is left uncompressed again.
-"""
+margin, a tier that waits for the decoder is left uncompressed again."""
 SAMPLES = 4
 TIMED = 4
 AGAIN = 256

@@ -22,8 +22,7 @@ Bytes = NDArray[np.uint8]
 CHUNK_BYTES = 256 << 20
 """Bytes of memory that are registered with a device in one call."""
 AHEAD_BYTES = 1 << 30
-"""Bytes of memory that are registered before they are needed: registering takes as long as writing.
-"""
+"""Bytes that are registered before they are needed: registering takes as long as writing."""
 
 
 class SlotPool:

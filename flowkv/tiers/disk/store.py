@@ -227,7 +227,7 @@ class Index:
                 yield pack_record(Record(STORED, key, held))
 
     def clear(self) -> None:
-        """Forget all frames."""
+        """Forget all frames, also those still packed in rows."""
         self._held, self._rows = {}, b""
 
 
@@ -397,7 +397,7 @@ class Slabs:
         self._pins[slot] += 1
 
     def unpin(self, slot: Slot) -> None:
-        """End one `pin`."""
+        """End one `pin`; after the last one, free the slot of a deleted frame."""
         self._pins[slot] -= 1
         if self._pins[slot] <= 0:
             del self._pins[slot]
@@ -939,7 +939,7 @@ class DiskStore:
             return self._journal.next_seq()
 
     def release(self, key: bytes) -> None:
-        """Undo a `reserve`."""
+        """Undo a `reserve` of a key."""
         with self._lock:
             self._busy.discard(key)
             self._let_go()

@@ -1331,9 +1331,7 @@ class DiskTier:
         if not self._usable():
             return 0
         if not self.writable:
-            raise StoreError(
-                f"{self._store.owned_by} {self.name}", "Erase in the process that owns it"
-            )
+            raise StoreError(f"{self._store.owned_by} {self.name}", "Let its owner erase")
         try:
             count = self._store.delete(keys)
             self._conductor.known.clear()

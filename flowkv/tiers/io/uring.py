@@ -220,8 +220,8 @@ ANSWERED, REPORTED = 32, 40  # completions
 WANTED = 48  # wake the waiting thread when this many are answered; 0: none waits
 STOP = 56
 IN_KERNEL = 64  # operations in the kernel
-WOKEN = 72  # what the ring reads from the eventfd
-ONE = 80  # what is written to an eventfd
+WOKEN = 72  # target of the ring's reads from the eventfd
+ONE = 80  # the word written to an eventfd
 CONTROL_WORDS = 88
 
 # Words of `facts`, which never change.

@@ -32,8 +32,7 @@ USED, FREE, SEQUENCE, GROWN, REPAIRS = range(5)
 """Granules taken; head of the free list, which has all others up to `GROWN`; last sequence number;
 granules with memory behind them (sealed); number of repairs."""
 CHECK, VERSION, STATE = 7, 8, 9
-"""Check over all counters before it; changes begun and ended; `SOUND`, or the table is
-condemned."""
+"""Check over all before; changes begun and ended; `SOUND`, or the table is condemned."""
 SOUND = 0x464B56534F554E44
 WRITING = 0x57524954494E4721
 
@@ -65,9 +64,8 @@ def check_of(row):  # type: ignore[no-untyped-def]
 
 
 @kept(nogil=True)
-# Return the link of a granule to its follower, sealed for an owner.
-def seal(granule, follower, owner):
-    """The link of a granule."""
+def seal(granule, follower, owner):  # type: ignore[no-untyped-def]
+    """Return the link of a granule to its follower, sealed for an owner."""
     state = (np.uint64(granule) ^ _SEED) * _MIX
     state = (state ^ (state >> np.uint64(29)) ^ np.uint64(owner)) * _MIX
     state = (state ^ (state >> np.uint64(31)) ^ np.uint64(follower)) * _SEED
@@ -517,16 +515,13 @@ def withdraw(fd, arrays, key, sequence, seat, out):  # type: ignore[no-untyped-d
 
 
 @kept(nogil=True)
-# Wait for changes under way, so that all earlier writes are visible.  Args:     fd: Descriptor of
-# the file.     arrays: Counters, index and links.     slot: Slot of a row that seems to be damaged,
-# which is LOST if confirmed; -1 for none.  Returns:     0, BUSY or LOST.
-def settle(fd, arrays, slot):
-    """Waits for changes that are under way, and sees all that came before.
+def settle(fd, arrays, slot):  # type: ignore[no-untyped-def]
+    """Wait for changes under way, so that all earlier writes are visible.
 
     Args:
-        fd: Of the file.
-        arrays: See above.
-        slot: Of a row that seems to be damaged: it must not be; -1 for none.
+        fd: Descriptor of the file.
+        arrays: Counters, index and links.
+        slot: Slot of a row that seems to be damaged, which is LOST if confirmed; -1 for none.
 
     Returns:
         0, BUSY or LOST.
