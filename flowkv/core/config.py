@@ -459,9 +459,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             is always there, listed or not; other places only if listed.
         codec: Encoding of full pages: "raw" (exact), "kv8", "k8v4", "kv4c" or "kv4h", or "auto":
             "kv8", and "kv4c" further back.
-        recent_tokens: Tokens at the end of each open sequence whose pages stay raw, besides the
+        recent_tokens: Tokens at the end of each open sequence that stay in raw pages, besides the
             page that is being filled; default 128 for "auto", 64 for other codecs.
-        warm_tokens: Tokens before these whose pages "auto" leaves at 8 bits.
+        warm_tokens: Tokens before these that "auto" leaves in pages of 8 bits.
         non_finite: Treatment of a full page that no codec can hold, as it has NaN, infinity or
             numbers beyond float16's scales: it stays "raw", with a warning, or raises an "error".
         policy: Name of the eviction policy of each place, with options if need be: "auto", "lru",
@@ -470,13 +470,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             of these places only, as in `{"gpu": {"lease_s": 600}, "host": {"lease_s": 1800}}`.
         quotas: Bytes of each place for tenants, by tenant name: "2GiB:8GiB" keeps 2 GiB from being
             taken by others and allows 8 GiB at most; "8GiB" is a limit alone, "10%:50%" are shares
-            of each place, and `{"gpu": "1GiB:", "disk": ":50%"}` has one for each kind of place.
-        prefetch: "auto" brings pages onto their device before they are asked for: for waiting
-            requests, hints, and predictions of policies that have been right. Fields of
-            `flowkv.policy.prefetch.PrefetchConfig` do so with other values; "off" brings only the
-            pages that `KV.prefetch` and `KV.enqueue` ask for.
-        learned: Keep the learned state of policies in a disk tier's directory, for the next
-            process. It names no prompt and no tenant.
+            of each place, and `{"gpu": "1GiB:", "disk": ":50%"}` tells places apart.
+        prefetch: "auto" brings pages onto their device before they are asked for: for requests that
+            wait, hints, and what policies learned, where these were right. Fields of
+            `flowkv.policy.prefetch.PrefetchConfig` do so with other values; "off" brings only what
+            `KV.prefetch` and `KV.enqueue` ask for.
+        learned: Keep what policies learned in a disk tier's directory, so that the next process
+            starts with it. It names no prompt and no tenant.
         record: File to which requests are written as a trace, with salted ids only; "" for none.
         page_size: Tokens per page, a multiple of 8 between 8 and 256; default 64, 128 for "auto".
         tenant: Tenant of requests that name none. Tenants never share pages.
@@ -694,7 +694,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
     """Load the configuration from a TOML file, with keywords laid over it.
 
     Args:
-        path: A TOML file whose top level holds fields of `Config`; default the file named by the
+        path: A TOML file with fields of `Config` at its top level; default the file named by the
             environment variable FLOWKV_CONFIG, or none.
         **overrides: Fields that replace the file's. None leaves the file's (or the default) value.
             `tiers` displaces `gpu`, `host` and `disk` of the file, and each of those its `tiers`.
