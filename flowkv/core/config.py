@@ -747,7 +747,7 @@ def _convert(fields: Mapping[str, Any], where: str = "") -> Config:
         problem, _, place = str(error).partition(" - at ")
         raise ConfigError(
             f"{where}{place or '`$`'}: {problem[:1].lower()}{problem[1:]}",
-            "See help(Config) for what the field takes",
+            "See help(Config) for the field's values",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Errors of FlowKV. Every message ends with what to do next."""
+"""Errors of FlowKV. Every message ends with the next step."""
 
 from __future__ import annotations
 

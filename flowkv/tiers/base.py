@@ -1,16 +1,16 @@
-"""The `Tier` protocol: a place for frames that may lose them, never lies, never blocks for ever.
+"""The `Tier` protocol: a store of frames that may lose them, but never lies and never hangs.
 
 A tier moves *frames* (`tiers.frame`), opaque but checked, named by 32-byte keys. Loads and stores
 are submitted in batches and completed later, so that one protocol serves memory, disks and
-networks, and maps one to one onto what engines ask of a tier (vLLM `submit_store`/`submit_load`/
+networks, and maps one to one onto the interfaces of engines (vLLM `submit_store`/`submit_load`/
 `get_finished_jobs`, SGLang `batch_get`/`batch_set`/`batch_exists`, LMCache's eventfd tasks). Every
 submitted item is answered exactly once, before its deadline: `HIT`, `MISS`, `STORED` or `FAILED`.
-After its answer, whatever it is, a tier touches neither the `target` nor the `body` of an item.
+After the answer, whatever its outcome, a tier touches neither `target` nor `body` of the item.
 
 Reasons of `FAILED`: full, busy, read-only, deadline, cancelled, closed, invalid, target, memory,
-breaker (its engine failed too often and is left alone for a while), or the name of an errno such as
-ENOSPC. A `MISS` with a reason was found but not accepted: layout, fidelity, stripes, or damage
-(digest, key, foreign, truncated, version).
+breaker (the engine failed too often and is not called for a while), or the name of an errno such as
+ENOSPC. A `MISS` with a reason is a frame that was found but not accepted: layout, fidelity,
+stripes, or damage (digest, key, foreign, truncated, version).
 """
 
 from __future__ import annotations

@@ -433,7 +433,7 @@ class Workers(RequestQueue):
         forsake: Called with every store in progress, before it is answered without its result.
     """
 
-    def __init__(  # noqa: PLR0913 - what a queue needs is named where it is made
+    def __init__(  # noqa: PLR0913 - each is a property of the queue
         self,
         name: str,
         work: Callable[[Item], None],

@@ -627,7 +627,7 @@ class DiskScheduler:
             self._queue.put_back(item)
 
     def _begin_known(self, items: Sequence[Item], *, alone: bool) -> Stripes:
-        """Start loads with known digests; those that do not match what is known are put back.
+        """Start loads with known digests; put those back that do not match the index any more.
 
         Raises:
             NoRoom: There is no memory for them now.

@@ -871,7 +871,7 @@ class Arena:
 
     def _become(self, slot: ArenaSlot, before: str, after: str) -> None:
         if slot.arena is not self or slot._state != before or self._map is None:
-            raise StateError(f"{slot!r} is not {before}", "Give back what was taken, once")
+            raise StateError(f"{slot!r} is not {before}", "Give back each taken slot once")
         slot._state = after
 
     def _free(self, slot: ArenaSlot) -> None:

@@ -82,7 +82,7 @@ def _idle(ask: Sending, end_s: float) -> dict[str, str]:
         state = dict(line.split(":", 1) for line in lines if ":" in line)
         busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled", "rdb_bgsave_in_progress")
         if "aof_enabled" not in state:
-            raise OSError("the server does not say what it keeps in files")
+            raise OSError("the server does not report its files")
         if all(state.get(name, "0") == "0" for name in busy):
             return state
         if time.monotonic() + _PAUSE_S > end_s:
