@@ -99,7 +99,7 @@ class Keyring:
     def __init__(self, secret: bytes) -> None:
         if len(secret) < LEAST_SECRET_BYTES:
             raise ConfigError(
-                f"a secret of {len(secret)} bytes for encrypted frames",
+                f"a secret of {len(secret)} bytes is too short to encrypt frames",
                 f"Give at least {LEAST_SECRET_BYTES} random bytes, for instance"
                 " secrets.token_bytes(32), kept apart from the frames",
             )

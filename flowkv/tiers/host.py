@@ -222,7 +222,7 @@ class HostTier(Immediate):
         self, capacity_bytes: int, *, name: str = "host", clock: Clock | None = None
     ) -> None:
         if capacity_bytes < 1:
-            raise ConfigError(f"a host tier of {capacity_bytes} bytes", "Give it at least one page")
+            raise ConfigError(f"a host tier has {capacity_bytes} bytes", "Give it a few pages")
         super().__init__(name, clock or SystemClock())
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
         self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(THREADS, f"flowkv {name}")

@@ -121,7 +121,7 @@ class DirectoryQuota:
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < LEAST_BYTES:
             raise ConfigError(
-                f"a disk tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES} bytes"
+                f"a disk tier has {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES} bytes"
             )
         self.capacity_bytes = capacity_bytes
         self.garbage = min(max(capacity_bytes >> 16, 64), 1 << 18)

@@ -783,7 +783,7 @@ class Arena:
 
     def __init__(self, n_bytes: int) -> None:
         if n_bytes <= 0:
-            raise ConfigError(f"an arena of {n_bytes} bytes", "Give it at least 4096 bytes")
+            raise ConfigError(f"an arena has {n_bytes} bytes", "Give it at least 4096 bytes")
         self.n_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
         self.view = own_memory(self.n_bytes)
         self._map: Any = self.view.obj

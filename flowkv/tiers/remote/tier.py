@@ -606,7 +606,7 @@ class RemoteTier:
         limits: RemoteLimits | None = None,
     ) -> None:
         if capacity_bytes < 1:
-            raise ConfigError(f"a remote tier of {capacity_bytes} bytes", "Give it a few pages")
+            raise ConfigError(f"a remote tier has {capacity_bytes} bytes", "Give it a few pages")
         self.name, self.capacity_bytes = name or backend.name, capacity_bytes
         self.backend, self.limits = backend, limits or RemoteLimits()
         self.envelope, self._clock = envelope or Envelope(), clock or SystemClock()

@@ -107,7 +107,7 @@ def plan(capacity_bytes: int) -> FileLayout:
     """
     if capacity_bytes < LEAST_BYTES:
         raise ConfigError(
-            f"a shared host tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES}"
+            f"{capacity_bytes} bytes are too few to share", f"Give the tier at least {LEAST_BYTES}"
         )
     granules = capacity_bytes // GRANULE
     while (over := divided(granules).file_bytes - capacity_bytes) > 0:
