@@ -183,7 +183,7 @@ class ErasureLog:
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[bool]:
-        """Hold off erasures by others; yield False if the locks are taken or denied.
+        """Hold off erasures by others; yield False if one is, or may be, under way.
 
         Frames erased earlier are among the `news` by then: read it, and store none of them.
         """

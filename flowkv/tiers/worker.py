@@ -238,7 +238,7 @@ class RequestQueue:
         """Take the first loads that are not answered, while their keys are known.
 
         Args:
-            known: Keys of frames in the tier.
+            known: The keys that may be taken, such as those with known digests.
             most_bytes: Most bytes of their memory; the last one may go beyond.
         """
         found, n_bytes = list[Item](), 0

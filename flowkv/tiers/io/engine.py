@@ -185,7 +185,7 @@ class DirectFiles:
         self.direct = direct
 
     def open(self, path: str, *, write: bool) -> int:
-        """Open a regular file; the first one that is not direct ends the engine's being direct.
+        """Open a regular file; after the first indirect one, the engine is not direct any more.
 
         Raises:
             OSError: It cannot be opened.

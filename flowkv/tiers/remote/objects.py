@@ -426,7 +426,7 @@ class ObjectTier(RemoteTier):
         self.known.learn(list(self._news()), look)  # read before the lock is taken
 
     def flush(self) -> None:
-        """Write a catalog of many, or not quite recent, new frames; or merge catalogs."""
+        """Write a catalog of new frames, if many or after a while; or merge old catalogs."""
         fresh = self.known.fresh or []
         due = time.monotonic() - self._written_s >= FLUSH_S or not self._open
         if self._old:

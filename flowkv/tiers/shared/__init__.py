@@ -215,7 +215,7 @@ class SharedFile:
         return True
 
     def _set_aside(self) -> None:
-        """Remove the file's name, once, under its lock, and mark a readable one as not sound."""
+        """Remove the file's name, once, under its lock; condemn it unless of another format."""
         data = os.pread(self.fd, _FIXED.size, 0)
         version = _FIXED.unpack(data)[1] if len(data) == _FIXED.size else 0
         if version == FORMAT or not self._digested():
