@@ -173,7 +173,7 @@ def _add_demo(verb: AddVerb) -> None:
 _AMOUNTS = {
     "turns": (4, 3, "the conversation"),
     "rows": (3, 2, "the batch"),
-    "repeats": (3, 1, "what is timed"),
+    "repeats": (3, 1, "each measurement"),
     "max_new_tokens": (24, 40, "an answer"),
 }
 
@@ -346,7 +346,7 @@ def _add_stores(verb: AddVerb) -> None:
     change.add_argument(
         "--repair",
         action="store_true",
-        help="drop damaged frames, find those that a damaged journal lost, and write it anew;"
+        help="drop damaged frames, find those that a damaged journal lost, and write it again;"
         " no process may have the store open",
     )
     check.option("--config", "FILE", "has the secret of encrypted frames, as TOML", type=Path)
@@ -455,7 +455,7 @@ def _add_replays(verb: AddVerb) -> None:
     many.add_argument("traces", nargs="+", metavar="TRACE", help=TRACE)
     several = f"names of the catalogue; default {','.join(POLICIES)}, with --tiers all but opt"
     room = "room, as shares of the trace's different blocks; default"
-    sure = "the application says when each conversation goes on, off by a factor whose logarithm"
+    sure = "the application predicts when each conversation goes on, with an error whose logarithm"
     for parser in (one, many):
         parser.option("--policy", "A,B", several, type=names)
         about = f"{room} {','.join(SIZES).replace('%', '%%')}"

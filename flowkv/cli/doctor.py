@@ -262,7 +262,7 @@ def _locked() -> Iterator[Finding]:
         yield Finding("locked memory", "ok", "unlimited", data={"bytes": None})
         return
     few = soft < 64 << 20
-    advice = "Registered I/O buffers want more: raise `ulimit -l`" if few else ""
+    advice = "Registered I/O buffers need more: raise `ulimit -l`" if few else ""
     text = f"up to {format_size(soft)}"
     yield Finding("locked memory", "note" if few else "ok", text, advice, {"bytes": soft})
 

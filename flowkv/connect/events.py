@@ -293,7 +293,7 @@ _TICK_S = 0.05
 
 
 class EventPublisher:
-    """Publisher of the pages that a cache knows, on the device or in a tier, until it is closed.
+    """Publisher of the pages in a cache's index, on the device or in a tier, until it is closed.
 
     A page counts as stored once its tokens are known here, and as removed when the cache forgets
     it; moves between tiers are no events. Names of blocks are chain keys, so replicas of one model

@@ -406,7 +406,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
             os.eventfd_write(self._wake, 1)
 
     def _news(self) -> list[_Known]:
-        """Return objects that LMCache knows of and that are gone, and not stored again since."""
+        """Return objects known to LMCache that are gone, and not stored again since."""
         # The number is fixed at the start: an endless stream of deletions must not hold the loop.
         names = dict.fromkeys(self._gone.get_nowait() for _ in range(self._gone.qsize()))
         there = [name for name in names if name in self._known]
@@ -469,7 +469,7 @@ class ObjectHead(NamedTuple):
             )
         _, codec, n_bytes, lost_k, lost_v, layout, _ = _HEADER.unpack_from(blob)
         if codec >= len(CODECS) or len(blob) < _HEADER.size + n_bytes:
-            raise ConfigError("the head of an object is damaged", "It is computed and stored anew")
+            raise ConfigError("the head of an object is damaged", "It is computed and stored again")
         return cls(CODECS[codec], n_bytes, lost_k, lost_v, layout)
 
 
@@ -612,11 +612,11 @@ class FlowKVDeserializer(Deserializer):
                 "Give each configuration places of its own",
             )
         if head[-16:] != self._codec.digest(head, pages, key):
-            raise ConfigError("an object is damaged, or of another key", "It is computed anew")
+            raise ConfigError("an object is damaged, or of another key", "It is computed again")
         arena = torch.empty(raw.page_bytes + coded.page_bytes, dtype=torch.uint8)
         arena[raw.page_bytes :].copy_(pages)
         if transcode(arena, _granule(raw), _granule(), coded, raw).any():
-            raise ConfigError("an object holds no numbers", "It is computed anew")
+            raise ConfigError("an object holds no numbers", "It is computed again")
         page = _heads(arena, raw)
         values.view(page.shape).copy_(page)
 

@@ -443,7 +443,7 @@ class FlowKVTier(SecondaryTierManager):
     def build_metric_definitions(cls, tier_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the definitions of the metrics in `get_stats`, for vLLM's Prometheus."""
         answers = "Loads and stores of FlowKV by how they ended, such as hit or miss:digest."
-        declined = "Requests whose load would have taken longer than computing."
+        declined = "Requests with loads that would have taken longer than computing."
         return {
             _ANSWERS: OffloadingCounterMetadata(answers, ("tier", "answer")),
             _DECLINED: OffloadingCounterMetadata(declined, ("tier",)),

@@ -675,7 +675,7 @@ def _method(plan: DemoPlan, summary: Summary) -> Section:
         f" attaching, once in a process, took {seconds(summary.attach_s)} and is not in it."
         " Both processes warmed up with other prompts of the same shapes first. Compared runs were"
         f" interleaved ({_of(summary)}). Before every restore the cache was opened"
-        " anew, and the operating system was asked to drop the files from its page cache."
+        " again, and the operating system was asked to drop the files from its page cache."
     )
     if summary.machine["wait_policy"]:
         text += f" OMP_WAIT_POLICY was {summary.machine['wait_policy']} in all runs."

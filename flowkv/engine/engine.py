@@ -449,7 +449,7 @@ class Loop:
         self._answer()
 
     def reset(self, off: Iterable[Answer]) -> None:
-        """Begin requests anew after a turn was interrupted anywhere; their tokens stay.
+        """Restart all requests after a turn was interrupted anywhere; their tokens stay.
 
         Args:
             off: Answers of requests to cancel instead.
@@ -691,7 +691,7 @@ class Loop:
         """Read tokens that were left on the device, and hand them out.
 
         Args:
-            keep: Number of the latest steps whose tokens stay on the device.
+            keep: Number of the latest steps with tokens that stay on the device.
         """
         while len(self._unread) > keep:
             lives, places, tokens = self._unread[0]
@@ -1020,8 +1020,8 @@ class Engine:
 
     Args:
         model: A Hugging Face model that is attached to `kv`; or your own, called with
-            `(tokens [1, N], positions [1, N])` and returning logits `[1, N, V]`, whose attention
-            calls `flowkv.attention`.
+            `(tokens [1, N], positions [1, N])` and returning logits `[1, N, V]`, with attention by
+            `flowkv.attention`.
         kv: Its cache. The engine does not close it.
         runner: Runs the model in another way.
         sampler: Another reader of the sampling options of requests.

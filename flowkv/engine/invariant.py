@@ -56,7 +56,7 @@ class ProductShape(NamedTuple):
 
 
 class Products:
-    """Matrix product whose rows have the same bits, whatever other rows there are.
+    """Matrix product with the same bits of a row, whatever other rows there are.
 
     Example:
         >>> x, w = torch.randn(40, 24), torch.randn(24, 8)
@@ -175,7 +175,7 @@ def marked(request: Request) -> Request:
 
 
 def check_cache(kv: KV) -> None:
-    """Refuse a cache whose full pages differ from the open ones.
+    """Refuse a cache with full pages that differ from the open ones.
 
     Raises:
         ConfigError: A lossy codec encodes full pages: a token's result depends on when it runs.
@@ -189,7 +189,7 @@ def check_cache(kv: KV) -> None:
 
 
 def invariant(forward: Forward) -> Forward:
-    """Return a forward whose rows have the same bits in any step.
+    """Return a forward that gives a row the same bits in any step.
 
     Args:
         forward: Runs a model that mixes tokens in attention alone.

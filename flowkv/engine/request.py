@@ -154,7 +154,7 @@ class Answer(Future[Completion]):
         return True
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the completion, and return it.
+        """Wait for the completion; return it.
 
         Args:
             timeout: Longest wait in seconds.
@@ -186,7 +186,7 @@ class Answer(Future[Completion]):
             return
         if desk.pid != os.getpid():
             raise StateError(
-                "the answer is made in the parent process", "Wait for it there, or submit anew"
+                "the answer is made in the parent process", "Wait for it there, or submit it again"
             )
         if desk.driver == threading.get_ident():
             raise StateError(

@@ -124,7 +124,7 @@ class PackedRunner:
         Args:
             rows: Rows in no step.
             tokens: The next ids of each row; or int64 `[B]` on the device, one id a row, not read
-                yet: once they are read, those of rows that go on must be passed to `tell`.
+                yet: `PackedRunner.tell` must receive them later, for rows that go on.
         """
         unread, before = isinstance(tokens, torch.Tensor), self._last
         counts = [1] * len(rows) if unread else list(map(len, tokens))

@@ -331,7 +331,7 @@ class RestoreQueue:
         rest(files, _PAUSE_S)
 
     def _due(self, coming: Items[RunningRequest], alone: bool) -> dict[RestoreJob, RunningRequest]:
-        """Return the restores whose front should be computed in this step.
+        """Return the restores with a front that should be computed in this step.
 
         While other rows decode, computing a prefix would slow them down, and loading hardly does:
         a prefix is loaded as long as its loads go on and are faster than computing it.
@@ -827,7 +827,7 @@ def follow(runner: Any, parts: Items[Part], ids: torch.Tensor) -> StepOutcome | 
 def _run(
     runner: Any, parts: Items[Part], outcome: StepOutcome, ids: torch.Tensor | None = None
 ) -> tuple[BaseException | None, Items[Part]]:
-    """Run a step; return its error or None, and the parts whose rows did not move."""
+    """Run a step; return its error or None, and the parts of rows that did not move."""
     rows = [live.row for live, _ in parts]
     before = [*map(_length, parts)]
     try:

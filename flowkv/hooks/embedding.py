@@ -58,7 +58,7 @@ _WRITE_BYTES = 16 << 20
 _READ_S = 30.0
 _AT_ONCE = 1 << 10  # rows in one decision of the policy
 _UNCHAINED = Meta(chained=False)  # rows are independent of each other
-_ANEW = "Delete the directory, and attach the embedding with its weights to write it anew"
+_ANEW = "Delete the directory, and attach the embedding with its weights to write it again"
 
 
 class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -359,7 +359,7 @@ class EmbeddingTable(Closing):
 
     def _check(self) -> None:
         if not self._open:
-            raise StateError("the table is closed", "Load the model anew, and attach its embedding")
+            raise StateError("the table is closed", "Load the model again, and attach the module")
 
     def _rows_of(self, ids: NDArray[np.int64], found: NDArray[np.uint8]) -> tuple[int, int]:
         """Fill in distinct rows; return the rows found in memory, and the blocks read."""

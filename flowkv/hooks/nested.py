@@ -90,7 +90,7 @@ def put(form: Any, leaves: Iterator[Any]) -> Any:
         return values
     made = _class(kind)(**values)
     if any(getattr(made, name) is not value for name, value in values.items()):
-        raise ValueError(f"{kind} changes what it is made of")
+        raise ValueError(f"{kind} changes its fields")
     return made
 
 
@@ -289,7 +289,7 @@ def decode_row(body: memoryview) -> tuple[StoredRow, int]:
     except (*MALFORMED, TypeError) as error:
         raise ValueError(f"no row: {error}") from error
     if min(sizes, default=0) < 0 or at > len(body):
-        raise ValueError("a row whose sizes are none")
+        raise ValueError("a row with impossible sizes")
     end, parts = at + sum(sizes), []
     if end <= len(body):
         for n_bytes in sizes:

@@ -539,7 +539,7 @@ class StreamedWeights:
         unit.reading = reading
 
     def _keep(self, unit: _Unit) -> None:
-        """Keep a unit that was written to; another one gives up its memory for it, if one can."""
+        """Keep a unit that was written to, with the memory of another unit if possible."""
         unit.resident = True
         buffer, unit.buffer = unit.buffer, None
         self._counts["changed_bytes"] += unit.n_bytes
@@ -694,7 +694,7 @@ class StreamedWeights:
     def close(self) -> None:
         """Close without reading anything: weights that are not in memory stay empty.
 
-        The model raises when it is called, and cannot be used without being loaded anew.
+        The model raises when it is called, and cannot be used without being loaded again.
         """
         with self._lock:
             if self._stack:
@@ -755,7 +755,7 @@ class _Link:
         return sum(map(len, self._kept.values()))
 
     def drop(self) -> None:
-        """Drop all kept units, before units are planned anew."""
+        """Drop all kept units, before units are planned again."""
         self._left += self.kept_bytes
         self._kept.clear()
 

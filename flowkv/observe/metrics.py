@@ -65,7 +65,7 @@ _TABLE = """
 requests_total | c | | Queued | Requests that an engine accepted
 request_prompt_tokens_total | c | | Queued.prompt_tokens | Prompt tokens of accepted requests
 requests_waiting | g | | EngineStep.waiting | Requests that wait for their first admission
-requests_aside | g | | EngineStep.aside | Preempted requests whose pages lie in host memory
+requests_aside | g | | EngineStep.aside | Preempted requests with pages in host memory
 admissions_total | c | resumed | Admitted | Requests that entered the batch; resumed: again, after \
 a preemption
 admitted_reused_tokens_total | c | resumed | Admitted.reused_tokens | Tokens reused, not \
@@ -95,7 +95,7 @@ engine_total_pages | g | | EngineStep.total_pages | All device pages
 tokens_seen_total | c | | | Prompt tokens that were looked up
 tokens_reused_total | c | | | Prompt tokens that were found in the cache
 open_sequences | g | | | Sequences that are open
-known_pages | g | | | Pages and states that the index knows, wherever they lie
+known_pages | g | | | Pages and states in the index, on devices and in tiers
 hits_total | c | tier | Hit | Prompts of which a part was found
 hit_tokens_total | c | tier | Hit.tokens | Prompt tokens found
 hit_bytes_total | c | tier | Hit.n_bytes | Bytes found; 0 on the device
@@ -584,7 +584,7 @@ def _add(cells: dict[int, tuple[float, float]], cell: int, more: tuple[float, fl
 
 # Quantiles of streams of any length, in bounded memory, within 1 % of the true ones.
 #
-# Values are counted in buckets whose bounds grow by a constant factor, as in DDSketch (Masson,
+# Values are counted in buckets with bounds that grow by a constant factor, as in DDSketch (Masson,
 # Rim and Lee, VLDB 2019): every value of a bucket is within `ERROR` of its middle, and so is every
 # quantile of any distribution.
 

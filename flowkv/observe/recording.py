@@ -35,7 +35,7 @@ MAGIC = b"FLOWKV recording 1\n"
 FRAME_HEAD = struct.Struct("<IIQ")
 MOST_BLOCK_TOKENS = 1 << 20
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
-_MOST_KNOWN = 1 << 19  # some 60 MB; beyond that, ids are written anew
+_MOST_KNOWN = 1 << 19  # some 60 MB; beyond that, ids are written again
 _FRAME_REQUESTS, _FRAME_BLOCKS = 4096, 1 << 16
 ID_BYTES = 16
 

@@ -338,7 +338,7 @@ def check_restore_policy(
     tell(story)
 
 
-# Turns that are checked as they are decided.
+# Turns with checks of each decision.
 
 _state = attrgetter(*Job.__slots__)
 
@@ -378,7 +378,7 @@ class CheckedTurns:
         best = min((self.scheduler.rank(job, now_s) for job in turn.enter), default=())
         for job, _ in turn.leave:
             late = self.scheduler.rank(job, now_s) > best
-            require(late, "a victim ranks before those who enter", job)
+            require(late, "a victim ranks before a request that enters", job)
         return turn
 
     def share(self, active: Sequence[Job], now_s: float) -> list[tuple[Job, int]]:
@@ -398,7 +398,7 @@ class CheckedTurns:
         before = [_state(job) for job in jobs]
         answer = question(self._turns)
         again = question(self._mechanism(self._make()))
-        require(again == answer, "it depends on what was asked before", answer)
+        require(again == answer, "an answer depends on earlier queries", answer)
         require(before == [_state(job) for job in jobs], "a question changes jobs")
         return answer
 

@@ -428,7 +428,7 @@ class PolicyStory(RuleBasedStateMachine):
         tips = self.take(got, same)
         require(bool(np.array_equal(rates, equal)), "equal stories must give equal answers")
         require(len(tips) <= n and len(tips) == len(rates), "wanted: at most n, one rate each")
-        require(not set(tips) & set(self.model.parent), "wanted named what is resident")
+        require(not set(tips) & set(self.model.parent), "wanted named a resident slot")
         require(bool(np.all(np.diff(rates) <= 0)), "wanted: the best first")
         require(bool(np.all(rates >= 0)), "wanted: rates are numbers from 0 upwards")
 
@@ -437,7 +437,7 @@ class PolicyStory(RuleBasedStateMachine):
         """Compare residence, priorities and digests, after every call."""
         here = list(self.raw.resident())
         require(len(set(here)) == len(here), "resident names a slot twice")
-        require(set(here) == set(self.model.parent), "resident is not what came and did not go")
+        require(set(here) == set(self.model.parent), "resident lists other slots than the story")
         for s in range(-1, SLOTS + 3):
             value = self.raw.priority(s)
             require(not math.isnan(value), "a priority must be a number")
@@ -486,9 +486,9 @@ class PolicyStory(RuleBasedStateMachine):
 
     def leave(self, victims: list[int], free: set[int], worth: dict[int, float]) -> None:
         """Remove victims from the model, after checking each of them."""
-        require(len(set(victims)) == len(victims), "a slot was given up twice")
+        require(len(set(victims)) == len(victims), "a slot was evicted twice")
         require(set(victims) <= set(self.model.parent), "a victim was not resident")
-        require(set(victims) <= free, "a protected or pinned slot was given up")
+        require(set(victims) <= free, "a protected or pinned slot was evicted")
         for victim in victims:
             self.model.judge(victim, free, worth, self.heeded)
             self.model.drop([victim])

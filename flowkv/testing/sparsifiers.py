@@ -97,7 +97,7 @@ def _judge(make: Callable[[Any], Sparsifier], prompt: MadeUpPrompt, shares: list
     require(bool((np.diff(first, axis=1) > 0).all()), "slots are not ascending", first)
     require(bool((first >= 0).all() and (first < tokens).all()), "there is no such slot", first)
     written = any(not np.array_equal(a, b) for a, b in zip(arrays, before, strict=True))
-    require(not written, "it writes to what it was given")
+    require(not written, "it writes to its arguments")
     kept(few, prompt.layer + 1, [part * 0 + 1 for part in arrays])
     for again in (kept(few), kept(make(shares[0]))):
         require(np.array_equal(first, again), "the same prompt is answered otherwise", again)
@@ -113,4 +113,4 @@ def _judge(make: Callable[[Any], Sparsifier], prompt: MadeUpPrompt, shares: list
     require(most == (tokens, tokens), "a layer does not keep its own share", most)
     if len(safe) == few.sink_tokens + few.recent_tokens:  # else the wider share protects more
         lost = [set(a) - set(b) for a, b in zip(first, kept(many), strict=True)]
-        require(not any(lost), "a larger share loses what a smaller one keeps", lost)
+        require(not any(lost), "a larger share loses slots that a smaller one keeps", lost)

@@ -202,7 +202,7 @@ class Model:
         assert isinstance(load, Load)
         agree = {state for state in request.seen if agrees(state, load, answer)}
         if answer.outcome is Outcome.HIT:
-            assert agree, f"WRONG BYTES, or a hit for what was not stored: {_short(answer)}"
+            assert agree, f"WRONG BYTES, or a hit for a frame that was not stored: {_short(answer)}"
         elif self.lossy:
             assert answer.outcome in (Outcome.MISS, Outcome.FAILED)
             assert answer.outcome is Outcome.MISS or answer.reason, "a failure says why"
@@ -211,7 +211,7 @@ class Model:
             excused = answer.outcome is Outcome.FAILED and (
                 answer.reason == "deadline" or (answer.reason == "cancelled" and request.cancelled)
             )
-            assert agree or excused, f"{_short(answer)} does not fit what is there"
+            assert agree or excused, f"{_short(answer)} does not fit the stored frame"
             if excused:
                 return
         if request.alone:
@@ -363,7 +363,7 @@ WANTS = st.builds(
 )
 
 
-# The state machine behind `check_tier`: any tier against a model of what it may hold.
+# The state machine behind `check_tier`: any tier against a model of its possible contents.
 
 
 GRACE_S = 5.0
