@@ -188,7 +188,7 @@ def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             setattr(given, name, amounts[bool(given.model)])
     if given.turns < 2:
         raise ConfigError("a conversation of one turn has no past", "Give --turns 2 or more")
-    load_config(disk=given.store or None)  # better before a model is loaded than after it
+    load_config(disk=given.store or None)  # checks the place before a model is loaded
     report = given.report or Path(REPORT)
     try:
         check_installed()

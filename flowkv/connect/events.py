@@ -139,7 +139,7 @@ def decode(payload: bytes) -> EventBatch:
     try:
         batch = msgspec.msgpack.decode(payload, type=EventBatch)
         batch.events = [event for raw in batch.events if (event := _event(raw)) is not None]
-        if not 0 <= batch.ts < MOST_S:  # nor NaN
+        if not 0 <= batch.ts < MOST_S:  # refuses NaN, too
             raise ValueError(f"its time is {batch.ts}")
     except (*MALFORMED, TypeError) as error:
         raise ConfigError(

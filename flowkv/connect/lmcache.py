@@ -461,7 +461,7 @@ class ObjectHead(NamedTuple):
         """Read the head of an object.
 
         Raises:
-            ConfigError: The object was not made by this version of FlowKV's serde.
+            ConfigError: The object was not made by this version of FlowKV's serde, or is damaged.
         """
         if len(blob) < _HEADER.size or bytes(blob[: len(_MAGIC)]) != _MAGIC:
             raise ConfigError(

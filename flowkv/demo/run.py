@@ -120,7 +120,7 @@ def _phase(task: DemoTask, label: str, screen: Screen, *, debug: bool) -> Findin
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     # Threads that spin while they wait slow everything several times if cores are shared.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path}
-    if threads := str(task.plan.threads or ""):  # pools of threads are sized when they are loaded
+    if threads := str(task.plan.threads or ""):  # thread pools are sized when libraries load
         environment |= {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
     command = [sys.executable, "-m", "flowkv.demo", str(file)]
     last, notes = DemoMessage(), dict[str, None]()  # notes: each once, in order

@@ -161,7 +161,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 MARK = Salt(0, hashlib.sha256(b"flowkv.invariant/1").digest())
-"""Salt of pages that were computed batch-invariantly: no other request reuses them."""
+"""Salt of pages that were computed batch-invariantly: only such requests share them."""
 
 _ALWAYS = frozenset({"einsum", "tensordot", "matmul", "__matmul__", "__rmatmul__"})
 """Functions that call a matrix product for some operands, and none for others."""

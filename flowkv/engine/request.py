@@ -67,12 +67,12 @@ class Completion:
         reason: Why it ended.
         prompt_tokens: Tokens of its prompt.
         reused_tokens: Tokens of its prompt that were not computed.
-        queued_s: From submission until it was first admitted.
-        ttft_s: From submission to the first new token; 0.0 if there was none.
+        queued_s: Time from submission to the first admission.
+        ttft_s: Time from submission to the first new token; 0.0 if there was none.
         tpot_s: Mean time of a further token; 0.0 if there was none.
-        seconds: From submission to the end.
-        preempted: How often it was preempted.
-        restore_s: Duration of loading its prefix, from the first load to the last.
+        seconds: Time from submission to the end.
+        preempted: Number of preemptions.
+        restore_s: Duration of the restore of its prefix, from the begin of the wait to its end.
         exposed_s: Part of `restore_s` in which none of the request's tokens were computed.
     """
 

@@ -129,7 +129,7 @@ class PackedRunner:
         unread, before = isinstance(tokens, torch.Tensor), self._last
         counts = [1] * len(rows) if unread else list(map(len, tokens))
         self._last = step = plan(self._kv, [row.seq for row in rows], counts, before)
-        if set(counts) == {1}:  # they decode
+        if set(counts) == {1}:  # all rows decode
             if isinstance(tokens, torch.Tensor):
                 step.give_later(tokens)
             else:

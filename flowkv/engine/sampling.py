@@ -95,7 +95,7 @@ def _one(choice: Choice, logits: torch.Tensor | None, row: int, largest: int, be
     except BaseException as error:
         if not yours(error):
             raise
-        return Drawn(-1, True, error)  # it fails its request, not the step
+        return Drawn(-1, True, error)  # the error fails its request, not the step
 
 
 class UnreadTokens:

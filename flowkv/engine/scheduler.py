@@ -58,7 +58,7 @@ class RunningRequest(Job):
         tokens: The new tokens.
         row: Its row; None while it has none.
         reused: Tokens of its prompt that were not computed.
-        queued_s: From submission until it was first admitted.
+        queued_s: Time from submission to the first admission; -1.0 before.
         first_s: Time of its first token; 0.0 before.
         last_s: Time of its latest token.
         restore_s: See `Completion`.

@@ -244,7 +244,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 class StoredRow(NamedTuple):
-    """One remembered row.
+    """One row of results with its form.
 
     Attributes:
         form: Form of the value.
