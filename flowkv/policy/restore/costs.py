@@ -240,8 +240,7 @@ _WEIGHT = 0.3
 _DOUBT = 0.95
 _MARGIN = 8.0
 """Most times that loading may take of computing to be worth storing. Slower loads save at most a
-ninth of computing, and only while both run at once: of T_c alone, T_c * T_l / (T_c + T_l) is left.
-"""
+ninth of computing, and only while both run at once: then T_c shrinks to T_c * T_l / (T_c + T_l)."""
 _GATE_ENOUGH = 8
 _STORE_DOUBT = 0.999
 _SLOWEST_S, _FASTEST, _MOST_EARLIER = 60.0, 1e14, 64

@@ -22,8 +22,7 @@ from flowkv.policy.base import made
 
 WAITING, COMING, RUNNING, ASIDE, OVER = range(5)
 """States of a request: not begun or begun anew; admitted, with loads in flight; in every step;
-preempted with its pages in host memory; finished, failed or cancelled.
-"""
+preempted with its pages in host memory; finished, failed or cancelled."""
 
 
 class Job:
