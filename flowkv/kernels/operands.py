@@ -64,7 +64,7 @@ class Scoring(NamedTuple):
     A token's logit is `cap(scale * q.k) + alibi * (its position - the query's)`.
 
     Attributes:
-    scale: Scale of q.k.
+        scale: Scale of q.k.
         window: Tokens that a token sees, itself included; None for all before it.
         softcap: c in `cap(s) = c * tanh(s / c)`; None for none.
         sinks: `[Hq]`, logits that join each softmax's denominator.
