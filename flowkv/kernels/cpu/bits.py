@@ -155,7 +155,7 @@ def exp2(x):
 
 @njit(**_EXACT)
 def tanh(x):
-    """Return tanh(x) to 3 ulp (near zero, where 1 - 2 / (e**2x + 1) cancels, as in Cephes)."""
+    """Return the hyperbolic tangent to 3 ulp (near 0 as Cephes: 1 - 2 / (e**2x + 1) cancels)."""
     a = abs(x)
     a = np.float32(10) if a > np.float32(10) else a
     z = a * a
@@ -189,7 +189,6 @@ def unorder(bits):
 # numba kernels that move bytes without reading them, so that one compile serves all dtypes.
 #
 # Each takes one int64 vector of addresses and sizes (made by `operations`) and its slice of the
-# work.
 # work.
 
 GRANULE = 4096
@@ -235,7 +234,7 @@ def _page(a, side, n):
 @njit(**PART)
 def digest_pages(a, part, parts):
     """Digest stripes of pages; the slice is a range of all.
-    a: as for `move_pages`, with a target of 0 for no copy; stripes of a page, digests.
+
     a: as for `move_pages`, with a target of 0 for no copy; stripes of a page, digests.
     """
     stripes, step = a[6], a[5] // a[6]
@@ -312,10 +311,10 @@ def sum_blocks(a, part, parts):
         sums[2 * block + 1] = two
     return blocks
 
+
 # numba kernels that rotate keys (RoPE): on their way into pages, and in pages.
 #
 # The functions set no fast-math flags, so that every product and sum is rounded by itself, as the
-# contract of `operands.Rotary` requires; their operands are packed as above.
 # contract of `operands.Rotary` requires; their operands are packed as above.
 
 _ROTARY_JIT = {**PART, "fastmath": False}
@@ -418,7 +417,7 @@ def reposition(a, turn, like, part, parts):
             key += a[7]
     return units
 
-# Transposition of bytes: sealed pages hold V as `[Dv, P]`, rows are tokens everywhere else.
+
 # Transposition of bytes: sealed pages hold V as `[Dv, P]`, rows are tokens everywhere else.
 
 _WORDS = ir.IntType(64).as_pointer()
