@@ -130,7 +130,7 @@ class KeepLatest(Sparsifier):
     name = "latest"
 
     def score(self, layer: int, keys: Floats, values: Floats, mass: Floats | None) -> Floats:
-        """Score tokens by position."""
+        """Score tokens by their position."""
         return np.broadcast_to(np.arange(keys.shape[1], dtype=np.float64), keys.shape[:2])
 
 

@@ -70,12 +70,12 @@ class TenantAccount:
 
     @property
     def spare(self) -> int:
-        """Bytes above the reserve."""
+        """Bytes above the quota's reserve."""
         return self.used - self.quota.reserve_bytes
 
     @property
     def excess(self) -> float:
-        """Bytes above the limit."""
+        """Bytes above the quota's limit."""
         return self.used - self.quota.limit_bytes
 
 
@@ -136,7 +136,7 @@ class Tenants(Policy):
 
     @property
     def reserved_bytes(self) -> int:
-        """Sum of all reserves."""
+        """Sum of all tenants' reserves, in bytes."""
         return sum(quota.reserve_bytes for quota in self._quotas.values())
 
     def used_bytes(self, tenant: int) -> int:

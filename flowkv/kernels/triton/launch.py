@@ -401,7 +401,7 @@ class Constants(NamedTuple):
 
     @property
     def TILES(self) -> int:
-        """Tiles of a page."""
+        """Number of tiles of a page."""
         return -(-self.PAGE // self.TILE)
 
 

@@ -444,7 +444,7 @@ class HazardIndex(LeafOrder):
 
     @property
     def _desk(self) -> NDArray[Any]:
-        """All arrays, laid out for compiled calls."""
+        """Arrays of the order and the learner, laid out for compiled calls."""
         return self._laid.lay(learned.KINDS, (self._arrays, self._state, self._learner))
 
     @property

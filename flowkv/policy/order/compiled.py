@@ -928,7 +928,7 @@ def assign(nodes: Array, heaps: Array, state: Array, slots: Array, keys: Array) 
 
 @kernel
 def remove(nodes: Array, heaps: Array, state: Array, slots: Array) -> None:
-    """Drop resident slots."""
+    """Drop the slots that are resident."""
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
             drop(nodes, heaps, state, s)

@@ -206,7 +206,7 @@ class LeafOrder(Policy):
         compiled.forget(*self._arrays, self._state, as_slots(slots))
 
     def abort(self, now_ns: int, request: int) -> None:
-        """Cancel a queued request."""
+        """Cancel a request that was enqueued."""
         if request in self._queued:
             compiled.queue(*self._arrays, self._state, self._queued.pop(request), -1)
 

@@ -637,7 +637,7 @@ class Prefetcher:
             self._hints.tell(int(slots[-1]), hint, round(lead_s * 1e9), self.config.early)
 
     def abort(self, now_ns: int, request: int) -> None:
-        """Drop a queued request."""
+        """Drop a queued request and its chain."""
         self._tick(now_ns)
         self._queue.pop(request, None)
 

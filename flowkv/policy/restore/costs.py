@@ -562,7 +562,7 @@ class Rates:
             self._sxy = self._sxy * _RATES_MEMORY + n_bytes * seconds
 
     def doubt(self, factor: float) -> None:
-        """Scale all measured times."""
+        """Scale all measured times by a factor."""
         self._sy *= factor
         self._sxy *= factor
 

@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of layers or tokens in the range."""
         return self.stop - self.first
 
 

@@ -166,7 +166,7 @@ class FirstCome(Scheduler):
     preempts = False
 
     def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
-        """Return the request's number."""
+        """Return the request's number as its rank."""
         return (job.number,)
 
     def bound_s(self, job: Job) -> float:

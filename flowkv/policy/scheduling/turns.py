@@ -170,7 +170,7 @@ class Turn(NamedTuple):
     """Rows that leave, and requests that enter after that, in this order.
 
     Attributes:
-    leave: Preempted jobs; True: its pages go to host memory, False: they are dropped.
+        leave: Preempted jobs; True: its pages go to host memory, False: they are dropped.
         enter: Jobs that wait or were set aside.
     """
 
