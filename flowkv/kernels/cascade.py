@@ -28,8 +28,7 @@ from flowkv.kernels.registry import ANY, resolve
 # was planned with.
 #
 # There is one level: where all rows share a little and some share more, rows are cut into the
-# groups
-# that save the most reads.
+# groups that save the most reads.
 
 Ints = NDArray[np.int64]
 

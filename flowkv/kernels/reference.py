@@ -292,8 +292,7 @@ def rotated(
 # Reference of the attention operations in plain torch, row after row, accumulated in float64.
 #
 # Nothing here is fast. It defines the operations, serves dtypes and devices without kernels of
-# their
-# own, and is the expectation in tests of the kernels. Shapes follow the legend in `operands`.
+# their own, and is the expectation in tests of the kernels. Shapes follow the legend in `operands`.
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 

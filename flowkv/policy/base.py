@@ -101,10 +101,8 @@ class Policy(ABC):
         """Record that a request uses these known blocks, root to leaf.
 
         Blocks that are not resident here are ghosts, or resident elsewhere; an order ignores them,
-        a
-        learner need not. `insert` of the blocks that the request adds or restores follows at the
-        same
-        or a later time.
+        a learner need not. `insert` of the blocks that the request adds or restores follows at the
+        same or a later time.
         """
 
     @abstractmethod
@@ -165,8 +163,7 @@ class Policy(ABC):
             now_ns: Time.
             n: Most victims.
             rate: Expected uses per second of the prefetched blocks, in the unit of `wanted`;
-                infinite
-                if their use is certain. Only blocks with a smaller rate are evicted.
+                infinite if their use is certain. Only blocks with a smaller rate are evicted.
             protected: See `evict`.
 
         Returns:

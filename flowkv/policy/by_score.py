@@ -74,8 +74,7 @@ class ByScore(LeafOrder):
         """Return one number for each block, not NaN; the smaller, the earlier it goes.
 
         The default is LRU. Any other result raises `ConfigError` in the call that asked, and scores
-        no
-        block.
+        no block.
 
         Args:
             now_ns: Time.

@@ -298,15 +298,13 @@ class Importance:
         """Return the slots to keep of a sequence of `length` tokens.
 
         The pages of least mass are dropped whole; the page at the border keeps its latest tokens,
-        or
-        those of the highest scores.
+        or those of the highest scores.
 
         Args:
             length: Tokens of the sequence, one a slot.
             budget: Tokens to keep of them, per layer and head.
             scores: `[L, Hk, length]`, not negative, for a finer choice: a page's mass is then
-                shared
-                among its tokens in proportion to them, and tokens compete one by one.
+                shared among its tokens in proportion to them, and tokens compete one by one.
 
         Returns:
             int32 `[L, Hk, n]`, ascending, `n = min(budget, length)`.

@@ -341,7 +341,7 @@ class Tenants(Policy):
         return self._answer(victims) if victims else NO_SLOTS.copy()
 
     def shed(self, now_ns: int, protected: Collection[int] = ()) -> Slots:
-        """Evict the blocks of tenants above their limits, as far as pins allow."""
+        """Evict blocks until every tenant is within its limit, as far as pins allow."""
         now_ns = self._clock(now_ns)
         victims: list[int] = []
         guarded = {int(s) for s in protected}

@@ -151,7 +151,7 @@ class Screen:
 
 
 def _printable(text: str) -> str:
-    """Return text without characters that control a terminal, since models write some."""
+    """Return text without characters that control a terminal; model output may hold some."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )

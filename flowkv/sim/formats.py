@@ -37,8 +37,8 @@ from flowkv.sim.trace import LEAST_BYTES, MOST_A_BYTE, Trace, build_trace, read_
 ZSTD = b"\x28\xb5\x2f\xfd"
 #
 # A file of a few bytes can name billions of blocks: the unpacked bytes, and the blocks of all
-# requests
-# together, are bounded by its length. Real traces have up to 60 bytes and 18 blocks a byte.
+# requests together, are bounded by its length. Real traces have up to 60 bytes and 18 blocks a
+# byte.
 
 MOST_LINE_BYTES = 1 << 26
 LEAST_BLOCKS = 1 << 16
@@ -108,8 +108,7 @@ def _opened(file: BinaryIO) -> BinaryIO:
 #
 # Times are whole milliseconds there, and seconds in the traces of Bailian, which have `chat_id` and
 # `parent_chat_id` as well; seconds and milliseconds since 1970 are distinguished by their size.
-# Other
-# traces name their unit: `timestamp_ms`, `timestamp_s`.
+# Other traces name their unit: `timestamp_ms`, `timestamp_s`.
 
 STOPS = {
     "": UNKNOWN_STOP, "tool_use": TOOL_USE, "tool_calls": TOOL_USE, "end_turn": TURN_END,

@@ -347,8 +347,7 @@ class Result(msgspec.Struct, kw_only=True):
         blocks: Requested blocks.
         prefix_hit_ratio: Share of the requested blocks in the leading resident runs.
         block_hit_ratio: Share of resident blocks, anywhere in their chain; misleading, since a
-            block
-            behind a gap is of no use.
+            block behind a gap is of no use.
         closure: 0 is leaf-first LRU, 1 is Belady without prefetch; None where they do not differ.
         first_hit_ratio: Prefix hit ratio of the first 500 requests; for warm starts.
         first_closure: Their closure.
@@ -545,10 +544,9 @@ def share_of(size: Any) -> float:
 #
 # The ledger decides the places of all blocks, with one policy per place. Times follow from it by a
 # plain model, and are simulated: a leading run of blocks in a place takes its latency and bytes
-# over
-# bandwidth, or is recomputed if that is faster (DESIGN D7); a block without a place is computed;
-# nothing overlaps, and requests do not wait for each other. Prices are a proxy: the rent of the
-# accelerator while it computes and waits, and that of the places' room all the time.
+# over bandwidth, or is recomputed if that is faster (DESIGN D7); a block without a place is
+# computed; nothing overlaps, and requests do not wait for each other. Prices are a proxy: the rent
+# of the accelerator while it computes and waits, and that of the places' room all the time.
 
 _HOUR_S = 3600.0
 
@@ -731,9 +729,8 @@ class ReplaySettings(TypedDict, total=False):
     Attributes:
         options: Options of the policy, if it is given by name.
         hints: Standard deviation of the natural logarithm of the hints' error. The application
-            hints
-            when each conversation goes on, and which part of its prompt it will send again; never
-            where it ends (see `flowkv.sim.trace.hints_of`). No hints without.
+            hints when each conversation goes on, and which part of its prompt it will send again;
+            never where it ends (see `flowkv.sim.trace.hints_of`). No hints without.
         queue_s: Seconds that requests are queued before they run.
         prefetch: Prefetch blocks from a place that has all blocks seen so far; a mapping of options
             of `Prefetcher` turns it on too.

@@ -22,7 +22,7 @@ from flowkv.policy.order.compiled import Array, kernel
 from flowkv.residency.blocks import KEY, factors, find, put
 
 LEAST_BYTES, MOST_A_BYTE = 1 << 18, 256
-"""Limit of unpacked bytes: a constant, and a factor of a file's length. Real traces need 60."""
+"""Limit of unpacked bytes: a constant plus a factor of the file's length, for real ones 60."""
 
 COLUMNS = {
     "input_tokens": np.int32,
@@ -421,8 +421,7 @@ class TraceHints(NamedTuple):
         etas_ns: i8 [R], nanoseconds until the next use of the part that is sent again; `NEVER_NS`
             without such a part.
         counts: i8 [R], leading blocks of the request that are sent again, to which the time
-            applies.
-            The others are never used again.
+            applies. The others are never used again.
     """
 
     etas_ns: NDArray[np.int64]

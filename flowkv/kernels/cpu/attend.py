@@ -676,8 +676,7 @@ def mix_sealed(a, codec, runs, count, s, codes, o):
 # long row splits like many short ones. The cuts of an item depend on the item and CHUNK alone, so
 # with a constant CHUNK a row's result has the same bits in any batch. An item of one piece is
 # finished at once; others leave a partial (accumulator, maximum, sum) of each piece in a slot,
-# which
-# `combine` merges in order. Softmax is online per page, in base 2.
+# which `combine` merges in order. Softmax is online per page, in base 2.
 
 
 @njit(**_INLINE)

@@ -573,9 +573,8 @@ def transcode(
 # The dense view of rows: raw pages are copied, sealed ones are decoded.
 #
 # One launch writes the columns of raw and of absent pages, and one launch for each other codec
-# those
-# of its pages: it is compiled for that codec, and programs that find another one end at once. Grids
-# depend on shapes alone, so that calls can be captured in CUDA graphs.
+# those of its pages: it is compiled for that codec, and programs that find another one end at once.
+# Grids depend on shapes alone, so that calls can be captured in CUDA graphs.
 
 DENSE_ELEMENTS = 4096
 """Elements of K or V that a program of `dense_kernel` holds."""

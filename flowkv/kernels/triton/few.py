@@ -6,8 +6,8 @@ Decoding is bound by memory, so loads must stay in flight and instructions be fe
 * one tile is within one page: one scalar page address, affine below it;
 * tiles that every query sees in full run without masks, the others are peeled.
 
-Where pages may be sealed, one launch serves the raw ones and those of the first codec, and one
-launch of `triton.sealed` each other codec; all partials are merged at once.
+Where pages may be sealed, one launch serves the raw ones and those of the first codec, and
+`triton.sealed` has one more launch per further codec; all partials are merged at once.
 """
 
 # ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
@@ -378,8 +378,7 @@ def _cut(
 
     Returns:
         Constants of `few_share`, warps of its programs, shares of each list, segments of one list
-        in
-        the partials, most tiles of a page, constants of all kernels.
+        in the partials, most tiles of a page, constants of all kernels.
     """
     columns = max(8, power(queries))
     tunes = [sealed_config(codec, columns, device)[1] for codec in sealed]

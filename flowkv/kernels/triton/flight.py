@@ -46,8 +46,7 @@ class Tiling(NamedTuple):
 
     Attributes:
         block: Slots of a page in a part of a tile: tokens, or pairs with values that share bytes;
-            of
-            prefill, query rows.
+            of prefill, query rows.
         parts: Parts of a tile; of prefill, tokens of a tile.
         warps: Warps of a program.
         stages: Stages of the loop; it reads the page table first, so (stages - 1) // 2 tiles are

@@ -75,8 +75,7 @@ def _hear(*args: Any, **given: Any) -> Any:
     """Announce a compilation when Triton's hook reports that it is about to compile.
 
     Triton reports no end that is certain to come. The end is that of the launch, which also loads
-    the
-    compiled code.
+    the compiled code.
     """
     if getattr(_THREAD, "hearing", False):  # another hook that wraps this one passed the call back
         return None
@@ -158,14 +157,13 @@ def ask(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]
 # Prepared launches.
 #
 # `kernel[grid](...)` determines the type of each argument, and finds the compiled kernel by a
-# string:
-# tens of microseconds of Python. Here a tuple finds the kernel, and its launcher is called as
-# Triton
-# calls it. The tuple is at least as specific as Triton's string: of a tensor, its dtype and whether
-# it begins at a multiple of 16 bytes; of an integer, unless `do_not_specialize`, whether it is 1 or
-# divisible by 16; of all other arguments the type; all constants and options. Where Triton would
-# check more, each launch goes through Triton: on AMD's devices, for integers that are negative or
-# wider than 31 bits, while hooks or switches of Triton are set, and in untested versions.
+# string: tens of microseconds of Python. Here a tuple finds the kernel, and its launcher is called
+# as Triton calls it. The tuple is at least as specific as Triton's string: of a tensor, its dtype
+# and whether it begins at a multiple of 16 bytes; of an integer, unless `do_not_specialize`,
+# whether it is 1 or divisible by 16; of all other arguments the type; all constants and options.
+# Where Triton would check more, each launch goes through Triton: on AMD's devices, for integers
+# that are negative or wider than 31 bits, while hooks or switches of Triton are set, and in
+# untested versions.
 
 KNOWN = frozenset({"3.6", "3.7", "3.8", "3.9"})
 """Versions of Triton with keys and launchers that were compared with these."""

@@ -362,8 +362,7 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
                                     b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
                                     True, C)  # fmt: skip
     # There are no registers to hold the rows in, so they are computed again: the difference is
-    # always
-    # 0, but unknown to the compiler.
+    # always 0, but unknown to the compiler.
     o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
     o_r += tl.load(p_starts + i_row, volatile=True) - start
     o_token = (start + o_r // C.GROUP).to(tl.int64)

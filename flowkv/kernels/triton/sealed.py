@@ -193,8 +193,8 @@ def sealed_tile(q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l
         b_m0 = load(p_ks + C.HEAD_DIM + o_d, m_d, C.D != HALF, True)
         b_m1 = load(p_ks + C.HEAD_DIM + HALF + o_d, m_d, C.D != HALF, True)
         # There are no registers to hold queries in, so they are read again for each page. The
-        # offset is
-        # always 0, but unknown to the compiler, which would else read them ahead of the loop.
+        # offset is always 0, but unknown to the compiler, which would else read them ahead of the
+        # loop.
         o_0 = (granule >> TAG) * 64
         b_0 = tl.load(p_0 + o_0, mask=m_q, other=0.0).to(tl.float32)
         b_1 = tl.load(p_0 + o_0 + HALF, mask=m_q, other=0.0).to(tl.float32)

@@ -158,7 +158,7 @@ def merge_two(p_a, p_a_lse, p_b, p_b_lse, p_out, p_lse, C: tl.constexpr):
 
 
 REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
-"""Register limit: the assembler must not spill for one more program than fits in shared memory."""
+"""Register limit, else the assembler spills to fit a program that shared memory does not admit."""
 
 
 class Batching(NamedTuple):
@@ -277,9 +277,8 @@ def tile_of(layout: PageLayout, most: int) -> int:
 # a list is empty, its programs end at once.
 #
 # The host decides nothing. The kernel that makes the lists has a fixed grid and room for the
-# longest
-# row, so it is captured in a CUDA graph with the kernels that read them, and sorts again when the
-# graph is replayed.
+# longest row, so it is captured in a CUDA graph with the kernels that read them, and sorts again
+# when the graph is replayed.
 
 FIELDS = tl.constexpr(4)
 """Fields per list and row: count, first, and how many pages at either end need masks."""

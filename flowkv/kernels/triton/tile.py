@@ -118,9 +118,8 @@ def store_partial(p_part, p_part_lse, o_part, m_c, b_m, b_l, b_acc, FROM: tl.con
 #
 # Four bytes fill a register, and a compiler without that knowledge takes them apart: as plain code
 # these few lines cost as much as all the rest of a decode kernel. With ASM they are just two or
-# three
-# PTX instructions. Without (AMD, the interpreter) they are plain Triton of the same meaning; a test
-# runs the PTX in a model of its four instructions to compare them.
+# three PTX instructions. Without (AMD, the interpreter) they are plain Triton of the same meaning;
+# a test runs the PTX in a model of its four instructions to compare them.
 #
 # A *number of two digits* is an integer n of at most 127 * 256 in magnitude, kept as two int8 `hi`
 # and `lo` with n = 256 hi + lo: tensor cores multiply both with 8- or 4-bit integers, exactly, and
@@ -213,11 +212,10 @@ def joined(b_hi, b_lo):
 # reads the (few) lengths of the batch and finds its own share. There are two ways of sharing:
 #
 # * *few* new tokens per row (decode): stream-K. The pages of all rows form one line, cut into equal
-#   shares; a share may end in the middle of a row and go on in the next. Segment number
-#   `share + row` is unique, so partials need no table. Where a row's result must not depend on the
-#   rest of the batch, *units* of pages are distributed instead, cut within each row alone, and
-# every
-#   unit is a segment.
+#   shares; a share may end in the middle of a row and go on in the next. Segment number `share +
+#   row` is unique, so partials need no table. Where a row's result must not depend on the rest of
+#   the batch, *units* of pages are distributed instead, cut within each row alone, and every unit
+#   is a segment.
 # * *many* new tokens (prefill): a row is cut into blocks of query rows, and each block into chunks
 #   of pages where there are too few blocks to fill the device.
 #

@@ -18,9 +18,8 @@ class BlendRule(ABC):
 
     Attributes:
         name: Name in the catalogue.
-        looks: Whether `choose` needs the deviation of the second layer's values. To measure it,
-            the first layer is computed for all tokens, at a cost of one part in the number of
-            layers.
+        looks: Whether `choose` needs the deviation of the second layer's values. To measure it, the
+            first layer is computed for all tokens, at a cost of one part in the number of layers.
     """
 
     name: str = ""

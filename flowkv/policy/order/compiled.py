@@ -407,9 +407,8 @@ def aged(key: int, now: int, tau: int) -> int:
 # ARC inside the compiled order: two lists of residents, two of ghosts, and a target between them.
 #
 # T1 (heap `LEAVES`) holds blocks used once, T2 (`SECOND`, mark `TWICE`) blocks used again. B1 and
-# B2
-# hold the blocks evicted from them: rings of slots that are not resident, newest first. A use of a
-# block in B1 shows that T1 was too small, one in B2 that T2 was.
+# B2 hold the blocks evicted from them: rings of slots that are not resident, newest first. A use of
+# a block in B1 shows that T1 was too small, one in B2 that T2 was.
 
 
 @inner
@@ -494,14 +493,11 @@ def arc_row(heaps: Array, state: Array) -> int:
 # The order itself: the next victim, and the due events.
 #
 # Only *leaves* are in the binary heaps, since no other block may be evicted: a request of 245
-# blocks
-# rewrites 245 records and moves one heap entry. The next victim: the expired; those hinted never to
-# be used again; the others by rank and, among equals, by static key (`aged`); last of all those
-# that
-# a queued request will use. Leaves with a hint of their next use have a heap of their own, furthest
-# first. Another heap, of due events, holds the next expiry, fall of rank or passing of a hint of
-# each
-# slot.
+# blocks rewrites 245 records and moves one heap entry. The next victim: the expired; those hinted
+# never to be used again; the others by rank and, among equals, by static key (`aged`); last of all
+# those that a queued request will use. Leaves with a hint of their next use have a heap of their
+# own, furthest first. Another heap, of due events, holds the next expiry, fall of rank or passing
+# of a hint of each slot.
 #
 # A pinned block, and all above it, are in no heap of leaves: `held` counts a slot's reasons. So an
 # eviction costs nothing per pinned block.

@@ -239,8 +239,8 @@ def _median(values: Iterable[float]) -> float:
 _WEIGHT = 0.3
 _DOUBT = 0.95
 _MARGIN = 8.0
-"""Most times that loading may take of computing to be worth storing. Slower loads save at most a
-ninth of computing, and only while both run at once: then T_c shrinks to T_c * T_l / (T_c + T_l)."""
+"""Largest ratio of load to compute time at which storing pays. Slower loads save at most a ninth of
+computing, and only while both run at once: then T_c shrinks to T_c * T_l / (T_c + T_l)."""
 _GATE_ENOUGH = 8
 _STORE_DOUBT = 0.999
 _SLOWEST_S, _FASTEST, _MOST_EARLIER = 60.0, 1e14, 64
@@ -362,10 +362,9 @@ class LoadGate:
 
         It cannot where loading takes many times as long as computing, as measured: every page of a
         tier with low bandwidth, and pages of short prompts on one with high latency. A page is
-        loaded
-        together with others of its prompt, so the whole prompt counts. With few measurements,
-        everything pays. A tier without stores is never measured, so refusals are doubted here too:
-        about two thousand of them make up for a factor of eight.
+        loaded together with others of its prompt, so the whole prompt counts. With few
+        measurements, everything pays. A tier without stores is never measured, so refusals are
+        doubted here too: about two thousand of them make up for a factor of eight.
 
         Args:
             tier: Name of the tier.
@@ -393,10 +392,9 @@ class LoadGate:
 #
 # Seconds of one engine's work add up, in any order; two engines work at once. The link cost of a
 # cell is the same everywhere; its compute cost grows with its token, and is the same in every
-# layer.
-# So the best set of cells to compute is all layers of the first tokens, and no restore ends before
-# both engines are done at the best split. Overheads, page sizes and dependencies only add to that:
-# pass costs without them (`Modelled.ideal`).
+# layer. So the best set of cells to compute is all layers of the first tokens, and no restore ends
+# before both engines are done at the best split. Overheads, page sizes and dependencies only add to
+# that: pass costs without them (`Modelled.ideal`).
 
 
 def lower_bound(

@@ -21,10 +21,9 @@ from flowkv.policy.base import made
 #
 # A prefix of N tokens over L layers is a rectangle of *cells* (layer, token). Each cell is computed
 # or loaded, once. Causality gives both their direction: a layer's tokens are computed from the
-# front,
-# and only where the layer below computed them too; so loads come from the back. Each layer has two
-# pointers, and the layer is complete when they have met. The suffix, which no tier has, is computed
-# layer by layer once the prefix of its layer is complete.
+# front, and only where the layer below computed them too; so loads come from the back. Each layer
+# has two pointers, and the layer is complete when they have met. The suffix, which no tier has, is
+# computed layer by layer once the prefix of its layer is complete.
 
 
 class Span(NamedTuple):

@@ -180,8 +180,8 @@ class FirstCome(Scheduler):
 class Priority(Scheduler):
     """Order of priority; requests that wait preempt rows of lower priority.
 
-    A step of priority is worth `aging_s` seconds: a request is overtaken by requests of the next
-    priority that came less than `aging_s` later. Its place in the order does not change with time.
+    A step of priority is worth `aging_s` seconds: a request is overtaken by requests one step above
+    it that came less than `aging_s` later. Its place in the order does not change with time.
 
     Args:
         aging_s: Seconds that a step of priority is worth; `math.inf`: low priorities wait as long
