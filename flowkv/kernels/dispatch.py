@@ -104,7 +104,7 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
     """Attend from each row's new tokens to the row's pages, in place.
 
     The keys and values of the new tokens are read from the pages too: `append` them first. Pages
-    outside the `window` of all new tokens of the row are never read. A row may mix pages of
+    that the `window` hides from all new tokens of the row are never read. A row may mix pages of
     different codecs; only full ones are sealed.
 
     Args:

@@ -317,7 +317,7 @@ class Tenants(Policy):
     # ---- what is decided
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Remove and return `n` victims, none pinned or protected; None, nothing changed, else.
+        """Remove and return `n` victims, none pinned or protected; else None, with nothing changed.
 
         None also where `n` victims would take a tenant below its reserve.
         """

@@ -205,7 +205,7 @@ def _blocked(
 def _place(
     s: torch.Tensor, own: torch.Tensor, column: torch.Tensor, past: int, row: RowPart
 ) -> None:
-    """Bias and mask logits `[Hk, G, T, S]` of queries with the columns `own`."""
+    """Bias and mask logits `[Hk, G, T, S]` of queries with own tokens in the columns `own`."""
     how, own = row.how, own[:, None]
     if how.alibi is not None:
         s += how.alibi.float().view(*s.shape[:2], 1, 1) * (column - own)

@@ -212,10 +212,10 @@ def joined(b_hi, b_lo):
 # reads the (few) lengths of the batch and finds its own share. There are two ways of sharing:
 #
 # * *few* new tokens per row (decode): stream-K. The pages of all rows form one line, cut into equal
-#   shares; a share may end in the middle of a row and go on in the next. Segment number `share +
-#   row` is unique, so partials need no table. Where a row's result must not depend on the rest of
-#   the batch, *units* of pages are distributed instead, cut within each row alone, and every unit
-#   is a segment.
+#   shares; a share may end in the middle of a row and go on in the next. Segment number
+#   `share + row` is unique, so partials need no table. Where a row's result must not depend on the
+#   rest of the batch, *units* of pages are distributed instead, cut within each row alone, and
+#   every unit is a segment.
 # * *many* new tokens (prefill): a row is cut into blocks of query rows, and each block into chunks
 #   of pages where there are too few blocks to fill the device.
 #

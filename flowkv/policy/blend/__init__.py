@@ -5,7 +5,7 @@
 | `first` | `FirstTokens` | the first n of each document |
 | `values` | `ValueDeviation` | the tokens with the largest change in second-layer values |
 
-All other tokens keep the K and V computed behind another beginning, rotated to their present
+All other tokens keep the K and V computed at the beginning of a text, rotated to their present
 positions: the answer is near that of the whole prompt, but not the same. A rule of your own needs
 one method, `BlendRule.choose`.
 """

@@ -255,7 +255,7 @@ class LeafOrder(Policy):
         return np.ones(len(slots), np.bool_)
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Remove and return `n` victims, none pinned or protected; None, nothing changed, else.
+        """Remove and return `n` victims, none pinned or protected; else None, with nothing changed.
 
         Victims are in eviction order, children before parents.
 
