@@ -158,7 +158,7 @@ def _check_groups(groups: Sequence[Group], lines: Ints, full: Ints) -> None:
         ):
             raise GeometryError(
                 f"{group} does not fit the step",
-                "Give ascending groups of rows whose first pages are the same, and full before "
+                "Give ascending groups of rows with the same first pages, which are full before "
                 "the new tokens; or leave `groups` out",
             )
         end = group.end
@@ -257,13 +257,13 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
     check_queries(q, pages, batch)
     if shared.batch is not batch:
         raise GeometryError(
-            "the plan is of another step",
-            "Make one for this: plan each step, plan_cascade(batch, ...)",
+            "the plan belongs to another step",
+            "Plan each step with plan_cascade(batch, ...)",
         )
     if window is not None and window < batch.most_length:
         raise GeometryError(
             f"a cascade with window={window} and rows of {batch.most_length} tokens",
-            "Call paged_attention: rows of a group would see different parts of what they share",
+            "Call paged_attention: the window hides different shared pages from each row",
         )
     how = Scoring(
         scale=1.0 / math.sqrt(layout.head_dim) if scale is None else scale,

@@ -67,9 +67,9 @@ def append(
     check_packed("k", k, pages, layout.kv_heads, layout.head_dim)
     if (v is None) is not layout.latent:
         raise GeometryError(
-            f"v is {None if v is None else tuple(v.shape)} for pages that keep "
+            f"v is {None if v is None else tuple(v.shape)} for pages that store "
             f"{layout.stored_value_dim} elements of a value",
-            "Pass values to groups that keep them, and v=None to latent ones",
+            "Pass values to groups that store them, and v=None to latent ones",
         )
     v = k[..., :0] if v is None else v
     check_packed("v", v, pages, layout.kv_heads, layout.stored_value_dim)
@@ -488,7 +488,7 @@ def _check_part(
     if first < 0 or count < 0 or first + count > granules:
         raise GeometryError(
             f"part ({first}, {count}) of pages of {granules} granules",
-            "Pass (first granule, granules) within the page, as stripe_part() answers",
+            "Pass (first granule, granules) within the page, as stripe_part() returns",
         )
     return count
 
@@ -701,7 +701,7 @@ def check_packed(name: str, x: torch.Tensor, pages: Pages, heads: int, dim: int)
         )
     if x.device != pages.arena.device:
         raise GeometryError(
-            f"{name} lies on {x.device}, its pages on {pages.arena.device}",
+            f"{name} is on {x.device}, its pages on {pages.arena.device}",
             "Give each device's layers a group, and a pool, of their own",
         )
 
@@ -960,7 +960,7 @@ def check_rotary(rope: Rotary, layout: PageLayout, device: torch.device, lines: 
     if layout.latent and rope.start < layout.value_dim:
         raise GeometryError(
             f"rotated dims from {rope.start} on, of which {layout.value_dim} are the value",
-            f"Rotate what stands behind a latent: start={layout.value_dim}",
+            f"Rotate the dims behind the latent: start={layout.value_dim}",
         )
 
 

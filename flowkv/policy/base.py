@@ -372,7 +372,7 @@ def made(
         except TypeError as error:
             raise ConfigError(
                 f"{what} {given!r} does not take these options ({error})",
-                "See its class for what it takes",
+                "Pass only arguments of its class",
             ) from None
     if not isinstance(given, kind):
         raise ConfigError(
@@ -382,7 +382,7 @@ def made(
     if options:
         raise ConfigError(
             f"{what} {getattr(given, 'name', '')!r} is an object already, "
-            f"and {', '.join(options)} came with it",
+            f"so {', '.join(options)} cannot apply",
             "Configure the object where it is made",
         )
     return given

@@ -124,7 +124,7 @@ def belady(
     else:
         _check_requests(offsets, blocks, unique)
     if len(uses) != len(blocks):
-        raise ConfigError(f"{len(uses)} uses of {len(blocks)} blocks", "Pass what next_uses() gave")
+        raise ConfigError(f"{len(uses)} uses of {len(blocks)} blocks", "Pass those of next_uses()")
     hits = np.zeros(max(len(offsets) - 1, 0), np.int64)
     heap, place = np.empty((unique, 2), np.int64), np.full(unique, -1, np.int32)
     replay(offsets, blocks, uses, heap, place, capacity, hits)

@@ -193,7 +193,7 @@ def make_sparsifier(given: str | Sparsifier) -> Sparsifier:
         part = float(share)
     except ValueError:
         raise ConfigError(
-            f"sparsify={given!r} does not say what part of the tokens stays",
+            f"sparsify={given!r} has no numeric share of the tokens",
             f"Write NAME:SHARE, such as {name}:0.5",
         ) from None
     return made(name, SPARSIFIERS, Sparsifier, "sparsifier", {"share": part})  # type: ignore[type-abstract]

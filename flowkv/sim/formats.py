@@ -42,7 +42,7 @@ ZSTD = b"\x28\xb5\x2f\xfd"
 
 MOST_LINE_BYTES = 1 << 26
 LEAST_BLOCKS = 1 << 16
-REMEDY = "Pass another file, or get it anew"
+REMEDY = "Pass another file, or fetch it again"
 
 
 def most_blocks(path: Path) -> int:
@@ -389,7 +389,7 @@ def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[n
 # Recordings of a live cache (`flowkv.observe.recording` writes them), read as traces.
 
 T = TypeVar("T")
-_REMEDY = "Record it anew, or pass another file"
+_REMEDY = "Record it again, or pass another file"
 
 
 class Reader:
@@ -440,7 +440,7 @@ class Reader:
         for request in requests:
             above, count = request.above, len(ids)
             if not -1 <= above < count or len(request.ids) % ID_BYTES:
-                raise ConfigError(f"{self.path} names a block before its time", _REMEDY)
+                raise ConfigError(f"{self.path} names a block before it exists", _REMEDY)
             for at in range(0, len(request.ids), ID_BYTES):
                 ids.append(request.ids[at : at + ID_BYTES])
                 parents.append(above)
@@ -489,7 +489,7 @@ class Reader:
         except zstandard.ZstdError as error:
             raise ConfigError(f"{self.path} is damaged: {error}", _REMEDY) from None
         if len(body) != n_bytes or xxhash.xxh3_64_intdigest(body) != digest:
-            raise ConfigError(f"{self.path} is damaged: a frame is not what was written", _REMEDY)
+            raise ConfigError(f"{self.path} is damaged: a frame has another digest", _REMEDY)
         return body
 
     def _decode(self, body: bytes, kind: type[T]) -> T:

@@ -786,7 +786,7 @@ def replay(
     unknown = sorted(set(settings) - set(ReplaySettings.__annotations__))
     if unknown:
         raise ConfigError(
-            f"replay knows no {', '.join(unknown)}",
+            f"replay has no setting {', '.join(unknown)}",
             f"Use {', '.join(ReplaySettings.__annotations__)}",
         )
     capacity = pages_of(trace, pages, size)
@@ -826,7 +826,7 @@ def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
     if saved is not None:
         if not isinstance(made, Warm):
             raise ConfigError(
-                f"policy {made.name!r} learns nothing that it could begin with", "Leave out warm"
+                f"policy {made.name!r} learns no model and cannot start warm", "Leave out warm"
             )
         made.load_model(saved)
     return made

@@ -303,7 +303,7 @@ class VirtualEngine:
         """
         for ask in asks:
             if -(-(ask.prompt + ask.limit) // self._size) > self.pages:
-                raise ConfigError(f"{ask} does not fit {self.pages} pages", "Give the engine more")
+                raise ConfigError(f"{ask} does not fit {self.pages} pages", "Pass more pages")
         rows = [VirtualRow(number, ask) for number, ask in enumerate(asks)]
         ahead = sorted(rows, key=lambda row: (row.arrived_s, row.number), reverse=True)
         while ahead or self.waiting or self.active:
@@ -339,7 +339,7 @@ class VirtualEngine:
         times = [row.here_s for row in self.active if row.state == COMING]
         times += [next_s] if next_s is not None else []
         if not times:
-            raise StateError("nothing goes on", "Let the scheduler's victims() and rank() agree")
+            raise StateError("nothing proceeds", "Let the scheduler's victims() and rank() agree")
         self.now_s = max(self.now_s, min(times))
 
     # ---- entering and leaving

@@ -42,7 +42,7 @@ _DAMAGE = (
     *MALFORMED, OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError,
     RuntimeError, TypeError, SyntaxError, MemoryError, struct.error,
 )  # fmt: skip
-_REMEDY = "Pass another file, or make it anew"
+_REMEDY = "Pass another file, or write it again"
 
 
 class Trace(msgspec.Struct, frozen=True, eq=False):
@@ -164,7 +164,7 @@ def read_npz(path: Path) -> Trace:
         with open_regular(path) as whole, zipfile.ZipFile(whole) as file:
             room = LEAST_BYTES + MOST_A_BYTE * os.fstat(whole.fileno()).st_size
             if sum(one.file_size for one in file.infolist()) > room:
-                raise ValueError("it unpacks to more than its length accounts for")
+                raise ValueError("it unpacks to more bytes than its length allows")
             if {one.compress_type for one in file.infolist()} - {0, zipfile.ZIP_DEFLATED}:
                 raise ValueError("it is compressed in a way that numpy does not use")
             a = {name: _array(file, name, "iu") for name in (*_ARRAYS, "btok")}
@@ -286,7 +286,7 @@ def build_trace(
     if {len(times), *map(len, columns.values())} != {len(sizes)} or sizes.sum() != len(ids):
         raise ConfigError(
             f"trace {name!r} has {len(times)} times, {len(sizes)} lengths and {len(ids)} blocks",
-            "Give one of each per request, and as many ids as the lengths say",
+            "Give one of each per request, and as many ids as the lengths add up to",
         )
     order = np.argsort(times, kind="stable")
     starts = np.cumsum(sizes) - sizes

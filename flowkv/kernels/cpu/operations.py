@@ -357,7 +357,7 @@ class Call:
             spread(lambda _: entries.help_with(self.address), threads)
             left = self._operands[fields.PARTS] - self._operands[fields.DONE]
         if left:
-            raise MemoryError("no room for what attention works with")
+            raise MemoryError("no memory for the scratch of attention")
 
 
 def _address(x: torch.Tensor | None) -> int:
@@ -492,7 +492,7 @@ class Decode:
         elif entries.attend(
             self._call.address, 1, layer, q.data_ptr(), by[self._by], by[1], out.data_ptr()
         ):
-            raise MemoryError("no room for what attention works with")
+            raise MemoryError("no memory for the scratch of attention")
         return out
 
     def _prepare(

@@ -50,7 +50,7 @@ def make_blend_rule(given: str | float | BlendRule) -> BlendRule:
             options = {"amount": float(argument)}
         except ValueError:
             raise ConfigError(
-                f"recompute={given!r} does not say how much is computed again",
+                f"recompute={given!r} has no numeric amount of tokens",
                 "Write NAME:AMOUNT, such as first:16 or values:0.15",
             ) from None
     return made(name, BLEND_RULES, BlendRule, "blend rule", options)  # type: ignore[type-abstract]

@@ -221,7 +221,7 @@ class State:
     def add(self, request: RestoreRequest) -> Progress:
         """Add a request that arrived."""
         if request.number in self.requests:
-            raise StateError(f"request {request.number} is there already", "Number it otherwise")
+            raise StateError(f"request {request.number} exists already", "Use another number")
         progress = self.requests[request.number] = Progress(request)
         return progress
 
@@ -312,7 +312,7 @@ class State:
     @staticmethod
     def _meets(op: Compute | RestoreLoad, right: bool) -> None:
         if not right or op.tokens.size <= 0 or op.layers.size <= 0:
-            raise StateError(f"{op} does not go on where the pointers are", "Ask the policy again")
+            raise StateError(f"{op} does not continue at the pointers", "Ask the policy again")
 
 
 # The two decisions of a restore policy, made from the state alone.

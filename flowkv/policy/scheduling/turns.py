@@ -350,7 +350,7 @@ class Turns:
         if len(set(named)) < len(named) or not set(named).issubset(among):
             raise StateError(
                 f"scheduler {self.scheduler.name!r} names {list(named)} as victims",
-                "Let victims() return some of the rows it is shown, each once",
+                "Let victims() return some of the rows it gets, each once",
             )
         return named
 
