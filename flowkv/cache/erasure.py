@@ -243,7 +243,7 @@ def _erase_from(
 ) -> str:
     """Erases frames of one tier; why it cannot be proven that none is left, "" if it was."""
     tier, gone = store.stack.tiers[number], set(keys)
-    if any((moving := store.stack.mover.on_the_way(key)) and moving.tier == number for key in keys):
+    if any(store.stack.mover.on_the_way(key, number) for key in keys):
         return f"{tier.name} has not answered yet whether it stored some"
     for last in (False, False, True):
         if tier.writable:

@@ -157,7 +157,7 @@ class PageLoad:
             buffer = page[first * stride : (first + count) * stride]
         else:
             lend = getattr(store.stack.tiers[source.tier], "lend", None)
-            if lend is not None and not self.block.moving:  # else it is read from a store's memory
+            if lend is not None and not self.block.going:  # else it is read from a store's memory
                 lent = lend(self.block.key, first, count)
             if lent is not None and len(lent) == count * stride:
                 buffer = torch.from_numpy(lent)

@@ -835,10 +835,10 @@ class Mover:
         """Stores that are not answered yet."""
         return self._storing
 
-    def on_the_way(self, key: bytes) -> OnTheWay | None:
-        """A frame that is being stored, to be read from memory meanwhile."""
-        found = self._bodies.get(key)
-        return found[0] if found else None
+    def on_the_way(self, key: bytes, tier: int = -1) -> OnTheWay | None:
+        """Return a frame that is being stored in a tier (-1: in any), to be read from memory."""
+        found = self._bodies.get(key, ())
+        return next((one for one in found if tier in (-1, one.tier)), None)
 
     def retract(self, keys: Collection[bytes]) -> None:
         """Stores of these keys are not wanted any more; what was sent is read from no more."""

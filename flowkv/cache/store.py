@@ -279,6 +279,8 @@ class PageStore:
     def _let_go(self, block: Block) -> None:
         if block.group < len(self._places):
             self._places[block.group].let_go(block.slot)
+        if self._unwritten.pop(block, 0) is None:  # it waited, and lies nowhere any more
+            self.stack.miss_out(self.stack.lasting())
 
     def _drop(self, slots: Sequence[int]) -> None:
         for place in self.places:
@@ -593,7 +595,7 @@ class PageStore:
             while left:
                 part = left[: max(1, AT_ONCE_BYTES // n_bytes)]
                 del left[: len(part)]
-                takers = {b: -1 if b.moving else self.stack.taker(b) for b in part}
+                takers = {b: -1 if b.going else self.stack.taker(b) for b in part}
                 wanted = [b for b, number in takers.items() if number >= 0]
                 if copies is not None and wanted:
                     need = len(wanted) * n_bytes
@@ -603,7 +605,7 @@ class PageStore:
                         pass
                 copied = self._copy_out(wanted)
                 for block, number in takers.items():
-                    if number < 0 and not (block.moving or block.tiers):
+                    if number < 0 and not (block.going or block.tiers):
                         number = self.stack.taker(block)  # its copy below made room meanwhile
                     if number >= 0 and not self.stack.outlives(number):  # as fast as memory
                         self.stack.await_room(number, n_bytes)
@@ -615,29 +617,25 @@ class PageStore:
         self.bus.emit(Evicted(tier="device", pages=pages, n_bytes=n_bytes, reason=reason))
 
     def _leave_device(self, block: Block, reason: str) -> None:
-        saves, n_bytes = reason != "lease" and not block.moving, self.size(block)
+        saves, n_bytes = reason != "lease" and not block.going, self.size(block)
         self._take_off(block, self.stack.taker(block) if saves else -1)
         self._evicted(1, n_bytes, reason)
 
     def _take_off(self, block: Block, number: int, copied: _Copied | None = None) -> None:
         """Takes a block off its device, and gives it to a tier, unless the number is -1."""
-        waited = block in self._unwritten and not block.moving
         if number >= 0:
             n_bytes = self.size(block)
             if self._store_page(block, number, copied):
                 self.stack.demoted("device", number, n_bytes)
-            elif not waited and not self.stack.takes(number, n_bytes):
+            elif block not in self._unwritten and not self.stack.takes(number, n_bytes):
                 self.stack.miss_out(number)
         self._free_page(block)
-        if waited and not block.moving:
-            self.stack.miss_out(self.stack.lasting())
         self.stack.settle(block)
 
     def _free_page(self, block: Block) -> None:
         page = block.page
         self.change(block, -1)
         self.prefetched_unused.end(block, used=False)
-        self._unwritten.pop(block, None)
         self.pool(block.group).release(page)
 
     def _alike(self, block: Block, number: int) -> bool:
@@ -673,9 +671,9 @@ class PageStore:
                     continue  # that copy is another one
                 if self.stack.still_holds(block, number) or self._puts(block, number):
                     break
-        while any(block.moving for block in blocks) and self.drain(self.stack.mover.deadline_s):
+        while any(block.going for block in blocks) and self.drain(self.stack.mover.deadline_s):
             pass
-        return [b for b in blocks if not b.moving and any(self._alike(b, n) for n in usable)]
+        return [b for b in blocks if not b.going and any(self._alike(b, n) for n in usable)]
 
     def _puts(self, block: Block, number: int) -> bool:
         if not self.stack.open_to(block, number):
@@ -746,9 +744,13 @@ class PageStore:
 
     def confirm(self) -> None:
         """A reading of all weights has ended: what it proves may leave the process."""
+        number = self.stack.lasting()
         for block in self.stack.confirm():
-            if self._may_write(block, self.stack.lasting()):
-                self.write_down(block)
+            if block.page >= 0:
+                if self._may_write(block, number):
+                    self.write_down(block)
+            elif self.stack.lacks(block, number) and self.stack.worth_storing(block, number):
+                self._wait(block)
 
     def reject(self) -> int:
         """Forgets what may be of other weights than it is named after; returns how many."""
@@ -766,37 +768,47 @@ class PageStore:
         return bool(final and self.stack.lacks(block, number) and block not in self._unwritten)
 
     def _write_out(self) -> None:
-        """Gives pages that wait to the tier that lasts, as far as it takes them now."""
-        number = self.stack.lasting()
+        """Gives what waits to the tier that lasts, as far as that takes it now.
+
+        Of what has left its device a copy below is read: of one block at a time.
+        """
+        stack, number = self.stack, self.stack.lasting()
         while number >= 0 and self._unwritten:
             waiting, n_bytes = list[Block](), 0
             for block in self._unwritten:
-                if self._waits(block, number):
-                    own_bytes = self._kind(block)[1]
-                    if not self.stack.takes(number, own_bytes, n_bytes) or n_bytes > AT_ONCE_BYTES:
+                if stack.lacks(block, number):
+                    if not block.somewhere:
+                        continue  # its copy below is still on the way
+                    own_bytes = self._waiting_bytes(block)
+                    if not stack.takes(number, own_bytes, n_bytes) or n_bytes > AT_ONCE_BYTES:
                         break
                     n_bytes += own_bytes
                 waiting.append(block)
-            if not waiting:
-                break
-            copied = self._copy_out([block for block in waiting if self._waits(block, number)])
+                if block.page < 0:
+                    break
+            there = [block for block in waiting if block.page >= 0 and stack.lacks(block, number)]
+            copied = self._copy_out(there)
             for block in waiting:
-                if (
-                    self._waits(block, number)
-                    and not self._store_page(block, number, copied.get(block))
-                    and not self.stack.takes(number, self._kind(block)[1])
-                ):
-                    return  # it is away by now: the others wait
+                if stack.lacks(block, number):
+                    stored = (
+                        self._store_page(block, number, copied.get(block))
+                        if block.page >= 0
+                        else stack.copy(block, block.nearest, number)
+                    )
+                    if not stored and not stack.takes(number, self._waiting_bytes(block)):
+                        return  # it is away by now: the others wait
                 self._unwritten.pop(block, None)
+            if not waiting or waiting[-1].page < 0:
+                break
+
+    def _waiting_bytes(self, block: Block) -> int:
+        return self.size(block) if block.page >= 0 else self.stack.size(block, block.nearest)
 
     def _wait(self, block: Block) -> bool:
-        """Have a block's device page wait for the tier that lasts; whether there is any."""
-        if block.page >= 0:
+        """Have a block wait for the tier that lasts; whether it lies anywhere meanwhile."""
+        if block.somewhere:
             self._unwritten[block] = None
-        return block.page >= 0
-
-    def _waits(self, block: Block, number: int) -> bool:
-        return block.page >= 0 and self.stack.lacks(block, number)
+        return block.somewhere
 
     def _copy_out(self, blocks: Sequence[Block]) -> dict[Block, _Copied]:
         """Start copying pages to host memory, where their device has copies of its own."""
@@ -810,7 +822,7 @@ class PageStore:
 
     def _kind(self, block: Block) -> tuple[int, int]:
         """Group and bytes of a block's page."""
-        return block.group, self.forms[block.group].of(block.page).page_bytes
+        return block.group, self.size(block)
 
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""

@@ -471,7 +471,7 @@ class TierStack:
         left, in_use = self._strangers.get(number, []), self._knows(number)
         while left:
             block = left.pop()
-            free = not (block.gone or block.kept or block.moving)
+            free = not (block.gone or block.kept or block.going)
             if free and block.tiers >> number & 1 and not in_use(block.namespace):
                 return block
         return None
@@ -483,8 +483,7 @@ class TierStack:
 
     def _listed(self, key: bytes, number: int) -> bool:
         known = self.index.find(key)
-        # What is known and not believed to be there is just being moved.
-        return known is not None and bool(known.tiers >> number & 1 or known.moving)
+        return known is not None and bool((known.tiers | known.going) >> number & 1)
 
     def adopt(self, number: int) -> int:
         """Learns of the oldest frames on a tier that others put there; returns how many.
@@ -501,13 +500,13 @@ class TierStack:
 
     def detach(self) -> None:
         """Leave the tiers to another store; only device pages stay known here."""
+        for block in self.index:
+            block.tiers = block.going = 0
+            self.settle(block)
         self.close_logs()
         self.mover.forget()
         for book in (self.tiers, self.places, self._incoming, self._strangers):
             book.clear()
-        for block in self.index:
-            block.tiers = block.moving = 0
-            self.settle(block)
 
     def close_logs(self) -> None:
         """Lets go of the erasure_logs: nothing is stored or looked up here any more."""
@@ -534,10 +533,8 @@ class TierStack:
 
     def locate(self, block: Block) -> int:
         """Return the nearest tier that holds a block, or else is just given it; -1 if none."""
-        if block.tiers:
-            return block.nearest
-        moving = self.mover.on_the_way(block.key) if block.moving else None
-        return moving.tier if moving else -1
+        there = block.tiers or block.going
+        return (there & -there).bit_length() - 1
 
     def discover(
         self,
@@ -576,7 +573,7 @@ class TierStack:
 
     def settle(self, block: Block) -> None:
         """Forgets a block that no place holds and none is about to."""
-        if not block.somewhere and not block.moving and not block.gone:
+        if not (block.somewhere or block.going or block.gone):
             self.dismiss(block)
         self.protect(block)
 
@@ -594,7 +591,7 @@ class TierStack:
         if block.gone:
             return  # its slot may be another block's by now
         for place in self.places:
-            (place.hold if block.kept or block.moving else place.let_go)(block.slot)
+            (place.hold if block.kept or block.going else place.let_go)(block.slot)
 
     def insert(self, blocks: Sequence[Block], number: int) -> None:
         """Insert blocks that became resident on a tier into its policy, root to leaf."""
@@ -648,7 +645,9 @@ class TierStack:
         done: Callable[[], None] = lambda: None,
         mark: CopyMark | None = None,
     ) -> bool:
-        """Writes a block to a tier in the background; False if there is no room.
+        """Store a block in a tier in the background; False if there is no room.
+
+        What is on its way there is not stored once more.
 
         Args:
             block: What.
@@ -658,6 +657,9 @@ class TierStack:
             done: Called when the tier has answered.
             mark: The copy that fills the body; None for a body that is there.
         """
+        if block.going >> number & 1:
+            done()
+            return True
         n_bytes = self.tiers[number].frame_bytes(body.nbytes)
         if self._barred(block, number) or not self.takes(number, body.nbytes):
             return False
@@ -672,7 +674,7 @@ class TierStack:
         if not self.mover.store(number, block.key, info, body, answered, mark):
             return False
         self._incoming[number] += n_bytes
-        block.moving += 1
+        block.going |= 1 << number
         self.protect(block)
         return True
 
@@ -708,7 +710,7 @@ class TierStack:
         return any(stored)
 
     def _stored(self, block: Block, number: int, codec: int, answer: TierAnswer) -> None:
-        block.moving -= 1
+        block.going &= ~(1 << number)
         tier, forgotten = self.tiers[number], block.gone
         if answer.outcome is not Outcome.STORED:
             self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
@@ -809,7 +811,7 @@ class TierStack:
         """Return the most bytes of a block's body on a tier; 0 where only the tier can tell."""
         if block.n_bytes:
             return block.n_bytes
-        moving = self.mover.on_the_way(block.key) if block.moving else None
+        moving = self.mover.on_the_way(block.key, number) if block.going >> number & 1 else None
         if moving is not None:
             return moving.store.body.nbytes
         layouts = [self.forms[block.group].layouts[c] for c in self.codecs_on(block, number)]
@@ -820,7 +822,7 @@ class TierStack:
 
         Copies that nobody can read here are struck off.
         """
-        moving = self.mover.on_the_way(block.key) if block.moving else None
+        moving = self.mover.on_the_way(block.key) if block.going else None
         if moving is not None and moving.store.info.codec in self.forms[block.group].layouts:
             yield ReadFrom(moving.tier, moving.store.info.codec, True)
         for number in range(len(self.tiers)):
@@ -903,14 +905,14 @@ class TierStack:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
         if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
             lower = self.taker(block, number + 1)
-            if lower >= 0 and (copied := self._copy(block, number, lower)):
+            if lower >= 0 and (copied := self.copy(block, number, lower)):
                 self.demoted(name, lower, copied)
         self.tiers[number].delete([block.key])
         block.tiers &= ~(1 << number)
         self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
         self.settle(block)
 
-    def _copy(self, block: Block, source: int, target: int) -> int:
+    def copy(self, block: Block, source: int, target: int) -> int:
         """Copy a block from one tier to another; returns its bytes on their way, 0 for none."""
         found = self.load(block, source)
         if found is None or not self.store(block, target, found[0], memoryview(found[1])):
@@ -918,9 +920,12 @@ class TierStack:
         return len(found[1])
 
     def taker(self, block: Block, first: int = 0) -> int:
-        """The nearest tier from number `first` on that wants a block; -1 if one before has it."""
+        """The nearest tier from number `first` on that wants a block; -1 if one before has it.
+
+        Or if it is on its way to one before.
+        """
         for number in range(first, len(self.tiers)):
-            if block.tiers >> number & 1:
+            if not self.lacks(block, number):
                 break
             worth = self.open_to(block, number) and self.worth_storing(block, number)
             if worth and self.admits(block, number):
@@ -990,26 +995,20 @@ class TierStack:
 
     def lacks(self, block: Block, number: int) -> bool:
         """Return whether a tier neither has a known block nor is about to."""
-        return not (block.moving or block.gone or block.tiers >> number & 1)
+        return not (block.gone or (block.tiers | block.going) >> number & 1)
 
     def confirm(self) -> list[Block]:
-        """End a reading of all weights: store what that proves; returns what has device pages."""
-        number, paged = self.lasting() if self.writes_back else -1, list[Block]()
+        """End a reading of all weights: store tails that it proves; returns what else it does."""
+        number, others = self.lasting() if self.writes_back else -1, list[Block]()
         for block in self.provisional.confirm():
             body = self._bodies.pop(block, None)
-            if block.gone:
-                continue
-            if body is not None:
+            if body is None:
+                others.append(block)
+            elif not block.gone:
                 if number >= 0:
                     self.store(block, number, *body)
                 self.settle(block)
-            elif number >= 0 and block.page >= 0:
-                paged.append(block)
-            elif number >= 0 and block.tiers and self.lacks(block, number):
-                if self.worth_storing(block, number):
-                    self._copy(block, block.nearest, number)
-                self.settle(block)
-        return paged
+        return others if number >= 0 else []
 
     @property
     def writes_back(self) -> bool:

@@ -127,11 +127,11 @@ def audit_residency(kv: KV, store: PageStore) -> None:
     for number, place in enumerate(store.stack.places):
         there = [block.slot for block in store.index if block.tiers >> number & 1]
         assert sorted(place.policy.resident()) == sorted(there)
-        assert set(place.held) == {b.slot for b in store.index if b.moving or b.kept}
+        assert set(place.held) == {b.slot for b in store.index if b.going or b.kept}
     restores = kv.restores._active.values()
     coming = Counter(one.block for restore in restores for one in restore if one._kept)
     for block in store.index:
-        assert block.somewhere or block.moving, "a block lies nowhere and is still known"
+        assert block.somewhere or block.going, "a block lies nowhere and is still known"
         assert block.kept == block.pinned + coming[block]
         assert store.index.at(block.slot) is block
 
