@@ -1,4 +1,4 @@
-"""`attach` gives a Hugging Face model a FlowKV cache; `verify` shows that nothing else changes."""
+"""`attach` gives a Hugging Face model a FlowKV cache; `verify` compares it with the model's own."""
 
 from __future__ import annotations
 
@@ -67,37 +67,37 @@ def attach(
     recompute: str | float | BlendRule = "values",
     **config: Any,
 ) -> KV:
-    """Gives a model a cache. `model.generate(...)` and everything else stay as they are.
+    """Attach a prefix cache to a model. `model.generate(...)` and everything else stay as they are.
 
     Prompts that begin like earlier ones, of this process or (with a disk) of another, are not
-    computed again. In fp32 with `codec="raw"` the tokens are those of the model's own cache. What
-    cannot be served (see `flowkv.verify`) is left to the model's own cache, with one warning.
+    computed again. In fp32 with `codec="raw"` the tokens are those of the model's own cache. Calls
+    that cannot be served (see `flowkv.verify`) use the model's own cache, with one warning.
 
     Args:
-        model: A transformers model; of one that adapters or `torch.compile` wrap, what is in it.
-        reads: "auto" reads pages where they lie, wherever the model's attention allows it; "dense"
+        model: A transformers model, possibly wrapped by adapters or by `torch.compile`.
+        reads: "auto" reads pages in place, wherever the model's attention allows it; "dense"
             gathers K and V for the model's own attention.
-        revision: Your name for all of the model that FlowKV cannot name: hooks, patched functions,
-            objects of your own. Such a model shares nothing without one. Change it whenever the
-            model computes something else.
-        memo: Places, as "host:256MiB", in which encoders of images, of sound, or of what a decoder
-            attends to keep their results: rows seen before are not computed again (`flowkv.memo`).
+        revision: Your name for everything in the model that FlowKV cannot name: hooks, patched
+            functions, objects of your own. Without it, such a model shares no pages. Change it
+            whenever the model computes something else.
+        memo: Places, as "host:256MiB", that keep the results of the model's encoders (of images, of
+            sound, or of an encoder-decoder): known rows are not computed again (`flowkv.memo`).
         sparsify: Experimental: which tokens of a prompt stay once it is computed, as "snapkv:0.5",
             or a `flowkv.policy.sparsify.Sparsifier`, which may keep another share in each layer.
-            What is dropped is lost to the answer: see the guide on dropping tokens.
-        reuse: "exact", or, experimental, "blend": documents that `KV.learn` was given are put in
-            place wherever they stand in a prompt. The answer is near the exact one: see the guide
+            Dropped tokens are lost to the answer: see the guide on dropping tokens.
+        reuse: "exact", or, experimental, "blend": documents that were passed to `KV.learn` are
+            reused at any position in a prompt. The answer is near the exact one: see the guide
             on documents.
         recompute: With "blend", which of their tokens are computed again: a share, as 0.15, or a
             rule by name, as "first:16".
         **config: Fields of `flowkv.Config`, `tiers=` and `policy=` as `flowkv.KV` takes them.
 
     Returns:
-        The cache. `kv.detach()` leaves the model as it was.
+        The cache. `kv.detach()` restores the model.
 
     Raises:
-        ConfigError: A field is unknown, `model` is no transformers model, or tokens of it cannot
-            be dropped.
+        ConfigError: A field is unknown, `model` is no transformers model, or its tokens cannot be
+            dropped.
         StateError: The model has a cache already.
         StoreError: A directory cannot be used.
 
@@ -146,13 +146,13 @@ def attach(
 
 
 def _query_heads(model: Any) -> int:
-    """Query heads of all layers alike, as far as a model's configuration says so; else 0."""
+    """Return the number of query heads that a model's configuration states, or 0 without one."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     return heads if isinstance(heads, int) else 0
 
 
 def _hear(model: torch.nn.Module, kv: KV) -> None:
-    """Tells on the bus of a cache what attached weights and embeddings of its model read."""
+    """Forward reads of the model's attached weights and embeddings to the event bus of a cache."""
     found = dict[int, Bus]()
     for module in model.modules():
         for called in map(vars(module).get, ("forward", "_call_impl")):
@@ -171,13 +171,13 @@ def install(
     share_of: Callable[[int], float] | None = None,
     revision: str = "",
 ) -> ForwardHook:
-    """Probes a model, binds the cache to it, and hangs the door.
+    """Probe a model, bind the cache to it, and install the door's hooks.
 
     Args:
         model: The model.
         kv: The cache.
         reads: See `attach`.
-        share_of: What part of a prompt a layer keeps; those of one part form groups.
+        share_of: Share of a prompt that a layer keeps; layers of one share form groups.
         revision: See `attach`.
 
     Raises:
@@ -193,12 +193,12 @@ def install(
         modules, long = list(model.modules()), identity.suspect
         found = probe(model, kv.page_size, in_pages=in_pages, long=long, share_of=share_of)
         if list(map(id, modules)) == list(map(id, model.modules())):
-            break  # else its first forward rebuilt it, as BigBird's does: it is what it has become
+            break  # else its first forward replaced modules, as BigBird's does: probe once more
     bind(kv, found.plan.geometry, identity.namespace)
     door = ForwardHook(model, kv, found.plan, identity, switch)
     follow(kv, detach=door.remove)
     door.install()
-    identity.read(model)  # what its first forward made is a setting as any other
+    identity.read(model)  # the first forward may have made attributes, which are settings, too
     try:
         settle(model, kv, found, door)
     except BaseException:
@@ -217,10 +217,10 @@ def install(
 
 
 def _check_overflow(door: ForwardHook) -> None:
-    """Sees that a model reads pages wherever they lie.
+    """Check that all layers of a model read pages in place, as `overflow=True` needs.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: Some layers do not.
     """
     dense = [index for index, placed in door.plan.placed.items() if not placed.in_pages]
     problem = door.switch.reason or (f"layers {_ranges(dense)} are read dense" if dense else "")
@@ -229,7 +229,7 @@ def _check_overflow(door: ForwardHook) -> None:
     if problem:
         door.remove()
         raise ConfigError(
-            f"overflow=True and a model that cannot go on past its pool: {problem}",
+            f"overflow=True does not fit a model that cannot go on past its pool: {problem}",
             "Leave overflow out, or give the device pool enough bytes for the longest context",
         )
 
@@ -241,7 +241,7 @@ def make_cache(
     care: Mapping[str, Any] = NOTHING,
     **inputs: Any,
 ) -> Any:
-    """`KV.cache`: a cache for one call, `generate(**inputs, past_key_values=kv.cache(**inputs))`.
+    """Make a cache for one call: `generate(**inputs, past_key_values=kv.cache(**inputs))`.
 
     This does what happens by itself in a forward of the attached model, for a tenant of choice. In
     a forked child it is a `DynamicCache`.
@@ -249,9 +249,9 @@ def make_cache(
     Args:
         kv: The cache.
         *args: `input_ids`, if not by name.
-        tenant: Whose pages may be used and made; default the cache's own tenant.
-        care: `session`, `lease` and `retain` for `KV.open`, as far as they are said.
-        **inputs: What `generate` is given.
+        tenant: Tenant of the pages to reuse and to publish; default the cache's own tenant.
+        care: `session`, `lease` and `retain` for `KV.open`, as far as they are set.
+        **inputs: The arguments of `generate`.
 
     Raises:
         ConfigError: The cache is attached to no model.
@@ -276,10 +276,10 @@ def make_cache(
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model itself, out of what adapters and `torch.compile` wrap around it.
+    """Return the transformers model inside the wrappers of adapters and `torch.compile`.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The object wraps no transformers model.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
@@ -299,12 +299,12 @@ def _forget(model: weakref.ref[Any]) -> None:
 
 
 def door_of(model: Any) -> ForwardHook | None:
-    """The door of an attached model."""
+    """Return the door of a model; None if it is not attached."""
     return _ATTACHED.get(model)
 
 
 def _in_child() -> None:
-    global _LOCK  # noqa: PLW0603 - whoever held it is not here
+    global _LOCK  # noqa: PLW0603 - the thread that held it does not exist in the child
     _LOCK = threading.Lock()
 
 
@@ -312,7 +312,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 
 
-# `verify`: does FlowKV give on *this* model what the model's own cache gives?
+# `verify`: does FlowKV give the same results on *this* model as the model's own cache?
 
 _NEW = 8
 _POOL = "512MiB"
@@ -321,11 +321,11 @@ _PAGE = 16
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison.
+    """Comparison of one case with the model's own cache.
 
     Attributes:
-        name: What was run.
-        identical: The tokens are the same.
+        name: Name of the case.
+        identical: Whether the tokens are the same.
         max_difference: Largest difference of any logit.
         reused: Tokens that were not computed again.
         tokens: Tokens of the prompts.
@@ -340,14 +340,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `verify`. `print(report)` shows it as a small table.
+    """Result of `verify`. `print(report)` shows it as a small table.
 
     Attributes:
         model: Class of the model.
         layers: "pages", "dense", "state" or "none" for each decoder layer: how it is read.
         cases: The comparisons.
         reasons: Why the model is refused, or read otherwise than in pages.
-        ok: FlowKV serves the model and gives the same tokens.
+        ok: Whether FlowKV serves the model and gives the same tokens.
     """
 
     model: str
@@ -359,7 +359,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Return the result as one sentence."""
         if not self.cases:
             return "refused: the model keeps its own cache"
         if not self.ok:
@@ -370,7 +370,7 @@ class Report:
 
     @property
     def max_difference(self) -> float:
-        """Largest difference of any logit, over all cases."""
+        """Return the largest difference of any logit, over all cases."""
         return max((case.max_difference for case in self.cases), default=0.0)
 
     def __bool__(self) -> bool:
@@ -392,7 +392,7 @@ class Report:
 
 
 def verify(model: Any, *, tokens: int = 64) -> Report:
-    """Runs a short conversation and a padded pair through the model's own cache and through FlowKV.
+    """Run a short conversation and a padded pair through the model's own cache and through FlowKV.
 
     Works on attached models and on others, which are left as they were. Safe beside running
     generations.
@@ -402,7 +402,7 @@ def verify(model: Any, *, tokens: int = 64) -> Report:
         tokens: Length of the first prompt.
 
     Returns:
-        What was found; true if FlowKV serves the model.
+        A report, which is true if FlowKV serves the model.
 
     Raises:
         ConfigError: `model` is no transformers model.
@@ -426,14 +426,14 @@ def verify(model: Any, *, tokens: int = 64) -> Report:
 
 @contextmanager
 def _door(model: Any, kv: KV) -> Iterator[ForwardHook]:
-    """A door of its own, beside the one that an attached model has."""
-    with _LOCK:  # nobody else attaches meanwhile
+    """Yield a door for `kv`, beside the one that an attached model has."""
+    with _LOCK:  # no other thread may attach the model meanwhile
         other = door_of(model)
         if other is None:
             yield install(model, kv)
             return
     plan = other.planned()
-    identity = Identity(model)  # of a cache that is about to be closed
+    identity = Identity(model)  # the temporary cache needs no user revision
     bind(kv, plan.geometry, identity.namespace, private=identity.foreign)
     yield ForwardHook(model, kv, plan, identity, other.switch)
 
@@ -505,7 +505,7 @@ def _answer(
     cache: Any,
     forced: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy tokens `[B, n]` and their logits; goes on with `forced` ones if they are given."""
+    """Return greedy tokens `[B, n]` and their logits; continue with `forced` tokens if given."""
     found, logits = [], []
     whole = pair(names, cache)
     more = {names.cache: whole, "use_cache": True, "logits_to_keep": 1}
@@ -523,7 +523,7 @@ def _answer(
 def _inputs(
     model: Any, names: Names, ids: torch.Tensor, mask: torch.Tensor, past: int = 0, **more: Any
 ) -> dict[str, Any]:
-    """What the model takes of a prompt, behind the columns that its cache holds."""
+    """Return the arguments of a forward over the columns of a prompt behind the `past` ones."""
     positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, past:]
     given = {names.ids: ids[:, past:], names.mask: mask, names.positions: positions, **more}
     given |= encoder_inputs(model, names, len(ids))
@@ -531,7 +531,7 @@ def _inputs(
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Such as "0-3, 7"."""
+    """Return numbers as text with ranges, as "0-3, 7"."""
     spans = [list(span) for _, span in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
     ends = [dict.fromkeys((span[0][1], span[-1][1])) for span in spans]
     return ", ".join("-".join(map(str, each)) for each in ends)

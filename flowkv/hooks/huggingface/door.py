@@ -1,4 +1,4 @@
-"""The door between one model and one cache: what happens before and after each of its forwards."""
+"""The door between one model and one cache: the hooks before and after each of its forwards."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ _HOOKS = frozenset(
     for flags in ("", "_with_kwargs", "_always_called")
 )
 _ASIDE: ContextVar[frozenset[Any]] = ContextVar("flowkv_aside", default=frozenset())
-"""Doors that let this thread's forwards pass."""
+"""Doors that do not serve this thread's forwards."""
 _PATIENCE_S = 10.0
-"""Longest that closing waits for forwards of other threads."""
+"""Longest time for which closing waits for forwards of other threads."""
 _MIXED = "the rows of a batch look at each other"
 COMPILED = "compiles it whole, and a compiled forward calls no hooks"
 _PADDING = "its mask is more than left padding"
@@ -72,13 +72,13 @@ class ForwardHook:
         model: The model, held weakly.
         kv: The cache.
         plan: The model's layers.
-        identity: Who the model is.
-        switch: Its attention.
+        identity: The identity of the model.
+        switch: The switch of its attention.
 
     Attributes:
-        proof: What reads the model's weights again, so that pages may be kept.
-        sparsifier: What says which tokens of a prompt stay; None where all do.
-        passes: Native caches that were told of, or were in pages once: nothing more is to be said.
+        proof: The reader that verifies the model's weights, so that pages may be kept.
+        sparsifier: The policy that drops tokens of a prompt; None keeps all of them.
+        passes: Native caches that were warned of or had pages once: they cause no more warnings.
     """
 
     __slots__ = tuple(  # see `Rows`
@@ -88,7 +88,7 @@ class ForwardHook:
         _doubted _handles __weakref__""".split()
     )
 
-    captures = True  # its hooks know of steps that are captured
+    captures = True  # these hooks work with steps that are captured as graphs
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class ForwardHook:
         self._handles: list[Any] = []
         self._call = PackedCall(model, self.names, masked=False)
         self._graphs: GraphedForward | None = None
-        self._answers: type[Any] | None = None  # what the model returns of a decode step
+        self._answers: type[Any] | None = None  # class of the model's output of a decode step
 
     @property
     def model(self) -> Any:
-        """The model; None once nobody holds it."""
+        """The model; None once it has been freed."""
         return self._model()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
@@ -135,7 +135,7 @@ class ForwardHook:
     # ---- on and off
 
     def install(self) -> None:
-        """Puts the hooks on the model."""
+        """Install the hooks on the model."""
         model = self.model
         assert model is not None
         self._handles = [
@@ -144,7 +144,7 @@ class ForwardHook:
         ]
         model.__dict__["__reduce_ex__"] = self._reduce_model
         if hasattr(type(model), "__deepcopy__"):
-            # Only then: wrappers that pass on what they lack, as PEFT's, would be copied by it.
+            # Wrappers that forward missing attributes to the model, as PEFT's, must not find one.
             model.__dict__["__deepcopy__"] = self._copy_model
         model.__dict__["compile"] = self._compile
         if self._capturable and "forward" not in model.__dict__:
@@ -156,7 +156,7 @@ class ForwardHook:
 
     @property
     def _capturable(self) -> bool:
-        """Whether decode steps may be captured: by the layers, the arguments and the devices."""
+        """Return whether the layers, arguments and devices allow the capture of decode steps."""
         devices = {place.shape[4] for place in self.plan.placed.values()}
         if all(recorder_of(device) is None for device in devices):
             return False
@@ -171,7 +171,7 @@ class ForwardHook:
         return not self.kv.graphed["eager"]
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model as its class does, and say that its forwards pass the door by."""
+        """Compile the model as its class does, and warn that its forwards skip the hooks."""
         type(self.model).compile(self.model, *args, **kwargs)
         self.warn_compiled("model.compile()")
 
@@ -180,14 +180,14 @@ class ForwardHook:
         self._refuse(f"{how} {COMPILED}", "compiled")
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
-        """`copy.deepcopy` of a model whose class copies itself, without the hooks of this door."""
+        """Copy a model whose class defines `__deepcopy__`, without the hooks of this door."""
         own: Any = type(self.model).__deepcopy__
         twin = own(self.model, memo)
         self._strip(vars(twin))
         return twin
 
     def _reduce_model(self, protocol: Any) -> Any:
-        """What `pickle` and `copy.deepcopy` are given of the model, as its class says it."""
+        """Reduce the model for `pickle` and `copy.deepcopy`, without the hooks of this door."""
         own: Any = type(self.model).__reduce_ex__
         reduced = own(self.model, protocol)
         if not isinstance(reduced, tuple) or len(reduced) < 3:
@@ -212,15 +212,15 @@ class ForwardHook:
 
     @property
     def installed(self) -> bool:
-        """Whether the hooks are on the model."""
+        """Return whether the hooks are on the model."""
         return bool(self._handles)
 
     def aside(self) -> interrupts.Setting[Any]:
-        """Lets this thread's forwards pass: `with door.aside(): ...`."""
+        """Leave this thread's forwards to the model's own cache: `with door.aside(): ...`."""
         return interrupts.Setting(_ASIDE, _ASIDE.get() | {self})
 
     def remove(self) -> None:
-        """Takes them off."""
+        """Remove the hooks and replaced attributes from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -232,9 +232,9 @@ class ForwardHook:
         self._graphs = None
 
     def release(self) -> None:
-        """The pages are about to go: caches that somebody holds become native ones.
+        """Turn all caches that are still held into native ones, before the pages are freed.
 
-        A forward that another thread is in is waited for; those that come then do it themselves.
+        Waits for forwards of other threads; a later forward converts its cache itself.
         """
         self._leaving, end_s, me = True, time.monotonic() + _PATIENCE_S, threading.get_ident()
         while any(thread != me for thread, _ in list(self._inside)) and time.monotonic() < end_s:
@@ -245,13 +245,13 @@ class ForwardHook:
     def _let_go(self, cache: PagedCache) -> None:
         with self._lock:
             if isinstance(cache, PagedCache) and cache.rows.step is None and not self.kv.closed:
-                with suppress(FlowKVError):  # its pages did not come: nobody can have them
+                with suppress(FlowKVError):  # its pages were not loaded, and cannot be any more
                     cache.give_up(private=True)
 
     # ---- hooks
 
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
+        """Turn a fresh cache into a paged one before a forward, and skip the known prefix."""
         if module is not self._model() or torch.compiler.is_compiling():
             return None
         interrupts.cover()
@@ -299,7 +299,7 @@ class ForwardHook:
             self.switch.off()
 
     def left(self, cache: int) -> None:
-        """A cache is gone, and with it the forwards over it that were interrupted."""
+        """End the interrupted forwards over a cache that was freed, given by its id."""
         for key in [key for key in list(self._inside | self._switched) if key[1] == cache]:
             self._leave(key)
 
@@ -309,7 +309,7 @@ class ForwardHook:
             door: ForwardHook = cache.door or self
             wants_grad = torch.is_grad_enabled() and _wants_grad(door, model, given)
             if door._model() is not model or wants_grad:
-                cache.give_up(private=True)  # what the model is given has to be its own from here
+                cache.give_up(private=True)  # from here the model needs tensors of its own
                 if door.model is model:
                     self._refuse("gradients are wanted; call it under torch.no_grad()")
                 return None
@@ -324,7 +324,7 @@ class ForwardHook:
 
     @interrupts.unbroken
     def after(self, module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
-        """After a forward: what it wrote is kept, full pages are published; or it failed."""
+        """Commit the tokens of a forward and publish full pages; roll back if it failed."""
         if torch.compiler.is_compiling():
             return
         cache = given.get(self.names.cache)
@@ -339,14 +339,14 @@ class ForwardHook:
         if module is self._model() and isinstance(cache, PagedCache):
             self.proof.leave()
             if cache.drawn is not None and cache.drawn != drawn():
-                cache.rows.disable_publishing()  # what it computed is of no use to anybody else
+                cache.rows.disable_publishing()  # random results may not be reused
             if output is None:
                 cache.fail()
             else:
                 if cache.decoding is not None and cache.rows.agree():
                     self._learn(cache, output)
                 cache.finish()
-                # Else somebody wrote to its keys meanwhile.
+                # A write to its keys meanwhile would have made the cache native.
                 if isinstance(cache, PagedCache) and cache.audits is not None:
                     audit_rows(cache)
                 if self._doubted:
@@ -354,9 +354,9 @@ class ForwardHook:
                 self.proof.rest()
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
-        """Whether a forward begins a cache that nobody else has plans for; warns if that is why."""
+        """Return whether a forward may turn its cache into a paged one; warn of an obstacle."""
         if module.training or given.get("use_cache") is False:
-            return False  # nobody expects anything to be reused
+            return False  # such calls expect no reuse, so they get no warning
         keep = given.get("logits_to_keep", 0)
         says = cache is not None and "logits_to_keep" in self.names.parameters
         if says and not (isinstance(keep, int) and keep > 0):
@@ -377,7 +377,7 @@ class ForwardHook:
         return whole is cache or not whole.cross_attention_cache.get_seq_length()
 
     def _foreign(self, cache: Any) -> str | None:
-        """What is wrong with a cache, "" if nothing is; None if whoever made it knows that."""
+        """Return the problem of a cache, "" for none; None for a user's class: no warning then."""
         if cache is None:
             return "it has no past_key_values; give it an empty DynamicCache"
         if type(cache) is not DynamicCache:
@@ -397,7 +397,7 @@ class ForwardHook:
     # ---- the first forward of a cache
 
     def start(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
+        """Turn a fresh cache into a paged one in place; return the arguments still to compute."""
         try:
             self.refresh(private=False)
         except FlowKVError as error:
@@ -427,7 +427,7 @@ class ForwardHook:
             waits = shifted or self._waits(call)
             found, fill = self._admit(call, pads, ReuseLimits(most, wait=waits))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
-            # Made where something may be computed beside the forward itself.
+            # Nested forwards compute what the forward itself does not: only then are they needed.
             beside = restoring or self.blending is not None or self._overflows
             nested: Any = None
             if beside or self.kv.config.audit:
@@ -452,7 +452,7 @@ class ForwardHook:
         paged.audits = nested if self.kv.config.audit and not shifted else None
         paged.rows.noted = call.columns  # the sequences were opened with these ids
         base = self._arrived(paged, call)
-        if base == found.base:  # what was on its way has landed, and none of it is lost
+        if base == found.base:  # no page that was being loaded was lost
             paged.rows.noted = call.columns
         if not self._begin(paged, call, call.columns - base):
             return given
@@ -462,22 +462,22 @@ class ForwardHook:
         return left
 
     def _arrived(self, cache: PagedCache, call: ForwardCall) -> int:
-        """Wait for what is on its way if a graph could go on from there; return columns in pages.
+        """Wait for pages being loaded if a graph could go on from there; return columns in pages.
 
-        A replay behind the loads takes less time than layers that Python launches beside them.
+        A replay after the loads takes less time than layers that Python launches beside them.
         """
         rows, graphs = cache.rows, self._graphs
         if rows.restoring is None or graphs is None or call.columns - rows.base != 1:
             return rows.base
         if graphs.captured(len(rows.seqs), call.columns - int(rows.pads.min())):
             rows.land()
-            rows.lost = 0  # the forward begins at what is there
+            rows.lost = 0  # the forward begins behind the pages that were loaded
         return rows.base
 
     def _obstacle(self, call: ForwardCall, pads: list[int] | None) -> str:
         """Return why a prompt is left to the model's own cache; "" if it is served."""
         if not self.identity.settled:
-            return "its frequencies are not those that they are made from"
+            return "its RoPE frequencies differ from those of a fresh model"
         if self.identity.compiled:
             return "parts of the model are compiled"
         if problem := call.problem or modes():
@@ -497,7 +497,7 @@ class ForwardHook:
     def _blended(
         self, found: AdmittedRows, call: ForwardCall, nested: Nested, most: int
     ) -> tuple[AdmittedRows, bool]:
-        """The rows, with documents in place if that was asked for, and whether any are."""
+        """Put known documents in place if `reuse="blend"`; return the rows, and whether any are."""
         special = call.modal or call.types or call.condition
         if self.blending is None or special or not call.skippable:
             return found, False
@@ -510,8 +510,8 @@ class ForwardHook:
     def _stopped(self, found: AdmittedRows, call: ForwardCall, most: int) -> AdmittedRows:
         """Compute the rows of a model with states to their last whole page, and keep the states.
 
-        A state is to be had only where a forward ends. Without this stop, a prompt that comes again
-        would find no state but the one behind its answer.
+        A state is available only where a forward ends. Without this stop, a repeated prompt would
+        find no state but the one behind its answer.
         """
         stop = most - most % self.kv.page_size
         if not self.plan.stateful or found.base or stop <= 0 or call.modal or self.identity.suspect:
@@ -538,7 +538,7 @@ class ForwardHook:
     def _pass(
         self, cache: Any, given: dict[str, Any], problem: str, code: str = ""
     ) -> dict[str, Any]:
-        """Leaves a native cache to the model, and says why; returns the arguments as they are."""
+        """Leave a native cache to the model and warn why; return the arguments unchanged."""
         self.passes.add(cache)
         self._refuse(problem, code)
         return given
@@ -546,7 +546,7 @@ class ForwardHook:
     def open(
         self, given: dict[str, Any], tenant: str | None, care: Mapping[str, Any] = NOTHING
     ) -> PagedCache:
-        """A paged cache for a prompt that is about to be given to `generate`.
+        """Open a paged cache for a prompt that will be passed to `generate`.
 
         Raises:
             StateError: The prompt cannot be named by its token ids, or the model has changed into
@@ -571,7 +571,7 @@ class ForwardHook:
     def _admit(
         self, call: ForwardCall, pads: list[int], limits: ReuseLimits
     ) -> tuple[AdmittedRows, Fill]:
-        """Opens the rows of a call, with what can be reused of what is wished for."""
+        """Open the rows of a call with their known prefixes, within the limits and the pools."""
         self._save_states()
         switch, most = self.identity.switch, max(limits.most, 0)
         prompts, fill = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
@@ -579,27 +579,27 @@ class ForwardHook:
             most = 0
         if not self._holds(sum(len(prompt.tokens) for prompt in prompts)):
             if self._overflows:
-                limits = limits._replace(wait=True)  # what does not fit is not brought at all
+                limits = limits._replace(wait=True)  # pages that do not fit are not loaded at all
             elif not self._holds(max(len(prompt.tokens) for prompt in prompts)):
-                most = 0  # nothing is fetched for what will be refused
+                most = 0  # nothing is loaded for a prompt that will not fit
         limits = limits._replace(most=most, stateful=self.plan.stateful, fill=fill)
         return admit(self.kv, prompts, limits), fill
 
     @property
     def _overflows(self) -> bool:
-        """Whether prompts may be longer than the pools."""
+        """Return whether prompts may be longer than the pools."""
         return self.kv.config.overflow
 
     @property
     def _asked(self) -> int:
-        """Last tokens of a prompt that are computed though they are known: their queries count."""
+        """Return how many last tokens of a prompt are always computed, for the sparsifier."""
         return 0 if self.sparsifier is None else self.sparsifier.queries
 
     def _alike_rows(self, call: ForwardCall) -> Alike:
-        """How rows of a batch are treated, as far as a trial shows it.
+        """Return how the model treats the rows of a batch, by a trial where that is in doubt.
 
-        Only code that is neither torch's nor transformers' is suspected, and weights that have a
-        line for each row.
+        It is in doubt for code that is neither torch's nor transformers', and for 3-D weights with
+        one slice for each row.
         """
         model = self.model
         if call.rows < 2 or model is None:
@@ -614,26 +614,26 @@ class ForwardHook:
         return self._alike[key]
 
     def _divides(self, call: ForwardCall) -> bool:
-        """Whether some rows, or tokens, of a call can be computed by themselves."""
+        """Return whether rows and spans of tokens of a call can be computed by themselves."""
         plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
         return (plain or self.names.encoder) and self._alike_rows(call) == "alike"
 
     def _waits(self, call: ForwardCall) -> bool:
-        """Whether all that is known of a call has to be there before its forward begins."""
+        """Return whether all known pages of a call must be loaded before its forward begins."""
         return self.blending is not None or not self._divides(call)
 
     def _shifted(self, call: ForwardCall, pads: list[int]) -> bool:
-        """Whether positions are others than a part of the prompt would be given by itself."""
+        """Return whether the positions of a call differ from the usual ones, as M-RoPE's do."""
         shifts = call.shifts(pads)
         return shifts is not None and bool(shifts.any())
 
     def _watch(self, cache: PagedCache) -> None:
-        """A forward begins: by what it draws from generators it is told whether it is random."""
+        """Note the begin of a forward and the state of torch's generators, to find random draws."""
         cache.drawn = drawn() if self.identity.draws else None
         self.proof.enter()
 
     def _holds(self, tokens: int) -> bool:
-        """Whether the pools could hold so many tokens of a row, if all else were given up."""
+        """Return whether the pools could hold that many tokens if all other pages were evicted."""
         planner = self.kv.planner
         assert planner is not None
         wanted, pages = dict.fromkeys(planner.store.pools, 0), -(-tokens // self.kv.page_size)
@@ -646,7 +646,7 @@ class ForwardHook:
         return all(pools[device].capacity_granules >= n for device, n in wanted.items())
 
     def rows(self, seqs: list[Sequence], pads: Items[int], base: int) -> Rows:
-        """Rows of a cache of the model: named after what it is, for as long as it is that."""
+        """Create the rows of a new cache; they are published only while the model is unchanged."""
         layers = len(self.plan.placed)
         rows = Rows(self.kv, seqs, pads, base, layers=layers, trusted=self.trusted)
         rows.switch = self.identity.switch
@@ -661,7 +661,7 @@ class ForwardHook:
         restoring: Restoring | None = None,
         cache: Any = None,
     ) -> PagedCache:
-        """A cache of rows that were opened, in place of a native one if there is one."""
+        """Make a paged cache over opened rows, in place of a native cache if one is given."""
         rows = self.rows(found.seqs, pads, found.base)
         if restoring is None:
             restoring = Restoring(self.kv, rows.seqs, pads, call.types)
@@ -669,7 +669,7 @@ class ForwardHook:
         if (shifts := call.shifts(pads)) is not None:
             rows.shifts = shifts[0, :, -1]
             if (shifts[:, :, -1] != rows.shifts).any():
-                rows.disable_publishing()  # it ends within an image
+                rows.disable_publishing()  # the prompt ends within an image
         rows.restoring, rows.uneven = restoring or None, bool(restoring)
         if self.plan.stateful and any(pads):
             rows.disable_publishing()
@@ -686,7 +686,7 @@ class ForwardHook:
         return paged
 
     def _save_states(self) -> None:
-        """Keeps the states of caches that are done but still held by somebody."""
+        """Save the recurrent states of caches that are in no forward but still referenced."""
         for cache in list(self._live):
             if cache.rows.step is None:
                 cache.recurrent.save()
@@ -694,14 +694,14 @@ class ForwardHook:
     # ---- later forwards
 
     def go_on(self, cache: PagedCache, given: dict[str, Any], *, training: bool) -> dict[str, Any]:
-        """Begins a forward over a cache that is paged already; returns its arguments."""
+        """Begin a later forward over a paged cache; return the arguments to compute."""
         rows = cache.rows
         rows.alive()
         if rows.step is not None or not rows.forwards:
             cache.fail()
         cache.audits = cache.decoding = cache.answer = None
         if not rows.blind and not self.identity.steady(self._model()):
-            rows.disable_publishing()  # what it computes from here on is in another name
+            rows.disable_publishing()  # the model has changed: new pages would need another name
         self._watch(cache)
         call = ForwardCall(self.names, given, cache.form)
         cache.form = call.form
@@ -722,10 +722,10 @@ class ForwardHook:
         whole = False
         if rows.lost or not rows.forwards:
             call, whole = without_known(rows, call, self._model())
-        # Of a decode step, it says whether the answer of a graph, and full pages, are to be used.
+        # For a decode step, the result decides whether a graph's answer and full pages are used.
         compare = rows.compare if rows.forwards and call.columns == 1 else rows.padded_by
         padded = compare(call.mask, rows.base + call.columns)
-        # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
+        # The images of a cache made beforehand were passed to `kv.cache(...)`.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
         odd = (
             training
@@ -763,7 +763,7 @@ class ForwardHook:
     # ---- captured decode steps
 
     def _repeats(self, cache: PagedCache, call: ForwardCall) -> bool:
-        """Whether a forward asks for the logits of one token a row, and for nothing else."""
+        """Return whether a forward asks for the logits of one token a row, and for nothing else."""
         rows, given = cache.rows, call.given
         if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
             self.kv.graphed["eager"] = "the model computes with keys and values itself"
@@ -785,8 +785,8 @@ class ForwardHook:
         )
 
     def _replay(self, cache: PagedCache, call: ForwardCall) -> None:
-        """Have a graph answer a forward that is about to begin, or have it watched."""
-        if self._graphs is None or not isinstance(cache, PagedCache):  # it was given up
+        """Compute the logits of a beginning forward by a graph, or note its inputs for `_learn`."""
+        if self._graphs is None or not isinstance(cache, PagedCache):  # the cache became native
             return
         if not self._repeats(cache, call):
             return
@@ -795,13 +795,13 @@ class ForwardHook:
         logits = self._graphs.replay(rows.step, call.ids, call.positions)
         if logits is None or self._answers is None:
             cache.decoding = call.ids, call.positions
-        elif rows.agree():  # asked for before the graph was launched: nothing waits for that
+        elif rows.agree():  # its result was requested before the graph was launched
             rows.updated = rows.layers
             found = self._answers(logits=logits.unsqueeze(1), **{self.names.cache: cache})
             cache.answer = rows.step, found
 
     def _learn(self, cache: PagedCache, output: Any) -> None:
-        """Note a decode step that the model ran by itself."""
+        """Record a decode step that the model ran without a graph."""
         decoding, cache.decoding = cache.decoding, None
         if decoding is None or cache.rows.step is None or self._graphs is None:
             return
@@ -818,14 +818,21 @@ class ForwardHook:
     def learn(
         self, step: Step, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
     ) -> None:
-        """Note a decode step that ran by itself; see `GraphedForward.learn`."""
+        """Record a decode step that ran without a graph; see `GraphedForward.learn`."""
         if self._graphs is not None:
             self._graphs.learn(step, ids, positions, logits)
 
     def _begin(
         self, cache: PagedCache, call: ForwardCall, columns: int, *, whole: bool = True
     ) -> bool:
-        """False if the cache is native and empty now; `whole`: the forward can begin there."""
+        """Begin the rows' step; False if the cache is native and empty now.
+
+        Args:
+            cache: The cache.
+            call: The forward.
+            columns: Columns of the step.
+            whole: The forward holds all tokens of its rows, so a native cache could serve it.
+        """
         cache.rows.wants_weights = call.wants_weights
         try:
             try:
@@ -833,11 +840,11 @@ class ForwardHook:
             except CapacityError:
                 if not self._overflows:
                     raise
-                self.proof.finish()  # what is not proven yet may not go to a disk
+                self.proof.finish()  # unproven pages may not be written to a disk
                 cache.rows.begin(columns)
         except CapacityError as error:
             if any(seq.away or seq.dropped for seq in cache.rows.seqs):
-                raise  # nothing but pages can go on with that
+                raise  # a native cache cannot continue without the tokens that are away or dropped
             kept = cache.rows.land()
             if not whole:
                 refuse_lost(cache.rows)
@@ -851,13 +858,13 @@ class ForwardHook:
     # ---- identity
 
     def refresh(self, *, private: bool = True) -> None:
-        """Notice a changed model, and from then on name its pages otherwise.
+        """Detect changes of the model, and from then on name its pages after the changed model.
 
         Args:
-            private: A foreign model is served from pages, too: that is tried.
+            private: Serve a foreign model from private pages, too: test whether that works.
 
         Raises:
-            UnsupportedModelError: It cannot be served.
+            UnsupportedModelError: The changed model cannot be served.
         """
         model = self.model
         if model is None:
@@ -874,7 +881,7 @@ class ForwardHook:
 
     def _reread(self, model: torch.nn.Module, *, same: bool) -> None:
         self._problem = ""
-        drop_unproven(self.kv)  # nobody looked at the model between the forwards of a page
+        drop_unproven(self.kv)  # the model may have changed between the forwards of a page
         try:
             moved = self.identity.moved(model)
             if moved:
@@ -883,7 +890,8 @@ class ForwardHook:
         except UnsupportedModelError as error:
             self._problem = error.problem
             return
-        # Without a count nobody knows since when; with one, not what came before it.
+        # The time of an uncounted write is unknown, and after a counted one earlier uncounted
+        # writes cannot be found any more: in both cases all unproven pages are dropped.
         if same or self.identity.weights_changed:
             self.proof.reject()
         if changed:
@@ -892,17 +900,17 @@ class ForwardHook:
             self._try(model)
 
     def tried(self) -> None:
-        """The model as it is now was tried, and is served as the plan says."""
+        """Record that the model was tested as it is now, and is served as the plan says."""
         self._reads = self.switch.reason
         self._judge("")
 
     def _judge(self, problem: str) -> None:
-        """Keeps how the model can be served: why not at all, why dense, which layers in pages."""
+        """Record how the model can be served: why not at all, why dense, which layers in pages."""
         pages = frozenset(i for i, place in self.plan.placed.items() if place.in_pages)
         self._verdicts[self.identity.kind] = problem, self.switch.reason, pages
 
     def _try(self, model: torch.nn.Module) -> None:
-        """What `attach` tried is tried again, once for each way that the model computes in."""
+        """Test the changed model as `attach` did, once for each kind of computation."""
         kind = self.identity.kind
         if kind not in self._verdicts:
             self.switch.reason, problem = self._reads, ""
@@ -924,19 +932,19 @@ class ForwardHook:
             place.in_pages = index in pages
 
     def retract(self) -> None:
-        """Erase what was named by a model that was seen to change while it runs.
+        """Erase the pages of a model that was seen to change during a forward.
 
-        What was changed and changed back within an earlier forward left no trace.
+        A change that was undone within an earlier forward left no trace, so all its names go.
         """
         if not self._doubted or self.kv.closed:
             return
         self._doubted = False
-        with suppress(FlowKVError):  # what a tier cannot erase, nobody finds by this door
+        with suppress(FlowKVError):  # pages that a tier cannot erase are not found by this door
             for name in self._names_used:
                 forget_name(self.kv, name)
 
     def read_dense(self, note: str) -> None:
-        """Layers are read as dense tensors from now on."""
+        """Read all layers as dense tensors from now on, for the reason `note`."""
         self.switch.reason = note
         for placed in self.plan.placed.values():
             placed.in_pages = False
@@ -947,17 +955,17 @@ class ForwardHook:
         self.proof.watch()
 
     def planned(self) -> ModelPlan:
-        """The layers of the model as it is now, read as they were."""
+        """Return the layers of the model as it is now, read as they were."""
         in_pages = any(placed.in_pages for placed in self.plan.placed.values())
         with self.aside():
             return probe(self.model, self.kv.page_size, in_pages=in_pages).plan
 
     def unchanged(self, *, full: bool) -> bool:
-        """Return whether the model is what was named, as a forward begins that may fill pages."""
+        """Return whether the model still has the computation that its name covers."""
         return (self.identity.same if full else self.identity.steady)(self.model)
 
     def trusted(self, rows: Rows | None = None) -> bool:
-        """Whether the model still is what the pages of these rows will be named after."""
+        """Return whether the model still is what the pages of these rows will be named after."""
         model = self.model
         if model is None or self.identity.foreign:
             return False
@@ -988,19 +996,19 @@ class ForwardHook:
 
 
 def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether gradients may flow through a forward: pages do not pass them on."""
+    """Return whether gradients may flow through a forward: pages do not pass them on."""
     if not torch.is_grad_enabled():
         return False
     given_ones = (v for v in given.values() if isinstance(v, torch.Tensor))
     return (
-        door.identity.suspect  # hooks may hold parameters of their own
+        door.identity.suspect  # foreign code may hold parameters of its own
         or any(p.requires_grad for p in model.parameters())
         or any(v.requires_grad for v in given_ones)
     )
 
 
 def _answering(forward: Any, cache_name: str) -> Any:
-    """A model's forward that a graph may have answered already."""
+    """Wrap a model's forward: return the answer of a graph if there is one, else call it."""
 
     @wraps(forward)
     def answered(*args: Any, **given: Any) -> Any:
@@ -1029,14 +1037,14 @@ def _packed(held: weakref.ref[ForwardHook], step: Step) -> torch.Tensor:
 
 
 def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:
-    """Bind a cache to a model as it is named; of a foreign one, nothing is shared or stored."""
+    """Bind a cache to the name of a model; the pages of a foreign model stay private."""
     bind(kv, plan.geometry, identity.namespace, private=identity.foreign)
     if identity.foreign:
         warn(
             kv,
             "foreign",
-            "FlowKV shares nothing of this model: no name says what it computes "
-            f"({identity.foreign}). The result is the same, nothing is reused. Take that out of "
+            "FlowKV shares nothing of this model: its name cannot cover all that it computes with "
+            f"({identity.foreign}). The result is the same, nothing is reused. Remove that from "
             'the model, or attach it with revision="...", a text that you change whenever it '
             "computes something else.",
         )
@@ -1044,7 +1052,7 @@ def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:
 
 @contextmanager
 def unwritten(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards, attributes of modules are what they were: a trial uses up nothing of others."""
+    """Restore the attributes and buffers of all modules afterwards, for a test of the model."""
     spaces = [space for m in model.modules() for space in (m.__dict__, m._buffers)]
     before = [(space, dict(space)) for space in spaces]
     try:
@@ -1059,7 +1067,7 @@ def unwritten(model: torch.nn.Module) -> Iterator[None]:
 
 
 def warn_inherited(kv: KV) -> None:
-    """Warns once, in a forked child, that the cache is the parent's."""
+    """Warn once, in a forked child, that the cache belongs to the parent process."""
     warn(
         kv,
         "native: forked",

@@ -1,4 +1,4 @@
-"""Encoders of attached models remember: of images, of sound, of what a decoder attends to."""
+"""A memo for the encoders of attached models: of images, of sound, and of encoder-decoders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MODALITIES = ("image", "audio")
 
 
 class RememberedForward:
-    """The forward of an encoder, which its module runs instead of its own.
+    """Forward of an encoder with a memo, which its module runs in place of its own forward.
 
-    What cannot be remembered is left to the module from then on, with one warning.
+    After a result that cannot be remembered, the module runs without the memo, with one warning.
 
     Args:
         module: The encoder.
-        kv: Of the model.
-        keeper: Where rows lie.
+        kv: The model's cache.
+        keeper: The store of the remembered rows.
 
     Attributes:
         around: The module's own forward.
@@ -37,11 +37,11 @@ class RememberedForward:
         self._own = "forward" in vars(module)
 
     def hang(self) -> None:
-        """Stands in for the module's forward."""
+        """Replace the module's forward by this one."""
         self._module.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward gives."""
+        """Return the output of the module's forward, from the memo where it is known."""
         if not self._off and not self._kv.closed:
             try:
                 return self._memo(*args, **kwargs)
@@ -52,12 +52,12 @@ class RememberedForward:
         return self.around(*args, **kwargs)
 
     def forget(self, tenant: str) -> int:
-        """Erases what it remembers, if it is for that tenant; how many rows."""
+        """Erase the remembered rows if they belong to that tenant; return how many there were."""
         own = tenant == self._kv.config.tenant and self._memo.keeper.open
         return self._memo.forget() if own else 0
 
     def close(self) -> None:
-        """Leaves the module as it was."""
+        """Restore the module's own forward and close the memo."""
         if vars(self._module).get("forward") == self.forward:
             if self._own:
                 self._module.forward = self.around
@@ -67,19 +67,19 @@ class RememberedForward:
 
 
 def remember(model: Any, kv: KV, places: str | Sequence[str]) -> None:
-    """Has the encoders of a model remember what they computed, until the cache is detached.
+    """Give the encoders of a model a memo of their results, until the cache is detached.
 
     Args:
-        model: An encoder-decoder, or a model that reads more than text; others have none.
-        kv: Its cache, whose tenant this is.
-        places: Where rows lie, fastest first.
+        model: An encoder-decoder, or a model that reads more than text; others have no encoders.
+        kv: The model's cache; its tenant owns the rows.
+        places: Places of the remembered rows, fastest first.
 
     Raises:
-        ConfigError: A place is none.
+        ConfigError: A place is invalid.
     """
     encoders = [model.get_encoder()] if model.config.is_encoder_decoder else []
     encoders += [model.get_encoder(modality=each) for each in _MODALITIES]
-    none = model, model.base_model  # is what a model says that has no such encoder
+    none = model, model.base_model  # a model without such an encoder returns one of these
     found = {id(each): each for each in encoders if all(each is not one for one in none)}.values()
     listed = (places,) if isinstance(places, str) else tuple(places)
     keeper = open_keeper(*listed, secret=kv.config.secret)
