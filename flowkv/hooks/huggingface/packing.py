@@ -1,8 +1,8 @@
-"""The call of an unmodified model over packed rows: `[1, N]` tokens of rows of any lengths.
+"""Call of an unmodified model over packed rows: `[1, N]` tokens of rows of any lengths.
 
-The cache that the model is given holds nothing. Its layers hand new keys and values to the step
-that is under way, and look to the model like layers without a past; where each token stands, it
-is told by its position.
+The cache argument of the model is empty. Its layers pass new keys and values to the running step,
+and look to the model like layers without a past; the position argument gives the place of each
+token in its row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flowkv.hooks.huggingface.versions import Cache, DynamicCache, DynamicLayer
 
 
 class PackedLayer(DynamicLayer):  # type: ignore[misc]
-    """One attention layer of a packed forward; it keeps nothing, and shows no past.
+    """Cache layer of a packed forward, which stores no tensors and has no past.
 
     Args:
-        placed: Where its pages are.
-        spec: What it keeps.
+        placed: The layer's place in the pages.
+        spec: The kind and window of the layer.
     """
 
     is_croppable = False
@@ -37,14 +37,14 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> bool:
-        """Whether it has a window."""
+        """Return whether the layer has a sliding window."""
         return self.window is not None
 
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes new tokens into the pages of their rows.
+        """Write new tokens into the pages of their rows.
 
         Args:
             key_states: `[1, Hk, N, D]`.
@@ -53,7 +53,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]
             **kwargs: Likewise.
 
         Returns:
-            The same tensors: by them, attention knows the layer.
+            The same tensors, by which the attention function finds the layer.
 
         Raises:
             StateError: No packed forward is under way.
@@ -66,13 +66,13 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class PackedCall:
-    """Calls a model over the packed tokens of a step.
+    """Call of a model over the packed tokens of a step.
 
     Args:
         model: The model, held weakly.
         names: The names of its arguments.
-        masked: Whether it is given its mask, all of whose layers have the same: to have it made by
-            transformers takes as long as everything else that a step of one row does here.
+        masked: Pass a mask to the model, all of whose layers use the same. For transformers to make
+            one takes as long as everything else that a step of one row does here.
     """
 
     def __init__(self, model: Any, names: Names, *, masked: bool) -> None:
@@ -87,7 +87,7 @@ class PackedCall:
         Args:
             step: The step, with its token ids.
             plan: The layers of the model.
-            keep: int64 `[B]`: only the logits of these tokens are wanted.
+            keep: int64 `[B]`: the tokens whose logits are wanted; None for all.
 
         Raises:
             StateError: The model has moved to another dtype or device since the rows were opened.
@@ -113,7 +113,7 @@ class PackedCall:
             return model(**given).logits
 
     def _fresh(self, step: Step, plan: ModelPlan) -> Any:
-        """The cache to give to the model, which keeps nothing between two forwards."""
+        """Return the cache argument of the model, which stores nothing between two forwards."""
         if plan is not self._plan:
             if plan.geometry.groups != step.groups:
                 raise StateError(
@@ -125,7 +125,7 @@ class PackedCall:
 
 
 def _cache(plan: ModelPlan) -> Any:
-    cache = object.__new__(DynamicCache)  # models ask for one
+    cache = object.__new__(DynamicCache)  # some models check the class of their cache
     layers = [
         PackedLayer(plan.placed[index], spec) if index in plan.placed else spec.make()
         for index, spec in enumerate(plan.specs)

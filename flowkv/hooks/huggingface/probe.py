@@ -1,9 +1,9 @@
-"""Learns a model's geometry from a few tokens, and tests that pages give what its own cache gives.
+"""Probe of a model's geometry, and a test that pages give the results of the model's own cache.
 
 The geometry comes from the native cache after one short forward (DESIGN D15). Then the same tokens
 run through pages, in several forwards. That makes a list of supported models unnecessary: a model
-whose attention is not what it seems is read dense, and one that does not go on from a cached prefix
-at all never has anything reused.
+with any other attention than it declares is read dense, and a model that cannot continue from a
+cached prefix is refused.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
 _PARTS, _LONG_PARTS = (7, 4, 3, 2, 1), (53, 42, 4, 3, 2, 1)
-"""Tokens of the forwards of a trial; the long ones where code of others takes part, which may do
-something from some position on. Few tokens behind a state are what recurrent layers get wrong:
+"""Tokens of the forwards of a trial; the long ones for models with foreign code, which may change
+its behaviour at some position. Recurrent layers fail most easily on few tokens behind a state:
 their convolutions look a few tokens back."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 0.25
-"""Distance of logits, in single precision as a part of the largest: another order of additions
+"""Distance of logits, in single precision relative to the largest logit: another order of additions
 gives 1e-6. In half precision the relative L2 distance, where a wrong key or mask gives about 1;
-near ties between experts fall otherwise, so that the median counts."""
+near ties between experts may be broken otherwise, so that the median counts."""
 _LOSSY_TOLERANCE = 1e-2
-"""The same in single precision over pages that a lossy codec encodes."""
+"""Distance of logits in single precision over pages that a lossy codec encodes."""
 _ROW_TOLERANCE, _HALF_ROW_TOLERANCE = 1e-5, 1e-2
-"""The same between rows of one batch, which differ by the order of additions at most."""
+"""Relative L2 distance between rows of one batch: the order of additions at most differs."""
 
 
 Alike = Literal["alike", "by place", "mixed"]
-"""Rows of a batch are answered as each alone, otherwise in another place or number of them, or they
-look at each other."""
+"""How a model treats the rows of a batch: as each alone; by their place or number; or so that a
+row depends on the others."""
 
 
 class Probe(NamedTuple):
-    """The findings of a short forward.
+    """Findings of a short forward.
 
     Attributes:
         plan: The layers.
         ids: `[1, T]` the tokens.
-        logits: What the model answered with its own cache.
-        parts: Tokens of each of the forwards that are to answer the same.
+        logits: Logits of the model with its own cache.
+        parts: Tokens of each of the forwards that must give the same logits.
     """
 
     plan: ModelPlan
@@ -71,17 +71,17 @@ def probe(
     long: bool = False,
     share_of: Callable[[int], float] | None = None,
 ) -> Probe:
-    """Runs a few tokens through a model with its own cache.
+    """Run a few tokens through a model with its own cache, and plan its layers.
 
     Args:
         model: The model.
         page_size: Tokens per page.
-        in_pages: FlowKV's attention may read its layers in pages.
-        long: Code of others takes part.
+        in_pages: FlowKV's attention may read the layers in pages.
+        long: Run more tokens, for a model with foreign code.
         share_of: See `place_layers`.
 
     Raises:
-        UnsupportedModelError: It cannot be run so, or its layers cannot be paged.
+        UnsupportedModelError: The model cannot be run so, or its layers cannot be paged.
     """
     specs = read_layers(model.config)
     names, parts = Names.of(model), _parts(model, long=long)
@@ -92,7 +92,7 @@ def probe(
             logits = _forward(model, names, ids, pair(names, cache))
     except FlowKVError:
         raise
-    except Exception as error:  # whatever the model raises: it cannot be probed
+    except Exception as error:  # a model may raise anything: then it cannot be probed
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot run a few tokens by themselves "
             f"({type(error).__name__}: {error})",
@@ -115,10 +115,10 @@ def _parts(model: Any, *, long: bool) -> tuple[int, ...]:
 
 
 def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
-    """Tests pages on the model and takes back what does not hold.
+    """Test the model through pages, and read its layers dense if attention over pages fails.
 
     Raises:
-        UnsupportedModelError: Nothing holds.
+        UnsupportedModelError: The model does not give the same logits in any way.
     """
     name, placed = type(model).__name__, door.plan.placed.values()
     problem = f"{name} does not continue from a cache as it answers in one pass"
@@ -146,27 +146,27 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
 
 
 def _states_go_on(model: Any, found: Probe, names: Names) -> bool | None:
-    """Whether layers with a state go on from it, which half precision does not show.
+    """Return whether recurrent layers continue from their state, tested in single precision.
 
-    A lost end of a convolution is as small there as rounding. So the model is computed in single
-    precision; None if that is not needed, or cannot be.
+    In half precision a lost end of a convolution is as small as rounding. None if the test is not
+    needed, or cannot be run.
     """
     if not found.plan.stateful or not _is_half(model.dtype):
         return None
     with quiet(model), in_single_precision(model):
         try:
             found = found._replace(logits=_forward(model, names, found.ids))
-        except Exception:  # parts of it are bound to a dtype
+        except Exception:  # parts of the model are bound to a dtype
             return None
         return _goes_on(model, found, names)
 
 
 def _goes_on(model: Any, found: Probe, names: Names) -> bool:
-    """Whether a model goes on from its own cache; notices whether it has to be given positions."""
+    """Return whether a model continues from its own cache; note whether it needs positions."""
     if _continues(model, found, native_cache(model), names):
         return True
     told = names.positions in names.parameters and names.counts
-    if told:  # some count from 0 again behind a cache; `generate` gives positions
+    if told:  # some models count from 0 again behind a cache; `generate` passes positions
         names.counts = False
         told = _continues(model, found, native_cache(model), names)
         names.counts = not told
@@ -174,17 +174,17 @@ def _goes_on(model: Any, found: Probe, names: Names) -> bool:
 
 
 def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
-    """Whether the model answers the same through pages; its hooks must hang."""
+    """Return whether the model gives the same logits through pages; its hooks must be installed."""
     rows = door.rows([kv.open(found.ids[0], reuse=False)], [0], 0)
     rows.disable_publishing()
     cache = PagedCache(rows, door.plan, door)
-    release = cache.close  # which a hook that writes to keys takes off
+    release = cache.close  # the cache loses this method if it becomes native
     try:
         most = _TOLERANCE if kv.config.codec == "raw" else _LOSSY_TOLERANCE
         agrees = _continues(model, found, cache, door.names, most)
         layer = next((one for one in cache.layers if type(one) is PagedLayer), None)
         if agrees and layer is not None:
-            layer.gather(layer.columns)  # compiled here, not in the first forward behind a prefix
+            layer.gather(layer.columns)  # compiles it before the first forward behind a prefix
         return agrees
     finally:
         release()
@@ -200,7 +200,7 @@ def _continues(
             for part in found.ids.split(found.parts, dim=1):
                 logits.append(_forward(model, names, part, whole, at))
                 at += part.shape[1]
-            # What the first one answered is not in question.
+            # The logits of the first forward do not depend on a cache.
             return close(torch.cat(logits[1:], dim=1), found.logits[:, first:], model.dtype, most)
     except Exception:  # some models accept single tokens only
         return False
@@ -208,10 +208,10 @@ def _continues(
 
 @contextmanager
 def in_single_precision(model: torch.nn.Module) -> Iterator[None]:
-    """Meanwhile, half-precision parameters are float32: those of a block of layers while it runs.
+    """Replace half-precision parameters by float32 copies, those of a block while it runs.
 
     Args:
-        model: Its parameters are afterwards what they were, the same objects.
+        model: The model, which has its own parameters again afterwards, the same objects.
     """
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     blocks = [block for one in lists for block in one]
@@ -241,7 +241,7 @@ def in_single_precision(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _widened(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """Puts float32 copies in place of half-precision parameters and buffers: what was there."""
+    """Replace half-precision parameters and buffers by float32 copies; return the originals."""
     kept, copies = [], dict[int, torch.Tensor]()
     for module in modules:
         spaces: tuple[Any, ...] = module._parameters, module._buffers
@@ -263,10 +263,10 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def rows_alike(model: Any, names: Names, rows: int) -> Alike:
-    """How a model treats the rows of a batch, where code of others takes part.
+    """Return how a model with foreign code treats the rows of a batch, by a trial.
 
-    The same prompt in every row is to be answered alike, as by itself, and whatever stands beside
-    it. What raises is told by its place: it may want another number of rows.
+    The same prompt must give the same logits in every row, alone, and beside other prompts. A model
+    that raises counts as "by place": it may need another number of rows.
     """
     try:
         with quiet(model):
@@ -292,19 +292,19 @@ def rows_alike(model: Any, names: Names, rows: int) -> Alike:
 
 
 def native_cache(model: Any) -> DynamicCache:
-    """The cache that the model would make itself."""
+    """Make the cache that the model itself would make."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def pair(names: Names, cache: Any) -> Any:
-    """The cache as the model wants it: beside one for cross attention, if it has an encoder."""
+    """Return the model's cache argument, with a cache for cross attention if it has an encoder."""
     return EncoderDecoderCache(cache, DynamicCache()) if names.encoder else cache
 
 
 def _forward(
     model: Any, names: Names, ids: torch.Tensor, cache: Any = None, at: int = 0
 ) -> torch.Tensor:
-    """What the model answers, without a cache unless one is given, of `at` tokens."""
+    """Return the model's float32 logits, behind the `at` tokens of a cache if one is given."""
     given = {names.ids: ids, "use_cache": cache is not None}
     if cache is not None:
         given[names.cache] = cache
@@ -316,7 +316,7 @@ def _forward(
 
 
 def encoder_inputs(model: Any, names: Names, rows: int) -> dict[str, Any]:
-    """Something for a decoder to look at, if it looks at an encoder's output."""
+    """Return an encoder output as argument of an encoder-decoder's decoder, {} for other models."""
     if not names.encoder:
         return {}
     width = getattr(model.config, "d_model", None) or model.config.hidden_size
@@ -327,7 +327,7 @@ def encoder_inputs(model: Any, names: Names, rows: int) -> dict[str, Any]:
 
 
 def ordinary_tokens(model: Any, names: Names, count: int) -> torch.Tensor:
-    """`[1, count]` ordinary token ids that do not repeat soon."""
+    """Return `[1, count]` ordinary token ids that do not repeat soon."""
     config = model.config.get_text_config(decoder=True)
     special = {
         value
@@ -343,7 +343,7 @@ def ordinary_tokens(model: Any, names: Names, count: int) -> torch.Tensor:
 
 
 def execution_device(model: Any) -> torch.device:
-    """Where a model takes its tokens: weights may be kept elsewhere until they are needed."""
+    """Return the device of a model's token ids, also if its weights are offloaded."""
     device: torch.device = model.get_input_embeddings().weight.device
     if device.type != "meta":
         return device
@@ -359,13 +359,13 @@ def execution_device(model: Any) -> torch.device:
 def close(
     found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, most: float = _TOLERANCE
 ) -> bool:
-    """Whether logits `[1, T, V]` are the same, but for the order of additions.
+    """Return whether logits `[1, T, V]` are the same, but for the order of additions.
 
     Args:
         found: float32.
         wanted: float32.
-        dtype: What the model computes in.
-        most: Distance in single precision, as a part of the largest logit.
+        dtype: Dtype of the model.
+        most: Distance in single precision, relative to the largest logit.
     """
     if not _is_half(dtype):
         return bool((found - wanted).abs().max() <= most * wanted.abs().max())
@@ -376,8 +376,8 @@ def close(
 
 @contextmanager
 def quiet(model: Any) -> Iterator[None]:
-    """Inference, and afterwards every module in the mode that it was in."""
-    # frozen TorchScript has no mode any more
+    """Run a model in evaluation mode without gradients; restore each module's mode afterwards."""
+    # Modules of frozen TorchScript have no mode.
     modes = [(m, m.training) for m in model.modules() if hasattr(m, "training")]
     modes = modes if any(training for _, training in modes) else []
     try:

@@ -1,8 +1,8 @@
-"""Prefixes of a batch that are still on their way while the model runs (DESIGN D14).
+"""Prefixes of a batch that are being restored while the model runs (DESIGN D14).
 
 Before the first forward of a generation, nested forwards compute prefix chunks from the front while
 loads arrive from the back, until both have met. Then the user's own forward runs; each layer of it
-waits for that layer of the pages. What does not come is computed in nested forwards of its own.
+waits for that layer of the pages. Pages that fail to load are computed in nested forwards.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Prompt
 from flowkv.hooks.huggingface.rows import apart, close_all
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
-# Opens one sequence per row of a batch so that all rows begin at the same column.
+# `admit` opens one sequence per row of a batch so that all rows begin at the same column.
 
 _ROUNDS = 3
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""A request says nothing about how its pages should be kept."""
+"""Retention options of a request that sets none."""
 
 
 class AdmittedRows(NamedTuple):
-    """Rows with their known prefixes in place, or on their way.
+    """Rows with their known prefixes in place, or being loaded.
 
     Attributes:
-        seqs: One per row; rows of one prompt may share theirs while it is on its way.
+        seqs: One per row; rows of one prompt may share a sequence while its prefix is loaded.
         base: Columns that need no computing, the same for all rows.
-        states: One per row, for recurrent layers; None without.
+        states: States of recurrent layers, one per row; None for models without.
     """
 
     seqs: list[Sequence]
@@ -49,15 +49,16 @@ class AdmittedRows(NamedTuple):
 
 
 class ReuseLimits(NamedTuple):
-    """Limits of what may be reused.
+    """Limits of the prefixes that a batch may reuse.
 
     Attributes:
         most: Most columns.
-        tenant: Whose pages; None for the cache's own tenant.
-        stateful: Recurrent layers: only where all rows have a state.
-        fill: What fills placeholders, which cannot be cut anywhere.
-        care: `session`, `lease` and `retain` for `KV.open`, as far as they are said.
-        wait: Everything is there when the rows are; otherwise `restoring` sees to the rest.
+        tenant: Tenant of the pages; None for the cache's own tenant.
+        stateful: The model has recurrent layers: reuse only where all rows have a state.
+        fill: The features that fill placeholders, which can be cut between runs only.
+        care: `session`, `lease` and `retain` for `KV.open`, as far as they are set.
+        wait: All pages are loaded before the rows are returned; otherwise `Restoring` does the
+            rest.
     """
 
     most: int
@@ -69,7 +70,7 @@ class ReuseLimits(NamedTuple):
 
 
 def admit(kv: KV, prompts: Items[Prompt], limits: ReuseLimits) -> AdmittedRows:
-    """Opens the rows. One past length serves the whole batch: the shortest known one, in columns.
+    """Open the rows of a batch with the longest past length, in columns, that all of them have.
 
     Raises:
         CapacityError: Too many sequences are open.
@@ -93,7 +94,7 @@ def admit(kv: KV, prompts: Items[Prompt], limits: ReuseLimits) -> AdmittedRows:
                 return AdmittedRows(seqs, base, states)
             base = cut = 0
         if cut == base and not limits.wait and not limits.stateful:
-            limit = base  # some are on their way that nobody needs
+            limit = base  # some pages behind `base` would be loaded in vain
         else:
             most = limit = cut if cut < base or limits.stateful else 0
         requests = discard(kv, seqs)
@@ -104,7 +105,7 @@ def _open(
     kv: KV, prompts: Items[Prompt], requests: Items[int], most: tuple[int, int], limits: ReuseLimits
 ) -> list[Sequence]:
     seqs: list[Sequence] = []
-    slack = 0 if limits.stateful else kv.page_size - 1  # a row is cut within a page, if need be
+    slack = 0 if limits.stateful else kv.page_size - 1  # a row may be cut within a page
     most_columns, limit = most
     try:
         for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
@@ -131,7 +132,7 @@ def _open(
 
 
 def _shared(prompts: Items[Prompt], seqs: Items[Sequence], row: int) -> Sequence | None:
-    """The sequence of an earlier row of the same prompt, of which something is on its way."""
+    """Return the sequence of an earlier row of the same prompt whose prefix is being loaded."""
     tokens, *rest = prompts[row]
     for (known, *others), seq in zip(prompts, seqs, strict=False):
         if seq.restoration is not None and others == rest and np.array_equal(known, tokens):
@@ -140,7 +141,7 @@ def _shared(prompts: Items[Prompt], seqs: Items[Sequence], row: int) -> Sequence
 
 
 def reach(seq: Sequence) -> int:
-    """Where the known prefix of a sequence ends, once what is on its way is there."""
+    """Return the length of a sequence's known prefix, with the tokens that are being loaded."""
     coming = 0 if seq.restoration is None else seq.restoration.tokens
     return max(seq.length, coming)  # a saved state reaches further than its whole pages
 
@@ -148,9 +149,9 @@ def reach(seq: Sequence) -> int:
 def _align(
     kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, limits: ReuseLimits
 ) -> bool:
-    """Cuts every row to column `base`; False if a sliding window or a state does not allow it.
+    """Cut every row to column `base`; False if a sliding window or a state does not allow it.
 
-    What is on its way is not cut: it may end within a page of the others.
+    A prefix that is being loaded is not cut, if it ends less than a page behind `base`.
     """
     for prompt, seq in zip(prompts, seqs, strict=True):
         length, end = max(base - prompt.pad, 0), reach(seq)
@@ -171,11 +172,11 @@ def _align(
 
 
 def discard(kv: KV, seqs: list[Sequence]) -> list[int]:
-    """Closes sequences that were opened in vain, which do not count; returns their requests."""
+    """Close sequences that were opened in vain, and uncount them; return their requests."""
     requests = []
     for seq in seqs:
         requests.append(seq.request)
-        seq.request = -1  # it goes on in another sequence
+        seq.request = -1  # the request continues in another sequence
     own = list(dict.fromkeys(seqs))
     uncount(kv, sum(len(seq.tokens) for seq in own), sum(seq.reused for seq in own))
     close_all(own)
@@ -184,14 +185,14 @@ def discard(kv: KV, seqs: list[Sequence]) -> list[int]:
 
 
 def abort(kv: KV, requests: Items[int]) -> None:
-    """Tells policies that requests do not go on."""
+    """Notify the policies that requests have been aborted."""
     with kv.lock:
         for request in requests:
             kv.visits.abort(request)
 
 
 def uncount(kv: KV, seen: int, reused: int) -> None:
-    """Takes tokens out of the statistics that were counted for the same request before."""
+    """Subtract tokens from the statistics that were counted twice for one request."""
     with kv.lock:
         kv.seen_most = max(kv.seen_most, kv.tokens_seen)
         kv.reused_most = max(kv.reused_most, kv.tokens_reused)
@@ -201,20 +202,19 @@ def uncount(kv: KV, seen: int, reused: int) -> None:
 
 # Nested forwards: the model runs over a few tokens of known prompts, inside its own forward.
 #
-# What is computed so goes into the pages of the sequences themselves. Each nested forward sees a
-# left padded rectangle of its own: rows that have computed different numbers of tokens end at one
-# column, and a row that is further than the rectangle's first column keeps what it has
-# (`Rows.uneven`).
+# They write into the pages of the sequences themselves. Each nested forward sees a left padded
+# rectangle of its own: rows that have computed different numbers of tokens end at one column, and
+# a row that is further than the rectangle's first column keeps its tokens (`Rows.uneven`).
 
 
 class Part(NamedTuple):
     """A span of one row that a nested forward computes.
 
     Attributes:
-        row: The row of the batch whose inputs it shares.
-        seq: Where it goes. Its tokens are known beyond what is computed here.
+        row: The row of the batch whose inputs the span shares.
+        seq: The sequence that it extends, whose prompt is longer than the span.
         pad: Padding columns of the row.
-        count: Tokens behind those that the sequence holds; at least one.
+        count: Tokens of the span, behind those that the sequence holds; at least one.
     """
 
     row: int
@@ -224,19 +224,19 @@ class Part(NamedTuple):
 
 
 class Nested:
-    """Runs a model over parts of prompts with the arguments of the forward that needs them.
+    """Runner of a model over parts of prompts, with the arguments of the forward that needs them.
 
     Args:
-        door: Whose model it is, a `door.ForwardHook`; its hooks let nested forwards pass.
-        call: The forward that all of this is for.
+        door: The door of the model, a `door.ForwardHook`; its hooks ignore nested forwards.
+        call: The user's forward that needs the parts.
         types: Token types of the whole prompts, by name, if there are any.
-        fill: What fills placeholders of the whole prompts.
+        fill: The features that fill placeholders of the whole prompts.
 
     Attributes:
-        kv: Where the pages are.
+        kv: The cache.
         rows: Rows of the forward.
-        fill: What fills placeholders of the whole prompts.
-        cut: Prompts can be gone on with anywhere: no layer keeps a state of its own.
+        fill: The features that fill placeholders of the whole prompts.
+        cut: Prompts can be continued from any token: no layer keeps a recurrent state.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Nested:
         types: Mapping[str, torch.Tensor],
         fill: Fill,
     ) -> None:
-        # Not the call itself: its cache would be held by what the cache holds.
+        # The call itself is not kept: it refers to the cache, and the cache refers to this.
         self._door, self._model, self._plan, self._names = door, door.model, door.plan, call.names
         self.kv: KV = door.kv
         self.fill, self.rows, self.cut = fill, call.rows, not self._plan.stateful
@@ -268,7 +268,7 @@ class Nested:
         self._state: PagedCache | None = None
 
     def prove(self) -> None:
-        """Reads the model's weights, so that what was computed may go where it outlives them."""
+        """Read all weights of the model, so that computed pages are proven and may be stored."""
         self._door.proof.finish()
 
     def whole(self, part: Part) -> Part:
@@ -278,7 +278,7 @@ class Nested:
         return part._replace(count=fitting - seq.length)
 
     def compute(self, parts: Items[Part], awaits: Callable[[int], None] | None = None) -> None:
-        """Computes the next tokens of some rows.
+        """Compute the next tokens of some rows.
 
         Args:
             parts: At most one for each sequence.
@@ -287,8 +287,8 @@ class Nested:
         Raises:
             CapacityError: The pages do not fit.
         """
-        # Models that make positions themselves count columns: each row keeps its own. What fills
-        # placeholders is counted by models: none may be shown that are known already.
+        # Models that make positions themselves count columns, so each row runs with its own
+        # padding. Models count the features for placeholders, so known ones may not be shown.
         together = self._positions is not None and self.cut and not self.fill.inputs
         for batch in [list(parts)] if together else [[part] for part in parts]:
             if batch:
@@ -307,11 +307,11 @@ class Nested:
             with self._door.aside(), torch.no_grad():
                 self._model(**inputs)
         finally:
-            rows.abandon()  # nothing, unless it failed: a hook has finished it
+            rows.abandon()  # does nothing after a success: a hook has finished the step
 
     def _cache(self, seqs: list[Sequence], pads: list[int], base: int) -> PagedCache:
         if self._state is not None and self._state.rows.seqs == seqs:
-            return self._state  # recurrent layers go on in it
+            return self._state  # it holds the states of recurrent layers
         rows = self._door.rows(seqs, pads, base)
         rows.uneven = True
         cache = PagedCache(rows, self._plan, self._door, owns=False)
@@ -351,7 +351,7 @@ class Nested:
     def _more(
         self, parts: list[Part], pads: list[int], base: int, total: int
     ) -> dict[str, torch.Tensor]:
-        """Mask, positions and token types of columns `[base, total)`."""
+        """Return mask, positions and token types of columns `[base, total)`."""
         names, mask, positions = self._names, self._mask, self._positions
         left, found = torch.tensor(pads, device="cpu")[:, None], {}
         if mask is not None or any(pads):
@@ -373,7 +373,7 @@ class Nested:
 
 
 def _rows_of(value: Any, rows: list[int], count: int) -> Any:
-    """An argument with some rows of the batch only; tensors that count no rows as they are."""
+    """Select rows of the batch in an argument; tensors without a row dimension stay as they are."""
     if rows == list(range(count)):
         return dict(value) if type(value) is dict else value
     if isinstance(value, torch.Tensor):
@@ -387,18 +387,18 @@ def _rows_of(value: Any, rows: list[int], count: int) -> Any:
 
 
 CHUNK = 512
-"""Tokens of a row that one nested forward computes where no policy says how many."""
+"""Tokens of a row that one nested forward computes where no policy decides."""
 
 
 class _Coming:
-    """One prefix on its way.
+    """One prefix that is being restored.
 
     Attributes:
         part: Its row.
-        restoration: Brings it.
-        shared: Several rows are of this prompt.
-        front: Tokens that were computed, or there, when the rest was left to come.
-        over: Nothing is waited for any more.
+        restoration: The job that loads it.
+        shared: Whether several rows have this prompt.
+        front: Tokens that were in place when only the loads were left.
+        over: Whether the restoration has been finished.
     """
 
     def __init__(self, part: Part, restoration: RestoreJob, *, shared: bool) -> None:
@@ -406,23 +406,23 @@ class _Coming:
         self.front, self.over = part.seq.length, False
 
     def finish(self, kv: KV, *, ok: bool) -> None:
-        """Ends it; what came counts as reused."""
+        """End the restoration and count the loaded tokens as reused."""
         self.restoration.finish(ok=ok)
         if not self.over:
             self.over = True
             came = max(0, self.restoration.tokens - self.front)
             if not self.restoration.tokens:
-                came = -self.part.seq.reused  # a saved state was of no use, nor was its prefix
+                came = -self.part.seq.reused  # neither a saved state nor its prefix was used
             self.part.seq.reused += came
             uncount(kv, 0, -came)
 
 
 class Restoring:
-    """The restorations of one batch, until the first forward behind them is over.
+    """Restorations of one batch, until the first forward behind them is over.
 
     Args:
         kv: The cache.
-        seqs: One per row; rows of one prompt may share theirs, until `meet` takes them apart.
+        seqs: One per row; rows of one prompt may share a sequence, until `meet` forks it.
         pads: Padding columns of each row.
         types: Token types of the whole prompts, by name.
     """
@@ -447,13 +447,13 @@ class Restoring:
 
     @property
     def cut(self) -> bool:
-        """Whether rows that hold less than was to come can be gone on with."""
+        """Return whether rows can be continued that hold less than should have been loaded."""
         return self._nested is None or self._nested.cut
 
     # ---- before the user's forward
 
     def restore(self, found: AdmittedRows, nested: Nested) -> AdmittedRows:
-        """As `meet`, for rows whose forward may begin where that ends.
+        """Run `meet` for rows whose forward begins where the restored prefix ends.
 
         Returns:
             The rows, each with a sequence of its own, and the columns that need no computing.
@@ -468,28 +468,28 @@ class Restoring:
             raise
 
     def meet(self, nested: Nested, *, front: bool, columns: int = 0) -> None:
-        """Computes prefix chunks while loads arrive, then lets the rest come behind the forward.
+        """Compute prefix chunks while loads arrive, then leave the rest of them to the forward.
 
         Args:
-            nested: Computes.
+            nested: Runner of the nested forwards.
             front: Chunks from the front can be computed; otherwise everything is loaded.
-            columns: Every row has so many in the end, whatever comes.
+            columns: Columns that every row holds at the end, whatever could be loaded.
         """
         self._nested, times = nested, nested.rows // len(self._pads)
         for one in self._coming:  # rows may have been repeated, for beams
             one.part = one.part._replace(row=one.part.row * times)
-        with suppress(CapacityError):  # what has no room to be computed is not restored
+        with suppress(CapacityError):  # without room for the chunks, less of the prefix is restored
             while front and (wanted := self._wanted(nested)):
                 nested.compute(wanted, self._pump)
         for one in self._coming:
-            if columns:  # they were told: no row goes on behind them
+            if columns:  # the caller knows this length: no row may be longer
                 one.restoration.bound(columns - one.part.pad)
             else:
                 one.restoration.meet()
             one.restoration.settle()
             one.front = one.restoration.front
         for one in self._coming:
-            if one.shared:  # what is on its way cannot be forked
+            if one.shared:  # a sequence cannot be forked while its pages are loaded
                 one.finish(self._kv, ok=one.restoration.complete())
         while short := self._short(columns):
             nested.compute(short)
@@ -505,7 +505,7 @@ class Restoring:
         return found
 
     def _short(self, columns: int) -> list[Part]:
-        """What is missing of so many columns, a chunk of each row."""
+        """Return the next chunk of each row that holds fewer columns than `columns`."""
         lacks = [(one.part, columns - one.part.pad - one.part.seq.length) for one in self._coming]
         return [part._replace(count=min(left, CHUNK)) for part, left in lacks if left > 0]
 
@@ -520,11 +520,11 @@ class Restoring:
     # ---- behind it
 
     def wait(self, layer: int) -> bool:
-        """Returns when a layer of all pages is there; True if other pages took the place of some.
+        """Wait until a layer of all pages is loaded; return whether computed pages replaced some.
 
         Raises:
-            CapacityError: There is no room to compute what does not come.
-            Late: It cannot be computed either.
+            CapacityError: There is no room to compute pages that fail to load.
+            Late: They cannot be computed either.
         """
         mended = False
         for one in self._left:
@@ -537,7 +537,7 @@ class Restoring:
         return mended
 
     def complete(self) -> bool:
-        """Returns when all of it is there, loaded or computed; False if that cannot be."""
+        """Wait until all pages are loaded or computed; False if some can be neither."""
         with suppress(CapacityError):
             for one in self._left:
                 if not one.restoration.complete():
@@ -548,7 +548,7 @@ class Restoring:
         return False
 
     def _mend(self, one: _Coming) -> None:
-        """Computes what does not come in a sequence of its own, whose pages then take its place."""
+        """Compute a prefix that fails to load in a new sequence, and take over its pages."""
         nested, seq, end = self._nested, one.part.seq, one.restoration.page_tokens
         assert nested is not None
         twin = self._kv.open(
@@ -567,23 +567,23 @@ class Restoring:
             abort(self._kv, discard(self._kv, [twin]))
 
     def finish(self, *, ok: bool) -> None:
-        """The forward is over, and was committed or not: what came is kept."""
+        """End all restorations after the forward, which was committed (`ok`) or not."""
         for one in self._coming:
             one.finish(self._kv, ok=ok)
 
 
-# Prompts longer than the pool: one forward writes keys and values of all of its tokens, for which
-# there must be room.
+# Prompts longer than the pool: one forward writes the keys and values of all of its tokens, so the
+# pool needs room for them.
 
 
 def go_ahead(nested: Nested, found: AdmittedRows, pads: Items[int], columns: int) -> AdmittedRows:
-    """Computes a long prompt chunk by chunk, until the rest of it fits.
+    """Compute a long prompt chunk by chunk, until the rest of it fits.
 
     Args:
-        nested: Computes.
+        nested: Runner of the nested forwards.
         found: The rows.
         pads: Padding columns of each row.
-        columns: Of the prompt that may be computed before the forward.
+        columns: Columns of the prompt that may be computed before the forward.
 
     Returns:
         The rows, and the columns that need no computing any more.
@@ -602,7 +602,7 @@ def go_ahead(nested: Nested, found: AdmittedRows, pads: Items[int], columns: int
                     parts += [part] if pad + seq.length + part.count <= columns else []
             try:
                 nested.compute(parts)
-            except CapacityError:  # what is not proven yet may not go to a disk
+            except CapacityError:  # unproven pages may not be written to a disk
                 nested.prove()
                 nested.compute(parts)
             ends = [pad + seq.length for pad, seq in zip(pads, found.seqs, strict=True)]
@@ -619,10 +619,10 @@ def go_ahead(nested: Nested, found: AdmittedRows, pads: Items[int], columns: int
 
 
 def audit_rows(cache: PagedCache) -> None:
-    """Audits what was restored for a cache, once; what is wrong is forgotten, and told.
+    """Audit the restored pages of a cache, once; wrong pages are forgotten and reported.
 
     Args:
-        cache: In no forward. Its `audits` computes, with the arguments of its first forward.
+        cache: A cache in no forward. Its `audits` holds the arguments of its first forward.
     """
     nested, cache.audits = cache.audits, None
     rows, kv = cache.rows, cache.rows.kv
@@ -630,7 +630,7 @@ def audit_rows(cache: PagedCache) -> None:
     for row, (seq, pad) in enumerate(list(rows.padded)):
         for page in due(seq) if nested.cut else ():
             if not nested.fill.parts(row, page * size, (page + 1) * size):
-                continue  # an image lies across its border; it waits for another sequence
+                continue  # an image lies across the page's border: another sequence audits it
             with kv.auditor.audit(seq, page) as case:
                 if case is not None:
                     with suppress(CapacityError):
@@ -638,14 +638,14 @@ def audit_rows(cache: PagedCache) -> None:
                     case.judge()
 
 
-# Chunked prefill: a prompt that is shown bit by bit is looked up again with every bit.
+# Chunked prefill: a prompt that arrives in chunks is looked up again with every chunk.
 
 
 def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
-    """Skips what is known of a further chunk; returns the arguments that are left to compute.
+    """Skip the known prefix of a further chunk; return the arguments that are left to compute.
 
     Args:
-        cache: A cache of which only prompts were computed so far.
+        cache: A cache into which only prompts were computed so far.
         call: The next chunk.
     """
     rows, kv = cache.rows, cache.rows.kv

