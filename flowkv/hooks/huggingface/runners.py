@@ -1,7 +1,7 @@
-"""Runs rows of an engine over a Hugging Face model: packed, padded, or one at a time.
+"""Runners of an engine's rows over a Hugging Face model: packed, padded, or one at a time.
 
-Each row has a `PagedCache` of its own, so that whatever the model does with its cache it does as in
-`generate`: recurrent states, chunked attention, positions that it counts itself.
+Rows that cannot be packed run over a `PagedCache`, which the model uses as in `generate`: with
+recurrent states, chunked attention, or positions that it counts itself.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ from flowkv.hooks.huggingface.versions import (
 
 # Rows beside each other are left-padded rectangles, for models whose rows cannot be packed.
 #
-# The padding is virtual: pages hold no column of it, the model is shown a mask and, where it takes
-# them, each row's own positions. Rows that are given equally many tokens share a rectangle, so that
-# all that decode run together, and chunks of prompts run beside none or their equals.
+# The padding is virtual: pages hold no column of it, and the model receives a mask and, where it
+# takes them, each row's own positions. Rows with equally many new tokens share a rectangle, so that
+# all decoding rows run together, and chunks of prompts run alone or with chunks of equal length.
 
 
 class EngineCache(PagedCache):
-    """The cache of some rows in a step of an engine, which is over when those beside it are, too.
+    """Cache of some rows in a step of an engine, committed with the caches of all other rows.
 
     Attributes:
-        damaged: A step failed in the middle of recurrent states, which cannot be taken back.
+        damaged: A step failed while it wrote recurrent states, which cannot be rolled back.
     """
 
     damaged = False
 
     def finish(self) -> None:
-        """Waits for the others: a step happens for all of its rows or for none."""
+        """Do nothing: `commit` ends the step, for all of its rows at once."""
 
     def commit(self) -> None:
-        """The step is over."""
+        """End the step after the forwards of all of its rows."""
         super().finish()
         self.damaged = False
 
 
 class ApartRow(PagedRow):
-    """A row with a cache of its own. While it is suspended, recurrent states stay where they are.
+    """Row with a cache of its own, which keeps recurrent states in place during a suspension.
 
     Args:
-        kv: Where its pages are.
-        cache: Its cache.
+        kv: The cache of its pages.
+        cache: The row's own cache.
 
     Attributes:
-        cache: Its cache.
+        cache: The row's own cache.
     """
 
     def __init__(self, kv: KV, cache: EngineCache) -> None:
@@ -79,9 +79,9 @@ class ApartRow(PagedRow):
         self.cache = cache
 
     def close(self, stop: str = "") -> None:
-        """Releases its pages; published ones stay known.
+        """Release the row's pages; published pages stay known.
 
-        Recurrent states are kept for prompts that go on.
+        Recurrent states are saved for prompts that continue this text.
         """
         if stop:
             self.seq.stop = STOPS[stop]
@@ -89,22 +89,22 @@ class ApartRow(PagedRow):
 
 
 class PaddedRunner:
-    """Runs rows beside each other in rectangles, or one by one, see `engine.runner.Runner`.
+    """Runner of rows in padded rectangles, or one by one, see `engine.runner.Runner`.
 
     Args:
         model: The model; without recurrent layers, unless rows run one by one.
         kv: The cache that it is attached to.
-        door: Its door; held by the model's hooks.
-        together: Rows run beside each other. Otherwise each has a cache of its own.
+        door: The model's door; held by the model's hooks.
+        together: Rows run in rectangles. Otherwise each has a cache of its own.
     """
 
     def __init__(self, model: Any, kv: KV, door: ForwardHook, *, together: bool = True) -> None:
         self._model, self._kv, self._door, self.together = model, kv, door, together
 
     def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
-        """Opens a row with its known prefix in place, or (`wait=False`) on its way.
+        """Open a row with its known prefix in place, or (`wait=False`) being loaded.
 
-        Rows with recurrent states always wait.
+        Rows with recurrent states always wait for their prefix.
         """
         door, kv = self._door, self._kv
         if self.together:
@@ -125,12 +125,10 @@ class PaddedRunner:
         return ApartRow(kv, cache)
 
     def step(self, rows: Items[Any], tokens: Items[Any]) -> torch.Tensor:
-        """Runs the model over the next tokens of some rows.
-
-        Exactly one row, unless they run together.
+        """Run the model over the next tokens of some rows, of exactly one row unless `together`.
 
         Raises:
-            StateError: The row failed before in the middle of its recurrent states.
+            StateError: An earlier step of the row failed while it wrote recurrent states.
         """
         given = [np.asarray(fresh, np.uint32) for fresh in tokens]
         if self.together:
@@ -144,18 +142,18 @@ class PaddedRunner:
         own = row.cache.rows
         own.alive()
         if own.base != row.seq.length:
-            own.rebase(row.seq.length)  # what was on its way is there
+            own.rebase(row.seq.length)  # pages have been loaded since
         return self._run([row.cache], [[0]], given)
 
     def run(self, seqs: Items[Sequence], tokens: Items[NDArray[np.uint32]]) -> torch.Tensor:
-        """Runs the model over the next tokens of some sequences, beside each other.
+        """Run the model over the next tokens of some sequences, in rectangles of equal lengths.
 
         Args:
             seqs: Sequences in no step.
             tokens: The next ids of each, one at least.
 
         Returns:
-            `[B, V]`: logits behind the last of them.
+            `[B, V]`: logits behind the last token of each.
         """
         groups: dict[int, list[int]] = {}
         for row, fresh in enumerate(tokens):
@@ -173,14 +171,14 @@ class PaddedRunner:
     def _run(
         self, caches: list[EngineCache], groups: list[list[int]], tokens: Items[NDArray[np.uint32]]
     ) -> torch.Tensor:
-        """A forward of each cache, over the tokens of its rows."""
+        """Run a forward over each cache with the tokens of its rows, and commit all or none."""
         found: list[Any] = [None] * len(tokens)
         given = [np.stack([tokens[row] for row in some]) for some in groups]
         try:
-            for cache, ids in zip(caches, given, strict=True):  # what does not fit is known first
+            for cache, ids in zip(caches, given, strict=True):  # no forward before all pages fit
                 step = cache.rows.begin(ids.shape[1])
                 if self._model.training or not self._door.unchanged(full=step.fills):
-                    cache.rows.disable_publishing()  # a change came before this step, not in it
+                    cache.rows.disable_publishing()  # the model has changed before this step
                 if self.together:
                     step.give(ids.reshape(-1))
                 else:
@@ -192,16 +190,16 @@ class PaddedRunner:
                     found[row] = logits
             for cache in caches:
                 assert cache.rows.step is not None
-                cache.rows.step.check()  # of none, if one of them left something out
+                cache.rows.step.check()  # if one forward skipped a layer, no cache is committed
             for cache in caches:
                 cache.commit()
         finally:
             for cache in caches:
-                cache.rows.abandon()  # nothing, unless something failed
+                cache.rows.abandon()  # does nothing after a success
         return torch.stack(found)
 
     def _last_logits(self, cache: EngineCache, ids: torch.Tensor) -> Any:
-        """`[B, V]` behind the next tokens `[B, T]` of a cache whose step has begun."""
+        """Return logits `[B, V]` behind the tokens `[B, T]` of a cache whose step has begun."""
         names, rows = self._door.names, cache.rows
         device = self._model.get_input_embeddings().weight.device
         left, end = torch.from_numpy(rows.pads).to(device)[:, None], rows.base + ids.shape[1]
@@ -219,18 +217,18 @@ class PaddedRunner:
 def choose_way(
     model: Any, kv: KV, door: ForwardHook
 ) -> tuple[PackedForward | None, PaddedRunner, str]:
-    """The fastest way in which rows that run together answer as each does alone.
+    """Choose the fastest way in which rows that run together answer as each does alone.
 
     Args:
         model: The model.
         kv: The cache that it is attached to.
-        door: Its door.
+        door: The model's door.
 
     Returns:
         `forward`, `apart` and `reason` of `Parts`.
 
     Raises:
-        CapacityError: The cache has no room to try it, which says nothing about the model.
+        CapacityError: The cache has no room for the trial; the model may be packable.
     """
     beside, names = PaddedRunner(model, kv, door), door.names
     forward, reason = packed_way(model, kv, door)
@@ -241,25 +239,26 @@ def choose_way(
     return None, PaddedRunner(model, kv, door, together=fits), reason
 
 
-# What an engine needs to know about a Hugging Face model before it serves it.
+# Facts about a Hugging Face model that an engine needs before it serves the model.
 
 _CHOICES = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})
 """Arguments of a model that generation knows as options of its own."""
 
 
 class Parts(NamedTuple):
-    """The parts of which an engine runs a model.
+    """Parts with which an engine runs a model.
 
     Attributes:
         model: The model itself; of an adapter-wrapped one, its base.
-        forward: Runs it over packed rows, for `engine.runner.PackedRunner`; None if that cannot be.
-        apart: Runs them otherwise, an `engine.runner.Runner`: beside each other, or one by one.
-        reason: Why they cannot be packed; "" if they can.
+        forward: Forward over packed rows, for `engine.runner.PackedRunner`; None if that fails.
+        apart: Runner of other rows, an `engine.runner.Runner`: in rectangles, or one by one.
+        reason: Why rows cannot be packed; "" if they can.
         positions: Most tokens of a request, prompt and answer; None if the model names no bound.
-        vocabulary: Token ids are below this.
-        refresh: To be called before rows are opened: notices that the model has changed.
-        check: Refuses token ids with options, where they do not say what is to be gone on with.
-        blend: Puts known documents of a prompt in place, see `blend.Blending.one`; None for none.
+        vocabulary: Size of the vocabulary: token ids are smaller.
+        refresh: Function to call before rows are opened, which detects changes of the model.
+        check: Function that refuses a prompt whose tokens and options need more inputs.
+        blend: Function that puts known documents of a prompt in place, see `blend.Blending.one`;
+            None without `reuse="blend"`.
     """
 
     model: Any
@@ -274,16 +273,16 @@ class Parts(NamedTuple):
 
 
 def make_runner_parts(model: Any, kv: KV) -> Parts:
-    """What an engine needs to know about an attached model. Runs it over a few tokens.
+    """Make the parts with which an engine runs an attached model, by a trial over a few tokens.
 
     Args:
-        model: The model, as it was given to `flowkv.attach`.
-        kv: What that returned.
+        model: The model that was passed to `flowkv.attach`.
+        kv: The cache that `attach` returned.
 
     Raises:
         CapacityError: The cache has no room to try how rows run together.
-        ConfigError: It is not attached to this cache.
-        UnsupportedModelError: Token ids alone do not say what it is to go on with.
+        ConfigError: The model is not attached to this cache.
+        UnsupportedModelError: The model needs more inputs than token ids, or is compiled.
     """
     model = base_model(model)
     door = door_of(model)
@@ -319,7 +318,7 @@ def make_runner_parts(model: Any, kv: KV) -> Parts:
 
 
 def _positions(door: ForwardHook, model: Any) -> int | None:
-    """Positions that a row may have; those of all rows are encoded alike up to there."""
+    """Return the most positions of a row, up to which the positions of all rows encode alike."""
     text = model.config.get_text_config(decoder=True)
     trained = getattr(text, "max_position_embeddings", None)
     switch = door.identity.switch
@@ -328,7 +327,7 @@ def _positions(door: ForwardHook, model: Any) -> int | None:
 
 
 def _check(door: ForwardHook, tokens: NDArray[np.uint32], options: Mapping[str, Any]) -> None:
-    """Refuses what token ids do not say everything about.
+    """Refuse a request whose K and V depend on more than token ids.
 
     Raises:
         TokenError: A token stands for an image, audio, or the like.
@@ -350,9 +349,9 @@ def _check(door: ForwardHook, tokens: NDArray[np.uint32], options: Mapping[str, 
 
 # Sampling by transformers itself: the model's own processors and criteria, one set a request.
 #
-# A request's options mean what they mean to `model.generate`, defaults of the model's generation
-# config included, and are read by the same code. What is drawn is what `generate` draws for that
-# prompt alone after `torch.manual_seed(seed)`.
+# A request's options have the same meaning as for `model.generate`, with the defaults of the
+# model's generation config, and are read by the same code. Drawn tokens are those that `generate`
+# draws for that prompt alone after `torch.manual_seed(seed)`.
 
 _LENGTHS = ("max_length", "max_new_tokens")
 _APART = (  # arguments of `generate` that are no part of a generation config
@@ -371,17 +370,17 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(  # option: values t
 
 
 class GeneratedChoice:
-    """A request's processors and criteria, and the text that they look at.
+    """Processors and criteria of a request, and the text that they work on.
 
     Args:
-        prompt: Its tokens.
+        prompt: Tokens of the prompt.
         limit: Most new tokens.
         processors: See `LogitsProcessorList`.
         criteria: Stopping criteria beside lengths and end tokens.
         stops: End tokens.
-        seed: None if nothing is drawn.
-        device: Where the processors work.
-        ahead: No code of the user's takes part, so that it may run before a token is read.
+        seed: Seed of the draws; None for greedy choices.
+        device: Device of the processors.
+        ahead: No code of the user's takes part, so it may run before the last token is read.
     """
 
     def __init__(
@@ -404,11 +403,11 @@ class GeneratedChoice:
         self._draws: torch.Generator | None = None
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token."""
+        """Choose the next token and return its id."""
         return int(self.draw(logits))
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token, on its device; later draws see it in the text."""
+        """Return the next token on its device, and add it to the text."""
         scores = logits[None].to(self._device, torch.float32, copy=True)
         if self._processors is not None:
             scores = self._processors(self._text(), scores)
@@ -422,7 +421,7 @@ class GeneratedChoice:
         return token.view(())
 
     def take(self, token: int) -> bool:
-        """Notes the token that was chosen; True if the request ends with it."""
+        """Record a chosen token; return whether the request ends with it."""
         if self.greedy:
             self._note(token)
         if token in self._stops:
@@ -437,7 +436,7 @@ class GeneratedChoice:
         self._length += 1
 
     def _text(self) -> torch.Tensor:
-        """`[1, S]`: the prompt and what was made of it."""
+        """Return `[1, S]`: the prompt and the tokens chosen so far."""
         if self._ids is None:
             self._ids = torch.empty(
                 (1, self._prompt.size + self._limit), dtype=torch.int64, device=self._device
@@ -447,39 +446,39 @@ class GeneratedChoice:
 
 
 class GenerateSampler:
-    """Choices as `generate` of a model makes them.
+    """Sampler that chooses tokens as `generate` of a model does.
 
     Args:
         model: The model.
         options: Defaults of every request, over those of the model's generation config.
 
     Raises:
-        ConfigError: See `start`.
-        UnsupportedModelError: The model encodes one text and decodes another.
+        ConfigError: See `read`.
+        UnsupportedModelError: The model is an encoder-decoder.
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         if getattr(model.config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
-                "prompts of an encoder-decoder are not what it continues", "Use model.generate"
+                "an encoder-decoder does not continue its prompts", "Use model.generate"
             )
         self._model, self._defaults = model, options
         self.read(np.zeros(1, np.uint32), 1, {}, 0)
 
     def start(self, request: Any, prompt: NDArray[np.uint32], seed: int) -> GeneratedChoice:
-        """Reads a request's options, at submit."""
+        """Read a request's options when it is submitted; raises as `read`."""
         return self.read(prompt, request.max_new_tokens, request.options, seed)
 
     def read(
         self, prompt: NDArray[np.uint32], limit: int, options: Mapping[str, Any], seed: int
     ) -> GeneratedChoice:
-        """Reads options as `generate(prompt, max_new_tokens=limit, **options)` would.
+        """Read options as `generate(prompt, max_new_tokens=limit, **options)` would.
 
         Args:
             prompt: Token ids.
             limit: Most new tokens.
-            options: Of one request.
-            seed: Of its draws.
+            options: Options of one request.
+            seed: Seed of its draws.
 
         Raises:
             ConfigError: An option is unknown, out of range or not served by an engine.

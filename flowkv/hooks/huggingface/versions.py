@@ -1,7 +1,7 @@
 """Differences between versions of transformers, and the parts relied on. Tested: 5.17, 5.23, 5.24.
 
 Only the cache base classes, the registries of functions for attention, masks and experts, and
-forward hooks are used elsewhere; whatever has changed between releases is asked for here.
+forward hooks are used elsewhere; everything that has changed between releases is read here.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ __all__ = [
 ]
 
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
-"""What keeps keys and values where FlowKV does not."""
+"""Native classes of caches and layers that keep keys and values of models."""
 
 MODAL_INPUTS = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
-"""Inputs that `generate` itself gives to the first forward only: they fill placeholder tokens."""
+"""Inputs that `generate` passes to the first forward only: they fill placeholder tokens."""
 
 PREFILL: Any = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)
-"""What `generate` runs its first forward in; None if a release does that otherwise."""
+"""Code of the method in which `generate` runs its first forward; None if a release has none."""
 
 _STATELESS = ("dummy", "moe", "mlp")  # the latter two up to 5.2x, as empty recurrent layers
 
 
 def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(type, arguments of its cache layer) of each decoder layer; "none" for those without."""
+    """Return (type, arguments of its cache layer) of each decoder layer; "none" if it has none."""
     types, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     each = [kwargs] * len(types) if isinstance(kwargs, dict) else kwargs  # one dict up to 5.2x
     return [
@@ -97,7 +97,7 @@ def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def native_layer(name: str) -> type | None:
-    """The cache layer class that `DynamicCache` would use; None for an unknown type."""
+    """Return the cache layer class that `DynamicCache` would use; None for an unknown type."""
     if name == "none":
         found = DYNAMIC_LAYER_TYPE_MAPPING.get("dummy") or DYNAMIC_LAYER_TYPE_MAPPING.get("mlp")
     else:
@@ -106,15 +106,15 @@ def native_layer(name: str) -> type | None:
 
 
 def removed(tokens: int, length: int) -> int:
-    """Tokens that `crop(tokens)` removes: the positive form (deprecated) names what remains."""
+    """Return how many tokens `crop(tokens)` removes; a positive argument (deprecated) is kept."""
     return max(length - tokens, 0) if tokens > 0 else -tokens
 
 
 def overlay_window(mask_function: Any) -> int | None:
-    """Window w of a plain sliding causal mask function; None if it is any other function.
+    """Return the window w of a plain sliding causal mask function; None for any other function.
 
-    Such a function is `and_masks(sliding_window_overlay(w), causal_mask_function)`, told by what
-    its closures hold. Whatever is not told is treated as a custom mask and built.
+    Such a function is `and_masks(sliding_window_overlay(w), causal_mask_function)`, recognised by
+    the contents of its closures. Any other function counts as a custom mask, which is built.
     """
     parts = _closure(mask_function, "and_mask").get("mask_functions")
     if not isinstance(parts, tuple) or len(parts) != 2 or parts[1] is not causal_mask_function:
@@ -143,7 +143,7 @@ BOOKKEEPING = frozenset(
     _name_or_path _commit_hash _auto_class __deepcopy__ __reduce_ex__ compile
     rope_deltas""".split()
 )
-"""Attributes of models that say nothing about what a forward computes."""
+"""Attributes of models that do not change the results of a forward."""
 
 UNIMPORTANT = BOOKKEEPING | frozenset(
     """transformers_version architectures dtype torch_dtype id2label label2id problem_type use_cache
@@ -152,8 +152,8 @@ UNIMPORTANT = BOOKKEEPING | frozenset(
 )
 OWN_PREFIX = "flowkv_"
 _STAND_INS = {"batched_mm": "grouped_mm"}
-"""What `generate` puts in place of experts while it decodes on a GPU: the same products, in another
-order."""
+"""Implementations of experts that `generate` sets while it decodes on a GPU: the same products, in
+another order."""
 _CHOSEN = {
     "_attn_implementation_internal": (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS),
     "_experts_implementation_internal": (ALL_EXPERTS_FUNCTIONS,),
@@ -162,13 +162,13 @@ _CHOSEN = {
 
 
 def lasting(implementation: str) -> str:
-    """Return the name of an implementation as it is between calls of the model."""
+    """Return the implementation that is set between calls of the model, for one set in a call."""
     own = implementation.removeprefix(OWN_PREFIX)
     return _STAND_INS.get(own, own)
 
 
 def settings(config: Any) -> str:
-    """Everything in a configuration that can change what is computed, as canonical text."""
+    """Return all settings of a configuration that can change results, as canonical text."""
     held = _important(config.to_dict(), config)
     for name in _CHOSEN:
         chosen = getattr(config, name, None)
@@ -177,7 +177,7 @@ def settings(config: Any) -> str:
 
 
 def _important(held: dict[str, Any], config: Any) -> dict[str, Any]:
-    """A configuration's dict, and those of the ones in it, without what decides nothing."""
+    """Return the dict of a configuration and of those inside it, without `UNIMPORTANT` settings."""
     found = {}
     for name, value in held.items():
         if name not in UNIMPORTANT:
@@ -191,9 +191,9 @@ _TEXTS = (str, int, float, type(None), torch.dtype, torch.device)
 
 
 def settled(value: Any) -> bool:
-    """Whether a setting is said by text in whole."""
+    """Return whether the text of a setting is all of its value."""
     if isinstance(value, dict):
-        if "dtype" in value:  # `to_dict` writes another value there
+        if "dtype" in value:  # `to_dict` replaces this entry
             return False
         return all(settled(key) and settled(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -214,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:
-    """(registry, name, function) of attention, masks and experts, as a model may run them."""
+    """Return (registry, name, function) of attention, masks and experts, as a model may run them."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     found = list[tuple[Any, str, Any]]()
     for setting, registries in _CHOSEN.items():
@@ -226,5 +226,5 @@ def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:
 
 
 def library_release() -> str:
-    """The release of transformers, whose code is in no other part of a model's name."""
+    """Return the release of transformers, which stands for its code in a model's name."""
     return f"transformers {transformers.__version__}"
