@@ -1,9 +1,9 @@
-"""A model's identity: the name that its pages carry, and the notice of every change to it.
+"""A model's identity: the name of its pages, and the detection of every change to the model.
 
 Pages are valid for exactly the weights and the computation that made them (DESIGN D13). The name is
 made of both (`weights`, `computation`), so it is the same in another process, on another device,
-and again when a change was undone. Whether anything changed is asked when a cache is made and
-before pages become known, by comparing what was met with what is there.
+and again when a change was undone. A change is detected when a cache is made and before pages are
+published, by comparing the model with the objects that were read for its name.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from flowkv.hooks.fingerprint import Weights
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""
 CALLS = 32
-"""Within so many calls a write to weights that PyTorch does not count is found."""
+"""Most calls after which a write to weights that PyTorch does not count is found."""
 _SHARE = 0.01
-"""Of the time of a call, what reading weights may take, beyond the part that `CALLS` asks for."""
+"""Share of a call's time in which weights may be read, beyond the bytes that `CALLS` requires."""
 _SLICE_BYTES = 16 << 20
 _STEPS = [0]
-"""Steps of optimizers that write to weights without a count."""
+"""Number of optimizer steps that wrote to weights without a count."""
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 class Identity:
-    """The identity of one model at one moment.
+    """Identity of one model at one moment.
 
     Args:
         model: The model.
-        name: Name given by the user, which replaces the model's own and its weights', as long as
-            those are what they were; "" for the model's own, with a digest of its weights.
-        revision: The user's name for all that no other part of the name says; "" for none.
+        name: Name given by the user, which replaces the model's own name and the digest of its
+            weights while the weights are unchanged; "" for the model's own name and digest.
+        revision: The user's name for everything that no other part of the name covers; "" for none.
 
     Attributes:
-        namespace: Its name, for the keys of pages.
-        switch: Length from which positions are encoded otherwise, if there is one.
+        namespace: The model's name, for the keys of pages.
+        switch: Length from which positions are encoded otherwise; None without such a length.
         suspect: Code takes part that is neither torch's nor transformers'.
-        draws: A forward may draw random numbers: something trains, or is not transformers'.
-        plain: Each forward does the same work on the same memory: nothing trains, no code but
-            theirs takes part, and nothing moves weights or keeps results between modules.
+        draws: A forward may draw random numbers: a module trains, or foreign code takes part.
+        plain: Each forward does the same work on the same memory: no module trains, no foreign code
+            takes part, and no hook moves weights or keeps results between modules.
     """
 
     def __init__(self, model: Any, name: str = "", revision: str = "") -> None:
         self.switch = _switch(getattr(model, "config", None))
-        # Encodings that depend on length rewrite these in every forward.
+        # Encodings that depend on length rewrite buffers of this name in every forward.
         self._passing = "inv_freq" if self.switch is not None else ""
         self._name, self._revision, self._first_weights = name, revision, ""
         self._moving, self._moved = "", set[str]()
@@ -69,25 +69,25 @@ class Identity:
         self._weights, self._steps = Weights(), _STEPS[0]
         self.namespace = Namespace(model=name)
         self.read(model)
-        # Weakly: a model must not keep what its former caches knew of it.
+        # Held weakly: a model must not keep the identities of its former caches alive.
         weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
 
     def read(self, model: Any, *, anew: bool = False) -> bool:
-        """Take the model as it is now; return whether that gave it another name.
+        """Name the model as it is now; return whether that gave it another name.
 
         Args:
             model: The model.
-            anew: Weights were written to without a count: all of them are read.
+            anew: Read all weights, after a write to them that was not counted.
 
         Raises:
-            UnsupportedModelError: It holds what cannot even be looked at.
+            UnsupportedModelError: The model holds an object that cannot be inspected.
         """
         try:
             return self._read(model, anew=anew or self._steps != _STEPS[0])
-        except Exception as error:  # whatever odd attributes raise
+        except Exception as error:  # attributes of any class may raise anything
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be named ({type(error).__name__}: {error})",
-                "Use the model without FlowKV, or take that out of it",
+                "Use the model without FlowKV, or remove that from it",
             ) from error
 
     def _read(self, model: Any, *, anew: bool) -> bool:
@@ -99,7 +99,7 @@ class Identity:
         self.suspect = bool(walk.own or walk.foreign)
         self.draws = walk.training or self.suspect
         self.plain = not (self.draws or walk.compiled or self.switch is not None or _helped(model))
-        for named in (walk.leaves, walk.tensors):  # the user's revision says what these are
+        for named in (walk.leaves, walk.tensors):  # the user's revision stands for these
             for path in [path for path in named if path.partition("[")[0] in self._moved]:
                 del named[path]
         weights = self._weights.read(walk.tensors)
@@ -122,14 +122,14 @@ class Identity:
 
     @property
     def foreign(self) -> str:
-        """Why no name says what the model computes, so that nothing is shared; "" if one does."""
+        """Return why the name cannot cover the model, so that no page is shared; "" if it does."""
         return "" if self._revision else self._walk.foreign or self._moving
 
     def steady(self, model: Any) -> bool:
-        """Return whether the model still is what was named, as a forward begins.
+        """Return whether the model still has its name, as far as it is checked in each forward.
 
-        All is looked at where code of the user's takes part, or hooks were put on since; otherwise
-        that waits until a page is full.
+        Everything is compared if code of the user's takes part, or hooks have been added since;
+        otherwise the comparison waits until a page is full.
         """
         count = RemovableHandle.next_id
         if not self._walk.own and count == self._handles:
@@ -138,18 +138,18 @@ class Identity:
         return self.same(model)
 
     def kept(self, model: Any, *, blame: bool = True) -> bool:
-        """Return whether a forward, or the time since one, left the model as it was named.
+        """Return whether the model still has its name after a forward; else name it anew.
 
-        What then is in a page, no name says: a model that changes in its forwards, or by another
-        thread meanwhile, is foreign until it is attached again. With a revision of the user's the
-        places that change are in no name.
+        No name covers pages of a model that changed in a forward, by itself or by another thread:
+        it is foreign until it is attached again. With a revision of the user's, the attributes that
+        change are left out of the name instead.
 
         Args:
             model: The model.
-            blame: It was as named when that forward began.
+            blame: The model had its name when that forward began.
 
         Raises:
-            UnsupportedModelError: It holds now what cannot be looked at.
+            UnsupportedModelError: The model holds an object that cannot be inspected.
         """
         if self.same(model):
             return True
@@ -161,7 +161,7 @@ class Identity:
         found = written | {p for p in before.keys() | now.keys() if before.get(p) != now.get(p)}
         found |= {p for p in tensors.keys() & other.keys() if tensors[p] is not other[p]}
         if self.namespace == name:
-            return True  # replaced by the like
+            return True  # objects were replaced by equal ones
         if self._revision:
             self._moved |= {path.partition("[")[0] for path in found}  # a list may grow
             self.read(model)
@@ -170,68 +170,68 @@ class Identity:
         return False
 
     def attends(self, model: Any) -> list[Any]:
-        """Return the functions that attend: FlowKV's own stands in only for what was tried."""
+        """Return the model's attention functions, for FlowKV replaces only those it has tested."""
         modules = dict.fromkeys(type(module).__module__ for module in model.modules())
         own = [getattr(sys.modules.get(name), "eager_attention_forward", None) for name in modules]
         return [*(f for _, _, f in transformers().chosen_functions(model)), *own]
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What decides how a model can be served: its code and settings, dtypes and devices."""
+        """Return a key for test results of the model: its code, settings, dtypes and devices."""
         return self._walk.kind, frozenset(self._places)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its weights."""
+        """Return the bytes of the model's weights."""
         return self._weights.n_bytes
 
     @property
     def own(self) -> list[str]:
-        """Code that takes part and is neither torch's nor transformers'."""
+        """Return the paths of code that takes part and is no library's."""
         return self._walk.own
 
     @property
     def training(self) -> bool:
-        """Whether submodules are in training mode."""
+        """Return whether submodules are in training mode."""
         return self._walk.training
 
     @property
     def trains(self) -> bool:
-        """Whether gradients may flow to its tensors."""
+        """Return whether gradients may flow to tensors of the model."""
         return any(tensor.requires_grad for tensor in self._walk.tensors.values())
 
     @property
     def settled(self) -> bool:
-        """Whether encodings that depend on length are as a fresh model has them."""
+        """Return whether encodings that depend on length are the same as in a fresh model."""
         return self._walk.settled()
 
     @property
     def compiled(self) -> bool:
-        """Whether parts of the model are compiled."""
+        """Return whether parts of the model are compiled."""
         return self._walk.compiled
 
     def same(self, model: torch.nn.Module) -> bool:
-        """Whether nothing was replaced, moved, set, patched, hooked or written to in the open."""
+        """Return whether the model is as it was named, but for uncounted writes to its weights."""
         try:
             return self._steps == _STEPS[0] and self._walk.same() and bool(self._weights.counted())
-        except Exception:  # what cannot be compared is not the same
+        except Exception:  # objects that cannot be compared count as changed
             return False
 
     def state(self, model: torch.nn.Module) -> object:
-        """Return what was met when the model was named; None if it is another, or not `plain`."""
+        """Return an object that stands for the unchanged, `plain` model; else None."""
         return self._walk if self.plain and self.same(model) else None
 
     def same_content(self) -> bool:
-        """Whether small weights still hold what they held; larger ones take `roll`."""
+        """Return whether small weights have the same content; larger ones are read by `roll`."""
         return self.n_bytes > SMALL_BYTES or self._weights.same()
 
     def roll(self, seconds: float) -> bool:
-        """Reads on in the weights, so that `CALLS` calls read all; False if they changed.
+        """Read the next part of the weights, so that `CALLS` calls read all; False on a change.
 
         Args:
-            seconds: How long the call before took.
+            seconds: Duration of the call before.
         """
-        least = -(-self.n_bytes // (CALLS - 2))  # a call late, and one ends the reading
+        least = -(-self.n_bytes // (CALLS - 2))  # one call compares late, one ends the reading
         end_s = time.monotonic() + _SHARE * seconds
         done = 0
         while True:
@@ -246,11 +246,11 @@ class Identity:
 
     @property
     def weights(self) -> Weights:
-        """Its weights as they were read."""
+        """Return the model's weights as they were read."""
         return self._weights
 
     def moved(self, model: torch.nn.Module) -> bool:
-        """Whether a dtype or device is new."""
+        """Return whether the model has other dtypes or devices than when it was named."""
         return _places(model) != self._places
 
     def _forget(self) -> None:
@@ -273,7 +273,7 @@ register_optimizer_step_post_hook(_stepped)
 
 
 def drawn() -> tuple[bytes, ...]:
-    """Where torch's generators stand: the same before and after a forward that draws nothing."""
+    """Return the states of torch's generators; a forward without random draws keeps them."""
     states = [torch.get_rng_state().numpy().tobytes()]
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
@@ -282,10 +282,10 @@ def drawn() -> tuple[bytes, ...]:
 
 
 def modes(*, own: bool = True) -> str:
-    """Why what torch computes at this moment is not what the code says; "" if it is.
+    """Return why torch modes may change what the model computes at this moment; "" without any.
 
     Args:
-        own: Modes of FlowKV's own count as well. They do not where pages are named by them.
+        own: Count FlowKV's own modes, too, whose effect is in the names of pages.
     """
     found: list[tuple[str, Any]] = []
     if torch._C._len_torch_dispatch_stack():
@@ -300,7 +300,7 @@ def modes(*, own: bool = True) -> str:
 
 
 def _helped(model: torch.nn.Module) -> bool:
-    """Return whether something stands between modules: hooks and forwards beside the door's own."""
+    """Return whether modules have hooks or replaced forwards, beside those that allow captures."""
     for module in model.modules():
         held = vars(module)
         around = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
@@ -316,7 +316,7 @@ def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
 
 
 def _switch(config: Any) -> int | None:
-    """Length from which positions are encoded otherwise, for encodings that depend on length."""
+    """Return the length from which positions are encoded otherwise; None without such a length."""
     if not hasattr(config, "get_text_config"):  # no model of transformers
         return None
     text = config.get_text_config(decoder=True)
@@ -332,24 +332,24 @@ def _switch(config: Any) -> int | None:
     return min(int(n) for n in (*lengths, trained or lengths[0])) if lengths else None
 
 
-# Proves pages by reading weights again: a little in every call, more while nothing runs.
+# `Proof` proves pages by reading weights again: a little in every call, more while nothing runs.
 #
 # A page may leave the process once a reading of all weights, begun after the page became known, has
-# found them as they were named. A reading that finds another content takes back what is not proven.
+# found the named content. A reading that finds other content drops all unproven pages.
 
 _IDLE_S = 0.05
-"""So long nothing has run when a model counts as idle."""
+"""Time without a forward after which a model counts as idle."""
 _PART_S = 0.002
 _END_S = 5.0
 
 
 class Proof:
-    """Reads the weights of one model for one cache.
+    """Reader that proves the pages of one cache by the weights of one model.
 
     Args:
-        kv: Where the pages are.
-        identity: Whose weights.
-        lock: Held while the identity is looked at or changed; taken before the cache's.
+        kv: The cache.
+        identity: Identity of the model.
+        lock: Held while the identity is read or changed; acquired before the cache's lock.
     """
 
     def __init__(self, kv: KV, identity: Identity, lock: threading.RLock) -> None:
@@ -361,16 +361,16 @@ class Proof:
     # ---- calls
 
     def enter(self) -> None:
-        """A forward begins."""
+        """Record the begin of a forward."""
         self._running = True
 
     def leave(self) -> None:
-        """A forward is over."""
+        """Record the end of a forward."""
         self._running = False
         self._ended_s = time.monotonic()
 
     def read(self) -> bool:
-        """Reads on, at the start of a call; False if weights are not what they were."""
+        """Read a part of the weights at the start of a call; False if they have changed."""
         identity = self._identity
         if identity.n_bytes <= SMALL_BYTES:
             return identity.same_content()
@@ -390,7 +390,7 @@ class Proof:
         return True
 
     def _tell(self, what: Callable[[Any], None]) -> None:
-        """Says something to the store of pages, once there is one."""
+        """Call a function with the store of pages, if there is one."""
         with self._kv.lock:
             if (planner := self._kv.planner) is not None:
                 what(planner.store)
@@ -398,23 +398,23 @@ class Proof:
     # ---- what is proven
 
     def watch(self) -> None:
-        """From now on pages are proven or not as the identity, which is new, asks for."""
+        """Require proofs of pages from now on if the new identity needs them."""
         proves = self._identity.n_bytes > SMALL_BYTES or bool(self._identity.foreign)
         self._tell(lambda store: setattr(store.stack.provisional, "active", proves))
 
     def reject(self) -> None:
-        """Weights changed: forgets what may have been computed by others than it is named after."""
+        """Forget the unproven pages after a change of the weights."""
         self._tell(lambda store: store.reject())
         drop_unproven(self._kv)
 
     def finish(self, end_s: float = math.inf) -> bool:
-        """Read all weights from the beginning, so that all that is known by now is proven.
+        """Read all weights from the beginning, to prove all pages that are known by now.
 
         Args:
             end_s: Give up at this time of `time.monotonic`.
 
         Returns:
-            Whether nothing is left to be proven; False if that took too long.
+            Whether no page is left to be proven; False if that took too long.
         """
         left_s = end_s - time.monotonic()
         if not self._lock.acquire(timeout=min(max(left_s, 0.0), threading.TIMEOUT_MAX)):
@@ -437,7 +437,7 @@ class Proof:
             self._lock.release()
 
     def rest(self) -> None:
-        """A call may be over: reads on in the background while nothing else runs."""
+        """Start to read weights in the background, after a forward, if pages need a proof."""
         planner = self._kv.planner
         if planner is None or not planner.store.stack.provisional.active or self._identity.foreign:
             return
@@ -452,7 +452,7 @@ class Proof:
             self._thread.start()
 
     def step(self) -> bool:
-        """Reads a part if the model is idle; whether there is more to prove."""
+        """Read a part of the weights if the model is idle; return whether pages may need more."""
         planner = self._kv.planner
         if planner is None or self._kv.closed or not planner.store.stack.provisional:
             return False
@@ -476,7 +476,7 @@ _READERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end() -> None:
-    """A thread within torch must not see the interpreter go: that aborts the process."""
+    """Join the readers: a thread inside torch at the interpreter's end aborts the process."""
     _ENDING.set()
     for thread in [*_READERS]:
         thread.join(_END_S)
@@ -484,5 +484,5 @@ def _end() -> None:
 
 def _read_on(held: weakref.ref[Proof]) -> None:
     while not _ENDING.is_set() and (proof := held()) is not None and proof.step():
-        del proof  # nobody is kept alive by being watched
+        del proof  # the thread must not keep it alive while it sleeps
         time.sleep(_PART_S)

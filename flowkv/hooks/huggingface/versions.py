@@ -214,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:
-    """Return (registry, name, function) of attention, masks and experts, as a model may run them."""
+    """Return (registry, name, function) of the attention, masks and experts a model may run."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     found = list[tuple[Any, str, Any]]()
     for setting, registries in _CHOSEN.items():
