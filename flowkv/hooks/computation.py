@@ -1,10 +1,10 @@
-"""A model's computation beside its weights: what can be named of it, and why the rest cannot.
+"""Name of a model's computation beside its weights, and the reasons why some models have none.
 
-A `Walk` goes over the modules of a model and all that these refer to. It knows few kinds of things:
-code of known packages as it was released, small code of the user's own (`simple`), numbers, texts,
-tensors, and tuples, lists and dicts of them. Of these it writes down *leaves*, a path and a text
-each, of which a name is made that is the same in every process. Anything else makes the model
-*foreign*: no name says what it computes, so nothing of it may be shared.
+A `Walk` visits the modules of a model and all objects that these refer to. It knows few kinds of
+objects: released code of known packages, small code of the user's own (`simple`), numbers, texts,
+tensors, and tuples, lists and dicts of them. Of these it records *leaves*, a path and a text each,
+and the name is a digest of all leaves, the same in every process. Any other object makes the model
+*foreign*: no name covers its computation, so none of its pages may be shared.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _CONTENT = operator.attrgetter("cell_contents")
 _VALUES = operator.methodcaller("values")
 _CLASS = operator.attrgetter("__class__")
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
-"""Types of values that are compared, not told by identity."""
+"""Types of values that are compared by value, not by identity."""
 MOST_VALUES = 4096
-"""Values in containers of a model, at most: all are looked at whenever pages become known."""
+"""Most values in containers of a model: all are compared whenever pages are published."""
 _ROOT = "model"
 _CONTAINERS = (tuple, list, set, frozenset, dict, OrderedDict)
 
@@ -54,14 +54,14 @@ LIBRARIES = frozenset(
     compressed_tensors gptqmodel awq auto_round kernels flash_attn causal_conv1d mamba_ssm fla
     triton huggingface_hub safetensors tokenizers packaging tqdm regex typing_extensions""".split()
 )
-"""Packages whose code is what their release says, as long as it is what their files say."""
+"""Packages with a release that stands for their code, while loaded code agrees with their files."""
 _CHECKPOINTS = "transformers_modules"
-"""Where transformers puts code that came with a checkpoint."""
+"""Package in which transformers imports the code of checkpoints."""
 _COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
 _OWN = ("transformers", "accelerate", "flowkv")
-"""Their hooks and instance methods move data and record outputs; their releases are in the name."""
+"""Packages with hooks that only move data and record outputs; their releases are in the name."""
 _MOVERS = frozenset({"AlignDevicesHook", "SequentialHook", "ModelHook"})
-"""Hooks of accelerate's that only move data."""
+"""Classes of accelerate's hooks that only move data."""
 _DEEP = (
     "torch.nn.modules.",
     "transformers.activations",
@@ -72,7 +72,7 @@ _DEEP = (
     "transformers.models.",
     _CHECKPOINTS,
 )
-"""Library modules whose functions' globals are followed: others patch them there."""
+"""Library modules: the globals of their functions are visited, because users patch them there."""
 _STANDARD = frozenset(vars(torch.nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = (
@@ -83,9 +83,9 @@ _HOOK_FLAGS = (
 _TENSORS = ("_parameters", "_buffers")
 _WATCHED = (*_HOOKS, *_TENSORS, "_modules")
 _TEXTS = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
-"""Values that are what they say."""
+"""Types of values with a text that is all of the value."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
-"""Objects that say nothing about numbers, where a library keeps them."""
+"""Types of objects that do not change results, where a library holds them."""
 _CLASS_ITEMS = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__
     __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __slots__
@@ -99,11 +99,11 @@ _MARKS = frozenset(
     """_is_hf_initialized gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
     _output_capturing_hooks_installed __deepcopy__""".split()
 )
-"""Attributes that transformers gives to every module; they decide nothing."""
+"""Attributes that transformers sets on every module, without an effect on results."""
 _UNSAID = _MARKS | {"_hf_hook", "_old_forward"} | _STANDARD - {"training", *_TENSORS, "_modules"}
 """Attributes of modules that are in no name."""
 _SWITCHED = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
-"""Settings that change for the time of a call; the name has them as they are between calls."""
+"""Settings that change during a call; the name has their values between calls."""
 
 _NO_TRANSFORMERS = types.SimpleNamespace(
     BOOKKEEPING=frozenset(),
@@ -116,9 +116,9 @@ _NO_TRANSFORMERS = types.SimpleNamespace(
 
 
 def transformers() -> Any:
-    """Return what is known of transformers' releases; of none while it is not loaded.
+    """Return the module `versions` of the Hugging Face door, or a stand-in without transformers.
 
-    Only its own door imports it, and that stands on this module.
+    It is imported late: only that door imports transformers, and the door imports this module.
     """
     if "transformers" not in sys.modules:
         return _NO_TRANSFORMERS
@@ -126,22 +126,22 @@ def transformers() -> Any:
 
 
 class Walk:
-    """One look at what a model computes.
+    """Record of everything that a model's computation depends on, at one moment.
 
     Attributes:
         leaves: Path and text of everything in the name.
         tensors: Parameters, buffers and other tensors, by path.
-        foreign: Why no name says what the model computes, as a path and what lies there; the
+        foreign: Why no name covers the model's computation, as a path and the object there; the
             first reason only, "" for none.
-        own: Code that takes part and is no library's.
+        own: Paths of code that takes part and is no library's.
         compiled: Parts are compiled by `torch.compile`.
         training: Submodules are in training mode.
-        pretrained: Submodules are of transformers, whose release is a part of what they compute.
+        pretrained: Submodules are of transformers; their results depend on its release.
 
     Args:
         model: The model.
         passing: Suffix of buffers that every forward rewrites; "" for none.
-        offloaded: What was read of tensors in files, by map and name; kept by the caller.
+        offloaded: Digests of tensors in files, by map and name; kept by the caller.
     """
 
     def __init__(self, model: Any, passing: str, offloaded: dict[Any, tuple[Any, str]]) -> None:
@@ -152,18 +152,18 @@ class Walk:
         self.compiled = self.training = self.pretrained = False
         self._passing, self._offloads = passing, offloaded
         self._seen: dict[int, str] = {}
-        self._kept: list[Any] = []  # so that no other object gets an id that was seen
+        self._kept: list[Any] = []  # keeps visited objects alive, so that ids stay unique
         self._labels: dict[str, int] = {}
-        self._spaces: dict[int, tuple[Any, dict[str, Any]]] = {}  # what names meant, by mapping
+        self._spaces: dict[int, tuple[Any, dict[str, Any]]] = {}  # values of names, by mapping
         self._members: set[tuple[int, frozenset[str]]] = set()
         self._names: set[str] = set()
         self._roots: set[str] = set()
         self._values = 0
         self._passed: list[tuple[Any, str]] = []
         self._configs: list[tuple[str, Any]] = []
-        self._inert: list[tuple[str, Any]] = []  # what libraries alone may look at
-        # By what reads them: the things that were met, and what was read of them, one value of
-        # each or several. All of a kind are read in one go, without a line of Python for each.
+        self._inert: list[tuple[str, Any]] = []  # objects that only libraries may use
+        # By reader: the visited objects, and the values that the reader returned, one or several
+        # for each. All objects of a reader are read at once, without a line of Python for each.
         self._ones: dict[_Read, tuple[list[Any], list[Any]]] = {}
         self._many: dict[_Read, tuple[list[Any], list[Any]]] = {}
         self._empty: list[Any] = []  # mappings that must stay empty
@@ -181,7 +181,7 @@ class Walk:
 
     @property
     def digest(self) -> str:
-        """Hex digest of all leaves."""
+        """Return the hex digest of all leaves."""
         # 1 named pages that were computed wrongly in place of lost ones (SECURITY.md, advisories).
         state = hashlib.sha256(b"flowkv.computation/2")
         for path, text in sorted(self.leaves.items()):
@@ -191,7 +191,7 @@ class Walk:
 
     @functools.cached_property
     def kind(self) -> str:
-        """Digest of all leaves but numbers with fractions: how much, not what."""
+        """Return a digest of all leaves, in which nonzero floats count without their values."""
         state = hashlib.sha256(self.foreign.encode("utf-8", "replace"))
         for path, text in sorted(self.leaves.items()):
             amount = text.startswith("float ") and text not in ("float 0.0", "float -0.0")
@@ -199,56 +199,56 @@ class Walk:
         return state.hexdigest()
 
     def same(self) -> bool:
-        """Return whether all that was met is still there; what tensors hold is not read."""
+        """Return whether all watched objects are the same; the content of tensors is not read."""
         try:
             if all(map(operator.is_, self._now(), self._known)):
                 return True
             return all(map(_alike, self._now(), self._known))
-        except Exception:  # something is gone
+        except Exception:  # a watched object or attribute is gone
             return False
 
     def _now(self) -> Iterator[Any]:
-        """Read all that is watched, and at the end what is none of it."""
+        """Yield all watched values, and an end mark, so that a longer reading differs."""
         ones, many = self._columns
         flat = itertools.chain.from_iterable
         return itertools.chain(flat(map(map, *ones)), flat(flat(map(map, *many))), (self,))
 
     def settled(self) -> bool:
-        """Return whether buffers that forwards rewrite hold what they are made from."""
+        """Return whether buffers that forwards rewrite have the values of a fresh model."""
         return all(_settled(module, name) for module, name in self._passed)
 
     def forget(self) -> None:
-        """Release a model that is gone."""
+        """Release all visited objects, after the model is gone."""
         held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
         for each in (*held, self._columns, self._known, self.tensors):
             each.clear()
 
-    # ---- what is watched, and what cannot be named
+    # ---- watched values, and rejected ones
 
     def _watch(self, read: Callable[[], Iterable[Any]]) -> None:
-        """Compare, whenever it is asked whether all is as it was, the things that are read."""
+        """Watch the values that a function returns: `same` calls it again and compares them."""
         self._watch_all(operator.call, read)
 
     def _watch_one(self, read: _Read, thing: Any) -> None:
-        """Compare what is read of a thing."""
+        """Watch the value that `read` returns of an object."""
         things, known = self._ones.setdefault(read, ([], []))
         things.append(thing)
         known.append(read(thing))
 
     def _watch_all(self, read: _Read, thing: Any) -> None:
-        """Compare the several things that are read of one."""
+        """Watch the values that `read` returns of an object."""
         things, known = self._many.setdefault(read, ([], []))
         things.append(thing)
         known.extend(read(thing))
 
     def _watch_mapping(self, held: Mapping[str, Any]) -> None:
-        """Compare all that a mapping holds, and its order."""
+        """Watch all keys and values of a mapping, and their order."""
         self._watch_one(len, held)
         self._watch_all(tuple, held)
         self._watch_all(_VALUES, held)
 
     def _watch_names(self, space: Any, names: Iterable[str]) -> None:
-        """Watch what names mean in a mapping, or that they mean nothing."""
+        """Record the values of names in a mapping, or their absence, for `_watch_spaces`."""
         held = vars(space) if isinstance(space, type) else space
         _, known = self._spaces.setdefault(id(space), (held, {}))
         for name in names:
@@ -256,7 +256,7 @@ class Walk:
                 known[name] = held.get(name, MISSING)
 
     def _watch_spaces(self) -> None:
-        """Watch what names were found to mean."""
+        """Watch all recorded values of names."""
         gets, known = self._many.setdefault(operator.call, ([], []))
         for space, meant in self._spaces.values():
             present = [name for name, value in meant.items() if value is not MISSING]
@@ -271,7 +271,7 @@ class Walk:
         self.foreign = self.foreign or f"{path}: {why}"
 
     def _visited(self, path: str, what: Any) -> bool:
-        """Return whether something was met before, and then is named by where."""
+        """Return whether an object was visited before; its leaf then refers to the first path."""
         first = self._seen.get(id(what))
         if first is not None:
             self.leaves[path] = f"=> {first}"
@@ -282,7 +282,7 @@ class Walk:
         return False
 
     def _label(self, base: str, what: Any) -> str:
-        """A label that no other function or class of this walk has."""
+        """Return a label that no other function or class of this walk has."""
         count = self._labels[base] = self._labels.get(base, 0) + 1
         label = self._seen[id(what)] = base if count == 1 else f"{base}#{count}"
         self._kept.append(what)
@@ -326,7 +326,7 @@ class Walk:
         )
 
     def _free(self, module: torch.nn.Module) -> frozenset[str]:
-        """Names of a module that a forward rewrites: those of encodings that depend on length."""
+        """Return the attributes of a module that forwards rewrite, as RoPE by length does."""
         names = [*module.__dict__, *module._buffers]
         if not self._passing or _root(type(module)) not in LIBRARIES:
             return frozenset()
@@ -342,9 +342,9 @@ class Walk:
 
     def _watch_module(self, module: Any, own: list[str], free: frozenset[str]) -> None:
         held = module.__dict__
-        # What is there to be seen: the containers, whether it trains, and its own attributes.
+        # The containers, the mode and the module's own attributes are compared.
         names = [*_WATCHED, *own]
-        if "training" in held:  # a compiled module has it elsewhere
+        if "training" in held:  # a compiled module stores it elsewhere
             names.append("training")
         self._watch(functools.partial(operator.itemgetter(*names), held))
         self._watch_one(_CLASS, weakref.proxy(module))
@@ -365,7 +365,7 @@ class Walk:
             return
         if name == "_old_forward" and "_hf_hook" in vars(module):
             return
-        placed = _root(value) in ("accelerate", "flowkv")  # around the model's own
+        placed = _root(value) in ("accelerate", "flowkv")  # a wrapper of the model's own
         if placed and name == "_call_impl":  # streamed weights
             return
         original = _around(module, value) if name == "forward" and placed else None
@@ -377,7 +377,7 @@ class Walk:
             self._value(path, original)
 
     def _mover(self, path: str, hook: Any) -> None:
-        """A hook of accelerate's, which only moves data if it is of a known class."""
+        """Record a hook of accelerate's, or reject one that may do more than move data."""
         cls = type(hook)
         if _root(cls) != "accelerate" or cls.__name__ not in _MOVERS:
             self._reject(path, f"a hook of class {_name(cls)}")
@@ -387,13 +387,13 @@ class Walk:
             self._mover(f"{path}[{i}]", one)
 
     def _stored(self, path: str, module: torch.nn.Module, name: str, tensor: Any) -> None:
-        """A parameter or buffer, wherever accelerate keeps it."""
+        """Record a parameter or buffer, also one that accelerate has offloaded."""
         where = _offload(module, name, tensor)
         if where is None:
             self._value(path, tensor)
         elif (held := where[name]) is where[name]:
             self._value(path, held)
-        else:  # read from files anew each time: once is enough
+        else:  # each access reads files: the digest is kept
             known = self._offloads.get((id(where), name))
             if known is None or known[0] is not where:
                 known = where, Weights().read({"": held})
@@ -412,17 +412,17 @@ class Walk:
     # ---- values
 
     def _value(self, path: str, value: Any) -> None:
-        """Write down a value that code may read, or reject what is of no known kind."""
+        """Record a value that code may read, or reject a value of no known kind."""
         try:
             if not self._plain(path, value) and not self._known_object(path, value):
                 self._reject(path, f"a {_name(type(value))}")
         except RecursionError:
             self._reject(path, f"a {type(value).__name__} that is nested too deep")
-        except Exception as error:  # nothing that is met may keep a model from being served
+        except Exception as error:  # an odd object makes the model foreign, but must not raise
             self._reject(path, f"a {type(value).__name__} that raises {type(error).__name__}")
 
     def _plain(self, path: str, value: Any) -> bool:
-        """Write down numbers, texts, tensors, modules and containers; False for anything else."""
+        """Record numbers, texts, tensors, modules and containers; False for any other value."""
         kind: Any = type(value)
         if kind in PLAIN:
             self.leaves[path] = f"{kind.__name__} {value!r}"
@@ -433,7 +433,7 @@ class Walk:
         elif isinstance(value, torch.nn.Module):
             self._module(path, value)
         elif kind is torch.device:
-            self.leaves[path] = "device"  # the same model has the same name wherever it lies
+            self.leaves[path] = "device"  # a model has the same name on every device
         elif kind in _TEXTS:
             self.leaves[path] = str(value)
         elif isinstance(value, transformers().PreTrainedConfig):
@@ -443,7 +443,7 @@ class Walk:
         return True
 
     def _known_object(self, path: str, value: Any) -> bool:
-        """Write down code, and objects of known packages; False for anything else."""
+        """Record code, and objects of known packages; False for any other value."""
         kind: Any = type(value)
         if isinstance(value, types.FunctionType):
             self.leaves[path] = f"function {self._function(path, value)}"
@@ -475,12 +475,12 @@ class Walk:
         return True
 
     def _callable(self, path: str, value: Any) -> None:
-        """A function or class of a library's: what is not pure, the user's code may not call."""
+        """Note an impure function or class of a library's, which the user's code may not call."""
         if not pure(value) and not self._deep(value):
             self._inert.append((path, value))
 
     def _object(self, path: str, value: Any) -> None:
-        """An object of a known package: its class and its attributes."""
+        """Record an object of a known package by its class and its attributes."""
         if self._visited(path, value):
             return
         kind = type(value)
@@ -549,7 +549,7 @@ class Walk:
         frozen = _unswitched({name: _frozen(value) for name, value in held.items()})
         try:
             text = library.settings(config)
-        except Exception:  # some of its settings are for each layer
+        except Exception:  # some settings have no text: they are recorded one by one
             text = ""
         self.leaves[path] = f"config {self._class(path, type(config))} {text}"
         for name, value in held.items():
@@ -567,7 +567,7 @@ class Walk:
     # ---- code
 
     def _function(self, path: str, function: types.FunctionType) -> str:
-        """Write down a function's code and all that it refers to; return its label."""
+        """Record a function's code and all objects that it refers to; return its label."""
         known = self._seen.get(id(function))
         if known is not None:
             return known
@@ -608,14 +608,14 @@ class Walk:
         return label
 
     def _reached(self, path: str, how: str, label: str, value: Any) -> None:
-        """Something that a function of the user's reaches: a reason says where the function is."""
+        """Record a value that a function of the user's reaches; a reason names the function."""
         before = self.foreign
         self._value(label, value)
         if self.foreign and not before:
             self.foreign = f"{path}: {how} {self.foreign.partition(': ')[2]} ({label})"
 
     def _simple(self, path: str, label: str, function: types.FunctionType) -> None:
-        """See that all that a function of the user's can reach is in the name."""
+        """Check that the name covers all that a function of the user's can reach."""
         space = function.__globals__
         if getattr(function, "__builtins__", None) is not vars(builtins):
             self._reject(path, f"{label} has builtins of its own")
@@ -638,7 +638,7 @@ class Walk:
                 self._chain(path, label, space[name], name, chain)
 
     def _chain(self, path: str, label: str, value: Any, name: str, chain: tuple[str, ...]) -> None:
-        """A global of a user's function, and what it is asked for if it is a Python module."""
+        """Record a global of a user's function, or the attribute read of it if it is a module."""
         said = name
         while isinstance(value, types.ModuleType):
             home = value.__name__
@@ -656,12 +656,12 @@ class Walk:
         self._reached(path, "global", f"{label}:{said}", value)
 
     def _deep(self, value: Any) -> bool:
-        """Whether code is followed on as a model's own is."""
+        """Return whether the globals of code are visited, as those of a model's own code are."""
         module = str(getattr(value, "__module__", ""))
         return module.startswith(_DEEP) or (isinstance(value, type) and not _released_name(module))
 
     def _shipped(self, path: str, value: Any) -> None:
-        """What code of a library refers to: only what was put in its place is looked for."""
+        """Record an object that library code refers to, or reject it if it was patched."""
         kind: Any = type(value)
         if isinstance(value, types.FunctionType):
             if _genuine(value):
@@ -690,7 +690,7 @@ class Walk:
             self._shipped_class(path, kind)
 
     def _table(self, path: str, value: Any) -> None:
-        """A table of a library's, or defaults: numbers and code, which others may have changed."""
+        """Record a table or the defaults of library code with all numbers and code in them."""
         kind: Any = type(value)
         if len(value) > _TABLE:
             self._reject(path, f"a {kind.__name__} of {len(value):,} values")
@@ -721,7 +721,7 @@ class Walk:
             self._release_of(path, cls.__module__)
 
     def _globals(self, function: types.FunctionType) -> None:
-        """What code of a library names, among the globals of its module."""
+        """Record the globals and builtins that a library's function names."""
         space, names = function.__globals__, names_of(function.__code__)
         home = str(space.get("__name__"))
         self._names |= names
@@ -755,7 +755,7 @@ class Walk:
                 self._global(f"<{value.__name__}>:{name}", space[name], names)
 
     def _released_builtin(self, name: str) -> None:
-        """See that a builtin is Python's own."""
+        """Check that a builtin is Python's own."""
         value = vars(builtins)[name]
         self._watch_names(vars(builtins), [name])
         own = type(value) in PLAIN or getattr(value, "__module__", "builtins") == "builtins"
@@ -768,7 +768,7 @@ class Walk:
             self._reject(f"<builtins>:{name}", "patched")
 
     def _builtin(self, path: str, value: Any) -> bool:
-        """A function of C; False if it is bound to an object of no known kind."""
+        """Record a function in C; False if it is bound to an object of no known kind."""
         owner = getattr(value, "__self__", None)
         module = str(getattr(value, "__module__", None) or "")
         self.leaves[path] = f"builtin {module}.{value.__qualname__}"
@@ -778,7 +778,7 @@ class Walk:
         return _root(type(owner)) in LIBRARIES
 
     def _class(self, path: str, cls: Any) -> str:
-        """Write down a class and the code that it may run; return its label."""
+        """Record a class and the code that it may run; return its label."""
         known = self._seen.get(id(cls))
         if known is not None:
             return known
@@ -813,7 +813,7 @@ class Walk:
         return label
 
     def _member(self, path: str, label: str, home: Any, name: str) -> set[str]:
-        """An attribute of a class; returns the names that its code mentions."""
+        """Record an attribute of a class; return the names in its code."""
         value = vars(home)[name]
         self._watch_names(home, [name])
         library = self._released(home)
@@ -841,11 +841,11 @@ class Walk:
     # ---- packages
 
     def _released(self, cls: Any) -> bool:
-        """Whether a class is of a package whose code is what its release says."""
+        """Return whether a class is of a package with a release that stands for its code."""
         return _of_python(cls) or (_released_name(cls.__module__) and not _standard(cls.__module__))
 
     def _release_of(self, path: str, module: str) -> None:
-        """Note a package that takes part: its release, or its files, are in the name."""
+        """Record a package that takes part, by its release or by the text of its files."""
         root = module.partition(".")[0]
         if _standard(module):
             return
@@ -867,8 +867,8 @@ class Walk:
             self.leaves[f"release {root}"] = release
             if not release:
                 self._reject(root, "a package that names no release of it")
-        if self.own:  # which may read what no code of transformers' does
-            for path, config in self._configs:  # grows: configurations hold others
+        if self.own:  # the user's code may read settings that transformers' code does not
+            for path, config in self._configs:  # the list grows: configurations hold others
                 for name in sorted(vars(config).keys() - _SWITCHED):
                     self._value(f"{path}.{name}", vars(config)[name])
 
@@ -900,7 +900,7 @@ class Walk:
                 f"torch.library: {min(overrides)}", "an override of an operator of torch's"
             )
         library = transformers() if self.pretrained else _NO_TRANSFORMERS
-        for cls in library.CACHES:  # FlowKV's own stand in for theirs
+        for cls in library.CACHES:  # FlowKV's classes replace these
             for owner in [c for c in cls.__mro__ if "update" in vars(c)]:
                 self._member(_name(cls), f"<{_name(owner)}>.update", owner, "update")
         for registry, name, function in library.chosen_functions(model):
@@ -909,9 +909,9 @@ class Walk:
 
 
 _TENSOR = dict(vars(torch.Tensor))
-"""What every tensor can do, as torch brings it."""
+"""Attributes of `torch.Tensor` at import."""
 _TABLE = 256
-"""Values in a table of a library's that code of a model reads, at most."""
+"""Most values in a table of a library's that code of a model reads."""
 _TINY, _HALF = sys.float_info.min, 0.5
 
 
@@ -938,9 +938,9 @@ _FLAGS: dict[str, Callable[[], Any]] = {
 
 
 def _flags() -> tuple[tuple[str, Any], ...]:
-    """Read the switches, and how many operators have other code; like readings are one object.
+    """Read the switches, and how many operators are overridden; equal readings are one object.
 
-    A switch is None where a build lacks it, or old and new ones are mixed.
+    A switch is None where a build lacks it, or its old and new forms are mixed.
     """
     found: list[tuple[str, Any]] = [("denormals", _TINY * _HALF != 0.0)]  # of the calling thread
     for name, read in _FLAGS.items():
@@ -956,9 +956,9 @@ _READINGS: dict[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]] = {}
 
 
 def _overrides() -> set[str]:
-    """Operators of torch's that Python code computes otherwise; torch has some for other devices.
+    """Return torch's operators that Python code overrides, on keys where torch itself has none.
 
-    One that was seen counts for good: torch may forget one that is made again.
+    An operator stays in the set for good: torch may lose its entry when an override is repeated.
     """
     found = [name for name in torch.library._impls if name.startswith("aten/")]
     _SEEN.update(
@@ -973,12 +973,12 @@ _SEEN: set[str] = set()
 _APART = frozenset({"Meta", "MPS", "AutogradMeta", "Python", "Functionalize"})
 
 
-# ---- what is a library's own
+# ---- code of libraries
 
 
 @functools.cache
 def _standard(module: Any) -> bool:
-    """Whether a module is Python's own, and no file of the user's that is called like one."""
+    """Return whether a module is Python's own, and no file of the user's with such a name."""
     root = str(module).partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None) or _STANDARD_PLACES[0]
     return root in sys.stdlib_module_names and str(file).startswith(_STANDARD_PLACES)
@@ -995,23 +995,23 @@ def _released_name(module: str) -> bool:
 
 @functools.cache
 def _codes_of(module: str) -> Mapping[str, tuple[types.CodeType, ...]]:
-    """The code of a library's file by qualified name, read anew."""
+    """Return the code of a library's file by qualified name, compiled from the file."""
     found: dict[str, tuple[types.CodeType, ...]] = {}
     try:
         loader: Any = sys.modules[module].__spec__.loader  # type: ignore[union-attr]
         for code in codes(loader.get_code(module)):
             found[code.co_qualname] = (*found.get(code.co_qualname, ()), code)
-    except Exception:  # no file, or none with code
+    except Exception:  # the module has no file, or one without code
         return {}
     return found
 
 
 _GENUINE: dict[int, types.CodeType] = {}
-"""Code that was found in its file, by id; kept, so that no other code gets that id."""
+"""Code that agrees with its file, by id; kept alive, so that ids stay unique."""
 
 
 def _genuine(function: types.FunctionType) -> bool:
-    """Return whether a function is a library's or Python's, as its file says it."""
+    """Return whether a function is a library's or Python's, with the code in its file."""
     space: Any = function.__globals__
     home = str(space.get("__name__"))
     module = sys.modules.get(home)
@@ -1027,7 +1027,7 @@ def _genuine(function: types.FunctionType) -> bool:
 
 
 def _generated(function: types.FunctionType) -> bool:
-    """Whether Python made a method of a class, as for a dataclass."""
+    """Return whether Python generated a method of a class, as for a dataclass."""
     code, space = function.__code__, function.__globals__
     home = sys.modules.get(str(space.get("__name__")))
     made = code.co_filename.startswith("<") and code.co_name.startswith("__")
@@ -1035,11 +1035,11 @@ def _generated(function: types.FunctionType) -> bool:
 
 
 def _root(value: Any) -> str:
-    """The package in which something was written; "" for what only says that it is a library's."""
+    """Return the package of a value; "" for a function that is not genuine code of its module."""
     inner = value
     while isinstance(inner, (functools.partial, types.MethodType)):
         if isinstance(inner, types.MethodType):
-            kind = type(inner.__self__)  # a door, whatever counts or traces what its class does
+            kind = type(inner.__self__)  # a door, even if its methods are counted or traced
             if _ours(inner.__self__) and any(inner.__func__ is one for one in vars(kind).values()):
                 return "flowkv"
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
@@ -1052,7 +1052,7 @@ def _root(value: Any) -> str:
 
 
 def _ours(value: Any) -> bool:
-    """Whether it is a cache or a part of one, which says nothing about what a model computes."""
+    """Return whether a value is a part of a cache, which does not change a model's results."""
     kind: Any = type(value)
     if kind.__module__.partition(".")[0] != "flowkv":
         return False
@@ -1063,7 +1063,7 @@ def _ours(value: Any) -> bool:
 
 @functools.cache
 def _release(root: str) -> str:
-    """The release of a package."""
+    """Return the release of a package, without a local suffix; "" if it has none."""
     loaded = [sys.modules.get(name) for name in (root, f"{root}.quanto")]
     for module in loaded:
         if found := getattr(module, "__version__", ""):
@@ -1080,7 +1080,7 @@ def _file_of(module: str) -> str | None:
 
 @functools.cache
 def _text_of(module: str) -> str:
-    """Digest of the text of all files that lie beside a module's."""
+    """Return a digest of all Python files in the folder of a module."""
     state = hashlib.sha256()
     for path in sorted(Path(str(_file_of(module))).parent.glob("*.py")):
         text = path.read_bytes()
@@ -1093,17 +1093,17 @@ def _name(cls: Any) -> str:
 
 
 def _of_python(cls: Any) -> bool:
-    """Whether a class is of Python's own library, which has no modules of torch's."""
+    """Return whether a class is of Python's own library, and no module of torch's."""
     return _standard(cls.__module__) and not issubclass(cls, torch.nn.Module)
 
 
 def _keeps_books(cls: type) -> bool:
-    """Whether attributes of a class have the meanings that `BOOKKEEPING` says."""
+    """Return whether `BOOKKEEPING` lists attributes of a class, of transformers' or PEFT's."""
     return issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
 
 
 def _in_c(cls: type) -> Any:
-    """The class in C that a class is built on, in which its objects may keep more."""
+    """Return the first base class in C, in which objects may hold more than attributes."""
     return next((c for c in cls.__mro__ if _own_new(c)), object)
 
 
@@ -1113,7 +1113,7 @@ def _own_new(cls: type) -> bool:
 
 
 def _size(cls: type) -> int:
-    """How many attributes a class has, but what Python notes when one is copied first."""
+    """Return the number of a class's attributes, without the `__slotnames__` that copies add."""
     return len(vars(cls)) - ("__slotnames__" in vars(cls))
 
 
@@ -1125,7 +1125,7 @@ _AROUND = (functools.cached_property, functools.partialmethod, functools.partial
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The functions that a class attribute stands for."""
+    """Yield the functions of a class attribute: a function, property, or wrapper of one."""
     if isinstance(value, (staticmethod, classmethod)):
         yield from _functions(value.__func__)
     elif isinstance(value, property):
@@ -1139,7 +1139,7 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _inner(function: types.FunctionType) -> set[str]:
-    """Names that functions inside a decorated one refer to."""
+    """Return the names in a function and in the functions of its closure."""
     found, todo, seen = set[str](), [function], set[int]()
     while todo:
         current = todo.pop()
@@ -1160,11 +1160,11 @@ def _content_of(cell: types.CellType) -> Any:
         return MISSING
 
 
-# ---- what accelerate, and encodings that depend on length, do to modules
+# ---- changes to modules by accelerate, and by encodings that depend on length
 
 
 def _around(module: torch.nn.Module, forward: Any) -> Any:
-    """The forward that one of accelerate's, or of FlowKV's, stands in for; None if it does not."""
+    """Return the forward that one of accelerate's or FlowKV's wraps; None if it wraps none."""
     own = vars(module).get("_old_forward")
     return (
         own if own is not None else getattr(getattr(forward, "__self__", forward), "around", None)
@@ -1172,7 +1172,7 @@ def _around(module: torch.nn.Module, forward: Any) -> Any:
 
 
 def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
-    """The map in which accelerate keeps a tensor of a module; None if it lies in the module."""
+    """Return accelerate's map with an offloaded tensor; None if the module itself holds it."""
     where = getattr(module.__dict__.get("_hf_hook"), "weights_map", None)
     if tensor is None or not tensor.is_meta or where is None or name not in where:
         return None
@@ -1180,12 +1180,12 @@ def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
 
 
 def _beside(names: frozenset[str], held: Mapping[str, Any]) -> list[Any]:
-    """Return what a mapping holds beside some names."""
+    """Return the keys and values of a mapping without some names."""
     return [each for name, value in held.items() if name not in names for each in (name, value)]
 
 
 def _settled(module: weakref.ref[Any], name: str) -> bool:
-    """Whether frequencies are those that they are made from, or the next forward makes them so."""
+    """Return whether frequencies are the original ones, or the next forward resets them."""
     held = module()
     if held is None or "long_" in name:
         return True
@@ -1205,7 +1205,7 @@ def _settled(module: weakref.ref[Any], name: str) -> bool:
 
 
 def key_text(key: Any) -> str | None:
-    """All that a key of a mapping is, as text; None for objects, which have more to them."""
+    """Return the whole value of a mapping's key as text; None for objects without such a text."""
     kind = type(key)
     if kind in PLAIN:
         return f"{kind.__name__} {key!r}"
@@ -1216,7 +1216,7 @@ def key_text(key: Any) -> str | None:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two readings gave the very same thing, or equal numbers or texts."""
+    """Return whether two readings gave the same object, or equal numbers or texts."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -1231,14 +1231,14 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _unswitched(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as they are between calls."""
+    """Return settings with their values between calls."""
     lasting = transformers().lasting
     own = {name: lasting(held[name]) for name in _SWITCHED if isinstance(held.get(name), str)}
     return {**held, **own}
 
 
 def _frozen(value: Any) -> Any:
-    """A copy of nested containers, which equals them while nothing in them was replaced."""
+    """Copy nested containers; the copy equals them until an item is replaced."""
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
     if type(value) in (list, tuple):

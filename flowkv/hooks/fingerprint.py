@@ -1,8 +1,9 @@
-"""The content of tensors: a digest of every byte, and readings that find uncounted changes.
+"""Content of tensors: a digest of every byte, and readings that find uncounted changes.
 
 PyTorch counts writes to a tensor (`_version`), so a tensor that was read once need not be read
 again while it is the same object, at the same address, with the same count. Writes through `.data`
 or a numpy view are not counted; a rolling reading goes over all bytes again and again to find them.
+In this module, a write is "counted" if it raises `_version`.
 """
 
 from __future__ import annotations
@@ -26,40 +27,40 @@ _BLOCK_WORDS = BLOCK_BYTES // 8
 
 
 class UnnamedError(TypeError):
-    """A tensor's content cannot be read: it is on the meta device, or of an opaque kind."""
+    """The content of a tensor cannot be read: it is on the meta device, or of an opaque kind."""
 
 
 class Streamed(Protocol):
-    """Where the content of a parameter lies that is only in memory while it is used.
+    """Content of a parameter that is in memory only while a forward uses it.
 
-    It is the parameter's attribute `streamed_weight`. Any thread may ask.
+    It is the parameter's attribute `streamed_weight`. Methods may be called by any thread.
 
     Attributes:
         like: A tensor without memory, of the parameter's shape and dtype.
-        parameter: The parameter; copies of it have the attribute, and content of their own.
+        parameter: The parameter; its copies have the attribute, too, but content of their own.
     """
 
     like: torch.Tensor
     parameter: torch.nn.Parameter
 
     def stays(self) -> bool:
-        """Whether nobody wrote to the parameter in the open, or gave it memory of its own."""
+        """Return whether the parameter has had no counted write, and no memory of its own."""
 
     def sums(self) -> bytes | None:
-        """What `sums_of` gives of its content; None if it was written to without a count.
+        """Return `sums_of` the content; None after an uncounted write.
 
-        Then it does not stay any more: what is in memory is its content.
+        From then on the tensor in memory is the content, and `stays` is false.
 
         Raises:
-            UnnamedError: It can no longer be read.
+            UnnamedError: The content can no longer be read.
         """
 
     def data(self) -> torch.Tensor | None:
-        """What is in memory of it now."""
+        """Return the content that is in memory now; None if it is not."""
 
 
 class _Read(NamedTuple):
-    """A tensor when it was read."""
+    """Record of a tensor at the time of its reading."""
 
     tensor: torch.Tensor
     layout: Any
@@ -70,7 +71,7 @@ class _Read(NamedTuple):
     streamed: Streamed | None = None  # then parts have no memory
 
     def counted(self) -> bool:
-        """Whether nothing was written to it in the open, and it lies where it lay."""
+        """Return whether the tensor has had no counted write, and has the same place in memory."""
         if self.streamed is not None:
             return _streamed(self.tensor) is self.streamed
         return (
@@ -87,11 +88,11 @@ _LOOKS = (
     attrgetter("shape"),
     methodcaller("stride"),
 )
-"""What is compared of a tensor; by C functions, without a line of Python for each."""
+"""Readers of the compared attributes of a tensor, in C for speed."""
 
 
 class _Glance(NamedTuple):
-    """Memory of this process, and what all of it held."""
+    """Parts of tensors in this process's memory, and one digest of their content."""
 
     parts: list[torch.Tensor]
     addresses: list[int]
@@ -104,7 +105,7 @@ class _Glance(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block of a tensor and the sums over it, when it was read."""
+    """Block of a tensor, and the sums over it at the time of its reading."""
 
     part: torch.Tensor
     streamed: Streamed | None
@@ -114,11 +115,11 @@ class _Block(NamedTuple):
 
 
 class Weights:
-    """Named tensors and what they hold. A reading is remembered by object, address and version.
+    """Named tensors and the sums of their content, recorded by object, address and version.
 
     Attributes:
         n_bytes: Bytes of all tensors.
-        passes: Rolling readings that went over all bytes and found them as they were.
+        passes: Rolling readings that went over all bytes and found them unchanged.
     """
 
     def __init__(self) -> None:
@@ -130,9 +131,9 @@ class Weights:
         self._hold({})
 
     def read(self, named: Mapping[str, torch.Tensor]) -> str:
-        """Hex digest of names, dtypes, shapes and every byte; the same on every device.
+        """Return a hex digest of names, dtypes, shapes and every byte, the same on every device.
 
-        Only tensors that are new, or were written to in the open, are read.
+        Only tensors that are new, or have had a counted write, are read.
 
         Raises:
             UnnamedError: A tensor cannot be read.
@@ -148,7 +149,7 @@ class Weights:
                 reads[id(tensor)] = _Read(tensor, None, 0, 0, parts, sums, at)
             else:
                 fresh.setdefault(id(tensor), (tensor, list(parts_of(tensor))))
-        # Counted before they are read: a write meanwhile is seen as one afterwards.
+        # Versions are read before the content, so that a write meanwhile counts as a later one.
         counts = {key: (_address(t), version_of(t)) for key, (t, _) in fresh.items()}
         for key, sums in _sums({key: parts for key, (_, parts) in fresh.items()}).items():
             tensor, parts = fresh[key]
@@ -165,19 +166,19 @@ class Weights:
         return digest.hexdigest()
 
     def counted(self, tensor: torch.Tensor | None = None) -> bool:
-        """Whether nothing, or not one tensor, was written to in the open since it was read."""
+        """Return whether no tensor, or not this one, has had a counted write since its reading."""
         if tensor is not None:
             known = self._reads.get(id(tensor))
             return known is not None and known.tensor is tensor and known.counted()
-        try:  # in one go, and in C: a decode step pays for this
+        try:  # all at once, and in C: every decode step pays for this
             columns: Any = map
             now = [*zip(*columns(map, _LOOKS, repeat(self._met)), strict=True)]
             return now == self._states and all(map(_Read.counted, self._streamed))
-        except RuntimeError:  # some have no versions, addresses or strides
+        except RuntimeError:  # some tensors have no version, address or strides
             return all(map(_Read.counted, self._reads.values()))
 
     def forget(self) -> None:
-        """Lets go of all tensors."""
+        """Release all tensors and their recorded sums."""
         self._hold({})
 
     def _hold(self, reads: dict[int, _Read]) -> None:
@@ -191,11 +192,11 @@ class Weights:
     def roll(self, n_bytes: int) -> bool:
         """Read the next bytes of a rolling reading, at least one block.
 
-        What a GPU reads is compared in a later call, so that no call waits for what the device
-        does. The call that ends a reading of all bytes reads no more.
+        Sums from a GPU are compared in a later call, so that no call waits for the device. The call
+        that ends a reading of all bytes reads no more.
 
         Returns:
-            False if what was read, now or in the call before, is not what it was.
+            False if bytes that were read, in this call or the one before, have changed.
         """
         passes = self.passes
         if not self._compare() or self.passes > passes:
@@ -206,13 +207,13 @@ class Weights:
             done += max(blocks[end].n_bytes, 1)
             end += 1
         sums, known = list[torch.Tensor](), list[bytes]()
-        # What fills no words is copied to be read: the last block of a part, by itself.
+        # A block that is no whole number of words is copied, so it is read by itself.
         runs = groupby(blocks[begin:end], lambda block: (id(block.part), block.n_bytes % 8))
         for _, run in runs:
             each = [*run]
             streamed, first = each[0].streamed, each[0].number * BLOCK_BYTES
             part = each[0].part if streamed is None else streamed.data()
-            if part is not None:  # what is not in memory is verified when it is read
+            if part is not None:  # content outside memory is verified when it is loaded
                 data = bytes_of(part)[first : first + len(each) * BLOCK_BYTES]
                 sums.append(checksum(_words(data), _BLOCK_WORDS))
                 known.append(b"".join(block.sums for block in each))
@@ -220,11 +221,11 @@ class Weights:
         return not self._unread[0].ready or self._compare()
 
     def _compare(self) -> bool:
-        """Return whether what was read last is what it was; a reading that ends is counted."""
+        """Return whether the blocks that were read last are unchanged; count a complete reading."""
         if self._unread is None:
             return True
         (later, known), end = self._unread, self._next
-        self._unread, self._next = None, 0  # unless all is as it was, the reading begins anew
+        self._unread, self._next = None, 0  # after a change, the reading begins anew
         found = later.get()
         if any(x is None or x.numpy().tobytes() != y for x, y in zip(found, known, strict=True)):
             return False
@@ -235,15 +236,15 @@ class Weights:
 
     @property
     def waits(self) -> bool:
-        """Whether a device still reads: to read on would wait for it."""
+        """Return whether a device still computes sums, for which the next reading would wait."""
         return self._unread is not None
 
     def restart(self) -> None:
-        """The rolling reading begins anew."""
+        """Begin the rolling reading anew."""
         self._next, self._unread = 0, None
 
     def same(self) -> bool:
-        """Return whether all bytes are what they were; reads them.
+        """Read all bytes and return whether they are unchanged.
 
         Memory of this process is compared by a digest that is faster than the sums of the name.
         """
@@ -264,7 +265,7 @@ class Weights:
 
     @property
     def rolling(self) -> bool:
-        """Whether a rolling reading is under way; it proves nothing computed since it began."""
+        """Return whether a rolling reading has begun; it proves only pages that are older."""
         return self._next > 0
 
     def _all_blocks(self) -> list[_Block]:
@@ -282,7 +283,7 @@ class Weights:
 
 
 def _differing(reads: Mapping[int, _Read]) -> set[int]:
-    """Of tensors that were read, those that hold something else now."""
+    """Return the keys of the tensors with other content than at their reading."""
     parts = {key: read.parts for key, read in reads.items() if read.streamed is None}
     for key, read in reads.items():
         if read.streamed is not None and (data := read.streamed.data()) is not None:
@@ -292,7 +293,7 @@ def _differing(reads: Mapping[int, _Read]) -> set[int]:
 
 
 def _streamed(tensor: torch.Tensor) -> Streamed | None:
-    """Where a tensor's content lies, unless it lies in the tensor."""
+    """Return the streamed content of a tensor; None if the tensor itself holds its content."""
     where: Streamed | None = getattr(tensor, "streamed_weight", None)
     if where is None or where.parameter is not tensor or not where.stays():
         return None
@@ -300,14 +301,14 @@ def _streamed(tensor: torch.Tensor) -> Streamed | None:
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's content can be read."""
+    """Return whether a tensor's content can be read."""
     if _streamed(tensor) is not None:
         return True
     try:
         for part in parts_of(tensor):
             if part.dtype not in _COMMON:
                 _words(bytes_of(part[:0] if part.dim() else part))
-    except Exception:  # of whatever kind: it cannot
+    except Exception:  # a tensor's class may raise anything
         return False
     return True
 
@@ -316,10 +317,10 @@ _COMMON = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Plain tensors that hold what a tensor holds.
+    """Yield plain tensors with the whole content of a tensor of any class.
 
     Raises:
-        UnnamedError: There are none.
+        UnnamedError: The content cannot be read.
     """
     x: Any = tensor.detach()
     try:
@@ -342,7 +343,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         elif x.layout in (torch.sparse_csr, torch.sparse_bsr):
             yield from (x.crow_indices(), x.col_indices(), x.values())
         elif x.layout is torch.strided and not x.is_meta and _stored(type(x)):
-            if type(x) not in _PLAIN:  # its functions may be its class's own
+            if type(x) not in _PLAIN:  # the class may override functions of tensors
                 with torch._C.DisableTorchFunctionSubclass():
                     x = x.as_subclass(torch.Tensor)
             x.data_ptr()  # raises where there is no memory
@@ -354,7 +355,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _ordered(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor in the order of memory, so that a transposed one is read without a copy."""
+    """Yield a tensor in the order of memory, so that a transposed one is read without a copy."""
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: (x.shape[d] == 1, -strides[d]))
     wide = [d for d in order if x.shape[d] > 1]
@@ -367,7 +368,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _stored(cls: Any) -> bool:
-    """Whether tensors of a class keep what they hold as plain ones do."""
+    """Return whether tensors of a class store their content as plain ones do."""
     plain = torch._C._disabled_torch_dispatch_impl
     return cls in _PLAIN or getattr(cls, "__torch_dispatch__", None) is plain
 
@@ -396,14 +397,14 @@ def _n_bytes(part: torch.Tensor) -> int:
 
 
 def bytes_of(part: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor, in the order of its elements."""
+    """Return the bytes of a plain tensor, in the order of its elements."""
     if part.is_conj() or part.is_neg():
         part = part.resolve_conj().resolve_neg()
     return part.contiguous().view(-1).view(torch.uint8)
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Bytes as 64-bit words, zeros behind the last."""
+    """Return bytes as 64-bit words, padded with zeros."""
     short = -len(data) % 8
     if short:
         return torch.nn.functional.pad(data, (0, short)).view(torch.int64)
@@ -412,12 +413,12 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of(data: torch.Tensor) -> bytes:
-    """Two 64-bit sums over each block of bytes, u8 [n]: what names weights is made of these."""
+    """Return two 64-bit sums over each block of bytes, u8 [n]; digests of weights use these."""
     return checksum(_words(data), _BLOCK_WORDS).cpu().numpy().tobytes()
 
 
 def _sums(parts: Mapping[int, list[torch.Tensor]]) -> dict[int, bytes]:
-    """The sums of all blocks of all tensors; each device is waited for once."""
+    """Return the sums of all blocks of all tensors, with one synchronization per device."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     places: dict[int, list[tuple[torch.device, int]]] = {}
     for key, tensors in parts.items():
@@ -439,18 +440,18 @@ def _sums(parts: Mapping[int, list[torch.Tensor]]) -> dict[int, bytes]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to in the open."""
+    """Return PyTorch's count of writes to a tensor; -1 if there is none."""
     try:
         return tensor._version
-    except RuntimeError:  # made in inference mode: no versions are counted
+    except RuntimeError:  # tensors of inference mode have no versions
         return -1
 
 
 def _layout(tensor: torch.Tensor) -> Any:
-    """How its elements lie: `t_`, `as_strided_` and views as other types change nothing else."""
+    """Return dtype, shape and strides; `t_`, `as_strided_` and the like change nothing else."""
     try:
         return tensor.dtype, tensor.shape, tensor.stride()
-    except RuntimeError:  # sparse and nested ones have none
+    except RuntimeError:  # sparse and nested tensors have none
         return None
 
 

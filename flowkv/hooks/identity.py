@@ -285,7 +285,7 @@ def modes(*, own: bool = True) -> str:
     """Return why torch modes may change what the model computes at this moment; "" without any.
 
     Args:
-        own: Count FlowKV's own modes, too, whose effect is in the names of pages.
+        own: Count FlowKV's own modes, too; their effects are in the names of pages.
     """
     found: list[tuple[str, Any]] = []
     if torch._C._len_torch_dispatch_stack():

@@ -124,7 +124,7 @@ class MaskRecipe(torch.Tensor):
         window: int | None,
         dtype: torch.dtype,
     ) -> MaskRecipe:
-        """Make a recipe for `build(**arguments)`, whose elements have `dtype`."""
+        """Make a recipe for `build(**arguments)`, a mask of `dtype`."""
         batch, new, length = (arguments[n] for n in ("batch_size", "q_length", "kv_length"))
         recipe: MaskRecipe = torch.Tensor._make_wrapper_subclass(
             cls,  # type: ignore[arg-type]

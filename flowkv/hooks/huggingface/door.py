@@ -180,7 +180,7 @@ class ForwardHook:
         self._refuse(f"{how} {COMPILED}", "compiled")
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
-        """Copy a model whose class defines `__deepcopy__`, without the hooks of this door."""
+        """Copy a model of a class with its own `__deepcopy__`, without the hooks of this door."""
         own: Any = type(self.model).__deepcopy__
         twin = own(self.model, memo)
         self._strip(vars(twin))

@@ -24,7 +24,7 @@ from flowkv.hooks.huggingface.versions import MODAL_INPUTS, PreTrainedTokenizerB
 def condition_salts(condition: Mapping[str, Any], row: int, rows: int) -> list[Salt]:
     """Return the salts of inputs that every token of a row depends on, as the encoder's output.
 
-    Tensors and lists whose first dimension counts rows are split, so that a row's salt does not
+    Tensors and lists with rows as their first dimension are split, so that a row's salt does not
     depend on its neighbours. Flat ones of numbers are also digested whole: they may have one number
     for each layer, or concern all rows, and be as long as there are rows by chance.
 
@@ -49,7 +49,7 @@ def type_salts(name: str, types: NDArray[np.int64]) -> list[Salt]:
 def shift_salts(shifts: NDArray[np.int64]) -> list[Salt]:
     """Return the salts of a row's position shifts `[D, n]`, one wherever the shift changes.
 
-    A run of tokens whose shifts all differ, as those of an image, has one salt.
+    A run of tokens with changing shifts, as those of an image, has one salt.
     """
     steps = np.diff(shifts, axis=1, prepend=0).any(0)
     edges = np.flatnonzero(np.diff(steps.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
@@ -435,7 +435,7 @@ class Prompt(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """Form of a forward whose K and V depend on token ids and positions only.
+    """Form of a forward with K and V that depend on token ids and positions only.
 
     Attributes:
         shape: Shape of the token ids.
@@ -463,7 +463,7 @@ class ForwardCall:
         positions: `[..., T]`, or None.
         rows: Rows of the forward, B.
         columns: Columns of the forward, T.
-        keep: Positions at the end whose logits are wanted; 0 for all.
+        keep: Number of last positions with wanted logits; 0 for all.
         modal: Inputs that fill placeholders.
         problem: Why the forward's K and V cannot be named by its token ids; "" if they can.
         wants_weights: The caller asks for attention weights.
@@ -622,7 +622,7 @@ class ForwardCall:
         return found, fill
 
     def head(self, columns: int) -> dict[str, Any]:
-        """Return the arguments of the first `columns` columns, whose logits are not wanted."""
+        """Return the arguments of the first `columns` columns, without most of their logits."""
         given = dict(self.given)
         for name in (self.names.ids, self.names.mask, self.names.positions, *self.types):
             if isinstance(given.get(name), torch.Tensor):

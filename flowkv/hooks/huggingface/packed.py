@@ -81,7 +81,7 @@ single tokens. A cache with `max_rows` below three uses the first rows only."""
 
 
 def packed_way(model: Any, kv: KV, door: ForwardHook) -> tuple[PackedForward | None, str]:
-    """Return the fastest forward whose packed rows answer as each does alone, or why none does.
+    """Return the fastest forward in which packed rows answer as each alone, or why none does.
 
     Raises:
         CapacityError: The cache has no room for the trial; the model may be packable.

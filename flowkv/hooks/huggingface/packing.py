@@ -71,8 +71,8 @@ class PackedCall:
     Args:
         model: The model, held weakly.
         names: The names of its arguments.
-        masked: Pass a mask to the model, all of whose layers use the same. For transformers to make
-            one takes as long as everything else that a step of one row does here.
+        masked: Pass a mask to the model, one for all of its layers. For transformers to make one
+            takes as long as everything else that a step of one row does here.
     """
 
     def __init__(self, model: Any, names: Names, *, masked: bool) -> None:
@@ -87,7 +87,7 @@ class PackedCall:
         Args:
             step: The step, with its token ids.
             plan: The layers of the model.
-            keep: int64 `[B]`: the tokens whose logits are wanted; None for all.
+            keep: int64 `[B]`: the tokens with wanted logits; None for all.
 
         Raises:
             StateError: The model has moved to another dtype or device since the rows were opened.

@@ -132,7 +132,7 @@ def _open(
 
 
 def _shared(prompts: Items[Prompt], seqs: Items[Sequence], row: int) -> Sequence | None:
-    """Return the sequence of an earlier row of the same prompt whose prefix is being loaded."""
+    """Return the sequence of an earlier row of the same prompt if its prefix is being loaded."""
     tokens, *rest = prompts[row]
     for (known, *others), seq in zip(prompts, seqs, strict=False):
         if seq.restoration is not None and others == rest and np.array_equal(known, tokens):
@@ -211,8 +211,8 @@ class Part(NamedTuple):
     """A span of one row that a nested forward computes.
 
     Attributes:
-        row: The row of the batch whose inputs the span shares.
-        seq: The sequence that it extends, whose prompt is longer than the span.
+        row: The row of the batch that provides the other inputs.
+        seq: The sequence that the span extends; its prompt goes on behind the span.
         pad: Padding columns of the row.
         count: Tokens of the span, behind those that the sequence holds; at least one.
     """
@@ -453,7 +453,7 @@ class Restoring:
     # ---- before the user's forward
 
     def restore(self, found: AdmittedRows, nested: Nested) -> AdmittedRows:
-        """Run `meet` for rows whose forward begins where the restored prefix ends.
+        """Run `meet` for rows before a forward that begins at the end of the restored prefix.
 
         Returns:
             The rows, each with a sequence of its own, and the columns that need no computing.

@@ -38,7 +38,7 @@ from flowkv.hooks.huggingface.versions import (
     PreTrainedModel,
 )
 
-# Rows beside each other are left-padded rectangles, for models whose rows cannot be packed.
+# Rows of models that cannot be packed run beside each other as left-padded rectangles.
 #
 # The padding is virtual: pages hold no column of it, and the model receives a mask and, where it
 # takes them, each row's own positions. Rows with equally many new tokens share a rectangle, so that
@@ -199,7 +199,7 @@ class PaddedRunner:
         return torch.stack(found)
 
     def _last_logits(self, cache: EngineCache, ids: torch.Tensor) -> Any:
-        """Return logits `[B, V]` behind the tokens `[B, T]` of a cache whose step has begun."""
+        """Return logits `[B, V]` behind the tokens `[B, T]` of a cache with a begun step."""
         names, rows = self._door.names, cache.rows
         device = self._model.get_input_embeddings().weight.device
         left, end = torch.from_numpy(rows.pads).to(device)[:, None], rows.base + ids.shape[1]
@@ -256,7 +256,7 @@ class Parts(NamedTuple):
         positions: Most tokens of a request, prompt and answer; None if the model names no bound.
         vocabulary: Size of the vocabulary: token ids are smaller.
         refresh: Function to call before rows are opened, which detects changes of the model.
-        check: Function that refuses a prompt whose tokens and options need more inputs.
+        check: Function that refuses a prompt if its tokens and options need more inputs.
         blend: Function that puts known documents of a prompt in place, see `blend.Blending.one`;
             None without `reuse="blend"`.
     """
@@ -327,7 +327,7 @@ def _positions(door: ForwardHook, model: Any) -> int | None:
 
 
 def _check(door: ForwardHook, tokens: NDArray[np.uint32], options: Mapping[str, Any]) -> None:
-    """Refuse a request whose K and V depend on more than token ids.
+    """Refuse a request with K and V that depend on more than token ids.
 
     Raises:
         TokenError: A token stands for an image, audio, or the like.

@@ -46,7 +46,7 @@ class Thinning:
         self._seen[layer] = latest.clone(), how
 
     def forget(self) -> None:
-        """Drop the stored queries, whose tokens were rolled back."""
+        """Drop the stored queries after a rollback of their tokens."""
         self._seen.clear()
 
     def apply(self, rows: Rows, layers: dict[int, Any]) -> None:
@@ -147,6 +147,6 @@ def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
     if problem:
         raise ConfigError(
             f"sparsify= does not fit this {type(door.model).__name__}: {problem}",
-            "Leave sparsify out; it is for models all of whose layers see the whole context and "
+            "Leave sparsify out; it is for models with layers that all see the whole context and "
             "attend by 'sdpa' or 'eager'",
         )
