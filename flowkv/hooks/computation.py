@@ -295,9 +295,7 @@ class Walk:
             return
         held, cls = module.__dict__, cast("Any", type(module))
         if not all(isinstance(held.get(kind), dict) for kind in _WATCHED):
-            self._reject(
-                path, f"a {cls.__name__}, compiled by TorchScript or without what modules have"
-            )
+            self._reject(path, f"a {cls.__name__}, compiled by TorchScript or unlike other modules")
             self.training |= bool(getattr(module, "training", False))
             return
         self.leaves[path] = f"module {self._class(path, cls)}"
@@ -417,7 +415,7 @@ class Walk:
             if not self._plain(path, value) and not self._known_object(path, value):
                 self._reject(path, f"a {_name(type(value))}")
         except RecursionError:
-            self._reject(path, f"a {type(value).__name__} that is nested too deep")
+            self._reject(path, f"a {type(value).__name__} that is nested too deeply")
         except Exception as error:  # an odd object makes the model foreign, but must not raise
             self._reject(path, f"a {type(value).__name__} that raises {type(error).__name__}")
 
@@ -866,7 +864,7 @@ class Walk:
             release = _release(root)
             self.leaves[f"release {root}"] = release
             if not release:
-                self._reject(root, "a package that names no release of it")
+                self._reject(root, "a package without a release")
         if self.own:  # the user's code may read settings that transformers' code does not
             for path, config in self._configs:  # the list grows: configurations hold others
                 for name in sorted(vars(config).keys() - _SWITCHED):

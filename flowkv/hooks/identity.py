@@ -295,7 +295,7 @@ def modes(*, own: bool = True) -> str:
         found += [("function", mode) for mode in stack if not isinstance(mode, DeviceContext)]
     for kind, mode in found:
         if own or not getattr(mode, "names_flowkv_pages", False):
-            return f"a {kind} mode stands between the model and torch"
+            return f"a torch {kind} mode may change the results of the model"
     return ""
 
 

@@ -461,10 +461,10 @@ class TestWhatIsNotServed:
             (lambda: models.causal("bloom"), "no position of each token"),
             (lambda: models.causal("deepseek_v3"), "computes with keys and values itself"),
             (models.t5, "an encoder-decoder"),
-            (lambda: small("GPT2"), "keys of layer 0 do not turn"),
+            (lambda: small("GPT2"), "keys of layer 0 do not rotate"),
             (
                 lambda: small("Llama", rope_parameters=SCALED | {"rope_type": "dynamic"}),
-                "of the kind 'dynamic'",
+                "RoPE 'dynamic'",
             ),
         ],
     )

@@ -635,9 +635,9 @@ def test_rows_that_are_treated_differently_share_nothing(common: int) -> None:
 
 def test_verify_tries_equal_rows() -> None:
     model = models.short()
-    assert "row of a batch" not in str(flowkv.verify(model))
+    assert "row of the batch" not in str(flowkv.verify(model))
     model.model.layers[0].mlp = ByRow(model.model.layers[0].mlp, [1.0, 2.0])
-    assert "otherwise in another row of a batch" in str(flowkv.verify(model))
+    assert "depends on the row of the batch" in str(flowkv.verify(model))
 
 
 def test_a_hook_that_treats_rows_differently() -> None:

@@ -136,7 +136,7 @@ def attach(
             _ATTACHED[model] = door
             ahead.begin(kv.geometry, kv.config.codec, _query_heads(model))
             if compiled:
-                door.warn_compiled("torch.compile(model), where it is called itself,")
+                door.warn_compiled("torch.compile(model), called in place of the model,")
         except UnsupportedModelError as error:
             warn(kv, "unsupported", f"FlowKV leaves the model to its own cache: {error}")
         except BaseException:
@@ -447,7 +447,7 @@ def _ways(door: ForwardHook) -> tuple[str, ...]:
 
 def _reasons(model: Any, door: ForwardHook) -> Iterator[str]:
     if door.identity.foreign:
-        yield f"nothing of it is shared: {door.identity.foreign}"
+        yield f"its pages are not shared: {door.identity.foreign}"
     if door.switch.reason:
         yield door.switch.reason
     elif any(not placed.was_read for placed in door.plan.placed.values()):
@@ -455,11 +455,11 @@ def _reasons(model: Any, door: ForwardHook) -> Iterator[str]:
     with (door_of(model) or door).aside():
         alike = rows_alike(model, door.names, 2)
     if alike == "mixed":
-        yield "the rows of a batch look at each other, so that batches share nothing"
+        yield "the rows of a batch depend on each other, so that batches share no pages"
     if alike == "by place":
         yield (
-            "it answers a prompt otherwise in another row of a batch: by its place, so that rows "
-            "share with the same row of equally large batches only"
+            "its answer to a prompt depends on the row of the batch, so that pages are shared with "
+            "the same row of equally large batches only"
         )
 
 

@@ -286,10 +286,10 @@ class Packing:
         """
         placed, window, _, own, decode = self._written.get(id(key), (None,) * 5)
         if placed is None or own is not value:
-            _refuse("attention is over other keys than the cache was given")
+            _refuse("attention uses other keys than those passed to the cache")
         if type(mask) is not MaskRecipe or mask.build is not _unbuilt or mask.window != window:
-            shown = getattr(mask, "window", "no mask of ours")
-            _refuse(f"a layer with window {window} is shown {shown}")
+            shown = getattr(mask, "window", "a mask of its own")
+            _refuse(f"a layer with window {window} gets {shown}")
         if odd := _unserved(arguments, obeyed):
             _refuse(f"attention is given {odd!r}")
         scale, softcap, sinks = map(arguments.get, ("scaling", "softcap", "s_aux"))
@@ -558,7 +558,7 @@ def _obstacle(decoder: torch.nn.Module, names: set[str]) -> str:
             return "its attention is not chosen by configuration"
     for source in {sys.modules.get(type(module).__module__) for module in decoder.modules()}:
         if _compares(source, names):
-            return "its source asks for the name of its attention implementation"
+            return "its source depends on the name of its attention implementation"
     return "" if names else "it has no configuration of its attention"
 
 

@@ -44,7 +44,7 @@ def make_blender(door: Any, rule: BlendRule) -> Blender:
     elif kv.config.overflow or door.sparsifier is not None:
         problem = "overflow=True and sparsify= keep their own tokens"
     elif kv.config.max_rows < 4:
-        problem = f"max_rows={kv.config.max_rows} has no line for documents beside a prompt"
+        problem = f"max_rows={kv.config.max_rows} leaves no rows for documents beside a prompt"
     forward = None
     if not problem:
         forward, problem = packed_way(model, kv, door)
@@ -101,7 +101,7 @@ def _turns(model: Any, door: Any, config: Any) -> dict[int, KeyTurn]:
     kinds = {str(one.get("rope_type", one.get("type", ""))) for one in said}
     kinds |= {"mrope"} if any("mrope_section" in one for one in said) else set()
     if odd := sorted(kinds & _BY_LENGTH):
-        raise _refused(model, f"no key turns by positions of the kind {odd[0]!r} alone")
+        raise _refused(model, f"keys depend on more than their position with RoPE {odd[0]!r}")
     frequencies = {
         tuple(x.detach().double().flatten().tolist()): None
         for module in model.modules()
@@ -125,7 +125,7 @@ def _turns(model: Any, door: Any, config: Any) -> dict[int, KeyTurn]:
                 found[layer] = turn
                 break
         else:
-            raise _refused(model, f"keys of layer {layer} do not turn as RoPE does when they move")
+            raise _refused(model, f"keys of layer {layer} do not rotate with their position")
     return found
 
 

@@ -60,7 +60,7 @@ _ASIDE: ContextVar[frozenset[Any]] = ContextVar("flowkv_aside", default=frozense
 """Doors that do not serve this thread's forwards."""
 _PATIENCE_S = 10.0
 """Longest time for which closing waits for forwards of other threads."""
-_MIXED = "the rows of a batch look at each other"
+_MIXED = "the rows of a batch depend on each other"
 COMPILED = "compiles it whole, and a compiled forward calls no hooks"
 _PADDING = "its mask is more than left padding"
 
@@ -164,7 +164,7 @@ class ForwardHook:
             'graphs="off"': self.kv.config.graphs == "off",
             "the model has an encoder": self.names.encoder,
             "the model keeps recurrent states": self.plan.stateful,
-            "the model is given no positions": self.names.positions not in self.names.parameters,
+            "the model takes no positions": self.names.positions not in self.names.parameters,
             "its layers lie on more than one device": len(devices) > 1,
         }
         self.kv.graphed["eager"] = next((why for why, holds in obstacles.items() if holds), "")
@@ -401,7 +401,7 @@ class ForwardHook:
         try:
             self.refresh(private=False)
         except FlowKVError as error:
-            problem = f"it has changed, and cannot be served any more: {error}"
+            problem = f"the model has changed and cannot be served any more: {error}"
             return self._pass(cache, given, problem, "changed")
         if self.identity.foreign:
             self.passes.add(cache)
@@ -917,7 +917,7 @@ class ForwardHook:
             for place in self.plan.placed.values():
                 place.in_pages, place.contradicted = not self._reads, False
             if self.identity.attends(model) != self._attends:
-                self.read_dense("its attention is not what it was when FlowKV was attached")
+                self.read_dense("its attention functions have changed since FlowKV was attached")
             try:
                 with unwritten(model):
                     with self.aside():

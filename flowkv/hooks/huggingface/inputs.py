@@ -36,7 +36,7 @@ def condition_salts(condition: Mapping[str, Any], row: int, rows: int) -> list[S
     try:
         parts = _row(condition, row, rows), _flat(condition, rows) if rows > 1 else {}
     except (IndexError, RuntimeError) as error:  # sparse and nested tensors
-        raise TypeError(f"an input has no rows that can be told apart ({error})") from error
+        raise TypeError(f"an input cannot be split into rows ({error})") from error
     return [Salt(0, digest_of("condition", *parts))]
 
 
@@ -548,7 +548,7 @@ class ForwardCall:
             elif name in _MODAL:
                 self.modal[name] = value
             elif _by_column(value, self.columns):
-                return f"`{name}` may say something of every token"
+                return f"`{name}` may have a value for every token"
             else:
                 self.condition[name] = value
         return ""

@@ -128,7 +128,7 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
         raise UnsupportedModelError(problem, "Use the model without FlowKV")
     agrees = paged_agrees(model, kv, found, door)
     if any(place.contradicted for place in placed):
-        problem = f"the masks of {name} show other windows than its cache keeps"
+        problem = f"the masks of {name} have other windows than its cache"
     elif agrees:
         return
     else:
@@ -138,10 +138,10 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
         if counts and not door.names.counts and paged_agrees(model, kv, found, door):
             return
         if continues and any(place.in_pages for place in placed):
-            door.read_dense("its attention computes otherwise than it says")
+            door.read_dense("its attention differs from the one that its layers declare")
             if paged_agrees(model, kv, found, door):
                 return
-            problem = f"{name} does not answer the same through pages"
+            problem = f"{name} does not give the same answers through pages"
     raise UnsupportedModelError(problem, "Use the model without FlowKV")
 
 

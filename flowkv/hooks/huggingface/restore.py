@@ -335,7 +335,7 @@ class Nested:
             known = part.seq.tokens[max(base - pad, 0) : total - pad]
             if len(known) != total - max(base, pad):
                 raise StateError(
-                    f"{total - pad} tokens of a prompt of {part.seq.known} are to be computed",
+                    f"{total - pad} tokens of a prompt of {part.seq.known} cannot be computed",
                     "Ask for no more tokens than the sequence knows",
                 )
             line[total - base - len(known) :] = known

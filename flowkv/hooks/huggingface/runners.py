@@ -298,7 +298,7 @@ def make_runner_parts(model: Any, kv: KV) -> Parts:
         )
     if door.names.encoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} answers to an encoder's input, not to token ids alone",
+            f"{type(model).__name__} needs an encoder's input, not token ids alone",
             "Call its generate",
         )
     door.refresh()
@@ -336,7 +336,7 @@ def _check(door: ForwardHook, tokens: NDArray[np.uint32], options: Mapping[str, 
     for name, token in door.names.placeholders.items():
         if (tokens == token).any():
             raise TokenError(
-                f"the prompt holds token {token} ({name}), which stands for more than itself",
+                f"the prompt holds token {token} ({name}), a placeholder for another input",
                 "Call generate for prompts with images, audio or video",
             )
     inputs = (MODEL_INPUTS | frozenset(door.names.parameters)) - _CHOICES
@@ -485,14 +485,14 @@ class GenerateSampler:
         """
         options = {**self._defaults, **options}
         if given := [name for name in _LENGTHS if options.get(name) is not None]:
-            raise ConfigError(f"{given[0]} among the options", "Pass Request(max_new_tokens=...)")
+            raise ConfigError(f"{given[0]} is no option here", "Pass Request(max_new_tokens=...)")
         try:
             return self._read(prompt, limit, options, seed)
         except ConfigError:
             raise
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"these options make no processors: {str(error).rstrip('.')}",
+                f"these options are invalid: {str(error).rstrip('.')}",
                 "See GenerationConfig of transformers",
             ) from error
 

@@ -70,12 +70,12 @@ class Thinning:
                     if len(counts) > 1:
                         raise GeometryError(
                             f"layers of one share keep {counts} tokens",
-                            "Let share_of() tell them apart",
+                            "Let share_of() return a different share for each number",
                         )
                     kept[row].append(np.stack(of_layers))
             rows.thin(kept)
         except CapacityError as error:
-            self._refuse(rows, f"{error.problem}, as what stays is copied; pass a larger gpu=")
+            self._refuse(rows, f"{error.problem} to copy the other tokens; pass a larger gpu=")
         except FlowKVError as error:  # such as NaN among scores or keys
             self._refuse(rows, error.problem)
 
@@ -136,7 +136,7 @@ def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
     elif door.kv.config.overflow:
         problem = "overflow=True keeps all of a prompt, wherever it lies"
     elif reads != "auto":
-        problem = f"reads={reads!r} gathers K and V in columns, which are not there any more"
+        problem = f"reads={reads!r} gathers K and V of all columns, dropped ones included"
     elif not all(placed.in_pages for placed in plan.placed.values()):
         problem = door.switch.reason or "the model computes with keys and values itself"
     elif not isinstance(share, float) and len(share) != len(plan.specs):
