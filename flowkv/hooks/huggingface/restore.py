@@ -548,7 +548,7 @@ class Restoring:
         return False
 
     def _mend(self, one: _Coming) -> None:
-        """Compute a prefix that fails to load in a new sequence, and take over its pages."""
+        """Compute a prefix that fails to load, in a new sequence, and take over its pages."""
         nested, seq, end = self._nested, one.part.seq, one.restoration.page_tokens
         assert nested is not None
         twin = self._kv.open(
