@@ -1,6 +1,6 @@
 """Name of a model's computation beside its weights, and the reasons why some models have none.
 
-A `Walk` visits the modules of a model and all objects that these refer to. It knows few kinds of
+A `Walk` visits the modules of a model and all objects that these refer to. It accepts few kinds of
 objects: released code of known packages, small code of the user's own (`simple`), numbers, texts,
 tensors, and tuples, lists and dicts of them. Of these it records *leaves*, a path and a text each,
 and the name is a digest of all leaves, the same in every process. Any other object makes the model
@@ -993,7 +993,7 @@ def _released_name(module: str) -> bool:
 
 @functools.cache
 def _codes_of(module: str) -> Mapping[str, tuple[types.CodeType, ...]]:
-    """Return the code of a library's file by qualified name, compiled from the file."""
+    """Return the code of a library's file by qualified name, read anew by its loader."""
     found: dict[str, tuple[types.CodeType, ...]] = {}
     try:
         loader: Any = sys.modules[module].__spec__.loader  # type: ignore[union-attr]

@@ -395,7 +395,7 @@ class Proof:
             if (planner := self._kv.planner) is not None:
                 what(planner.store)
 
-    # ---- what is proven
+    # ---- proofs
 
     def watch(self) -> None:
         """Require proofs of pages from now on if the new identity needs them."""

@@ -1,4 +1,4 @@
-"""The door for Hugging Face models; the only package that knows transformers."""
+"""Door for Hugging Face models; the only package that imports transformers."""
 
 from __future__ import annotations
 

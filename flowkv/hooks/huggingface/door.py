@@ -427,7 +427,7 @@ class ForwardHook:
             waits = shifted or self._waits(call)
             found, fill = self._admit(call, pads, ReuseLimits(most, wait=waits))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
-            # Nested forwards compute what the forward itself does not: only then are they needed.
+            # Nested forwards are needed only to compute tokens outside the forward itself.
             beside = restoring or self.blending is not None or self._overflows
             nested: Any = None
             if beside or self.kv.config.audit:
@@ -900,7 +900,7 @@ class ForwardHook:
             self._try(model)
 
     def tried(self) -> None:
-        """Record that the model was tested as it is now, and is served as the plan says."""
+        """Record that the model was tested as it is now, and is served as planned."""
         self._reads = self.switch.reason
         self._judge("")
 
@@ -965,7 +965,7 @@ class ForwardHook:
         return (self.identity.same if full else self.identity.steady)(self.model)
 
     def trusted(self, rows: Rows | None = None) -> bool:
-        """Return whether the model still is what the pages of these rows will be named after."""
+        """Return whether the model still has the name under which pages will be published."""
         model = self.model
         if model is None or self.identity.foreign:
             return False

@@ -74,7 +74,7 @@ def load_model(
     Raises:
         MissingDependencyError: transformers is not installed.
         ConfigError: The model does not exist, cannot be fetched or read, or has no tokenizer.
-        UnsupportedModelError: transformers does not know it as a causal language model.
+        UnsupportedModelError: transformers has no causal language model of this type.
         CapacityError: It does not fit on the device.
     """
     if importlib.util.find_spec("transformers") is None:

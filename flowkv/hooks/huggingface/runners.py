@@ -242,7 +242,7 @@ def choose_way(
 # Facts about a Hugging Face model that an engine needs before it serves the model.
 
 _CHOICES = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})
-"""Arguments of a model that generation knows as options of its own."""
+"""Arguments of a model that are options of generation, too."""
 
 
 class Parts(NamedTuple):
