@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,10 @@ def test_fast_and_thorough_tests_are_all_tests() -> None:
     for listed in (conftest.THOROUGH, conftest.WHOLE_PAGES):
         assert all((ROOT / "tests" / path).is_file() for path in listed)
         assert len(set(listed)) == len(listed)
+    for path, _, function in (one.partition("::") for one in conftest.SAMPLED):
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text()
+        cases = [conftest.left_out(f"tests/{path}::{function}[{n}]") for n in range(40)]
+        assert {False, True} == set(cases) and not conftest.left_out(f"tests/{path}::other[0]")
     usual = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert usual["addopts"][-1] == command.SETS["--all"]
     assert command.SETS[""] == f"{command.USUAL} and not thorough"
@@ -275,6 +280,36 @@ def test_the_test_command_runs_what_it_is_asked_for(
     house = [*command.PYTEST, "-m", command.SETS[chosen], *command.HOUSE]
     assert (house in ran) == (stages == 6)
     assert all((ROOT / path).exists() for path in command.HOUSE)
+
+
+def test_a_stage_that_fails_ends_what_runs_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
+    python = [sys.executable, "-c"]
+    started = time.monotonic()
+    with (
+        pytest.raises(SystemExit) as ended,
+        command.beside("types", [*python, "import time; time.sleep(600)"]),
+    ):
+        while not command.RUNNING:
+            time.sleep(0.01)
+        command.run("style", [*python, "print('why'); raise SystemExit(3)"], quiet=True)
+    assert ended.value.code == 3 and time.monotonic() - started < 300
+    found = capfd.readouterr()
+    assert "why" in found.err and not command.RUNNING
+    assert [line.split()[:2] for line in found.out.splitlines()] == [
+        ["style", "FAILED"],
+        ["types", "ended"],
+    ]
+
+
+def test_what_runs_beside_others_fails_with_its_output(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        pytest.raises(SystemExit),
+        command.beside(
+            "types", [sys.executable, "-c", "print('why'); raise SystemExit(1)"]
+        ) as types,
+    ):
+        types()
+    assert "why" in capfd.readouterr().err
 
 
 def test_a_failure_is_shown_when_it_comes() -> None:
