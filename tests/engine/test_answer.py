@@ -42,7 +42,7 @@ def test_many_listen_to_one(engine: Engine, nano: Nano) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert heard == [nano.alone([3], 60)] * 6
     assert not answer.heard, "and go when they have heard all"
 
@@ -276,4 +276,4 @@ def test_an_answer_may_be_given_while_somebody_begins_to_wait(
             return was
 
     monkeypatch.setattr(answer_module._OVER, "pid", -1)
-    assert Early(AnswerSource(lambda number: None), 0).result(5) is given
+    assert Early(AnswerSource(lambda number: None), 0).result(60) is given
