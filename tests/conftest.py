@@ -64,7 +64,6 @@ FILES = frozenset(TESTS / name for name in THOROUGH)
 # Tests with many cases of one kind: a fourth of the cases is fast, the others are thorough.
 SAMPLED = """
 hooks/test_edits.py::test_an_edit_takes_effect
-hooks/test_graphs.py::test_replays_answer_as_the_model
 hooks/test_identity.py::test_an_edit_after_attach_is_never_answered_with_what_was
 hooks/test_identity_contents.py::test_an_edit_of_a_module_is_another_name
 hooks/test_identity_contents.py::test_what_a_value_holds_is_in_the_name
