@@ -449,6 +449,8 @@ class KV:
         windows = [g.window if g.kind == "sliding" else None for g in store.geometry.groups]
         pages = [max(1, -(-(window - 1) // size)) if window else None for window in windows]
         options = said if isinstance(said, dict) else {}
+        if said == "markov":
+            options = {"learned": said}
         return PrefetchManager(store, self.loader, self.lock, pages, options)
 
     def _learned(self) -> Path | None:

@@ -168,7 +168,8 @@ class DevicePrefetcher:
         self.prefetcher = Prefetcher(self.capacity_bytes, **options)
         self._config = self.prefetcher.config
         self._period_ns = round(self._config.period_s * 1e9)
-        self._learns = type(behind(self._place.policy)).wanted is not Policy.wanted
+        learned = type(behind(self._place.policy)).wanted is not Policy.wanted
+        self._learns = learned or self._config.learned == "markov"
         self._queued: dict[int, _Queued] = {}
         self._arrived, self._failed, self._dropped = list[int](), list[int](), list[int]()
         self._tip, self.due_ns = -1, NEVER_NS

@@ -1,4 +1,4 @@
-"""What numba lacks for work on memory by address: pointers, barriers, ways around the caches."""
+"""Intrinsics for memory by address that numba lacks: pointers, barriers, streaming copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LINE_BYTES = 64
-"""Of a cache line, or near enough."""
+"""Bytes of a cache line, or near enough."""
 
 _I32, _BYTES = ir.IntType(32), ir.IntType(8).as_pointer()
 _LINE = ir.VectorType(ir.IntType(64), LINE_BYTES // 8).as_pointer()
@@ -16,7 +16,7 @@ _LINE = ir.VectorType(ir.IntType(64), LINE_BYTES // 8).as_pointer()
 
 @intrinsic
 def pointer(context, address, like):
-    """The address as a pointer to elements of the type of `like`."""
+    """Return the address as a pointer to elements of the type of `like`."""
     signature = types.CPointer(like)(address, like)
 
     def codegen(context, builder, signature, args):
@@ -27,7 +27,7 @@ def pointer(context, address, like):
 
 @intrinsic
 def data(context, array):
-    """Pointer to the elements of a contiguous array, which must outlive its use."""
+    """Return a pointer to the elements of a contiguous array, which must outlive its use."""
 
     def codegen(context, builder, signature, args):
         return context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -37,7 +37,7 @@ def data(context, array):
 
 @intrinsic
 def ahead(context, p, i):
-    """The pointer p + i, in elements."""
+    """Return the pointer p + i, in elements."""
     return p(p, i), lambda context, builder, signature, args: builder.gep(args[0], [args[1]])
 
 
@@ -57,7 +57,7 @@ def prefetch(context, p, i):
 
 @intrinsic
 def stream(context, target, source):
-    """Copy a line past the caches; the target is aligned to lines, and waits for a `fence`."""
+    """Copy a line past the caches; the target is aligned to lines, and needs a `fence`."""
 
     def codegen(context, builder, signature, args):
         to, of = (builder.inttoptr(x, _LINE) for x in args)
@@ -70,7 +70,7 @@ def stream(context, target, source):
 
 @intrinsic
 def fence(context):
-    """Order all writes before it ahead of all after it, for other threads."""
+    """Order all earlier writes before all later ones, for other threads."""
 
     def codegen(context, builder, signature, args):
         builder.fence("seq_cst")

@@ -1,4 +1,4 @@
-"""Time as an argument: code that decides by time takes a `Clock`, so tests can turn it."""
+"""Time as an argument: code that decides by time takes a `Clock`, so that tests can advance it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from flowkv.core import compiling
 
 
 class Clock(Protocol):
-    """A source of nanoseconds that never goes backwards."""
+    """Source of nanoseconds that never goes backwards."""
 
     def now_ns(self) -> int:
-        """Nanoseconds since an arbitrary origin."""
+        """Return nanoseconds since an arbitrary origin."""
         ...
 
 
@@ -22,17 +22,17 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves when told to."""
+    """Clock that moves only by `advance`."""
 
     def __init__(self, start_ns: int = 0) -> None:
         self._now_ns = start_ns
 
     def now_ns(self) -> int:
-        """The time it was moved to."""
+        """Return the time set by `advance`."""
         return self._now_ns
 
     def advance(self, *, ns: int = 0, s: float = 0.0) -> None:
-        """Moves forward by `ns` nanoseconds plus `s` seconds."""
+        """Move the clock forward by `ns` nanoseconds plus `s` seconds."""
         step = ns + round(s * 1e9)
         if step < 0:
             raise ValueError("a clock does not go backwards. Advance by a positive step.")

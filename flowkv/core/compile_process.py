@@ -1,4 +1,4 @@
-"""Compiling in a process of its own: of lowest priority, one at a time, and ended with its owner.
+"""Compilation in a separate process: of lowest priority, one at a time, and ended with its owner.
 
     python -m flowkv.core.compile_process LOCK MODULE TEXT
 
@@ -21,21 +21,21 @@ _RUNNING: list[subprocess.Popen[bytes]] = []
 
 
 def begin(lock: Path, module: str, text: str) -> subprocess.Popen[bytes] | None:
-    """Begin a process that compiles, and ends with this one at the latest.
+    """Start a process that compiles, and ends with this one at the latest.
 
     Args:
-        lock: File of a lock, which those that fill the same directory have in common.
-        module: Whose `main` is called.
-        text: Its argument.
+        lock: File of a lock, shared by the processes that fill the same directory.
+        module: Module with the `main` to be called.
+        text: Argument of `main`.
 
     Returns:
-        The process; None where none can be begun.
+        The process; None where none can be started.
     """
     try:
         process = subprocess.Popen(
             [sys.executable or "", "-m", __name__, str(lock), module, text],
             start_new_session=True,
-            stdin=subprocess.PIPE,  # which the system closes when this process is gone
+            stdin=subprocess.PIPE,  # closed by the system when this process is gone
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -46,18 +46,18 @@ def begin(lock: Path, module: str, text: str) -> subprocess.Popen[bytes] | None:
 
 
 def end() -> None:
-    """End what still compiles: the next process goes on."""
+    """End the processes that still compile; the next process continues their work."""
     while _RUNNING:
         with _RUNNING.pop() as process:
             process.terminate()
 
 
 def _forget() -> None:
-    """In a child of `fork`: the processes are its parent's, and end with that one."""
+    """Forget the processes in a forked child: they are its parent's, and end with it."""
     for process in _RUNNING:
         assert process.stdin is not None
         process.stdin.close()
-        process.returncode = 0  # nothing to wait for
+        process.returncode = 0  # no exit status to wait for
     _RUNNING.clear()
 
 
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _follow() -> None:
-    os.read(0, 1)  # of an input that ends with the owner
+    os.read(0, 1)  # the input ends with the owner
     os._exit(1)
 
 

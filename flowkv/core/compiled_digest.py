@@ -17,13 +17,13 @@ from flowkv.core.machine_code import kept
 from flowkv.core.parts import PART
 
 STAMP = zlib.crc32(Path(digest.__file__).read_bytes() + Path(__file__).read_bytes())
-"""Part of the key under which machine code is kept that has any of this in it."""
+"""Stamp of kept machine code that contains functions of this module."""
 
 PIECE_BYTES = 512
-"""What is copied past the caches comes from a copy of so many bytes in them."""
+"""Bytes of the piece in the caches from which copies past the caches are made."""
 
 AHEAD_BYTES, COPYING_AHEAD_BYTES = 2 * GRANULE_BYTES, 2048
-"""Memory is asked for so far ahead: a sixth, and a quarter, faster by measurement."""
+"""Distance of prefetching: a sixth, and a quarter, faster by measurement."""
 
 _WORD, _BYTE, _ZERO, _G = np.uint64(0), np.uint8(0), np.uint64(0), np.uint64(STEP)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -53,7 +53,7 @@ def _sums(words, out, first, n):
 
 @njit(**PART)
 def _streamed(at, target, scratch):
-    """Sum up a granule and copy it past the caches, out of what was summed up."""
+    """Sum up a granule and copy it past the caches, out of the summed piece."""
     one, two = _ZERO, _ZERO
     n = PIECE_BYTES // 8
     for first in range(0, WORDS, n):
@@ -68,7 +68,7 @@ def _streamed(at, target, scratch):
 
 @njit(**PART)
 def _last_word(at, target, n):
-    """The word of the last `n` bytes, filled up with zeros; copied, too."""
+    """Return the word of the last `n` bytes, filled up with zeros; copy the bytes, too."""
     word = _ZERO
     for i in range(n):
         byte = pointer(at, _BYTE)[i]
@@ -80,17 +80,17 @@ def _last_word(at, target, n):
 
 @njit(**PART)
 def digest_of(address, n_bytes, target, scratch):
-    """The digest of memory, low half and high half, as uint64.
+    """Return the digest of memory, low half and high half, as uint64.
 
-    Each byte is read once. With a target, what lies there then is what was digested, whoever
-    writes to the memory meanwhile.
+    Each byte is read once. With a target, the digest is that of the bytes in the target, even if
+    another thread writes to the memory meanwhile.
 
     Args:
         address: int64.
         n_bytes: int64.
-        target: Address of memory that does not overlap, where a copy goes; 0 for none.
+        target: Address of memory that does not overlap, for a copy; 0 for none.
         scratch: Address of `PIECE_BYTES`: whole granules go to an aligned target past the caches,
-            and the caller owes a `fence`. 0 to leave that.
+            and the caller must call `fence`. 0 to copy through the caches.
     """
     one, two = _ZERO, _ZERO
     streams = scratch != 0 and target != 0 and target % LINE_BYTES == 0
@@ -131,7 +131,7 @@ def digest_all(address, n_bytes, step, out):
 
 
 def compile_digest() -> None:
-    """Compiles `core.digest`, or loads what was compiled: before anybody waits for a digest."""
+    """Compile `core.digest`, or load it from the cache, ahead of its first use."""
     found = ctypes.create_string_buffer(16)
     digest_all(ctypes.addressof(found), 0, 1, ctypes.addressof(found))
     digest.use(digest_all)

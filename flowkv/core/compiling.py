@@ -1,12 +1,11 @@
-"""Intervals in which this process compiles, which no deadline and no measured time includes.
+"""Intervals of compilation in this process, excluded from every deadline and measured time.
 
-A function is compiled, or read from a cache of compiled ones, when it is first called: for seconds,
-in whatever was under way just then, and whoever needs numba's lock meanwhile waits as long. `watch`
-hears of all of it from numba itself, so that functions count that nobody here knows of; what is
-compiled otherwise says so by `around`. Deadlines are set by `now_ns`, which stands still meanwhile,
-but for a nanosecond from call to call; a time that was measured goes through `measured_s` before
-anybody believes it. What takes longer than a second is told to whoever waits: in a line on a
-terminal, as log records elsewhere.
+A function is compiled, or read from a cache of compiled ones, at its first call: for seconds, in
+the middle of other work, while every thread that needs numba's lock waits. `watch` subscribes to
+numba's events, so that functions of other packages count too; other compilers report by `around`.
+Deadlines are set by `now_ns`, which stands still meanwhile, but for a nanosecond from call to call;
+a measured time goes through `measured_s` before it is used. Compilation that takes longer than a
+second is reported to the user: in a line on a terminal, as log records elsewhere.
 """
 
 from __future__ import annotations
@@ -22,42 +21,42 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 MOST_S = 600.0
-"""What is said to take longer is believed no more: an end that nobody was told of."""
+"""Longest interval that counts; one that seems longer has lost its end."""
 
 MOST_SHARE = 0.1
-"""Of a time that was measured; where more of it went into compiling, nobody knows the rest."""
+"""Largest share of compilation in a usable measured time; with more, the rest is unreliable."""
 
 _KEPT = 1 << 10
 
 _TOLD_EVERY_S = 1.0
-"""Between two words about what is compiled."""
+"""Interval between two reports of compilation."""
 
 _log = logging.getLogger("flowkv")
 
 
 def _write(text: str) -> bool:
-    """Writes to the terminal, if standard error is one; it may be closed, or anything else."""
+    """Write to the terminal, if standard error is one; return whether that worked."""
     try:
         if sys.stderr.isatty():
             print(text, end="", file=sys.stderr, flush=True)
             return True
-    except Exception:  # of whatever stands in its place
+    except Exception:  # standard error may be closed, or any other object
         _log.debug("standard error cannot be written", exc_info=True)
     return False
 
 
 class Intervals:
-    """Times at which any thread of a process compiled. Thread-safe; of `time.monotonic_ns`."""
+    """Times at which any thread of a process compiled. Thread-safe; by `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may compile as well
-        self._depths: dict[int, int] = {}  # of threads that compile
+        self._depths: dict[int, int] = {}  # nesting depths of compiling threads
         self._begun_ns = self._spent_ns = self._last_ns = 0
         self._past: deque[tuple[int, int]] = deque(maxlen=_KEPT)
-        self._told = False  # a thread watches, to tell what takes long
+        self._told = False  # whether a thread reports long compilation
 
     def begin(self) -> None:
-        """The calling thread compiles from now on; nests."""
+        """Begin an interval of the calling thread; nests."""
         with self._lock:
             if not self._depths:
                 self._begun_ns = time.monotonic_ns()
@@ -65,17 +64,17 @@ class Intervals:
             self._depths[me] = self._depths.get(me, 0) + 1
 
     def tell(self) -> None:
-        """Says so every second, from a thread of its own, for as long as something is compiled."""
+        """Report every second, from a thread of its own, for as long as compilation goes on."""
         with self._lock:
             if self._told:
                 return
             teller = threading.Thread(target=self._tell, name="flowkv-compiling", daemon=True)
-            with suppress(RuntimeError):  # no thread can begin: nobody compiles worse for that
+            with suppress(RuntimeError):  # no thread can start: compilation goes on without reports
                 teller.start()
                 self._told = True
 
     def end(self) -> None:
-        """The calling thread is done with what it began last; more ends than beginnings are not."""
+        """End the calling thread's last interval; a surplus end does nothing."""
         with self._lock:
             me = threading.get_ident()
             depth = self._depths.pop(me, 0) - 1
@@ -85,7 +84,7 @@ class Intervals:
                 self._close(time.monotonic_ns())
 
     def at(self) -> tuple[int, int]:
-        """This moment, and the time until now in which something was compiled."""
+        """Return the present time, and the time spent compiling until now."""
         with self._lock:
             now_ns = time.monotonic_ns()
             if not self._depths:
@@ -97,9 +96,9 @@ class Intervals:
             return now_ns, self._spent_ns + now_ns - self._begun_ns
 
     def stopped_ns(self) -> int:
-        """This moment less the time in which something was compiled, later with every call.
+        """Return the present time less the time spent compiling, larger with every call.
 
-        What happens while that stands still has an order all the same: policies go by it.
+        Events during compilation thus keep their order, which policies depend on.
         """
         with self._lock:
             now_ns, spent_ns = self.at()
@@ -107,7 +106,7 @@ class Intervals:
             return self._last_ns
 
     def within_ns(self, begun_ns: int, ended_ns: int) -> int:
-        """How much of a stretch of time something was compiled."""
+        """Return the time spent compiling between two moments."""
         total_ns = 0
         with self._lock:
             now_ns, _ = self.at()
@@ -139,7 +138,7 @@ class Intervals:
         self._past.append((self._begun_ns, ended_ns))
 
     def forked(self) -> None:
-        """In a child of `fork` the other threads are gone, and with them what they compiled."""
+        """Reset after `fork`: in the child the other threads and their compilation are gone."""
         self._lock, self._told = threading.RLock(), False
         if self._depths:
             self._depths.clear()
@@ -152,10 +151,11 @@ _WATCHING: list[Any] = []
 
 
 def watch() -> None:
-    """Hears of all that numba compiles from now on. Imports numba; safe to call again.
+    """Record all compilation of numba from now on. Imports numba; safe to call again.
 
-    What other threads than the main one compile leaves filters of warnings alone from then on: all
-    threads share them, so numba's would hide what others say meanwhile, and could stay for good.
+    From then on, compilation in threads other than the main one leaves filters of warnings alone:
+    all threads share them, so numba's would hide warnings of other threads, and could stay for
+    good.
     """
     if _WATCHING:
         return
@@ -177,10 +177,10 @@ def watch() -> None:
         def on_end(self, event: object) -> None:
             pass
 
-    # The lock, rather than what is done under it: caches are read under it too, and waited for it.
+    # The lock, not only the work under it, is an interval: reading caches and waiting take it too.
     _WATCHING.append(Listener())
     event.register("numba:compiler_lock", _WATCHING[0])
-    event.register("numba:compile", Teller())  # not for what only comes out of the cache
+    event.register("numba:compile", Teller())  # not for functions that come out of the cache
     caught = fixer.catch_warnings
 
     def catch_warnings(*given: Any, **named: Any) -> Any:
@@ -191,18 +191,18 @@ def watch() -> None:
 
 
 def begin() -> None:
-    """The calling thread compiles, or loads what was compiled, from now on; nests."""
+    """Begin an interval in which the calling thread compiles, or loads compiled code; nests."""
     _INTERVALS.begin()
 
 
 def end() -> None:
-    """The calling thread is done with what it began last."""
+    """End the calling thread's last interval."""
     _INTERVALS.end()
 
 
 @contextmanager
 def around() -> Iterator[None]:
-    """What runs in it compiles, or loads what was compiled."""
+    """Count the context as compilation, or as loading of compiled code."""
     begin()
     try:
         yield
@@ -211,32 +211,32 @@ def around() -> Iterator[None]:
 
 
 def now_ns() -> int:
-    """`time.monotonic_ns` less all the time in which this process compiled; no two are equal."""
+    """Return `time.monotonic_ns` less all time spent compiling; no two results are equal."""
     if not _WATCHING:
         watch()
     return _INTERVALS.stopped_ns()
 
 
 def spent_ns() -> int:
-    """Time until now in which this process compiled; the same twice: it did not in between."""
+    """Return the time spent compiling until now; equal results mean no compilation in between."""
     return _INTERVALS.at()[1]
 
 
 def now_s() -> float:
-    """`now_ns` in seconds."""
+    """Return `now_ns` in seconds."""
     return now_ns() / 1e9
 
 
 def within_s(begun_s: float, ended_s: float) -> float:
-    """How much of the time between two moments of `time.perf_counter` was spent compiling."""
+    """Return the seconds spent compiling between two moments of `time.perf_counter`."""
     return _INTERVALS.within_ns(round(begun_s * 1e9), round(ended_s * 1e9)) / 1e9
 
 
 def measured_s(begun_s: float, ended_s: float) -> float:
-    """Seconds between two moments of `time.perf_counter`, as far as they say anything.
+    """Return the seconds between two moments of `time.perf_counter` without compilation.
 
     Returns:
-        Without what was spent compiling; 0.0, which no estimate takes, where that is too much.
+        The rest of the time; 0.0, which no estimate takes, where compilation took too much of it.
     """
     seconds = ended_s - begun_s
     compiled_s = within_s(begun_s, ended_s)

@@ -1,8 +1,8 @@
-"""Everything a cache can be told, from Python keywords or a TOML file, checked in one place.
+"""Configuration of a cache, from Python keywords or a TOML file, checked in one place.
 
-What is not said is chosen so: the device pool takes 25% of the device's memory (2 GiB where layers
-compute on the CPU), a host tier may grow to 25% of the machine's memory (none where layers compute
-on the CPU: the pool lies there already), and nothing is written to disk.
+Defaults: the device pool takes 25% of the device's memory (2 GiB where layers compute on the CPU),
+a host tier may grow to 25% of the machine's memory (none where layers compute on the CPU: the pool
+is there already), and no page is written to disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flowkv.core.errors import ConfigError, FlowKVError, did_you_mean
 from flowkv.core.files import MALFORMED, open_regular
 from flowkv.core.geometry import CODECS
 
-# Sizes ("8GiB", "25%") and places ("disk:/nvme/kv:200GiB"), as people write them.
+# Sizes ("8GiB", "25%") and places ("disk:/nvme/kv:200GiB"), in their written form.
 
 _PREFIXES = ("k", "m", "g", "t", "p")
 _UNITS = (
@@ -47,15 +47,16 @@ _REMOTE = re.compile(
 
 
 def parse_size(value: int | str, *, total_bytes: int | None = None) -> int:
-    """Bytes meant by `value`.
+    """Return the number of bytes that `value` denotes.
 
     Args:
-        value: A number of bytes, or text such as "8GiB" (powers of 1024), "200GB" (powers of
-            1000), "4096" or "25%". Case does not matter; fractions of a byte are dropped.
-        total_bytes: What a percentage is a part of.
+        value: A number of bytes, or text such as "8GiB" (powers of 1024), "200GB" (powers of 1000),
+            "4096" or "25%". Case does not matter; fractions of a byte are dropped.
+        total_bytes: Total for a percentage.
 
     Raises:
-        ConfigError: It is no size, is negative or above 100%, or is a percentage of nothing known.
+        ConfigError: It is no size, is negative or above 100%, or is a percentage of an unknown
+            total.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 <= value <= _MAX_BYTES:
@@ -68,7 +69,7 @@ def parse_size(value: int | str, *, total_bytes: int | None = None) -> int:
     number, unit = Fraction(found[1]), found[2].lower()
     if unit == "%":
         if number > 100:
-            raise ConfigError(f"size {value!r} is more than everything", "Write at most 100%")
+            raise ConfigError(f"size {value!r} is more than 100%", "Write at most 100%")
         if total_bytes is None:
             raise ConfigError(
                 f"size {value!r} is a share of an unknown total", "Write bytes, such as 8GiB"
@@ -89,7 +90,7 @@ def parse_size(value: int | str, *, total_bytes: int | None = None) -> int:
 
 
 def format_size(n_bytes: int) -> str:
-    """`n_bytes` for people: "512B", "8GiB", "1.46TiB"; `parse_size` is within 0.5% of it."""
+    """Return `n_bytes` as readable text: "512B", "1.46TiB"; `parse_size` is within 0.5% of it."""
     if n_bytes < 0:
         return "-" + format_size(-n_bytes)
     if n_bytes < 1024:
@@ -107,9 +108,9 @@ def format_size(n_bytes: int) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text` as it may be shown: no user, password or option's value of any URI in it.
+    """Return `text` without user, password and option values of any URI in it, fit to be shown.
 
-    A text that begins like a URI is one to its end, whatever is in it; else URIs end at blanks.
+    A text that begins like a URI is one to its end, whatever it contains; else URIs end at blanks.
     """
     text, whole = str(text), re.match(r"\s*[A-Za-z][A-Za-z0-9+.-]*:", text)
     return (_WHOLE if whole else _URI).sub(_masked, text)
@@ -131,11 +132,11 @@ def _masked(uri: re.Match[str]) -> str:
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A place for frames, as configured; `str(place)` parses back to it, secrets included.
+    """Configured place for frames; `str(place)` parses back to it, secrets included.
 
     Attributes:
-        kind: "gpu" (the device pool, wherever the layers compute), "host", "disk", or the scheme
-            of a URI ("s3", "redis", ...).
+        kind: "gpu" (the device pool, wherever the layers compute), "host", "disk", or the scheme of
+            a URI ("s3", "redis", ...).
         path: Directory of a disk, name of a host tier that processes share, or the whole URI
             without its size; "" for gpu and for a host tier of one process.
         size: Size as given ("8GiB", "25%"); "" if none was.
@@ -147,15 +148,15 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def remote(self) -> bool:
-        """Whether it lies behind a URI."""
+        """Return whether the place is behind a URI."""
         return self.kind not in LOCAL_KINDS
 
     def size_bytes(self, total_bytes: int | None = None) -> int | None:
-        """Its size; None if none was given.
+        """Return the size of the place in bytes; None if none was given.
 
         Args:
-            total_bytes: Memory of the device or host, or bytes of the file system, for a size
-                that is a percentage.
+            total_bytes: Memory of the device or host, or bytes of the file system, for a size that
+                is a percentage.
 
         Raises:
             ConfigError: The size is a percentage and `total_bytes` is None.
@@ -163,7 +164,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return parse_size(self.size, total_bytes=total_bytes) if self.size else None
 
     def __repr__(self) -> str:
-        """Its fields; no secret of a URI is shown."""
+        """Return the fields as text, without the secrets of a URI."""
         path = without_secrets(self.path)
         return f"Place(kind={self.kind!r}, path={path!r}, size={self.size!r})"
 
@@ -173,7 +174,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cache_home() -> Path | None:
-    """`$XDG_CACHE_HOME/flowkv`, by default `~/.cache/flowkv`; None for a user without a home."""
+    """Return `$XDG_CACHE_HOME/flowkv`, by default `~/.cache/flowkv`; None without a home."""
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(named) if named else Path.home() / ".cache") / "flowkv"
@@ -182,12 +183,12 @@ def cache_home() -> Path | None:
 
 
 def parse_place(text: str) -> TierConfig:
-    """The place meant by `text`.
+    """Parse the place that `text` denotes.
 
     Forms: "gpu:8GiB", "host:25%", "host:NAME:8GiB" (memory that processes share under a name),
     "disk:/nvme/kv:200GiB", "./kv:200GiB" (a path with a slash is a disk), "s3://bucket/kv". The
-    size may be left out, but not behind a NAME. A path may hold colons: only what follows the last
-    one is a size, and only if it begins with a digit. In a URI a bare number is a port.
+    size may be left out, but not behind a NAME. A path may hold colons: only the part behind the
+    last one is a size, and only if it begins with a digit. In a URI a bare number is a port.
 
     Raises:
         ConfigError: The kind is unknown, the size is none, or a path is missing or misplaced.
@@ -224,10 +225,10 @@ def _misplaced(text: str, problem: str, remedy: str) -> ConfigError:
 
 
 def _not_a_uri(path: str, text: str) -> None:
-    """Refuses what is a URI but for a slash, or behind a kind: a directory would bear its password.
+    """Refuse a URI without its slashes, or behind a kind: a directory would bear its password.
 
     Raises:
-        ConfigError: It is one.
+        ConfigError: The text is one.
     """
     found = _REMOTE.match(path)
     if found:
@@ -298,7 +299,7 @@ def _remote(scheme: str, text: str) -> TierConfig:
         raise _misplaced(text, "is written like a URI", f"Write {kind}:... without //")
     try:
         urlsplit(text)
-    except ValueError:  # whose text may quote the password
+    except ValueError:  # the text of the error may quote the password
         raise _misplaced(
             text,
             "is no URI",
@@ -321,10 +322,10 @@ def _remote(scheme: str, text: str) -> TierConfig:
     return TierConfig(scheme, path, size)
 
 
-# Which policy a place has and with which options, and what each tenant may take of the place.
+# Choice of a place's policy and its options, and quotas of tenants in the place.
 
 PLACE_KINDS = ("gpu", "host", "disk", "remote")
-"""Kinds of places that options and quotas may name; "remote" is every one behind a URI."""
+"""Kinds of places in options and quotas; "remote" is every place behind a URI."""
 
 _PAIR = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(\S+)\s*")
 _WORDS = {"true": True, "false": False}
@@ -338,7 +339,7 @@ class Selection(NamedTuple):
 
 
 def parse_policy(text: str) -> Selection:
-    """A policy as people write it: "lru", or "lfu-ttl:tau_s=30,lease_s=600".
+    """Parse a policy: "lru", or "lfu-ttl:tau_s=30,lease_s=600".
 
     Raises:
         ConfigError: The text is something else.
@@ -367,7 +368,7 @@ def _value(text: str) -> object:
 
 
 def check_kinds(options: Mapping[str, object]) -> None:
-    """Makes sure that options of single places name kinds of places.
+    """Check that options of single places name kinds of places.
 
     Raises:
         ConfigError: One holds options under another name.
@@ -378,7 +379,7 @@ def check_kinds(options: Mapping[str, object]) -> None:
 
 
 def options_of(options: Mapping[str, object], kind: str) -> dict[str, object]:
-    """The options of a place: those of all places, and those of its kind laid over them."""
+    """Return the options of a place: those of all places, overridden by those of its kind."""
     found = {name: value for name, value in options.items() if name not in PLACE_KINDS}
     own = options.get(kind if kind in PLACE_KINDS else "remote", {})
     return found | dict(own) if isinstance(own, Mapping) else found
@@ -387,17 +388,17 @@ def options_of(options: Mapping[str, object], kind: str) -> dict[str, object]:
 def parse_quota(
     quota: str | Mapping[str, str], kind: str, total_bytes: int | None
 ) -> tuple[int, int | None]:
-    """What a tenant may take of a place.
+    """Parse the quota of a tenant in a place.
 
     Args:
         quota: "2GiB:8GiB" reserves 2 GiB and allows 8 GiB at most; either side may be empty, and
-            "8GiB" alone is the most. Shares ("10%:50%") are of the place. Or one such text for
-            each kind of place.
-        kind: Of the place.
-        total_bytes: Its capacity; None if shares are only to be checked.
+            "8GiB" alone is the most. Shares ("10%:50%") are of the place. Or one such text for each
+            kind of place.
+        kind: Kind of the place.
+        total_bytes: Capacity of the place; None if shares are only to be checked.
 
     Returns:
-        Bytes that others never take from it, and the most that it holds, None for no limit.
+        Bytes that other tenants never take from it, and its most bytes, None for no limit.
 
     Raises:
         ConfigError: The text is something else, or reserves more than it allows.
@@ -434,7 +435,8 @@ DEFAULT_DISK_SIZE = "10%"
 AUTO = "auto"
 LEAST_SECRET_BYTES = 16
 _STACK_FIELDS = ("gpu", "host", "disk")
-_TOKENS, _AUTO_TOKENS = 64, 128  # of a page, and raw ones at the end: what "auto" begins with
+# tokens of a page, and of the raw end of a sequence: for codecs, and for "auto"
+_TOKENS, _AUTO_TOKENS = 64, 128
 _EITHER: dict[str, tuple[str, ...]] = {
     "non_finite": ("raw", "error"),
     "durability": ("none", "sync"),
@@ -455,24 +457,25 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         tiers: The whole stack, fastest first, instead of `gpu`, `host` and `disk`: also
             "host:NAME:8GiB", memory that processes share, and URIs of remote stores. A device pool
             is always there, listed or not; other places only if listed.
-        codec: How pages are encoded once they are full: "raw" (exact), "kv8", "k8v4", "kv4c" or
-            "kv4h", or "auto": "kv8", and "kv4c" further back.
-        recent_tokens: Tokens at the end of each open sequence whose pages stay raw, besides the
+        codec: Encoding of full pages: "raw" (exact), "kv8", "k8v4", "kv4c" or "kv4h", or "auto":
+            "kv8", and "kv4c" further back.
+        recent_tokens: Tokens at the end of each open sequence that stay in raw pages, besides the
             page that is being filled; default 128 for "auto", 64 for other codecs.
-        warm_tokens: Tokens before these whose pages "auto" leaves at 8 bits.
-        non_finite: What happens to a full page that no codec can hold, as it has NaN, infinity or
+        warm_tokens: Tokens before these that "auto" leaves in pages of 8 bits.
+        non_finite: Treatment of a full page that no codec can hold, as it has NaN, infinity or
             numbers beyond float16's scales: it stays "raw", with a warning, or raises an "error".
-        policy: Name of the policy that chooses what each place keeps, with options if need be:
-            "auto", "lru", "lfu-ttl:tau_s=30".
+        policy: Name of the eviction policy of each place, with options if need be: "auto", "lru",
+            "lfu-ttl:tau_s=30".
         policy_options: Fields of its configuration. Under "gpu", "host", "disk" and "remote": those
             of these places only, as in `{"gpu": {"lease_s": 600}, "host": {"lease_s": 1800}}`.
-        quotas: What tenants may take of each place, by name: "2GiB:8GiB" keeps 2 GiB from being
+        quotas: Bytes of each place for tenants, by tenant name: "2GiB:8GiB" keeps 2 GiB from being
             taken by others and allows 8 GiB at most; "8GiB" is a limit alone, "10%:50%" are shares
             of each place, and `{"gpu": "1GiB:", "disk": ":50%"}` tells places apart.
         prefetch: "auto" brings pages onto their device before they are asked for: for requests that
-            wait, hints, and what policies learned, where these were right. Fields of
-            `flowkv.policy.prefetch.PrefetchConfig` do so with other values; "off" brings only what
-            `KV.prefetch` and `KV.enqueue` ask for.
+            wait, hints, and chains that the policy expects again, as long as these guesses are
+            right. "markov" learns the order in which documents and templates recur instead. Fields
+            of `flowkv.policy.prefetch.PrefetchConfig` set other values; "off" brings only pages
+            that `KV.prefetch` and `KV.enqueue` ask for.
         learned: Keep what policies learned in a disk tier's directory, so that the next process
             starts with it. It names no prompt and no tenant.
         record: File to which requests are written as a trace, with salted ids only; "" for none.
@@ -481,9 +484,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         namespace: Replaces the model's own identity; two caches with equal namespaces share pages.
         secret: Up to 64 bytes as hex that go into every key, so that keys cannot be guessed from
             known text, and into those of `integrity="aead"`; "" for none.
-        integrity: How frames on lasting tiers are checked: "xxh3" finds every accident; "aead"
-            encrypts them for each tenant (AES-256-GCM), so that nobody without the secret reads,
-            makes or changes one. Needs a `secret` of at least 16 bytes and `flowkv[aead]`.
+        integrity: Check of frames on lasting tiers: "xxh3" finds every accident; "aead" encrypts
+            them for each tenant (AES-256-GCM), so that none is read, made or changed without the
+            secret. Needs a `secret` of at least 16 bytes and `flowkv[aead]`.
         lossless: "auto" compresses frames of 16-bit pages on lasting tiers, without loss, where
             that was measured to be faster; "on" wherever they shrink; "off" never does.
         exclusive: Refuse a store directory that another process writes, instead of reading it only.
@@ -491,18 +494,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             operating system, and a power cut loses the latest pages.
         write_back: Write filled pages down the tiers in the background, before they are evicted.
         defragment_bytes: Most bytes moved within the device pool at the end of a step, where free
-            memory lies scattered between pages of several sizes; 0 for never.
+            memory is scattered between pages of several sizes; 0 for never.
         overflow: Sequences may be longer than the device pool: pages that do not fit stay in host
             memory or on disk, and are attended from there.
         graphs: "auto" captures decode steps on GPUs as CUDA graphs and replays them; a size bounds
             the memory that graphs hold (default: a sixteenth of the device); "off" captures none.
         max_rows: Most sequences in one step.
         load_deadline_s: Longest wait for a page before it is computed instead.
-        exit_s: Longest time that the end of the process takes to write down what is queued, of a
-            cache that was not closed; 0 writes nothing more.
-        audit: Share of restored pages, 0 to 1, that are recomputed and compared with what was
-            restored; what is wrong is forgotten everywhere, and told. 0.01 costs about as much as
-            recomputing a hundredth of what is restored.
+        exit_s: Longest time at the end of the process for queued writes of a cache that was not
+            closed; 0 drops them.
+        audit: Share of restored pages, 0 to 1, that are recomputed and compared; wrong ones are
+            forgotten everywhere, and reported. 0.01 costs about as much as recomputing a hundredth
+            of the restored pages.
     """
 
     gpu: int | str | None = None
@@ -516,7 +519,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     policy: str = "auto"
     policy_options: dict[str, Any] = {}
     quotas: dict[str, str | dict[str, str]] = {}
-    prefetch: Literal["auto", "off"] | dict[str, Any] = "auto"
+    prefetch: Literal["auto", "markov", "off"] | dict[str, Any] = "auto"
     learned: bool = True
     record: str = ""
     page_size: int | None = None
@@ -551,8 +554,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for field, allowed in _EITHER.items():
             if (value := getattr(self, field)) not in allowed:
                 raise _at(field, f"{value!r} is unknown", f"Use {' or '.join(allowed)}")
-        if not isinstance(self.prefetch, dict) and self.prefetch not in ("auto", "off"):
-            raise _at("prefetch", f"{self.prefetch!r} is unknown", "Use auto, off, or its fields")
+        if not isinstance(self.prefetch, dict) and self.prefetch not in ("auto", "markov", "off"):
+            raise _at(
+                "prefetch", f"{self.prefetch!r} is unknown", "Use auto, markov, off, or its fields"
+            )
         self._check_policy()
         if not 8 <= self.tokens_per_page <= 256 or self.tokens_per_page % 8:
             raise _at(
@@ -586,18 +591,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                     parse_quota(quota, kind, None)
 
     def __hash__(self) -> int:
-        """Of all fields but those that are dictionaries."""
+        """Return a hash over all fields except dictionaries."""
         values = (getattr(self, name) for name in self.__struct_fields__)
         return hash(tuple(value for value in values if not isinstance(value, dict)))
 
     def graph_bytes(self, total_bytes: int) -> int:
-        """Memory that graphs may hold on a device of so many bytes; 0 where none are captured."""
+        """Return the bytes that graphs may hold on a device of so many bytes; 0 without graphs."""
         if self.graphs == "auto":
             return total_bytes // 16
         return 0 if self.graphs == "off" else parse_size(self.graphs, total_bytes=total_bytes)
 
     def selection(self, kind: str) -> Selection:
-        """The policy of a kind of place: its name, and all its options."""
+        """Return the policy of a kind of place: its name, and all its options."""
         name, options = parse_policy(self.policy)
         return Selection(name, {**options, **options_of(self.policy_options, kind)})
 
@@ -613,7 +618,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
 
     def __repr__(self) -> str:
-        """All fields that differ from their defaults; no secret is shown, nor one of a URI."""
+        """Return all fields that differ from their defaults, without secrets."""
         shown = []
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
@@ -624,12 +629,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def tokens_per_page(self) -> int:
-        """`page_size`, or its default for the codec."""
+        """Return `page_size`, or its default for the codec."""
         return self._tokens if self.page_size is None else self.page_size
 
     @property
     def raw_tokens(self) -> int:
-        """`recent_tokens`, or its default for the codec."""
+        """Return `recent_tokens`, or its default for the codec."""
         return self._tokens if self.recent_tokens is None else self.recent_tokens
 
     @property
@@ -638,19 +643,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def secret_bytes(self) -> bytes:
-        """The secret for `tenant_salt`."""
+        """Return the secret for `tenant_salt`."""
         return bytes.fromhex(self.secret)
 
     def places(self, *, on_cpu: bool = False) -> list[TierConfig]:
-        """The stack of places, fastest first; the first is the device pool, every one has a size.
+        """Return the stack of places, fastest first; the first is the device pool.
 
-        Only remote places may have the size "", which is without limit.
+        Every place has a size; only remote places may have the size "", which is without limit.
 
         Args:
             on_cpu: Whether the layers compute on the CPU, where defaults differ.
 
         Raises:
-            ConfigError: A place is none, is named twice, or lies above a faster one.
+            ConfigError: A place is invalid, is named twice, or is above a faster one.
         """
         if self.tiers is not None:
             stack = _listed(self.tiers)
@@ -689,10 +694,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def load_config(path: str | os.PathLike[str] | None = None, **overrides: object) -> Config:
-    """Configuration from a TOML file, with keywords laid over it.
+    """Load the configuration from a TOML file, with keywords laid over it.
 
     Args:
-        path: A TOML file whose top level holds fields of `Config`; default the file named by the
+        path: A TOML file with fields of `Config` at its top level; default the file named by the
             environment variable FLOWKV_CONFIG, or none.
         **overrides: Fields that replace the file's. None leaves the file's (or the default) value.
             `tiers` displaces `gpu`, `host` and `disk` of the file, and each of those its `tiers`.
@@ -705,7 +710,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
     fields: dict[str, Any] = {}
     if path is not None:
         fields = _read_toml(Path(path))
-        _convert(fields, where=f"{path}: ")  # so that a fault of the file is blamed on the file
+        _convert(fields, where=f"{path}: ")  # so that an error in the file names the file
     given = {name: value for name, value in overrides.items() if value is not None}
     if "tiers" in given:
         displaced = set(_STACK_FIELDS)
@@ -745,7 +750,7 @@ def _convert(fields: Mapping[str, Any], where: str = "") -> Config:
         problem, _, place = str(error).partition(" - at ")
         raise ConfigError(
             f"{where}{place or '`$`'}: {problem[:1].lower()}{problem[1:]}",
-            "See help(Config) for what the field takes",
+            "See help(Config) for the field's values",
         ) from None
 
 
@@ -771,7 +776,7 @@ def _listed(tiers: tuple[str, ...]) -> list[TierConfig]:
 
 
 def _shown(value: Any) -> Any:
-    """A field's value without the secrets of the URIs in it."""
+    """Return a field's value without the secrets of the URIs in it."""
     if isinstance(value, str):
         return without_secrets(value)
     return tuple(map(_shown, value)) if isinstance(value, tuple) else value
@@ -783,7 +788,7 @@ def _at(field: str, problem: str, remedy: str) -> ConfigError:
 
 @contextmanager
 def _blame(field: str) -> Iterator[None]:
-    """Names the field in an error that is raised below."""
+    """Name the field in an error that is raised within."""
     try:
         yield
     except FlowKVError as error:

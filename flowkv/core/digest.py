@@ -1,11 +1,11 @@
-"""NH-128, the digest of bytes in frames: what it is, in numpy; compiled code takes its place.
+"""NH-128, the digest of bytes in frames: its definition, in numpy; compiled code replaces it.
 
     digest(data)            16 bytes
     digests(data, step)     16 bytes for each `step` bytes of the data
 
-It finds accidents: flipped bits, torn writes, blocks that are stale, moved or swapped. It stops no
-attacker, as it has no secret. A GPU (`flowkv.kernels`), numba (`core.compiled_digest`) and numpy
-make it bit for bit alike, in any order and any number of parts:
+The digest finds accidents: flipped bits, torn writes, blocks that are stale, moved or swapped. It
+stops no attacker, as it has no secret. GPUs (`flowkv.kernels`), numba (`core.compiled_digest`) and
+numpy compute it bit for bit alike, in any order and any number of parts:
 
     of granule g (4096 bytes) of the data, with its words w of 64 bits, little-endian
         x = w + KEYS[0, i] mod 2^64,   h = sum over i of low32(x) * high32(x) mod 2^64
@@ -49,7 +49,7 @@ WORDS = GRANULE_BYTES // 8
 _G, _FIRST, _SECOND = map(np.uint64, (STEP, FIRST, SECOND))
 _LOW = np.uint64(0xFFFFFFFF)
 _AT_ONCE = 32
-"""Granules whose words and products fit the caches."""
+"""Granules at a time, so that their words and products fit the caches."""
 
 
 def mix(x: Any) -> Any:
@@ -60,7 +60,7 @@ def mix(x: Any) -> Any:
 
 
 def _random_words(count: int) -> NDArray[np.uint64]:
-    """What SplitMix64 (Steele et al., 2014) gives from state 0 on."""
+    """Return the words of SplitMix64 (Steele et al., 2014) from state 0 on."""
     x = np.arange(1, count + 1, dtype=np.uint64) * _G
     x = (x ^ (x >> np.uint64(30))) * _SECOND
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -68,29 +68,29 @@ def _random_words(count: int) -> NDArray[np.uint64]:
 
 
 KEYS = _random_words(2 * WORDS).reshape(2, WORDS)
-"""What is added to the words of a granule, for each of the two sums."""
+"""Addends of the words of a granule, for each of the two sums."""
 
 _compiled: Callable[[int, int, int, int], None] | None = None
 
 
 def use(compiled: Callable[[int, int, int, int], None]) -> None:
-    """Has digests made by compiled code from now on.
+    """Use compiled code for all further digests.
 
     Args:
-        compiled: Gets the address of data, its bytes, those of a step, and the address of what it
-            fills: 16 bytes for each step.
+        compiled: Gets the address of data, its bytes, those of a step, and the address of the
+            output: 16 bytes for each step.
     """
     global _compiled  # noqa: PLW0603
     _compiled = compiled
 
 
 def digest(data: Any) -> bytes:
-    """The digest of the bytes of a buffer."""
+    """Return the digest of the bytes of a buffer."""
     return digests(data, 1 << 62)
 
 
 def digests(data: Any, step: int) -> bytes:
-    """The digests of each `step` bytes of a buffer, 16 bytes each; of none at all, one."""
+    """Return a digest of 16 bytes for each `step` bytes of a buffer; one for an empty buffer."""
     view = memoryview(data).cast("B")
     count = max(1, -(-view.nbytes // step))
     if _compiled is not None:

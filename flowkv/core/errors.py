@@ -1,4 +1,4 @@
-"""Errors of FlowKV. Every message ends with what to do next."""
+"""Errors of FlowKV. Every message ends with the next step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class FlowKVError(Exception):
     """Base of all errors raised on purpose by FlowKV.
 
     Args:
-        problem: What is wrong, one sentence without a full stop.
-        remedy: What the user does next, one sentence without a full stop.
+        problem: The problem in one sentence, without a full stop.
+        remedy: The user's next step in one sentence, without a full stop.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:
@@ -26,68 +26,68 @@ class FlowKVError(Exception):
 
 
 class ExperimentalWarning(FutureWarning):
-    """What is used works and is tested, and may still change with a minor release."""
+    """Warning for a feature that works and is tested, but may still change with a minor release."""
 
 
 def experimental(what: str, why: str) -> None:
-    """Says where a module is imported, or a function is called, that it may still change."""
+    """Warn, at an import of a module or a call of a function, that it may still change."""
     silence = "warnings.simplefilter('ignore', flowkv.ExperimentalWarning)"
     text = f"{what} is experimental: {why} (to silence: {silence})"
     warnings.warn(text, ExperimentalWarning, stacklevel=3)
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """The beginning of a remedy for a name that is none of `names`; "" where none is near."""
+    """Return the beginning of a remedy for a name outside of `names`; "" where none is near."""
     near = get_close_matches(str(name), list(names), n=1)
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
 class ConfigError(FlowKVError, ValueError):
-    """A configuration field, size or place is wrong."""
+    """Error for a wrong configuration field, size or place."""
 
 
 class GeometryError(FlowKVError, ValueError):
-    """Tensors, layers or devices do not fit the geometry of the cache."""
+    """Error for tensors, layers or devices that do not fit the geometry of the cache."""
 
 
 class TokenError(FlowKVError, ValueError):
-    """Token ids are out of range or do not fit the sequence."""
+    """Error for token ids that are out of range or do not fit the sequence."""
 
 
 class CapacityError(FlowKVError, MemoryError):
-    """A request does not fit the pages, rows or bytes that are there."""
+    """Error for a request that does not fit the pages, rows or bytes that are there."""
 
 
 class BusyError(CapacityError):
-    """Too much is under way already; later it may fit."""
+    """Error for a request that may fit later: too much is under way already."""
 
 
 class StateError(FlowKVError, RuntimeError):
-    """An object is used after it was closed, or in the wrong order or thread."""
+    """Error for the use of an object after its closing, or in the wrong order or thread."""
 
 
 class StoreError(FlowKVError, OSError):
-    """A store directory or tier cannot be used."""
+    """Error for a store directory or tier that cannot be used."""
 
     def __str__(self) -> str:  # OSError formats two arguments as "[Errno ...]"
         return f"{self.problem}. {self.remedy}."
 
 
 class NonFiniteError(FlowKVError, ArithmeticError):
-    """Keys or values hold NaN or infinity and may not be stored."""
+    """Error for keys or values with NaN or infinity, which may not be stored."""
 
 
 class UnsupportedModelError(FlowKVError, TypeError):
-    """A model (or an input of it) cannot be served from pages."""
+    """Error for a model, or an input of it, that cannot be served from pages."""
 
 
 class MissingDependencyError(FlowKVError, ImportError):
-    """An optional dependency is not installed.
+    """Error for an optional dependency that is not installed.
 
     Args:
-        feature: What cannot be used.
-        extra: Of this package, which brings what is needed.
-        needs: What that is.
+        feature: The feature that cannot be used.
+        extra: Extra of this package that brings the dependency.
+        needs: The dependency, in words.
     """
 
     def __init__(self, feature: str, extra: str, needs: str = "an optional dependency") -> None:
@@ -99,7 +99,7 @@ class MissingDependencyError(FlowKVError, ImportError):
 
 
 class MissingLibraryError(FlowKVError, ImportError):
-    """An optional dependency is installed, and a library of the system that it needs is not."""
+    """Error for an installed optional dependency without a library of the system that it needs."""
 
 
 # Libraries of the system that wheels need and pip does not bring, and the packages that do.
@@ -112,16 +112,16 @@ MOONCAKE: Mapping[str, str] = MappingProxyType(
         "libcurl.so.4": "libcurl4",
     }
 )
-"""What the wheels of Mooncake need: a library, and the package that has it in Debian and Ubuntu."""
+"""Libraries that the wheels of Mooncake need, and their packages in Debian and Ubuntu."""
 
 
 def missing(libraries: Iterable[str] = MOONCAKE) -> list[str]:
-    """Those that the system's loader does not find."""
+    """Return the libraries that the system's loader does not find."""
     return [library for library in libraries if not _loads(library)]
 
 
 def remedy(libraries: Iterable[str], packages: Mapping[str, str] = MOONCAKE) -> str:
-    """The command that installs libraries; their names elsewhere are similar."""
+    """Return the command that installs libraries; their names elsewhere are similar."""
     wanted = [packages.get(library, library) for library in libraries]
     return f"apt-get install {' '.join(wanted)}"
 

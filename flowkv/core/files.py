@@ -1,4 +1,4 @@
-"""Files that others name or write: what may be opened, and what damage raises."""
+"""Opening of files that others name or write, and the errors of damaged ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import stat
 from typing import BinaryIO
 
 MALFORMED = (ValueError, RecursionError, OverflowError)
-"""What parsers of JSON, TOML and msgpack raise on bytes that are none, or go too deep."""
+"""Errors of parsers of JSON, TOML and msgpack for malformed or too deeply nested bytes."""
 
 MOST_DIMENSIONS = 64
-"""Of a tensor, as torch has it; the product of more takes long."""
+"""Most dimensions of a tensor, as in torch; the product of more takes long."""
 
 
 def open_descriptor(
@@ -45,7 +45,7 @@ def open_descriptor(
 
 
 def sensible(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can have that shape: of few dimensions, none of them negative."""
+    """Return whether a tensor can have that shape: few dimensions, none of them negative."""
     return len(shape) <= MOST_DIMENSIONS and min(shape, default=0) >= 0
 
 

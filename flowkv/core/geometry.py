@@ -1,4 +1,4 @@
-"""Geometry of a model's cache: groups of layers of one kind, one K/V shape and one device."""
+"""Geometry of a model's cache: groups of layers with one kind, one K/V shape and one device."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         kv_heads: Key/value heads Hk of each layer.
         head_dim: Key dimension D of a head.
         value_dim: Value dimension Dv of a head; MLA latents and some models differ from `head_dim`.
-        dtype: Name of the torch dtype K and V are kept in ("float32", "bfloat16", ...).
-        kind: "full", "sliding" (last `window` tokens), "chunked", or "latent" (MLA: one head,
-            a token's value is the first `value_dim` elements of its key and is not kept).
+        dtype: Name of the torch dtype of K and V ("float32", "bfloat16", ...).
+        kind: "full", "sliding" (last `window` tokens), "chunked", or "latent" (MLA: one head, a
+            token's value is the first `value_dim` elements of its key and is not stored).
         window: Tokens a query sees, itself included; None for all.
-        device: Where the layers compute ("cpu", "cuda:0"); not part of a page's identity.
+        device: Device of the layers ("cpu", "cuda:0"); not part of a page's identity.
     """
 
     layers: tuple[int, ...]
@@ -72,7 +72,7 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token over all layers of the group, unencoded."""
+        """Return the bytes of K and V of one token over all layers of the group, unencoded."""
         value_dim = 0 if self.kind == "latent" else self.value_dim  # part of the key
         width = self.kv_heads * (self.head_dim + value_dim)
         return len(self.layers) * width * ITEMSIZE[self.dtype]
@@ -112,10 +112,10 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         page_size: int = 64,
         device: str = "cpu",
     ) -> Geometry:
-        """Geometry of a model whose attention layers are all alike.
+        """Return the geometry of a model with attention layers that are all alike.
 
         Args:
-            layers: Their number, or their indices.
+            layers: Number of layers, or their indices.
             kv_heads: Key/value heads of each layer.
             head_dim: Key dimension of a head.
             value_dim: Value dimension of a head; default `head_dim`.
@@ -138,7 +138,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return cls(groups=(group,), page_size=page_size)
 
     def locate(self, layer: int) -> tuple[int, int]:
-        """(group, position within the group) of a model layer.
+        """Return (group, position within the group) of a model layer.
 
         Raises:
             GeometryError: No group holds the layer.
@@ -149,7 +149,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         raise GeometryError(f"layer {layer} is in no group", "Add it to the geometry's groups")
 
     def fingerprint(self) -> bytes:
-        """32 bytes that change with anything that changes the bytes of a page; devices do not."""
+        """Return 32 bytes that depend on all that changes the bytes of a page, not on devices."""
         plain = [
             (g.kind, g.layers, g.kv_heads, g.head_dim, g.value_dim, g.dtype, g.window)
             for g in self.groups
@@ -157,7 +157,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return hashlib.sha256(msgspec.json.encode(["geometry/1", self.page_size, plain])).digest()
 
 
-# Where every byte of a page lies, for each codec. The one place that knows.
+# Byte layout of a page for each codec, defined here alone.
 
 GRANULE_BYTES = 4096
 CODECS = ("raw", "kv8", "k8v4", "kv4c", "kv4h")
@@ -185,7 +185,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         k_scale_offset_bytes: Start of the key scales within a run.
         v_scale_offset_bytes: Start of the value scales within a run.
         run_bytes: One head's K, V and scales.
-        stripe_bytes: Bytes of a stripe that mean something.
+        stripe_bytes: Bytes of a stripe without padding.
         stripe_stride_bytes: Distance between two stripes.
     """
 
@@ -205,35 +205,35 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def page_bytes(self) -> int:
-        """Bytes of a page, padding included."""
+        """Return the bytes of a page, padding included."""
         return self.layers * self.stripe_stride_bytes
 
     @cached_property
     def granules(self) -> int:
-        """Granules of a page."""
+        """Return the granules of a page."""
         return self.page_bytes // GRANULE_BYTES
 
     @cached_property
     def latent(self) -> bool:
-        """Whether a token's value is the first `value_dim` elements of its key (MLA)."""
+        """Return whether a token's value is the first `value_dim` elements of its key (MLA)."""
         return self.v_offset_bytes == 0
 
     @cached_property
     def value_stride(self) -> int:
-        """Elements from one token's value to the next one's, in a raw page."""
+        """Return the elements from one token's value to the next one's, in a raw page."""
         return self.head_dim if self.latent else self.value_dim
 
     @cached_property
     def stored_value_dim(self) -> int:
-        """Elements of a token's value that are kept beside its key: all, or none of latents."""
+        """Return the value elements stored beside each token's key: all, or none of latents."""
         return 0 if self.latent else self.value_dim
 
     def run_offset_bytes(self, layer: int, head: int) -> int:
-        """Start of a head's run from the start of the page; `layer` counts within the group."""
+        """Return the start of a head's run in the page; `layer` counts within the group."""
         return layer * self.stripe_stride_bytes + head * self.run_bytes
 
     def fingerprint(self) -> bytes:
-        """16 bytes that change with anything that changes where a byte lies or what it means."""
+        """Return 16 bytes that depend on the place and the meaning of every byte."""
         return hashlib.sha256(msgspec.json.encode(["layout/1", self])).digest()[:16]
 
 
@@ -242,23 +242,23 @@ def _pad(n_bytes: int, unit: int) -> int:
 
 
 def page_id(granule: int, codec: str) -> int:
-    """The id of a page that begins at `granule`."""
+    """Return the id of a page that begins at `granule`."""
     return CODECS.index(codec) << CODEC_SHIFT | granule
 
 
 def granule_of(page: int) -> int:
-    """The granule at which a page begins."""
+    """Return the granule at which a page begins."""
     return page & GRANULE_MASK
 
 
 def codec_of(page: int) -> str:
-    """How a page is encoded."""
+    """Return the codec of a page."""
     return CODECS[page >> CODEC_SHIFT]
 
 
 @lru_cache(maxsize=256)
 def page_layout(group: LayerGroup, page_size: int, codec: str = "raw") -> PageLayout:
-    """The layout of one page of `group`.
+    """Return the layout of one page of `group`.
 
     Raises:
         ConfigError: The codec is unknown, or needs a larger page or head or a smaller dtype.
@@ -281,7 +281,7 @@ def page_layout(group: LayerGroup, page_size: int, codec: str = "raw") -> PageLa
         if group.dtype == "float64":
             raise ConfigError(
                 f"codec {codec!r} of a float64 cache",
-                "Use codec='raw': codecs compute in float32, and whoever needs more keeps it all",
+                "Use codec='raw': codecs compute in float32, which would lose precision",
             )
         k_bits, v_bits = _BITS[codec]
         if min(k_bits, v_bits) == 4 and (tokens < 64 or min(dim, dim_v) < 64):

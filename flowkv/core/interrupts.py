@@ -1,16 +1,16 @@
-"""Signals wait while their handlers' exceptions would leave something half done.
+"""Deferral of signals while an exception of their handlers would leave a change half done.
 
 Python runs a signal's handler in the main thread, between any two bytecodes. A handler that raises
-(Ctrl-C, a timeout by SIGALRM) would leave pages in no table and rows in no step where the cache is
-being changed, and a lock taken for ever where a Python function takes it. So FlowKV puts a handler
-of its own in front of those that are set. It passes the signal on, except while the main thread
-holds a watched lock or runs a function that is marked; then the signal is sent again a moment
-later. Nothing is paid for that outside of signals.
+(Ctrl-C, a timeout by SIGALRM) would leave pages in no table and rows in no step during a change of
+the cache, and a lock taken for ever during its acquisition. So FlowKV installs a handler in front
+of each handler that is set. The front passes the signal on, except while the main thread holds a
+watched lock or runs a marked function; then it sends the signal again a moment later. Outside of
+signals this costs nothing.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found] # `signal` makes enumerations: 20 times the price
+import _signal  # type: ignore[import-not-found] # importing `signal` costs 20 times as much
 import _thread
 import signal
 import threading
@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 
 _watched: set[weakref.ref[Any]] = set()
-# A condition's lock is taken in a Python function, behind which a handler could run.
+# A condition's lock is taken in a Python function, after which a handler could run.
 _unbroken: set[CodeType] = {
     threading.Condition.__enter__.__code__,
     threading.Condition.__exit__.__code__,
@@ -43,23 +43,23 @@ _waiting: set[int] = set()
 
 
 def watch(lock: Any) -> None:
-    """Lets signals wait while the main thread holds a `threading.RLock`."""
+    """Defer signals while the main thread holds a `threading.RLock`."""
     _watched.add(weakref.ref(lock, _watched.discard))
 
 
 def unbroken(function: Function) -> Function:
-    """Marks a short function: signals wait until it has returned, with all that it calls."""
+    """Mark a short function: signals wait until it has returned, with all that it calls."""
     _unbroken.add(function.__code__)
     return function
 
 
 def waiting() -> bool:
-    """Whether a signal waits for this thread: what only passes the time should end."""
+    """Return whether a signal waits for this thread, so that a mere wait should end."""
     return bool(_waiting) and _thread.get_ident() == threading.main_thread().ident
 
 
 class Setting(Generic[Value]):
-    """Sets a context variable within a block, and puts it back whatever comes: `with Setting(...)`.
+    """Context manager that sets a context variable, and always restores it: `with Setting(...)`.
 
     Args:
         variable: The variable.
@@ -80,12 +80,12 @@ class Setting(Generic[Value]):
 
 
 def by_signal(error: BaseException) -> bool:
-    """Whether an exception was raised by a signal's handler, not by the code that it broke."""
+    """Return whether an exception was raised by a signal's handler, not by the interrupted code."""
     return _MARK in vars(error)
 
 
 def cover() -> None:
-    """Puts FlowKV's handler in front of those that are set now; off the main thread, nothing."""
+    """Put FlowKV's handler in front of those that are set now; off the main thread, do nothing."""
     if _thread.get_ident() != threading.main_thread().ident:
         return
     for number in _SIGNALS:
@@ -95,7 +95,7 @@ def cover() -> None:
 
 
 class _Front:
-    """A handler in front of another one."""
+    """Handler in front of another one."""
 
     __slots__ = ("behind",)
 
@@ -117,7 +117,7 @@ class _Front:
 
 
 def _busy(frame: FrameType | None) -> bool:
-    """Whether the main thread, in which handlers run, is in the middle of something."""
+    """Return whether the main thread holds a watched lock or runs a marked function."""
     if any(lock._is_owned() for known in list(_watched) if (lock := known()) is not None):
         return True
     while frame is not None:
@@ -130,7 +130,7 @@ def _busy(frame: FrameType | None) -> bool:
 def _again(number: int) -> None:
     time.sleep(_AGAIN_S)
     main = cast(int, threading.main_thread().ident)
-    if hasattr(signal, "pthread_kill"):  # also wakes a thread that waits for a lock by now
+    if hasattr(signal, "pthread_kill"):  # this also wakes a thread that waits for a lock by now
         signal.pthread_kill(main, number)
     else:
         _thread.interrupt_main(signal.Signals(number))

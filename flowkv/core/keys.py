@@ -52,7 +52,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         weights: Fingerprint of the weights (hex), "" when the name alone is trusted.
         adapter: Active adapter and its fingerprint, "" for none.
         rope: Position encoding, as canonical text.
-        computation: Digest of what is computed with the weights: code, settings, hooks.
+        computation: Digest of the computation with the weights: code, settings, hooks.
         geometry: `Geometry.fingerprint()` as hex; holds dtype and page size.
         shard: Part of the heads.
     """
@@ -68,20 +68,20 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def title(self) -> str:
-        """Model, revision and adapter, for people."""
+        """Return model, revision and adapter as readable text."""
         revision = f"@{self.revision}" if self.revision else ""
         return self.model + revision + (f" with {self.adapter}" if self.adapter else "")
 
     def digest(self) -> bytes:
-        """32 bytes over all fields."""
+        """Return 32 bytes over all fields."""
         fields = msgspec.to_builtins(self)
-        if not self.computation:  # as names were before there was this field
+        if not self.computation:  # as digests were before the field existed
             del fields["computation"]
         return hashlib.sha256(msgspec.json.encode(["namespace/1", fields])).digest()
 
 
 class Salt(msgspec.Struct, frozen=True):
-    """Something beside the token ids that K and V depend on, such as an image.
+    """Input besides the token ids that K and V depend on, such as an image.
 
     Attributes:
         position: First token that depends on it. All later pages differ too, through their parent.
@@ -103,16 +103,16 @@ class Salt(msgspec.Struct, frozen=True):
 
 
 def tenant_salt(tenant: str, secret: bytes = b"") -> bytes:
-    """32 bytes that keep tenants apart; with `secret`, keys cannot be guessed from known text.
+    """Return 32 bytes that separate tenants; with `secret`, keys cannot be guessed from known text.
 
     Raises:
-        ConfigError: The tenant is no string, or none that has an encoding.
+        ConfigError: The tenant is no string, or one that cannot be encoded.
     """
     # BLAKE2b takes keys of up to 64 bytes; cutting a longer one would ignore the rest of it.
     key = secret if len(secret) <= 64 else hashlib.blake2b(secret).digest()
     try:
         name = tenant.encode()
-    except (AttributeError, UnicodeEncodeError) as error:  # no string, or half of a pair in it
+    except (AttributeError, UnicodeEncodeError) as error:  # no string, or one with a lone surrogate
         raise ConfigError(f"tenant={tenant!r}", "Name a tenant by a string of Unicode") from error
     return hashlib.blake2b(name, digest_size=32, key=key, person=b"flowkv.tenant/1").digest()
 
@@ -120,7 +120,7 @@ def tenant_salt(tenant: str, secret: bytes = b"") -> bytes:
 def as_tokens(
     tokens: Iterable[int] | NDArray[np.generic], vocabulary: int = 1 << 32
 ) -> NDArray[np.uint32]:
-    """Token ids as a fresh uint32 array.
+    """Return token ids as a fresh uint32 array.
 
     Raises:
         TokenError: Not a flat list of integers in [0, vocabulary).
@@ -147,7 +147,7 @@ def as_tokens(
 
 
 class KeyChain:
-    """Derives the keys of one sequence of one tenant in one layer group.
+    """Key derivation for one sequence of one tenant in one layer group.
 
     Args:
         namespace: `Namespace.digest()`.
@@ -173,11 +173,11 @@ class KeyChain:
         self.page_size = page_size
 
     def page(self, parent: bytes, tokens: NDArray[np.uint32], salts: Sequence[Salt] = ()) -> bytes:
-        """Key of a page of `tokens` below `parent`; salts' positions count within the page."""
+        """Return the key of a page below `parent`; positions of salts count within the page."""
         return self._digest(self._base, parent, tokens, salts)
 
     def state(self, parent: bytes, tokens: NDArray[np.uint32], salts: Sequence[Salt] = ()) -> bytes:
-        """Key of a snapshot taken after `tokens`, a partial page below `parent`."""
+        """Return the key of a snapshot after `tokens`, a partial page below `parent`."""
         return self._digest(self._state_base, parent, tokens, salts)
 
     def pages(
@@ -188,7 +188,7 @@ class KeyChain:
         start: int = 0,
         parent: bytes = ROOT,
     ) -> list[bytes]:
-        """Keys of all full pages of `tokens` from page `start`, whose parent key is given."""
+        """Return the keys of all full pages of `tokens` from page `start` on, below `parent`."""
         size, keys = self.page_size, []
         for page in range(start, len(tokens) // size):
             first = page * size
@@ -216,7 +216,7 @@ class KeyChain:
 
 
 def within(salts: Sequence[Salt], first: int, count: int) -> list[Salt]:
-    """Salts that begin in tokens [first, first + count), with positions relative to `first`."""
+    """Return the salts that begin in `count` tokens from `first` on, with relative positions."""
     return [
         Salt(salt.position - first, salt.digest)
         for salt in salts

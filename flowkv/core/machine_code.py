@@ -1,9 +1,10 @@
-"""Where machine code is kept for later processes: in a directory that only its user can write to.
+"""Cache of machine code for later processes: a directory that only its user can write to.
 
-By itself numba keeps it beside the sources, which may belong to others or lie on a file system that
-cannot be written, and then refuses to compile at all; what it finds there it unpickles. Here the
-directory may be absent, read-only, full or damaged: what cannot be read is compiled, and what
-cannot be written is compiled again by the next process. `NUMBA_CACHE_DIR` names another one.
+By itself numba caches beside the sources, which may belong to other users or be on a read-only file
+system, and then refuses to compile at all; it also unpickles any file found there. Here the
+directory may be absent, read-only, full or damaged: code that cannot be read is compiled, and code
+that cannot be written is compiled again by the next process. `NUMBA_CACHE_DIR` names another
+directory.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from flowkv.core.config import cache_home
 
 _NAMES = ("UserProvidedCacheLocator", "UserWideCacheLocator")
 _Provided, _UserWide = (
-    getattr(caching, name, None) or getattr(caching, f"_{name}")  # older ones are private
+    getattr(caching, name, None) or getattr(caching, f"_{name}")  # private names in older releases
     for name in _NAMES
 )
 _NOWHERE = "/dev/null/flowkv"
 _LONGEST = 200
-"""Letters of a name; the path of the sources is one, unless it is longer."""
+"""Most letters of a name: the path of the sources, or its digest if it is longer."""
 _STALE_S = 30 * 86400.0
 
 
 def _own(path: Path) -> bool:
-    """Makes a directory, unless it is there. Whether this user owns it, and alone can write."""
+    """Make a directory if it is missing; return whether only this user owns and writes it."""
     with suppress(OSError):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -50,9 +51,9 @@ def _own(path: Path) -> bool:
 
 
 def directory(sources: Path) -> Path | None:
-    """Where machine code of the functions in one directory of sources is kept; None for nowhere.
+    """Return the cache directory for one directory of sources; None if there can be none.
 
-    Making a new one removes those of sources that are gone, a month after they last changed.
+    Making a new one removes those of deleted sources, a month after their last change.
     """
     home = cache_home()
     if home is None or not _own(home) or not _own(home / "compiled"):
@@ -72,12 +73,12 @@ def directory(sources: Path) -> Path | None:
 
 
 def is_kept(sources: Path) -> bool:
-    """Whether later processes need not compile the functions in one directory of sources."""
+    """Return whether later processes need not compile the functions in one directory of sources."""
     return bool(numba.config.CACHE_DIR) or directory(sources) is not None
 
 
 def lock_file() -> Path | None:
-    """The lock of those that compile for later processes; None where nothing can be kept."""
+    """Return the lock file of processes that compile for later ones; None without a cache."""
     if numba.config.CACHE_DIR:
         return Path(numba.config.CACHE_DIR) / "flowkv.lock"
     found = directory(Path(__file__).parent)
@@ -85,7 +86,7 @@ def lock_file() -> Path | None:
 
 
 class NotKept(Exception):
-    """A call needs machine code that no earlier process kept."""
+    """Raised where a call needs machine code that is not in the cache."""
 
 
 class _Mode(threading.local):
@@ -106,14 +107,14 @@ def only_kept() -> Iterator[None]:
 
 
 class _Place(_UserWide):  # type: ignore[misc, valid-type]
-    """The place for numba."""
+    """Locator of the cache directory for numba."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
         self._cache_path = str(directory(Path(file).resolve().parent) or _NOWHERE)
 
     def ensure_cache_path(self) -> None:
-        """Nothing: whoever writes finds out."""
+        """Do nothing: an unusable path shows at the first write."""
 
 
 class _Form(caching.CompileResultCacheImpl):
@@ -121,20 +122,20 @@ class _Form(caching.CompileResultCacheImpl):
 
 
 class _Cache(caching.FunctionCache):
-    """Machine code of one function. What goes wrong with files is no concern of its callers."""
+    """Cache of machine code of one function. Errors of files never reach its callers."""
 
     _impl_class = _Form
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return what was kept for a signature, or None.
+        """Return the cached code for a signature, or None.
 
         Raises:
-            NotKept: Nothing was kept, within `only_kept`.
+            NotKept: No code is cached, within `only_kept`.
         """
         found = None
         try:
             found = super().load_overload(signature, context)
-        except Exception:  # unpickling what was damaged raises anything
+        except Exception:  # unpickling of damaged files raises anything
             with suppress(OSError):
                 self.flush()
         if found is None and _MODE.only_kept:
@@ -142,17 +143,18 @@ class _Cache(caching.FunctionCache):
         return found
 
     def save_overload(self, signature: Any, made: Any) -> None:
-        """Keeps what was compiled, if that is possible."""
+        """Write compiled code to the cache, if that is possible."""
         with suppress(OSError):
             super().save_overload(signature, made)
 
 
 def kept(stamp: object = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` whose machine code is kept.
+    """Return a decorator like `numba.njit` that caches machine code for later processes.
 
     Args:
-        stamp: What is kept under another one is not used: what the function's own file cannot tell.
-        **options: Of `numba.njit`.
+        stamp: Version of all that the function's own file does not show; code cached under another
+            one is not used.
+        **options: Options of `numba.njit`.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -168,11 +170,11 @@ def kept(stamp: object = None, **options: Any) -> Callable[[Callable[..., Any]],
 
 
 def kept_callback(signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.cfunc` whose machine code is kept.
+    """Return a decorator like `numba.cfunc` that caches machine code for later processes.
 
     Args:
-        signature: Of the C function.
-        **options: Of `numba.cfunc`.
+        signature: Signature of the C function.
+        **options: Options of `numba.cfunc`.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

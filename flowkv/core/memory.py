@@ -1,4 +1,4 @@
-"""Memory of this process's own, as disks, copies and devices reach it fastest."""
+"""Private memory in the form that disks, copies and devices reach fastest."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ HUGE_BYTES = 2 << 20
 
 
 def own_memory(n_bytes: int) -> memoryview:
-    """Zeros, of which the system gives what is written to, when it is written to.
+    """Return zeros; the system commits each page of them when it is first written to.
 
-    From 2 MiB on they begin at a multiple of 2 MiB, of smaller sizes at a memory page. Full
-    multiples of 2 MiB lie in huge pages where the system has them: fewer page faults, and fewer
-    pieces for every device that reads or writes them. A file that bypasses the page cache came 2.6
-    times as fast into huge pages as into small ones.
+    From 2 MiB on they begin at a multiple of 2 MiB, smaller ones at a memory page. Full multiples
+    of 2 MiB are in huge pages where the system has them: fewer page faults, and fewer pieces for
+    every device that reads or writes them. A file that bypasses the page cache came 2.6 times as
+    fast into huge pages as into small ones.
 
     Raises:
-        OSError: The process cannot have so much; `MemoryError` where the system says it so.
+        OSError: The process cannot have so much; `MemoryError` where the system reports it so.
     """
-    # Private, or the kernel gives no huge pages.
+    # The mapping is private, or the kernel gives no huge pages.
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if n_bytes < HUGE_BYTES:
         return memoryview(mmap.mmap(-1, max(n_bytes, 1), kind))[:n_bytes]
     mapped = mmap.mmap(-1, n_bytes + HUGE_BYTES, kind)
     skip = -address_of(memoryview(mapped)) % HUGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do
+        with contextlib.suppress(OSError):  # a kernel without huge pages: small ones must do
             mapped.madvise(mmap.MADV_HUGEPAGE, skip, n_bytes // HUGE_BYTES * HUGE_BYTES)
     return memoryview(mapped)[skip : skip + n_bytes]
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous view lie."""
+    """Return the address of the bytes of a contiguous view."""
     if view.nbytes and not view.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

@@ -1,8 +1,9 @@
-"""Compiling of functions that only compiled ones call: as parts of those, not on their own.
+"""Compilation of functions that only compiled ones call: as parts of those, not on their own.
 
-By itself numba optimises every function together with all that it calls, and makes machine code of
-it that nobody runs: what is called five deep is worked on six times. A part stays what the frontend
-made of it until a function that Python calls is optimised, with all of its parts at once.
+By itself numba optimises every function together with all that it calls, and makes machine code for
+each, although most of it never runs: a function called five deep is worked on six times. A part
+stays in the form of the frontend until a function that Python calls is optimised, with all of its
+parts at once.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from typing import Any
 import numba
 
 TRIED = (0, 68)
-"""The last release of numba whose insides are known to be as they are used here."""
+"""The latest release of numba with internals that are known to fit this module."""
 
 
 def _pipeline() -> type[Any]:
-    """Numba's own pipeline but for its last step, which leaves code for others to link."""
+    """Return numba's own pipeline except its last step, which leaves code for others to link."""
     from numba.core.codegen import JITCodeLibrary
     from numba.core.compiler import Compiler
     from numba.core.compiler_machinery import register_pass
     from numba.core.typed_passes import NativeLowering
 
     class PartLibrary(JITCodeLibrary):
-        """The code of a part and of what it calls, for libraries that link it."""
+        """Code of a part and of the functions it calls, for libraries that link it."""
 
         def _optimize_final_module(self) -> None:
-            """Nothing: whoever links it does."""
+            """Do nothing: the library that links this one does it."""
 
         def _finalize_final_module(self) -> None:
             self._finalize_dynamic_globals()
@@ -34,12 +35,12 @@ def _pipeline() -> type[Any]:
 
     @register_pass(mutates_CFG=True, analysis_only=False)
     class PartLowering(NativeLowering):
-        """Lowers a function so that compiled ones can call it, and nobody else."""
+        """Lowering of a function for compiled callers only."""
 
         _name = "part_lowering"
 
         def run_pass(self, state: Any) -> bool:
-            """Fills `state.cr`."""
+            """Lower the function and fill `state.cr`."""
             state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
             state.flags.no_compile = True
             super().run_pass(state)
@@ -50,10 +51,10 @@ def _pipeline() -> type[Any]:
             return True
 
     class PartCompiler(Compiler):
-        """The pipeline."""
+        """Compiler of parts."""
 
         def define_pipelines(self) -> list[Any]:
-            """The passes, in order."""
+            """Return the passes, in order."""
             made: list[Any] = super().define_pipelines()
             for manager in made:
                 passes = manager.passes
@@ -73,5 +74,6 @@ PART: dict[str, Any] = {
     "no_cfunc_wrapper": True,
 }
 """Options of `numba.njit` for parts."""
-if numba.version_info.short <= TRIED:  # of later ones nobody knows; they compile as they would
+# later releases are unknown: there parts compile like other functions
+if numba.version_info.short <= TRIED:
     PART["pipeline_class"] = _pipeline()

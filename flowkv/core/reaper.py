@@ -1,6 +1,7 @@
-"""A thread that ends what is garbage, so that no finalizer waits for anything.
+"""Thread that closes collected objects, so that no finalizer has to wait.
 
-The collector may run in the middle of any change, in any thread: a finalizer only queues the end.
+The collector may run in the middle of any change, in any thread: a finalizer only queues the
+closing.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from queue import SimpleQueue
 
 
 class Reaper:
-    """Do work that finalizers queue, one after the other, in a thread.
+    """Thread that runs functions queued by finalizers, one after the other.
 
     Attributes:
-        put: Queues a function; safe in a finalizer, also in the middle of itself.
+        put: Queues a function; safe in a finalizer, even if it interrupts itself.
     """
 
     def __init__(self) -> None:
@@ -27,20 +28,21 @@ class Reaper:
     def start(self) -> None:
         """Start the thread, unless it runs."""
         if self._thread is None:
-            with contextlib.suppress(RuntimeError):  # the system has none: the exit has to do
+            # the system has no thread: closing at exit must do
+            with contextlib.suppress(RuntimeError):
                 thread = threading.Thread(target=self._run, name="flowkv ends", daemon=True)
                 thread.start()
                 self._thread = thread
 
     def settle(self, seconds: float) -> None:
-        """Wait until all that is gone by now is ended."""
+        """Wait until the functions queued so far have run, for `seconds` at most."""
         if self._thread is not None and self._thread is not threading.current_thread():
             done = threading.Event()
             self.put(done.set)
             done.wait(seconds)
 
     def forked(self) -> None:
-        """Begin anew, in a child."""
+        """Begin anew in a forked child, with an empty queue."""
         self.__init__()  # type: ignore[misc]
 
     def _run(self) -> None:
@@ -49,7 +51,7 @@ class Reaper:
             work = queue.get()
             with contextlib.suppress(Exception):
                 work()
-            del work  # what it held goes now, and not with the next one
+            del work  # so that objects it holds are freed now, not with the next function
 
 
 REAPER = Reaper()

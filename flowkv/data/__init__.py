@@ -1,4 +1,4 @@
-"""Files that ship with the package: a tiny, really trained model for demonstrations and tests."""
+"""Packaged files: a tiny, really trained model for demonstrations and tests."""
 
 import pathlib
 
@@ -8,8 +8,8 @@ __all__ = ["tiny_path"]
 def tiny_path() -> pathlib.Path:
     """Return the folder of the tiny byte-level Llama, in the Hugging Face format.
 
-    It holds `config.json`, `model.safetensors` (fp16, 1.6 MB) and `README.md`, the model card.
-    Tokens are bytes, so no tokenizer is needed.
+    The folder has `config.json`, `model.safetensors` (fp16, 1.6 MB) and `README.md`, the model
+    card. Tokens are bytes, so no tokenizer is needed.
 
     Example:
         >>> (tiny_path() / "config.json").exists()

@@ -1,10 +1,10 @@
 """The ledger's table of blocks, and the compiled loops over one request's blocks.
 
-One record per slot; the table of ids (`.table`) finds it, or, along a chain that was
-used before, the record of the block before it (`heir`), without hashing. Places are bits of `here`.
-A block that lies nowhere is a *ghost*: it stays known, in a ring from the youngest to the oldest,
-until too many are. A slot outlives its block by nothing: who remembers a parent's or a child's slot
-remembers its `birth` too, or compares the id.
+One record per slot; the table of ids finds it, or, along a chain that was used before, the record
+of the block before it (`heir`), without hashing. Places are bits of `here`. A block in no place is
+a *ghost*: it stays known, in a ring from the youngest to the oldest, until there are too many. A
+slot is reused after its block is forgotten: a reference to a parent's or a child's slot is valid
+only with its `birth`, or if the id agrees.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.policy.order.compiled import LISTS, Array, delist, enlist, fold, inner, kernel
 
-# An open-addressing table from 128-bit ids to small integers.
+# Open-addressing table from 128-bit ids to small integers.
 #
-# A bucket is one word: 32 bits of the hash, and the slot + 1; the id itself lies in the slot's
-# record and is compared in full, so that a look-up costs about two cache misses and never errs.
-# Collisions go to the next bucket; removal moves later entries back, so that no tombstones
-# gather. The hash is vector multiply-shift (Dietzfelbinger, "Universal hashing and k-wise
-# independent random variables via integer arithmetic without primes", STACS 1996) with seeded
-# factors: whoever chooses ids without knowing the seed finds no two that collide more often than
-# by chance. Which bucket an entry has is never seen from outside, so a secret seed changes no
-# decision.
+# A bucket is one word: 32 bits of the hash, and the slot + 1; the id itself is in the slot's record
+# and is compared in full, so that a look-up costs about two cache misses and never errs. Collisions
+# go to the next bucket; removal moves later entries back, so that no tombstones gather. The hash is
+# vector multiply-shift (Dietzfelbinger, "Universal hashing and k-wise independent random variables
+# via integer arithmetic without primes", STACS 1996) with seeded factors: ids chosen without the
+# seed collide no more often than by chance. The bucket of an entry is never visible outside, so a
+# secret seed changes no decision.
 #
 # Each id belongs to a *space* (a 31-bit number): equal ids of two spaces are two entries.
 
 Ids = NDArray[np.uint64]
 
 KEY = np.dtype([("lo", np.uint64), ("hi", np.uint64), ("space", np.int32)])
-"""What a record needs at least. `space` is -1 while its slot has no entry."""
+"""Fields that every record has. `space` is -1 while its slot has no entry."""
 
 FACTORS = 6
 LOW_32 = np.uint64(0xFFFF_FFFF)
@@ -41,7 +40,7 @@ ONE = np.uint64(1)
 
 
 def factors(seed: int) -> NDArray[np.uint64]:
-    """The multipliers of a hash: 64-bit numbers drawn by SplitMix64."""
+    """Return the multipliers of a hash: 64-bit numbers drawn by SplitMix64."""
     drawn = []
     for i in range(1, FACTORS + 1):
         x = (seed + i * 0x9E37_79B9_7F4A_7C15) & (1 << 64) - 1
@@ -56,7 +55,7 @@ def factors(seed: int) -> NDArray[np.uint64]:
 
 @inner
 def tag_of(mix: Array, lo: int, hi: int, space: int) -> int:
-    """32 bits of hash; the lowest of them say which bucket is its home."""
+    """Return 32 bits of hash; the lowest of them are the home bucket of an entry."""
     a, b = np.uint64(lo), np.uint64(hi)
     x = mix[0] + mix[1] * (a & LOW_32) + mix[2] * (a >> HALF)
     x += mix[3] * (b & LOW_32) + mix[4] * (b >> HALF) + mix[5] * np.uint64(space)
@@ -66,7 +65,7 @@ def tag_of(mix: Array, lo: int, hi: int, space: int) -> int:
 
 @inner
 def find(keys: Array, buckets: Array, mix: Array, lo: int, hi: int, space: int) -> int:
-    """The slot of an id, or -1."""
+    """Return the slot of an id, or -1."""
     mask = np.uint64(len(buckets) - 1)
     tag = tag_of(mix, lo, hi, space)
     i = tag & mask
@@ -82,7 +81,7 @@ def find(keys: Array, buckets: Array, mix: Array, lo: int, hi: int, space: int) 
 
 @inner
 def place(buckets: Array, entry: int) -> None:
-    """Puts an entry into the first empty bucket from its home on."""
+    """Put an entry into the first empty bucket from its home on."""
     mask = np.uint64(len(buckets) - 1)
     i = (entry >> HALF) & mask
     while buckets[i] != NOTHING:
@@ -92,14 +91,14 @@ def place(buckets: Array, entry: int) -> None:
 
 @inner
 def put(keys: Array, buckets: Array, mix: Array, s: int, lo: int, hi: int, space: int) -> None:
-    """Slot `s`, which has no entry, takes an id that has none."""
+    """Enter a new id for slot `s`, which has no entry."""
     keys[s].lo, keys[s].hi, keys[s].space = lo, hi, space
     place(buckets, tag_of(mix, lo, hi, space) << HALF | np.uint64(s + 1))
 
 
 @inner
 def cut(keys: Array, buckets: Array, mix: Array, s: int) -> None:
-    """Takes out the entry of a slot, and moves those back that it had pushed away."""
+    """Remove the entry of a slot, and move back entries that it had pushed away."""
     mask = np.uint64(len(buckets) - 1)
     tag = tag_of(mix, keys[s].lo, keys[s].hi, keys[s].space)
     keys[s].space = -1
@@ -120,7 +119,7 @@ def cut(keys: Array, buckets: Array, mix: Array, s: int) -> None:
 
 @kernel
 def rehash(buckets: Array, wider: Array) -> None:
-    """Enters everything into a table of another size."""
+    """Enter all entries into a table of another size."""
     for entry in buckets:
         if entry != NOTHING:
             place(wider, entry)
@@ -130,12 +129,12 @@ def rehash(buckets: Array, wider: Array) -> None:
 
 
 def buckets_for(capacity: int) -> NDArray[np.uint64]:
-    """An empty table that is at most half full with `capacity` entries."""
+    """Return an empty table that is at most half full with `capacity` entries."""
     return np.zeros(max(16, 1 << (2 * capacity - 1).bit_length()), np.uint64)
 
 
 def as_ids(ids: Ids) -> Ids:
-    """Ids as compiled code takes them.
+    """Return ids as compiled code takes them.
 
     Raises:
         ConfigError: If they are no u64 [n, 2].
@@ -150,18 +149,18 @@ def as_ids(ids: Ids) -> Ids:
 
 BLOCK = np.dtype(
     [
-        ("lo", np.uint64),  # the id; with `space` as in `table.KEY`
+        ("lo", np.uint64),  # the id; with `space` as in `KEY`
         ("hi", np.uint64),
-        ("bytes", np.int64),  # while it lies anywhere
+        ("bytes", np.int64),  # valid while it is in any place
         ("birth", np.int64),  # a number never used twice
         ("bond", np.int64),  # the parent's birth
         ("space", np.int32),
         ("parent", np.int32),  # a slot or -1; counts only while its birth equals `bond`
-        ("heir", np.int32),  # the child last seen, or -1; compare the id
-        ("pins", np.int32),  # requests under way that use it, and pins of the user's
+        ("heir", np.int32),  # the child used last, or -1; compare the id
+        ("pins", np.int32),  # requests under way that use it, and pins by the user
         ("before", np.int32),  # neighbours in the ring of ghosts: the younger, the older
         ("after", np.int32),  # and the next free slot
-        ("here", np.uint8),  # bit k: it lies, or takes up room, in place k
+        ("here", np.uint8),  # bit k: it is in place k, or takes up room there
         ("flight", np.uint8),  # bit k: it is not complete there yet
         ("stale", np.uint8),  # bit k: it expired there while pinned
         ("ghost", np.uint8),  # 1: in the ring
@@ -179,7 +178,7 @@ STATE_SIZE = LISTS + 1
 
 @inner
 def parent_of(blocks: Array, s: int) -> int:
-    """The slot of the known parent, or -1."""
+    """Return the slot of the known parent, or -1."""
     p = blocks[s].parent
     if p >= 0 and blocks[p].birth == blocks[s].bond and blocks[p].space >= 0:
         return int(p)
@@ -188,14 +187,14 @@ def parent_of(blocks: Array, s: int) -> int:
 
 @inner
 def settled(blocks: Array, s: int) -> int:
-    """Places in which a block can be read, as bits."""
+    """Return the places in which a block can be read, as bits."""
     b = blocks[s]
     return int(np.int64(b.here) & ~np.int64(b.flight) & ~np.int64(b.stale))
 
 
 @inner
 def fastest(places: int) -> int:
-    """The lowest bit that is set, or -1."""
+    """Return the number of the lowest bit that is set, or -1."""
     for k in range(MAX_PLACES):
         if places >> k & 1:
             return k
@@ -207,7 +206,7 @@ def fastest(places: int) -> int:
 
 @inner
 def ghost_insert(blocks: Array, state: Array, s: int) -> None:
-    """A block becomes the youngest ghost."""
+    """Make a block the youngest ghost."""
     blocks[s].ghost = 1
     enlist(blocks, state, 0, s)
     state[GHOSTS] += 1
@@ -215,7 +214,7 @@ def ghost_insert(blocks: Array, state: Array, s: int) -> None:
 
 @inner
 def ghost_remove(blocks: Array, state: Array, s: int) -> None:
-    """A block is a ghost no longer."""
+    """Take a block out of the ring of ghosts."""
     delist(blocks, state, 0, s)
     blocks[s].ghost = 0
     state[GHOSTS] -= 1
@@ -223,7 +222,7 @@ def ghost_remove(blocks: Array, state: Array, s: int) -> None:
 
 @inner
 def rest(blocks: Array, state: Array, s: int) -> None:
-    """A block that lies nowhere and is needed by nobody becomes a ghost."""
+    """Make a block a ghost if it is in no place and has no pins."""
     b = blocks[s]
     if b.here == 0 and b.pins == 0 and b.ghost == 0:
         ghost_insert(blocks, state, s)
@@ -233,7 +232,7 @@ def rest(blocks: Array, state: Array, s: int) -> None:
 def lay_ghosts(
     blocks: Array, buckets: Array, mix: Array, state: Array, bound: int, out: Array
 ) -> int:
-    """Forgets the oldest ghosts beyond `bound`, as many as `out` takes; returns how many."""
+    """Forget the oldest ghosts beyond `bound`, as many as `out` takes; return how many."""
     n = 0
     while state[GHOSTS] > bound and n < len(out):
         s = blocks[state[LISTS] - 1].before
@@ -246,17 +245,17 @@ def lay_ghosts(
     return n
 
 
-# ---- coming and going
+# ---- arrivals and departures
 
 
 @inner
 def arrive(blocks: Array, state: Array, k: int, s: int, size: int, flying: int) -> bool:
-    """A block takes up room in a place, where it does not yet or is stale; whether that is new."""
+    """Give a block room in a place; return whether it was absent or stale there."""
     bit = np.uint8(1 << k)
     b = blocks[s]
     if b.here & bit:
         if not b.stale & bit:
-            b.flight &= np.uint8(255) if flying else ~bit  # whoever is done has brought it
+            b.flight &= np.uint8(255) if flying else ~bit  # a completed arrival ends the flight
             return False
         b.stale &= ~bit
         b.flight = b.flight & ~bit | (bit if flying else np.uint8(0))
@@ -277,7 +276,7 @@ def arrive(blocks: Array, state: Array, k: int, s: int, size: int, flying: int) 
 
 @inner
 def depart(blocks: Array, state: Array, k: int, s: int) -> None:
-    """A block leaves a place."""
+    """Take a block out of a place."""
     bit = np.uint8(1 << k)
     b = blocks[s]
     if not b.here & bit:
@@ -295,13 +294,13 @@ def depart(blocks: Array, state: Array, k: int, s: int) -> None:
 
 @kernel
 def land(blocks: Array, state: Array, slots: Array, terms: tuple[int, int, int], out: Array) -> int:
-    """Blocks take up room in a place; writes the new ones of them and their parents.
+    """Give blocks room in a place; write the new ones and their parents to `out`.
 
     Args:
         blocks: Records.
         state: Totals.
         slots: Root to leaf.
-        terms: (place, bytes of each, whether they are to be waited for).
+        terms: (place, bytes of each, whether they are in flight).
         out: [3, at least the slots]: slots, parents, 1 where it takes up room that it did not.
 
     Returns:
@@ -319,12 +318,12 @@ def land(blocks: Array, state: Array, slots: Array, terms: tuple[int, int, int],
     return n
 
 
-# Loops over blocks that come, go, wait, or change their place.
+# Loops over blocks that arrive, depart, wait, or change their place.
 
 
 @kernel
 def fitting(blocks: Array, slots: Array, k: int, size: int, room: int) -> int:
-    """How many leading blocks a place has room for, where those present need none."""
+    """Return how many leading blocks a place has room for; blocks in the place need none."""
     for i in range(len(slots)):
         b = blocks[slots[i]]
         if not b.here >> k & 1:
@@ -336,13 +335,13 @@ def fitting(blocks: Array, slots: Array, k: int, size: int, room: int) -> int:
 
 @kernel
 def held(blocks: Array, k: int, slots: Array) -> bool:
-    """Whether all these lie in a place, none of them named twice. Anything may be asked."""
+    """Return whether all these slots are in a place, none of them twice; accept any numbers."""
     bit = np.uint8(1 << k)
     n = 0
     for s in slots:
         if not 0 <= s < len(blocks) or not blocks[s].here & bit:
             break
-        blocks[s].here ^= bit  # so that the next one of this number does not
+        blocks[s].here ^= bit  # so that a second one of this number does not count
         n += 1
     for i in range(n):
         blocks[slots[i]].here ^= bit
@@ -351,7 +350,7 @@ def held(blocks: Array, k: int, slots: Array) -> bool:
 
 @kernel
 def leave(blocks: Array, state: Array, k: int, slots: Array) -> None:
-    """Blocks were given up by a place."""
+    """Take evicted blocks out of a place, and fold them into the digest of decisions."""
     fold(state, DIGEST, (k << 32) + len(slots))
     for s in slots:
         fold(state, DIGEST, s)
@@ -360,7 +359,7 @@ def leave(blocks: Array, state: Array, k: int, slots: Array) -> None:
 
 @kernel
 def expire(blocks: Array, state: Array, k: int, slots: Array, out: Array) -> int:
-    """Takes away what expired, but marks what is pinned; writes what left, returns how many."""
+    """Remove expired blocks, but mark pinned ones as stale; write the removed, return how many."""
     bit = np.uint8(1 << k)
     n = 0
     for s in slots:
@@ -378,7 +377,7 @@ def expire(blocks: Array, state: Array, k: int, slots: Array, out: Array) -> int
 
 @kernel
 def pin(blocks: Array, state: Array, slots: Array) -> None:
-    """One more reason for blocks to stay, and to stay known."""
+    """Pin blocks once more, so that they stay, and stay known."""
     for s in slots:
         b = blocks[s]
         b.pins += 1
@@ -393,17 +392,17 @@ def pin(blocks: Array, state: Array, slots: Array) -> None:
 
 @kernel
 def unpin(blocks: Array, state: Array, slots: Array, done: bool, out: Array) -> int:
-    """One reason less.
+    """Unpin blocks once; a block with flights or stale copies then leaves those places.
 
     Args:
         blocks: Records.
         state: Totals.
         slots: Blocks.
-        done: What was to be waited for has come; else it never will, unless others wait too.
+        done: Whether the awaited blocks have arrived; else they never will, unless others wait too.
         out: Bit sets of places.
 
     Returns:
-        How many blocks left a place, or several; `out[0]` names them and `out[1]` the places.
+        How many blocks left a place, or several; `out[0]` has them and `out[1]` the places.
     """
     n = 0
     for i in range(len(slots) - 1, -1, -1):
@@ -430,10 +429,10 @@ def unpin(blocks: Array, state: Array, slots: Array, done: bool, out: Array) -> 
 
 @kernel
 def lower(blocks: Array, k: int, victims: Array, out: Array) -> int:
-    """What must be in place `k` so that the victims' chains are whole there; takes up the room.
+    """List the ancestors missing in place `k` for these victims, and the victims, root to leaf.
 
-    Victims come leaf first. Writes root to leaf: the victims and those of their ancestors that can
-    be read anywhere and are not in `k`. Nothing of a chain that a gap cuts off, but the victim.
+    Victims come leaf first. The list has the victims and those of their ancestors that can be read
+    anywhere and are not in `k`; of a chain with a gap only the part below the gap.
     """
     n = 0
     bit = np.uint8(1 << k)

@@ -1,8 +1,8 @@
-"""`KeyedPolicy`: a policy over keys, for drivers whose place decides itself what lies in it.
+"""Eviction policy over keys (`KeyedPolicy`), for drivers of a place that decides its own content.
 
-A `Ledger` decides what lies where. In an engine's cache, or in a tier whose frames may vanish, that
-is decided elsewhere: here keys become slots, what left stays known as a ghost for a while, and a
-policy that knows no pins is told what it must not give up. Pure, as policies are.
+A `Ledger` decides the content of places. In an engine's cache, or in a tier with vanishing frames,
+that is decided elsewhere: here keys become slots, departed blocks stay known as ghosts for a while,
+and a policy without pins is passed the blocks that it must not evict. Pure, as policies are.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ GHOSTS_PER_RESIDENT = 4
 
 
 class KeyedPolicy:
-    """The content of one place, by key, and the order in which it goes. Not thread-safe.
+    """Content of one place, by key, and its order of eviction. Not thread-safe.
 
     Args:
-        policy: A fresh policy, used by nobody else.
+        policy: A fresh policy, not shared.
 
     Attributes:
-        policy: The same, to be asked.
-        used_bytes: Bytes of what is here.
-        largest_bytes: Of the largest block there ever was.
+        policy: The same, for queries.
+        used_bytes: Bytes of the blocks in the place.
+        largest_bytes: Bytes of the largest block so far.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -38,9 +38,9 @@ class KeyedPolicy:
         self.used_bytes, self.largest_bytes = 0, 1
         kind = type(policy)
         self._policy_pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
-        self._slots: dict[bytes, int] = {}  # of what is here, and of ghosts
+        self._slots: dict[bytes, int] = {}  # slots of residents and of ghosts
         self._keys: dict[int, bytes] = {}
-        self._here: dict[bytes, int] = {}  # with the bytes of each
+        self._here: dict[bytes, int] = {}  # bytes of each resident
         self._ghosts: dict[bytes, None] = {}  # the oldest first
         self._pins: Counter[bytes] = Counter()
         self._free: list[int] = []
@@ -63,14 +63,14 @@ class KeyedPolicy:
         n_bytes: int = 1,
         **said: Any,
     ) -> None:
-        """Blocks came, root to leaf.
+        """Insert blocks, root to leaf.
 
         Args:
             now_ns: Time.
-            keys: Theirs; one that is here already is accessed.
-            parents: The key of each one's parent; one that nobody knows is none.
+            keys: Keys of the blocks; one that is resident is accessed.
+            parents: The key of each block's parent; an unknown one counts as none.
             n_bytes: Bytes of each.
-            **said: What else `Policy.insert` takes.
+            **said: Further arguments of `Policy.insert`.
         """
         slots = [self._slot(key) for key in keys]
         above = [self._slots.get(parent, -1) for parent in parents]
@@ -84,7 +84,7 @@ class KeyedPolicy:
         self._lay_ghosts()
 
     def access(self, now_ns: int, keys: Iterable[bytes], visit: Visit = NO_VISIT) -> None:
-        """A request uses these, root to leaf; those that are not here are known from now on."""
+        """Record a request's use of blocks, root to leaf; absent ones become ghosts."""
         asked = list(keys)
         for key in asked:
             if key not in self._slots:
@@ -95,19 +95,19 @@ class KeyedPolicy:
             self._lay_ghosts()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Blocks left for another reason than `evict`; those that are not here are passed over."""
+        """Remove blocks that left for another reason than `evict`; absent ones are skipped."""
         gone = [key for key in dict.fromkeys(keys) if key in self._here]
         self.policy.remove(self._known(gone))
         self._left(gone)
 
     def pin(self, keys: Collection[bytes]) -> None:
-        """Known blocks stay until as many `unpin`; nests."""
+        """Pin known blocks until as many `unpin`; nests."""
         self._pins.update(keys)
         if self._policy_pins:
             self.policy.pin(self._known(keys))
 
     def unpin(self, keys: Collection[bytes]) -> None:
-        """Ends one `pin` of each."""
+        """End one `pin` of each block."""
         for key in keys:
             if self._pins[key] > 1:
                 self._pins[key] -= 1
@@ -117,14 +117,17 @@ class KeyedPolicy:
             self.policy.unpin(self._known(keys))
 
     def evict(self, now_ns: int, n: int, protected: Iterable[bytes] = ()) -> list[bytes] | None:
-        """Gives up `n` blocks, none of them pinned or protected; None, nothing changed, else.
+        """Evict `n` blocks, none of them pinned or protected; do nothing if there are fewer.
 
-        Leaves go first; where what is pinned hangs below what is not, that goes all the same.
+        Leaves go first; an evictable block above a pinned one may be evicted all the same.
+
+        Returns:
+            The keys of the evicted blocks, or None.
         """
         victims = self.policy.evict(now_ns, n, self._guarded(protected))
         if victims is not None:
             return self._gave_up(victims)
-        if isinstance(self.policy, Tenants):  # others' reserves
+        if isinstance(self.policy, Tenants):  # reserves of other tenants
             return None
         kept = set(protected)
         free = [key for key in self._here if key not in kept and not self._pins[key]]
@@ -136,7 +139,7 @@ class KeyedPolicy:
         return gone
 
     def shed(self, now_ns: int) -> list[bytes]:
-        """Gives up what has expired, and what tenants have above their limits."""
+        """Evict expired blocks, and those above the limits of tenants."""
         expired = [self._keys[slot] for slot in self.policy.expired(now_ns).tolist()]
         gone = [key for key in expired if not self._pins[key]]
         self.remove(gone)
@@ -145,7 +148,7 @@ class KeyedPolicy:
         return gone
 
     def clear(self) -> None:
-        """Everything left."""
+        """Remove all blocks of the place."""
         self.remove(list(self._here))
 
     def _slot(self, key: bytes) -> int:
@@ -174,7 +177,7 @@ class KeyedPolicy:
         self._lay_ghosts()
 
     def _lay_ghosts(self) -> None:
-        """Forgets the oldest ghosts, where they are too many; those that are pinned stay."""
+        """Forget the oldest ghosts, if there are too many; pinned ones stay."""
         excess = len(self._ghosts) - max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * len(self._here))
         if excess <= 0:
             return

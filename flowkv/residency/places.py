@@ -1,4 +1,4 @@
-"""Tiers as a configuration names them, opened; needs no torch, for doors of engines."""
+"""Opening of the tiers and policies of a configuration; needs no torch, for engine connectors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def open_tiers(
     *,
     on_cpu: bool,
 ) -> list[Tier]:
-    """The tiers of the configuration, then those given as objects.
+    """Open the tiers of the configuration, and return them with those given as objects.
 
     Args:
-        config: Which tiers, and how their frames are checked and compressed.
+        config: Names the tiers, and the checks and compression of their frames.
         given: Tiers that are open.
         clock: Source of time.
-        rates: Gets an entry for each tier of the configuration, whose measured rate decides
-            whether its frames are compressed.
+        rates: Gets an entry for each tier of the configuration; its measured rate decides whether
+            frames are compressed.
         on_cpu: Whether the layers compute on the CPU.
 
     Raises:
@@ -67,11 +67,12 @@ def open_tiers(
 
 
 def make_envelope(config: Config, loads: Rates | None = None) -> Envelope:
-    """How frames outside this process are wrapped.
+    """Return the envelope for frames outside of this process.
 
     Args:
-        config: Says how.
-        loads: What loads take where they lie; without, all that shrinks is compressed.
+        config: Has its integrity and compression.
+        loads: Measured rate of loads from the tier; without it, every frame that shrinks is
+            compressed.
 
     Raises:
         MissingDependencyError: Encryption needs an extra that is not installed.
@@ -85,7 +86,7 @@ def make_envelope(config: Config, loads: Rates | None = None) -> Envelope:
     if config.lossless != "off":
         from flowkv.tiers.lossless import Lossless
 
-        if config.lossless == "on":  # whatever the decoder takes
+        if config.lossless == "on":  # compressed at any speed of the decoder
             lossless = Lossless(lambda: 1.0, decode_bytes_per_s=lambda: math.inf)
         else:
             lossless = Lossless(lambda: rates.bytes_per_s)
@@ -102,7 +103,7 @@ def _total_bytes(place: TierConfig) -> int:
 
 
 def memory_bytes() -> int:
-    """Bytes of memory of this machine."""
+    """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -112,13 +113,13 @@ def policy_of(
     capacity_bytes: int,
     make: Callable[[], Policy] | None = None,
 ) -> Policy:
-    """The policy of a place; of one with quotas, tenants are numbered as the configuration has it.
+    """Return the policy of a place; with quotas, tenants are numbered as in the configuration.
 
     Args:
-        config: Says which, and what tenants may take.
-        kind: Of the place.
-        capacity_bytes: Of the place.
-        make: Makes it instead.
+        config: Names the policy and the quotas.
+        kind: Kind of the place.
+        capacity_bytes: Capacity of the place.
+        make: Makes the policy instead.
 
     Raises:
         ConfigError: A policy or an option is unknown, or the quotas reserve more than there is.

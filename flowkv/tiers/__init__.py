@@ -1,4 +1,4 @@
-"""Places for frames below the device: what one is (`base`), the frame format, and each kind."""
+"""Storage tiers below the device: the `Tier` protocol (`base`), the frame format, and each kind."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def open_tier(
     envelope: Envelope | None = None,
     clock: Clock | None = None,
 ) -> Tier:
-    """Opens a tier.
+    """Open a tier of the given kind.
 
     Args:
         kind: "host", "disk", or the scheme of a URI: one of `REMOTE_KINDS`.
-        capacity_bytes: Most bytes the tier may occupy, everything included; a remote one may be
-            left to its engine.
+        capacity_bytes: Most bytes the tier may occupy, everything included; the size of a remote
+            tier may be left to its engine.
         path: Directory of a disk tier, the whole URI of a remote one, or the name under which
             processes of this machine share a host tier.
-        name: Name in statistics; default made from the rest.
+        name: Name in statistics; by default made from the kind and the path.
         exclusive: Refuse a directory that another process owns, instead of only reading it.
         durability: "none" survives the death of the process, "sync" that of the machine.
-        envelope: How frames on disks and remote tiers are checked, encrypted and compressed;
-            default xxh3 and neither of the two.
+        envelope: Check, encryption and compression of frames on disks and remote tiers; default:
+            xxh3 digests only.
         clock: Source of time.
 
     Raises:
@@ -74,7 +74,8 @@ def open_tier(
         MissingDependencyError: The tier needs an extra that is not installed.
         StoreError: The directory, or the engine, cannot be used.
     """
-    from flowkv.core.compiled_digest import compile_digest  # and with it numba
+    # imported here, because it imports numba
+    from flowkv.core.compiled_digest import compile_digest
 
     compile_digest()
     if kind in REMOTE_KINDS:

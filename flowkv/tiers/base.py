@@ -1,16 +1,16 @@
-"""The `Tier` protocol: a place for frames that may lose them, never lies, never blocks for ever.
+"""The `Tier` protocol: a store of frames that may lose them, but never lies and never hangs.
 
 A tier moves *frames* (`tiers.frame`), opaque but checked, named by 32-byte keys. Loads and stores
 are submitted in batches and completed later, so that one protocol serves memory, disks and
-networks, and maps one to one onto what engines ask of a tier (vLLM `submit_store`/`submit_load`/
+networks, and maps one to one onto the interfaces of engines (vLLM `submit_store`/`submit_load`/
 `get_finished_jobs`, SGLang `batch_get`/`batch_set`/`batch_exists`, LMCache's eventfd tasks). Every
 submitted item is answered exactly once, before its deadline: `HIT`, `MISS`, `STORED` or `FAILED`.
-After its answer, whatever it is, a tier touches neither the `target` nor the `body` of an item.
+After the answer, whatever its outcome, a tier touches neither `target` nor `body` of the item.
 
 Reasons of `FAILED`: full, busy, read-only, deadline, cancelled, closed, invalid, target, memory,
-breaker (its engine failed too often and is left alone for a while), or the name of an errno such as
-ENOSPC. A `MISS` with a reason was found but not accepted: layout, fidelity, stripes, or damage
-(digest, key, foreign, truncated, version).
+breaker (the engine failed too often and is not called for a while), or the name of an errno such as
+ENOSPC. A `MISS` with a reason is a frame that was found but not accepted: layout, fidelity,
+stripes, or damage (digest, key, foreign, truncated, version).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from flowkv.core.config import format_size
 
 UNBOUNDED = 1 << 62
-"""`Tier.capacity_bytes` of a place whose size only its engine knows."""
+"""`Tier.capacity_bytes` of a tier of unknown size: only its engine knows the limit."""
 
 
 class Outcome(Enum):
-    """The end of one item of a job."""
+    """Outcome of one item of a job."""
 
     HIT = "hit"
     MISS = "miss"
@@ -35,7 +35,7 @@ class Outcome(Enum):
 
 
 class FrameInfo(NamedTuple):
-    """The description of a frame (the digests are computed from the body).
+    """Description of a frame, without the digests, which are computed from the body.
 
     Attributes:
         kind: "page", "state", "weights" or "memo".
@@ -45,13 +45,13 @@ class FrameInfo(NamedTuple):
         parent: Key of the parent page; 32 zero bytes for a root.
         namespace: `Namespace.digest()`.
         group: Layer group.
-        tokens: Tokens held (page size, or fewer for a state).
-        stripe_bytes: Bytes per stripe; the body is a whole number of stripes. A multiple of 4096
-            where there are several.
+        tokens: Number of tokens (the page size, or fewer for a state).
+        stripe_bytes: Bytes per stripe; the body is a whole number of stripes. A multiple of 4096 if
+            there are several stripes.
         tenant: `tenant_salt(...)`, 32 bytes, so that a tenant can be forgotten on every tier.
         rank: Tensor-parallel rank.
         world: Number of ranks.
-        head_start: First KV head held.
+        head_start: First KV head in the body.
         head_stop: One past the last; 0 means all.
     """
 
@@ -72,19 +72,19 @@ class FrameInfo(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Wish to read one frame, or some of its stripes.
+    """Request to read one frame, or some of its stripes.
 
     Attributes:
         key: 32 bytes.
-        target: Writable memory for the stripes wished for, at least as long as they are; its
-            content is undefined unless the outcome is `HIT`.
+        target: Writable memory, at least as long as the requested stripes; its content is undefined
+            unless the outcome is `HIT`.
         layout: `PageLayout.fingerprint()` (or a blob's own 16 bytes) that the frame must carry;
             another layout is a miss.
         fidelity: Highest (lossiest) codec index in the frame's ancestry that the reader accepts; a
             frame above it is a miss (DESIGN D6).
-        first: First stripe wished for; it begins at the first byte of `target`.
-        stripes: Number of stripes; 0 for all from `first` on. Stripes that the frame does not have
-            are a miss with reason "stripes". Only what was wished for is verified.
+        first: First requested stripe; written from the first byte of `target` on.
+        stripes: Number of stripes; 0 for all from `first` on. Stripes beyond the frame are a miss
+            with reason "stripes". Only the requested stripes are verified.
     """
 
     key: bytes
@@ -96,11 +96,11 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Wish to write one frame.
+    """Request to write one frame.
 
     Attributes:
         key: 32 bytes.
-        info: What the frame says about itself.
+        info: Description of the frame, written into its header.
         body: Readable memory with the stripes; must stay unchanged until the item is answered.
     """
 
@@ -110,16 +110,16 @@ class Store(NamedTuple):
 
 
 class TierAnswer(NamedTuple):
-    """The answer to one item.
+    """Answer to one item of a job.
 
     Attributes:
         job: Number that `submit_*` returned.
         item: Index of the item within the job.
         key: The item's key.
-        outcome: How it ended.
-        reason: Why it `FAILED`, or why a stored frame was refused as a `MISS`; "" otherwise.
-        info: The frame's own description, on a `HIT`.
-        n_bytes: Bytes moved; of a `HIT` those in `target`.
+        outcome: Outcome of the item.
+        reason: Cause of a `FAILED`, or of the refusal of a stored frame as a `MISS`; "" otherwise.
+        info: Description from the frame's header, on a `HIT`.
+        n_bytes: Bytes moved; for a `HIT` the bytes written to `target`.
         seconds: From submission to completion.
     """
 
@@ -134,16 +134,16 @@ class TierAnswer(NamedTuple):
 
 
 Completion = TierAnswer
-"""Its name of before, which tiers of other people may use."""
+"""Former name of `TierAnswer`, kept for third-party tiers."""
 
 
 class Entry(NamedTuple):
-    """One frame that a tier holds, as `scan` reports it.
+    """One frame in a tier, as `scan` reports it.
 
     Attributes:
         key: 32 bytes.
-        info: What the frame says about itself.
-        n_bytes: Bytes it occupies in the tier.
+        info: Description of the frame.
+        n_bytes: Bytes that the frame occupies in the tier.
     """
 
     key: bytes
@@ -153,15 +153,17 @@ class Entry(NamedTuple):
 
 @runtime_checkable
 class Tier(Protocol):
-    """A place for frames. All methods are thread-safe; none raises for a frame that is not there.
+    """Store of frames. All methods are thread-safe; none raises for a missing frame.
 
     Attributes:
         name: Shown in statistics; unique within a stack.
         kind: "host", "disk" or "remote".
         capacity_bytes: Most bytes it may occupy, everything included; `UNBOUNDED` where only its
             engine knows.
-        writable: False where another process owns it: stores then answer `FAILED`. May change.
-        shared: Whether others may write to it too, so that frames come and go unasked. May change.
+        writable: False where another process owns the tier: stores are then answered `FAILED`. May
+            change.
+        shared: Whether other processes may write to the tier, so that frames come and go unasked.
+            May change.
     """
 
     name: str
@@ -170,84 +172,85 @@ class Tier(Protocol):
 
     @property
     def writable(self) -> bool:
-        """False where another process owns it."""
+        """Return False where another process owns the tier."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether others may write to it."""
+        """Return whether other processes may write to the tier."""
         ...
 
     def used_bytes(self) -> int:
-        """Bytes occupied now, overhead included."""
+        """Return the bytes occupied now, overhead included."""
         ...
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """Bytes that a frame with such a body occupies here; the store makes room with it."""
+        """Return the bytes that a frame with such a body occupies here; callers make room by it."""
         ...
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are believed to be there; a load may still miss.
+        """Return for each key whether a frame is expected; a load may still miss.
 
-        Local tiers answer at once. Remote ones may ask, for as long as a look-up takes and 50 ms at
-        most; what is not known by then is False.
+        Local tiers answer at once. Remote tiers may ask their engine, for as long as a look-up
+        takes and 50 ms at most; keys without a reply by then are False.
         """
         ...
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Starts reading; returns a job number. Verified bytes only are reported as `HIT`."""
+        """Start reading; return a job number. Only verified bytes are reported as `HIT`."""
         ...
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Starts writing; `STORED` means a reader, or a restart after kill -9, will find it.
+        """Start writing; `STORED` means that a reader, or a restart after kill -9, finds the frame.
 
         A frame that does not fit into `capacity_bytes` is `FAILED` with reason "full": making room
-        is the store's task, by policy. A key already there is `STORED` at once, unchanged.
+        is the task of the caller, by policy. A key that is present is `STORED` at once, its frame
+        unchanged.
         """
         ...
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Answers that are ready; waits up to `timeout_s` for the first one."""
+        """Return the answers that are ready; wait up to `timeout_s` for the first one."""
         ...
 
     def cancel(self, job: int) -> None:
-        """Answers what is not answered yet of a job `FAILED` "cancelled", where that is possible.
+        """Answer the unanswered items of a job `FAILED` "cancelled", where that is possible.
 
-        An item whose target or body is in use right now is answered as it would have been.
+        An item with its target or body in use right now is answered as without the cancellation.
         """
         ...
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames at once; returns how many were there. Loads in flight may still answer."""
+        """Forget frames at once; return how many were present. Loads in flight may still answer."""
         ...
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Like `delete`, and leaves no copy of their bytes: overwritten, or removed by the engine.
+        """Delete frames and leave no copy of their bytes: overwritten, or removed by the engine.
 
         Raises:
-            StoreError: Some may still be there; the message says which tier and why.
+            StoreError: Some may still be there; the message names the tier and the cause.
         """
         ...
 
     def scan(self) -> Iterator[Entry]:
-        """All frames, oldest store first. Used to rebuild the index at start."""
+        """Yield all frames, oldest store first. Used to rebuild the index at start."""
         ...
 
     def close(self) -> None:
-        """Finishes or fails what is in flight, keeps what persists, releases everything."""
+        """Finish or fail the items in flight, keep persistent frames, release everything else."""
         ...
 
 
-# What tiers may say beside the protocol.
+# Optional attributes of tiers, beyond the protocol.
 
 
 def reserved_bytes(tier: Tier) -> int:
-    """Return the part of `used_bytes` that no frame takes: kept free for managing frames."""
+    """Return the part of `used_bytes` that is reserved for managing frames and holds none."""
     return int(getattr(tier, "reserved_bytes", 0))
 
 
 def no_room(tier: Tier, body_bytes: int) -> str:
-    """Return why a tier can store no frame with such a body, however few it holds; "" if it can."""
+    """Return the reason why even an empty tier cannot store a frame with such a body, or ""."""
     need, size = tier.frame_bytes(body_bytes), tier.capacity_bytes - reserved_bytes(tier)
     if need > size:
         return f"a frame takes {format_size(need)} of the {format_size(max(size, 0))} for frames"

@@ -1,4 +1,4 @@
-"""Plain frames checked and copied, or sealed, many at a time by address, in compiled code."""
+"""Compiled batch checking, copying and sealing of plain frames by address."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from flowkv.core.parts import PART
 from flowkv.tiers import frame
 from flowkv.tiers.frame import DIGEST_BYTES, DIGESTED_FROM, FIXED_BYTES, MAGIC, VERSION
 
-# Plain frames checked and copied many at a time, in one compiled call that needs no interpreter.
+# Check and copy many plain frames in one compiled call that needs no interpreter.
 #
 #     checks = np.array([(header, header_bytes, data, data_bytes, target, step, all, first, n, 0)],
 #                       CHECK)                                          one row a frame
 #     expected = np.frombuffer(b"".join(fields), np.uint8)              256 bytes a frame
 #     reasons = check_frames(checks, expected.reshape(-1, 256))         0 where all is right
 #
-# `fields` are `tiers.frame.fixed_fields(header)` of the frame that should be there. What a row
-# says is checked before anything is looked at, so a frame that lies about itself leads nowhere.
-# In this order: magic, version, integrity, pages and digest of the header, all fixed fields, then
-# each wished stripe. A stripe is read once, digested and copied in the same pass, so that
-# checking costs next to nothing beside copying, and what was digested is what was copied, whoever
-# else writes to the source. The names of the reasons are `REASONS`.
+# `fields` are `tiers.frame.fixed_fields(header)` of the expected frame. The numbers of a row are
+# validated before any address is read, so that a frame with wrong sizes leads nowhere. The order of
+# checks: magic, version, integrity, pages and digest of the header, all fixed fields, then each
+# requested stripe. A stripe is read once, digested and copied in the same pass, so that checking
+# costs next to nothing beside copying, and the digested bytes are the copied bytes even if another
+# thread writes to the source. The names of the reasons are `REASONS`.
 #
 # The caller has claimed all items: a target is undefined where the reason is not 0.
 
@@ -45,17 +45,17 @@ CHECK = np.dtype(
         )
     ]
 )
-"""One frame: address of its header and bytes that are there; address of the first wished stripe and
-bytes that are there; address of the target, which may be `data` itself, or 0 if nothing is copied;
-bytes of a stripe, stripes of the frame, first wished stripe and how many are wished for; and 1
-where the header was checked before and its digests alone lie at that address, else 0."""
+"""Row of one frame: address of its header and readable bytes there; address of the first requested
+stripe and readable bytes there; address of the target, which may be `data` itself, or 0 to copy
+nothing; bytes of a stripe, stripes of the frame, first requested stripe and number of requested
+stripes; and 1 if the header was checked before and its address is that of the digests, else 0."""
 
 REASONS = ("", "foreign", "version", "truncated", "digest", "key", "integrity", "stripes")
-"""Names of the reasons; those of `BadFrame`."""
+"""Names of the reasons, as in `BadFrame`."""
 
 STREAMED_BYTES = 4 << 20
-"""A call that copies so much writes past the caches: they are too small for it, and need not read
-lines that will be overwritten, which is two fifths of the time."""
+"""Bytes from which on a call writes past the caches: they are too small for the copy, and lines
+that will be overwritten need not be read, which saves two fifths of the time."""
 
 _OK, _FOREIGN, _VERSION, _TRUNCATED, _DIGEST, _KEY, _INTEGRITY, _STRIPES = range(len(REASONS))
 _MAGIC = np.uint64(int.from_bytes(MAGIC, "little"))
@@ -67,7 +67,7 @@ _ENTRY: dict[str, Any] = {"stamp": (STAMP, _FORMAT), "nogil": True, "error_model
 
 
 @njit(**PART)
-def _digest(address, n_bytes, target, scratch):  # of unsigned addresses
+def _digest(address, n_bytes, target, scratch):  # all addresses and lengths are unsigned
     return digest_of(np.int64(address), np.int64(n_bytes), np.int64(target), scratch)
 
 
@@ -81,7 +81,7 @@ def _same(address, expected, start, end):
 
 @njit(**PART)
 def _agrees(digest, at):
-    """Whether a digest is that whose 16 bytes lie at an address."""
+    """Return whether `digest` equals the 16 bytes at an address."""
     found = pointer(at, _WORD)
     return digest[0] == found[0] and digest[1] == found[1]
 
@@ -101,7 +101,7 @@ def _digest_header(header, n_bytes):
 
 @njit(**PART)
 def _check_header(header, there, stripes, expected):
-    """Check a header; `there` bytes are readable."""
+    """Check a header with `there` readable bytes; return the index of the reason."""
     size = (np.uint64(FIXED_BYTES) + _EACH * stripes + _PAGE - np.uint64(1)) // _PAGE * _PAGE
     if there < _PAGE:
         return _TRUNCATED
@@ -147,7 +147,7 @@ def _check_frame(row, expected, scratch):
 
 @njit(**PART)
 def _scratch(rows, held):
-    """Where pieces are held that go past the caches; 0 where too little is copied for that."""
+    """Return the address of `held` for streaming copies; 0 where too little is copied for them."""
     n_bytes = np.uint64(0)
     for i in range(len(rows)):
         n_bytes += np.uint64(rows[i].step) * np.uint64(rows[i].stripes)
@@ -183,20 +183,21 @@ def _held() -> NDArray[np.uint8]:
 
 
 def checks_of(rows: Sequence[tuple[int, ...]]) -> NDArray[np.void]:
-    """Rows of `CHECK`, several times as fast as `np.array(rows, CHECK)`."""
+    """Return rows of dtype `CHECK`, several times as fast as `np.array(rows, CHECK)`."""
     return np.array(rows, np.uint64).reshape(-1, CHECK.itemsize // 8).view(CHECK).reshape(-1)
 
 
 def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Checks frames and copies what was wished for; holds no lock of the interpreter meanwhile.
+    """Check frames and copy the requested stripes, without the interpreter's lock.
 
     Args:
-        checks: `[n]` of dtype `CHECK`. All memory named must stay until the call returns.
-        expected: `[n, 256]`, the fixed fields of each frame; their digests are not looked at, and
-            nothing of those whose header was checked before.
+        checks: `[n]` of dtype `CHECK`. All addressed memory must stay until the call returns.
+        expected: `[n, 256]`, the fixed fields of each frame; their digests are ignored, and so is
+            the whole row of a frame with a header that was checked before.
 
     Returns:
-        uint8 `[n]`: indices into `REASONS`; 0 where the wished stripes lie verified in the target.
+        uint8 `[n]`: indices into `REASONS`; 0 where the requested stripes are in the target,
+            verified.
 
     Raises:
         StateError: The arrays do not have these types and shapes.
@@ -213,30 +214,30 @@ def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArr
 
 
 def compile_frames() -> None:
-    """Compiles what checks and seals, or loads what was compiled: before anybody waits for it."""
+    """Compile checking and sealing, or load them from the cache, ahead of their first use."""
     check_known(())
     seal_frames(np.zeros(0, SEAL))
 
 
 def is_compiled() -> bool:
-    """Whether `check_frames` can be called in this process without compiling or loading it."""
+    """Return whether `check_frames` needs no compiling or loading in this process."""
     return bool(getattr(_check_all, "signatures", ()))
 
 
 def check_known(rows: Sequence[tuple[int, ...]]) -> list[int]:
-    """`check_frames` of rows whose headers were checked before."""
+    """Call `check_frames` for rows with headers that were checked before; return the reasons."""
     return check_frames(checks_of(rows), np.zeros((len(rows), FIXED_BYTES), np.uint8)).tolist()
 
 
-# Plain frames sealed many at a time: their bodies copied and digested in the same pass.
+# Seal many plain frames: copy and digest their bodies in the same pass.
 
 SEAL = np.dtype(
     [(name, "<u8") for name in ("header", "header_bytes", "body", "data", "step", "stripes")]
 )
-"""One frame: address and length of its header, whose digests are zeros still, address of its body,
-and where that is copied, which may be the body itself."""
+"""Row of one frame: address and length of its header, with zeros for the digests; address of the
+body, and address of the copy, which may be the body itself."""
 
 
 def seal_frames(rows: NDArray[np.void]) -> None:
-    """Copies bodies, and puts all digests into the headers, `[n]` of dtype `SEAL`."""
+    """Copy bodies, and write all digests into the headers; `rows` is `[n]` of dtype `SEAL`."""
     _seal_all(rows, _held())

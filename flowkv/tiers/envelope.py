@@ -1,8 +1,8 @@
-"""The envelope: how a tier's frames are wrapped and checked, by one of two ways, compressed or not.
+"""The envelope: sealing and checking of a tier's frames, in one of two ways, compressed or not.
 
     write:  sealed = envelope.seal(key, info, body)       -> sealed.header, then sealed.parts
     read:   header = envelope.head(first bytes, key)       checked; a `BadFrame` is a miss
-            offset, n_bytes = envelope.place(header, first, stripes)      what to read
+            offset, n_bytes = envelope.place(header, first, stripes)      range to read
             envelope.open(header, stored, target, first, stripes)         checked into the target
 
 | integrity | a frame is right if                    | finds                                       |
@@ -10,9 +10,9 @@
 | "xxh3"    | digests of header and stripes agree    | accidents                                   |
 | "aead"    | their AES-256-GCM tags do              | also forgery; and hides the content         |
 
-A tier reads one kind only: whoever wants "aead" gets no frame that lacks it, whatever the frame
-says about itself. Compression (`tiers.lossless`) is between the body and the check: stripes are
-compressed, then encrypted; they are decrypted, decompressed, and without tags digested last.
+A tier reads one kind only: with "aead" every frame without tags is refused, whatever its header
+claims. Compression (`tiers.lossless`) is between the body and the check: stripes are compressed,
+then encrypted; they are decrypted, decompressed, and without tags digested last.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ with contextlib.suppress(ImportError):  # the extra aead: without it no `Keyring
 #     tenant key = HKDF-SHA256(secret,     salt = none,  info = "flowkv tenant" | tenant salt 32)
 #     frame key  = HKDF-SHA256(tenant key, salt = 16 bytes of the frame, drawn anew each time,
 #                              info = "flowkv frame" | chain key 32)
-#     salt       = BLAKE2b-128(key = tenant key, 16 random bytes | where and when | what is sealed)
+#     salt       = BLAKE2b-128(key = tenant key, 16 random bytes | where | when | sealed content)
 #
 # All keys have 32 bytes (RFC 5869; the tenant salt is `core.keys.tenant_salt`, so tenants never
-# share a key). A frame key is used for one frame, sealed once, so nonces may simply count
-# stripes. Where is the machine, its start, the process and 16 random bytes of the keyring; when
-# are two clocks and a count. Nobody who has frames, or one tenant's key, learns another tenant's.
+# share a key). A frame key is used for one frame, sealed once, so nonces may simply count stripes.
+# "Where" is the machine, its start, the process and 16 random bytes of the keyring; "when" is two
+# clocks and a count. Neither frames nor one tenant's key reveal another tenant's key.
 
 LEAST_SECRET_BYTES = 16
 _KEY_BYTES = 32
 _TENANTS = 1024  # tenant keys remembered
 _WHERE = "/etc/machine-id", "/proc/sys/kernel/random/boot_id", "/proc/self/stat"
-"""Of the machine, of its start, and of the process, with when that began."""
+"""Files that identify the machine, its start, and the process with its start time."""
 
 
 class Keyring:
-    """Derives the keys of encrypted frames. Thread-safe; shows the secret to nobody.
+    """Key derivation for encrypted frames. Thread-safe; never shows the secret.
 
     Args:
         secret: At least 16 bytes from a random source, the same wherever the frames are read.
@@ -99,7 +99,7 @@ class Keyring:
     def __init__(self, secret: bytes) -> None:
         if len(secret) < LEAST_SECRET_BYTES:
             raise ConfigError(
-                f"a secret of {len(secret)} bytes for encrypted frames",
+                f"a secret of {len(secret)} bytes is too short to encrypt frames",
                 f"Give at least {LEAST_SECRET_BYTES} random bytes, for instance"
                 " secrets.token_bytes(32), kept apart from the frames",
             )
@@ -120,7 +120,7 @@ class Keyring:
         return "Keyring(...)"
 
     def frame_key(self, tenant: bytes, salt: bytes, key: bytes) -> bytes:
-        """The key of one frame.
+        """Return the key of one frame.
 
         Args:
             tenant: Tenant salt, 32 bytes.
@@ -130,11 +130,11 @@ class Keyring:
         return self._derive(self._tenant_key(tenant), salt, b"flowkv frame" + key)
 
     def frame_salt(self, tenant: bytes, said: bytes) -> bytes:
-        """16 bytes that no other frame has, whatever becomes of this machine's random numbers.
+        """Return 16 bytes unique to a frame, even if the machine repeats its random numbers.
 
         Args:
             tenant: Tenant salt, 32 bytes.
-            said: All that the frame will say, and a digest of what is in it.
+            said: All fields of the frame's header, and a digest of its content.
         """
         numbers = os.getpid(), time.time_ns(), time.perf_counter_ns(), next(self._count)
         parts = os.urandom(SALT_BYTES), self._where, struct.pack("<4Q", *numbers), said
@@ -159,7 +159,7 @@ class Keyring:
 
 
 def _where() -> bytes:
-    """What this machine and process have for themselves, as far as the system tells."""
+    """Return a digest that identifies this machine and process, as far as the system allows."""
     mixed = hashlib.blake2b(digest_size=32)
     for name in _WHERE:
         with contextlib.suppress(OSError):
@@ -172,14 +172,14 @@ Integrity = Literal["xxh3", "aead"]
 
 
 class SealedFrame(NamedTuple):
-    """A frame ready to be written: `header`, then all `parts`.
+    """Frame ready to be written: `header`, then all `parts`.
 
     Attributes:
         header: Whole 4 KiB pages.
-        parts: The stored stripes and what aligns them; without compression or encryption the body
+        parts: The stored stripes and their padding; without compression or encryption the body
             itself, not copied.
         n_bytes: Bytes of header and parts.
-        head: What the header says.
+        head: Fields of the header.
     """
 
     header: bytes
@@ -189,17 +189,17 @@ class SealedFrame(NamedTuple):
 
 
 class Envelope:
-    """Wraps frames for one tier, and opens what the tier gives back. Thread-safe.
+    """Seals the frames of one tier, and checks and opens them again. Thread-safe.
 
     Args:
         integrity: "xxh3" or "aead".
-        keyring: Derives keys for "aead". Without one nothing can be sealed, and every frame read is
-            refused with reason "integrity".
+        keyring: Derives keys for "aead". Without one no frame can be sealed, and every frame read
+            is refused with reason "integrity".
         lossless: Decides which pages are compressed; None for none. Compressed frames can be read
             either way.
 
     Attributes:
-        plain: Whether all frames it seals are their bodies behind a header, so that `tiers.digest`
+        plain: Whether all sealed frames are their bodies behind a header, so that `tiers.digest`
             may open them.
 
     Raises:
@@ -222,29 +222,30 @@ class Envelope:
 
     @property
     def kind(self) -> int:
-        """What the headers of its frames say about their integrity."""
+        """Return the value of `integrity` in the headers of sealed frames."""
         return AES_256_GCM if self.integrity == "aead" else NH_128
 
     def reads(self, integrity: int) -> bool:
-        """Whether it can check frames whose headers say so."""
+        """Return whether frames with this `integrity` in their headers can be checked."""
         aead = self.integrity == "aead"
         return (integrity == AES_256_GCM) == aead and (self._keyring is not None or not aead)
 
     def most_bytes(self, body_bytes: int) -> int:
-        """Upper bound of a stored frame with such a body, all of it."""
+        """Return an upper bound of the bytes of a stored frame with such a body and its header."""
         lossless = self._lossless is not None
         return most_header_bytes(body_bytes, lossless=lossless) + body_bytes
 
     def seal(
         self, key: bytes, info: FrameInfo, body: Buffer, *, generation: int = 0
     ) -> SealedFrame:
-        """Wraps a frame. `body` must stay unchanged until the parts are written.
+        """Seal a frame. `body` must stay unchanged until the parts are written.
 
         Args:
             key: 32 bytes.
-            info: What the frame says about itself.
+            info: Description of the frame.
             body: The stripes.
-            generation: Number of the place where it will lie, if that is part of its identity.
+            generation: Number of the slot that will hold the frame, if that is part of its
+                identity.
 
         Raises:
             BadFrame: "invalid": `info` and `body` do not fit together, or are out of range;
@@ -265,17 +266,17 @@ class Envelope:
         return SealedFrame(head, [packed.data], len(head) + len(packed.data), header)
 
     def head(self, data: Buffer, key: bytes, *, generation: int | None = None) -> Header:
-        """What the header of a frame says, checked. `data` begins with it and may go on.
+        """Check and parse the header of a frame. `data` begins with it and may be longer.
 
         Args:
-            data: From the beginning of the frame on; `tiers.frame.peek_header_bytes` says how much
-                is needed, nearly always 4096 bytes.
-            key: The frame wished for.
-            generation: What the frame must say; None if it does not matter.
+            data: From the beginning of the frame on; `tiers.frame.peek_header_bytes` returns the
+                length needed, nearly always 4096 bytes.
+            key: Key of the requested frame.
+            generation: Generation that the header must have; None for any.
 
         Raises:
-            BadFrame: "foreign", "version", "truncated", "digest", "key"; "integrity": it is checked
-                in another way than this envelope insists on, or there is no key.
+            BadFrame: "foreign", "version", "truncated", "digest", "key"; "integrity": the frame is
+                checked in another way than this envelope requires, or there is no key.
         """
         if self.integrity == "xxh3":
             header = decode_header(data)
@@ -290,32 +291,32 @@ class Envelope:
         return header
 
     def place(self, header: Header, first: int, stripes: int) -> tuple[int, int]:
-        """Where stored stripes lie in their frame: offset, and bytes from there on.
+        """Return the offset and the length in bytes of stored stripes in their frame.
 
-        A header with the right digest may still name lengths that nothing has: compare them with
-        the slot or the object, and the stripes with the target, before memory is found for them.
+        A header with the right digest may still carry impossible lengths: compare them with the
+        slot or the object, and the stripes with the target, before allocating memory for them.
         """
         return place(header, first, stripes)
 
     def open(
         self, header: Header, stored: Buffer, target: memoryview, first: int, stripes: int
     ) -> int:
-        """Checks stripes and puts them into `target`, whose content is undefined after an error.
+        """Check stripes and write them to `target`; its content is undefined after an error.
 
         Args:
-            header: What `head` returned.
-            stored: The bytes that `place` names; they may go on. Memory that nobody else looks at
-                meanwhile if it is writable (a tag is laid into it for a moment). The very object
-                that is the target checks plain stripes where they lie.
+            header: Result of `head`.
+            stored: The bytes in the range of `place`; more may follow. If writable, the memory must
+                not be read elsewhere meanwhile (a tag is written into it for a moment). If it is
+                the same object as the target, plain stripes are checked in place.
             target: Writable bytes, at least as long as the stripes.
             first: Number of the first stripe.
-            stripes: How many.
+            stripes: Number of stripes.
 
         Returns:
             Bytes of the stripes.
 
         Raises:
-            BadFrame: "digest", "truncated", "integrity", or "stripes" that the frame has not.
+            BadFrame: "digest", "truncated", "integrity", or "stripes" outside of the frame.
         """
         aead, step = self.integrity == "aead", header.info.stripe_bytes
         if not 0 <= first < first + stripes <= header.stripes:
@@ -348,7 +349,8 @@ class Envelope:
         header = header._replace(sizes=sizes)
         header = header._replace(salt=new_salt(self._keyring, header, view))
         cipher, tags = FrameCipher(self._keyring, fixed_fields(header)), []
-        out = memoryview(bytearray(len(plain) + DIGEST_BYTES))  # a tag lies behind its stripe first
+        # each tag is first written behind its stripe
+        out = memoryview(bytearray(len(plain) + DIGEST_BYTES))
         for number, offset, size in _extents(header, range(header.stripes)):
             tags.append(cipher.seal_stripe(number, plain[offset : offset + size], out[offset:]))
         header = header._replace(digests=b"".join(tags))
@@ -381,7 +383,7 @@ class Envelope:
                 verify_stripes(header, number, out)
 
     def _head_of_encrypted(self, data: Buffer, keyring: Keyring) -> Header:
-        """What the header of an encrypted frame says once its tag is found right."""
+        """Return the fields of an encrypted frame's header, once its tag is verified."""
         ciphers = []
 
         def sound(view: memoryview) -> bool:
@@ -390,7 +392,7 @@ class Envelope:
             return ciphers[0].owns(blank, bytes(view[DIGEST_AT]))
 
         header = decode_header(data, AES_256_GCM, sound)
-        self._thread.last = header, ciphers[0]  # most likely opened next, by this thread
+        self._thread.last = header, ciphers[0]  # this thread will most likely open its stripes next
         return header
 
     def _cipher_of(self, header: Header) -> FrameCipher:
@@ -408,7 +410,7 @@ class Envelope:
 
 
 def _extents(header: Header, stripes: range) -> Iterator[tuple[int, int, int]]:
-    """Number, offset from the first of them, and stored bytes of stripes."""
+    """Yield number, offset from the first one, and stored bytes of each stripe."""
     step, offset = header.info.stripe_bytes, 0
     sizes = stored_sizes(header) if header.sizes else None
     for number in stripes:
@@ -419,22 +421,20 @@ def _extents(header: Header, stripes: range) -> Iterator[tuple[int, int, int]]:
 
 # Authenticated encryption of one frame: AES-256-GCM, a tag per stripe and one for the header.
 #
-#     key of the frame     `Keyring.frame_key(tenant, salt, chain key)`, used for this frame only
-#     stripe i             nonce i + 1, associated data: the header's 256 fixed bytes, its tag
-#     zeroed header               nonce 0, no text, associated data: all bytes of the header, its
-#     tag zeroed
+#     key of the frame   `Keyring.frame_key(tenant, salt, chain key)`, used for this frame only
+#     stripe i           nonce i + 1; associated data: the header's 256 fixed bytes, tag zeroed
+#     header             nonce 0, no text; associated data: all bytes of the header, tag zeroed
 #
-# The fixed bytes name key, layout, tenant, lineage, generation, lengths and the number of
-# stripes, so neither a stripe nor a header is valid in any other frame, place or order. The
-# header's tag covers the stripes' tags. What this does not promise stands in
-# docs/explain/integrity.md.
+# The fixed bytes name key, layout, tenant, lineage, generation, lengths and the number of stripes,
+# so neither a stripe nor a header is valid in any other frame, place or order. The header's tag
+# covers the stripes' tags. The limits of this scheme are described in docs/explain/integrity.md.
 
 _KEY_AT, _TENANT_AT, _SALT_AT = slice(40, 72), slice(136, 168), slice(232, 248)
 _BLANK = bytes(DIGEST_BYTES)
 
 
 class FrameCipher:
-    """Seals and opens the stripes of one frame.
+    """Cipher that seals and opens the stripes of one frame.
 
     Args:
         keyring: Derives the frame's key.
@@ -448,7 +448,7 @@ class FrameCipher:
         self._fixed, self._gcm = fixed, AESGCM(self._key)
 
     def seal_stripe(self, number: int, plain: memoryview, out: memoryview) -> bytes:
-        """Encrypts a stripe to the beginning of `out`, which has room for 16 bytes more.
+        """Encrypt a stripe to the beginning of `out`, which has room for 16 bytes more.
 
         Returns:
             The tag. Those 16 bytes are left as zeros.
@@ -462,12 +462,12 @@ class FrameCipher:
     def open_stripes(
         self, numbers: range, stored: memoryview, step: int, tags: bytes, target: memoryview
     ) -> None:
-        """Decrypts neighbouring stripes into `target`, whose content is undefined after an error.
+        """Decrypt neighbouring stripes into `target`; its content is undefined after an error.
 
         Args:
-            numbers: Of the stripes in their frame.
-            stored: The stored stripes, one after the other. Where 16 bytes follow a stripe, and are
-                writable, its tag is laid there meanwhile, which saves time.
+            numbers: Numbers of the stripes in their frame.
+            stored: The stored stripes, one after the other. Where 16 writable bytes follow a
+                stripe, its tag is written there for the call, which saves time.
             step: Bytes of each stripe.
             tags: 16 bytes per stripe, in order.
             target: As long as the stripes.
@@ -478,7 +478,7 @@ class FrameCipher:
         decrypt, fixed, at, number = self._gcm.decrypt_into, self._fixed, 0, 0
         room = 0 if stored.readonly else len(stored)
         try:
-            for n, number in enumerate(numbers):  # a dozen calls a stripe would cost a third
+            for n, number in enumerate(numbers):  # a dozen calls per stripe would cost a third
                 nonce, tag = _nonce(number + 1), tags[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES]
                 end = at + step
                 stop = end + DIGEST_BYTES
@@ -502,13 +502,13 @@ class FrameCipher:
         cipher.finalize()
 
     def pack_header(self, header: Header) -> bytes:
-        """The bytes of the frame's header, with its tag."""
+        """Return the bytes of the frame's header, with its tag."""
         data = lay_out(header)
         data[DIGEST_AT] = self._gcm.encrypt(_nonce(0), b"", bytes(data))
         return bytes(data)
 
     def owns(self, blank: bytes, tag: bytes) -> bool:
-        """Whether a header has this tag; in `blank` there are zeros in its place."""
+        """Return whether a header has this tag; `blank` is the header with zeros for the tag."""
         try:
             self._gcm.decrypt(_nonce(0), tag, blank)
         except InvalidTag:
@@ -517,12 +517,12 @@ class FrameCipher:
 
 
 def new_salt(keyring: Keyring, header: Header, body: memoryview) -> bytes:
-    """The salt of one frame. Two frames of one key with one salt would share nonces.
+    """Return a salt for one frame. Two frames of one key with one salt would share nonces.
 
     Args:
         keyring: Mixes it.
-        header: All that it will say but for salt and tags.
-        body: Its plain stripes. A machine that goes on twice from one image may repeat all its
+        header: All fields of the header except salt and tags.
+        body: The plain stripes. A machine that resumes twice from one image may repeat all its
             random numbers, but other content, or another place for it, makes another salt.
     """
     said = fixed_fields(header) + header.sizes + xxhash.xxh3_128_digest(body)

@@ -1,16 +1,18 @@
-"""What was erased where several caches meet: a small file beside the frames, and its lock.
+"""Erasure log of a place that several caches share: a small file beside the frames, and its lock.
 
     word 64 B | cell 64 B | cell | ...                       all little-endian, 16 KiB together
     word = magic 8 | version u32 | cells u32 | incarnation 16 | erased u64 | 0 16 | check u64
     cell = number u64 | kind u8 | count u8 | flags u16 | 0 u32 | names 40 | check u64
 
-Who erases notes it here before that is over; who has copies compares the word with what it was, and
-reads the cells only if it differs. The cells are a ring: whoever has fallen behind its end, or
-finds anything odd in it, takes everything as erased, which costs hits and never an answer.
+A cache that erases writes its cells before the erasure completes; a cache with copies compares the
+word with its last value, and reads the cells only if it differs. The cells are a ring: a reader
+that has fallen behind its end, or finds a cell damaged, treats everything as erased, which costs
+hits and never an answer.
 
-The file is read with `pread`: cut short by somebody, it ends early, where a mapping would kill the
-process. A store begins under a shared lock, and erasing goes on under an exclusive one, which the
-kernel takes from the dead: so nobody stores what was erased because he did not know of it yet.
+The file is read with `pread`: a truncated file ends early, where a mapping would kill the process.
+A store begins under a shared lock, and an erasure runs under an exclusive one, which the kernel
+releases when a process dies: so an erased frame is never stored again by a cache that has not read
+the log yet.
 """
 
 from __future__ import annotations
@@ -37,28 +39,28 @@ MAGIC, VERSION = b"FKVERASE", 1
 KEY_NAME_BYTES, REALM_NAME_BYTES = 8, 16
 _KEYS, _BELOW, _REALMS = 1, 2, 3
 _WIDTH = {_KEYS: KEY_NAME_BYTES, _BELOW: KEY_NAME_BYTES, _REALMS: REALM_NAME_BYTES}
-_PROVEN = 1  # flag: the place itself holds nothing of it any more
+_PROVEN = 1  # flag: the place itself holds none of the frames any more
 _NAMES_BYTES = 40
 _WORD, _CELL = struct.Struct("<8sII16sQ16xQ"), struct.Struct("<QBBH4x40sQ")
 MOST_KEYS = CELLS // 2 * (_NAMES_BYTES // KEY_NAME_BYTES)
-"""Names that fit into half of the ring: of more, say the realm."""
+"""Most names in half of the ring; to erase more, publish the realm."""
 _GATE_AT, _STORES_AT = 1 << 60, (1 << 60) + 1
 _PAUSE_S, _TRIES = 0.0005, 4
 _LOOK_S = 0.1
-"""So often it is looked whether the file was taken away or replaced, which nobody but people do."""
+"""Interval between checks whether the file was deleted or replaced, which only people do."""
 PATIENCE_S = 5.0
-"""Longest wait for others that store just now, which takes them milliseconds."""
+"""Longest wait for stores in progress elsewhere, which take milliseconds."""
 
 
 class Erased(NamedTuple):
-    """What was erased, by name.
+    """Set of erased frames, by name.
 
     Attributes:
-        keys: First bytes of keys: those, and all that continues them.
-        below: First bytes of keys: what continues those.
+        keys: First bytes of keys: the pages erased with all their descendants.
+        below: First bytes of keys: only the descendants of these pages are erased.
         realms: Names of tenants and models, see `realm_name`.
-        everything: All of it may be.
-        proven: The place where it was read holds nothing of it any more.
+        everything: Whether all frames must be taken as erased.
+        proven: Whether the place of the log holds none of the erased frames any more.
     """
 
     keys: frozenset[bytes] = frozenset()
@@ -71,16 +73,16 @@ class Erased(NamedTuple):
         return self.everything or bool(self.keys or self.below or self.realms)
 
     def covers(self, tenant: bytes, namespace: bytes) -> bool:
-        """Whether everything of a tenant with a model was."""
+        """Return whether all frames of a tenant with a model are erased."""
         pairs = (tenant, None), (None, namespace), (tenant, namespace)
         return self.everything or any(realm_name(*pair) in self.realms for pair in pairs)
 
     def has(self, key: bytes) -> bool:
-        """Whether a key itself is named."""
+        """Return whether a key itself is named."""
         return key[:KEY_NAME_BYTES] in self.keys
 
     def ends(self, key: bytes) -> bool:
-        """Whether what continues a key was erased."""
+        """Return whether the descendants of a key are erased."""
         return key[:KEY_NAME_BYTES] in self.below or self.has(key)
 
 
@@ -88,7 +90,7 @@ ALL = Erased(everything=True)
 
 
 def realm_name(tenant: bytes | None, namespace: bytes | None) -> bytes:
-    """What a tenant's frames, a model's, or those of both, are called here."""
+    """Return the name of a tenant's frames, of a model's, or of those of both."""
     said = (b"\0" if part is None else b"\1" + part for part in (tenant, namespace))
     return hashlib.sha256(b"flowkv.realm/1" + b"".join(said)).digest()[:REALM_NAME_BYTES]
 
@@ -99,7 +101,7 @@ class _Word(NamedTuple):
 
 
 def _read_word(raw: bytes) -> _Word | None:
-    """What a word says; None if it is none."""
+    """Parse a word; None if it is invalid."""
     if len(raw) != WORD_BYTES:
         return None
     magic, version, cells, incarnation, erased, check = _WORD.unpack(raw)
@@ -118,10 +120,10 @@ def _check(cell: bytes, incarnation: bytes) -> bytes:
 
 
 class ErasureLog:
-    """The log of one place, as one cache sees it. Callers hold the lock of that cache.
+    """Erasure log of one place, as seen by one cache. Callers hold the lock of that cache.
 
     Args:
-        path: The file; made if it is not there. Where it cannot be, there is none until it can.
+        path: The file; made if it is missing. Where it cannot be made, the log is off until it can.
         patience_s: Longest wait of `erasing`.
     """
 
@@ -130,7 +132,7 @@ class ErasureLog:
         self._fd, self._writable, self._file = -1, False, (0, 0)
         self._seen = b""
         self._word: _Word | None = None
-        self._let_go: Callable[[], object] = int  # of nothing yet
+        self._let_go: Callable[[], object] = int  # nothing to release yet
         self._erasing = False
         self._look_s = 0.0
         self._own: set[tuple[bytes, int]] = set()
@@ -141,11 +143,11 @@ class ErasureLog:
 
     @property
     def alone(self) -> bool:
-        """Whether this cache is within `erasing`."""
+        """Return whether this cache is within `erasing`."""
         return self._erasing
 
     def changed(self) -> bool:
-        """Whether anything was erased since the last `news`, by others."""
+        """Return whether other caches may have erased frames since the last `news`."""
         try:
             if self._fd < 0:
                 return self._lies() != self._file
@@ -160,7 +162,7 @@ class ErasureLog:
             return True
 
     def news(self) -> Erased:
-        """What others erased since the last call."""
+        """Return the frames that others erased since the last call."""
         if self._fd < 0 or self._replaced():
             self.close()
             self._open()
@@ -173,7 +175,7 @@ class ErasureLog:
                 self._seen, self._word = raw[:WORD_BYTES], word
                 own, self._own = self._own, set()
                 return _between(before, word, raw, own)
-            time.sleep(_PAUSE_S)  # it may just be written
+            time.sleep(_PAUSE_S)  # the word may be half written
         self._mend()
         return ALL
 
@@ -181,11 +183,11 @@ class ErasureLog:
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[bool]:
-        """Within it nobody erases, if it gives True; False while somebody does.
+        """Hold off erasures by others; yield False if one is, or may be, under way.
 
-        What was erased before is among the `news` by then: look, and store nothing of that.
+        Frames erased earlier are among the `news` by then: read it, and store none of them.
         """
-        self._look_s = 0.0  # `changed` shall see whether the lock is that of the file
+        self._look_s = 0.0  # so that `changed` checks whether the lock is that of the file
         if self._fd < 0 or self._erasing:
             yield not self._erasing
             return
@@ -198,19 +200,20 @@ class ErasureLog:
 
     @contextlib.contextmanager
     def erasing(self) -> Iterator[None]:
-        """Within it nobody stores, and nobody else erases.
+        """Hold off stores, and erasures by others.
 
         Raises:
-            StoreError: The file cannot be written, or somebody does not end what he began.
+            StoreError: The file cannot be written, or another process does not release its lock.
         """
         if self._fd < 0 or self._lies() != self._file:
             self.close()
             self._open(anew=True)
-            self._seen, self._word = b"", None  # what others erased meanwhile is news all the same
+            # erasures by others meanwhile are still read as news
+            self._seen, self._word = b"", None
         if self._fd < 0 or not self._writable:
             raise StoreError(
-                f"{self.path} cannot be written, so that no other cache is told",
-                "Forget in a process that may write there, or mend that file",
+                f"{self.path} cannot be written, so other caches would not learn of the erasure",
+                "Forget in a process that may write there, or repair that file",
             )
         self._take(time.monotonic() + self._patience_s)
         self._erasing = True
@@ -228,16 +231,16 @@ class ErasureLog:
         *,
         proven: bool = True,
     ) -> None:
-        """Notes what was erased; whoever looks from now on finds it. Within `erasing`.
+        """Record erased frames; other caches find them at their next look. Call within `erasing`.
 
         Args:
-            keys: Keys, with all that continues them.
-            below: Keys of which only what continues them was.
+            keys: Keys of pages that were erased with all their descendants.
+            below: Keys of pages with only their descendants erased.
             realms: Names of tenants and models.
-            proven: The place holds nothing of it any more.
+            proven: Whether the place holds none of the frames any more.
 
         Raises:
-            StoreError: It cannot be written.
+            StoreError: The log cannot be written.
         """
         word = _read_word(self._pread(WORD_BYTES)) or _Word(os.urandom(16), 0)
         cells = []
@@ -247,13 +250,14 @@ class ErasureLog:
             for part in (some[at : at + held] for at in range(0, len(some), held)):
                 cells.append((kind, len(part), _PROVEN * proven, b"".join(part)))
         if len(cells) > CELLS:
-            raise StoreError(f"{len(cells)} cells of names", "Name realms")
+            raise StoreError(f"{len(cells)} cells of names", "Erase whole realms instead")
         try:
             for number, cell in enumerate(cells, word.erased + 1):
                 raw = _CELL.pack(number, *cell, 0)
                 os.pwrite(self._fd, raw[:-8] + _check(raw, word.incarnation), _cell_at(number))
             first, word = word.erased + 1, word._replace(erased=word.erased + len(cells))
-            # Last: until it is there, nobody reads the cells. The news still has those of others.
+            # The word comes last: until it is there, the cells are not read. The news still has
+            # those of others.
             os.pwrite(self._fd, _pack_word(word), 0)
             self._own |= {(word.incarnation, one) for one in range(first, word.erased + 1)}
         except OSError as error:
@@ -262,14 +266,14 @@ class ErasureLog:
             ) from error
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Close the file and drop its locks."""
         self._let_go()
         self._fd, self._writable = -1, False
 
     # ---- the file
 
     def _open(self, *, anew: bool = False) -> None:
-        """Opens or makes the file; what cannot be used is left, or replaced if `anew`."""
+        """Open or make the file; an unusable one is left alone, or replaced if `anew`."""
         self._seen, self._word, self._file = b"", None, self._lies()
         try:
             fd, self._writable = self._descriptor()
@@ -291,7 +295,7 @@ class ErasureLog:
             self._mend()
 
     def _descriptor(self) -> tuple[int, bool]:
-        """A descriptor of the file, and whether it can be written.
+        """Return a descriptor of the file, and whether it is writable.
 
         Raises:
             OSError: It cannot be opened.
@@ -302,13 +306,13 @@ class ErasureLog:
             return open_descriptor(self.path, follow=False), False
 
     def _replace(self) -> None:
-        """Takes away what lies there and cannot be used, once."""
+        """Remove the unusable file and open a new one, once."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)
             self._open()
 
     def _lies(self) -> tuple[int, int]:
-        """Which file lies at the path."""
+        """Return the device and inode of the file at the path; zeros if there is none."""
         try:
             status = os.stat(self.path, follow_symlinks=False)
         except OSError:
@@ -316,11 +320,11 @@ class ErasureLog:
         return status.st_dev, status.st_ino
 
     def _replaced(self) -> bool:
-        """Whether another file lies there: where none does, nobody has noted anything in it."""
+        """Return whether another file is at the path; a missing file has no news."""
         return self._lies() not in (self._file, (0, 0))
 
     def _mend(self) -> None:
-        """Makes a damaged file anew, if that can be done now: under a name that nobody has seen."""
+        """Initialize a damaged file, if the locks are free, under a new incarnation."""
         self._seen, self._word = self._pread(WORD_BYTES), None
         if not self._writable or self._erasing:
             return
@@ -333,7 +337,8 @@ class ErasureLog:
             self._word = _read_word(self._seen)
             if self._word is None or os.fstat(self._fd).st_size != FILE_BYTES:
                 os.ftruncate(self._fd, FILE_BYTES)
-                os.posix_fallocate(self._fd, 0, FILE_BYTES)  # so that a full disk hinders nobody
+                # so that a full disk blocks no later write
+                os.posix_fallocate(self._fd, 0, FILE_BYTES)
                 self._write(_Word(os.urandom(16), 0))
         self._release()
 
@@ -348,20 +353,20 @@ class ErasureLog:
         except OSError:
             return b""
 
-    # ---- its locks, which belong to the descriptor and go with it
+    # ---- locks, which belong to the descriptor and end with it
 
     def _take(self, end_s: float) -> None:
-        """Takes both locks alone.
+        """Take both locks exclusively.
 
         Raises:
-            StoreError: Somebody has one for too long.
+            StoreError: Another process holds one for too long.
         """
         for at in (_GATE_AT, _STORES_AT):
             while not self._lock(at, fcntl.F_WRLCK):
                 if time.monotonic() >= end_s:
                     self._release()
                     raise StoreError(
-                        f"a process that does not go on has locked {self.path}",
+                        f"{self.path} is locked by a process that does not go on",
                         "Continue or end that process, and forget again",
                     )
                 time.sleep(_PAUSE_S)
@@ -373,14 +378,15 @@ class ErasureLog:
     def _lock(self, at: int, how: int) -> bool:
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _range(at, how))
-        except (OSError, ValueError):  # or it was closed meanwhile
+        except (OSError, ValueError):  # or the file was closed meanwhile
             return False
         return True
 
     def _may_lock(self, at: int) -> bool:
         try:
             found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _range(at, fcntl.F_RDLCK))
-        except (OSError, ValueError):  # a file system without locks, or it was closed meanwhile
+        # a file system without locks, or the file was closed meanwhile
+        except (OSError, ValueError):
             return False
         return bool(struct.unpack_from("h", found)[0] == fcntl.F_UNLCK)
 
@@ -394,7 +400,7 @@ def _cell_at(number: int) -> int:
 
 
 def _between(before: _Word | None, word: _Word, raw: bytes, own: set[tuple[bytes, int]]) -> Erased:
-    """What the cells say that came after a word, and are not our own."""
+    """Return the erasures by others in the cells written after a word."""
     if before is None or before.incarnation != word.incarnation:
         return ALL
     if not 0 <= word.erased - before.erased <= CELLS:
@@ -422,7 +428,7 @@ _logs: weakref.WeakSet[ErasureLog] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """Closes a child's copies: else locks of a dead parent would live on in them."""
+    """Close the logs in a forked child: else locks of a dead parent would live on in its copies."""
     for log in list(_logs):
         with contextlib.suppress(OSError):
             log.close()

@@ -1,11 +1,11 @@
-"""The frame: a page, or another blob, as it lies below the device. One format in every tier.
+"""Frame format: a page, or another blob, as stored below the device; the same in every tier.
 
     frame  = header | stripe 0 | stripe 1 | ...     header: whole 4 KiB pages, nearly always one
     header = fixed part (256 bytes) | 16 bytes per stripe | stored bytes per stripe | zeros
 
-What stands in the header (little endian), and what its digest covers:
+Fields of the header (little endian), and the range that its digest covers:
 
-       0  magic 8s, version u16, header pages u16, 4 zeros      compared with what they must be
+       0  magic 8s, version u16, header pages u16, 4 zeros      compared with their fixed values
       16  digest or tag of the header, 16s
       32  kind, codec, fidelity, integrity, lossless, 3 zeros   from here on: digested
       40  key, parent, namespace, tenant, 32s each
@@ -16,15 +16,15 @@ What stands in the header (little endian), and what its digest covers:
      256  per stripe: digest of its plain bytes, or its tag, 16s
           per stripe, in lossless frames only: stored bytes u32
 
-Stored stripes begin at multiples of 4 KiB, so each can be read alone. The digest covers padding
-too: no bit of a header can change unseen. A plain header is a pure function of key, info, body and
-generation: the same frame has the same bytes in memory, on a disk and on the wire. Nothing read
-from a header is used before its digest is right, and no length before it was checked against the
-bytes that are there (DESIGN D5, D11).
+Stored stripes begin at multiples of 4 KiB, so that each can be read alone. The digest covers
+padding too: no bit of a header can change unseen. A plain header is a pure function of key, info,
+body and generation: the same frame has the same bytes in memory, on a disk and on the wire. No
+field of a header is used before the digest is verified, and no length before it was compared with
+the bytes at hand (DESIGN D5, D11).
 
 The byte `integrity` names the check, of header and stripes. New frames have NH-128 (`core.digest`)
 or tags; the xxh3_128 of older ones is still verified. Digests find accidents, not attackers: a
-reader that wants tags refuses frames without them, and the other way round (`tiers.envelope`).
+reader that requires tags refuses frames without them, and the other way round (`tiers.envelope`).
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class BadFrame(FlowKVError, ValueError):
-    """Bytes that are not the frame they should be; a tier turns it into a miss.
+    """Error for bytes that are not the expected frame; a tier turns it into a miss.
 
     Args:
-        reason: One word: "foreign" (no frame of ours), "version", "truncated", "digest", "key",
-            "layout", "fidelity", "stripes", "integrity" (checked in another way than the reader
-            insists on), or "invalid" (the producer described it wrongly).
-        problem: What is wrong, one sentence without a full stop.
+        reason: One word: "foreign" (no frame of this format), "version", "truncated", "digest",
+            "key", "layout", "fidelity", "stripes", "integrity" (another kind of check than the
+            reader requires), or "invalid" (the producer described the frame wrongly).
+        problem: The problem in one sentence, without a full stop.
     """
 
     def __init__(self, reason: str, problem: str) -> None:
@@ -83,15 +83,15 @@ class BadFrame(FlowKVError, ValueError):
 
 
 class Header(NamedTuple):
-    """The fields of a checked header.
+    """Fields of a checked header.
 
     Attributes:
         key: 32 bytes.
         info: The frame's description.
         digests: 16 bytes per stripe, in order: digests of the plain stripes, or tags.
-        generation: Number that the tier gave the place where the frame lies, or 0.
+        generation: Number that the tier gave the slot of the frame, or 0.
         integrity: `NH_128`, `XXH3_128` or `AES_256_GCM`.
-        salt: 16 random bytes that the frame's key was derived with; zeros without one.
+        salt: 16 random bytes from which the frame's key was derived; zeros without encryption.
         sizes: u32 stored bytes of each stripe; empty where stripes are not compressed.
     """
 
@@ -105,41 +105,41 @@ class Header(NamedTuple):
 
     @property
     def stripes(self) -> int:
-        """Stripes of the body."""
+        """Return the number of stripes of the body."""
         return len(self.digests) // DIGEST_BYTES
 
     @property
     def body_bytes(self) -> int:
-        """Length of the body, uncompressed."""
+        """Return the length of the body in bytes, uncompressed."""
         return self.stripes * self.info.stripe_bytes
 
     @property
     def header_bytes(self) -> int:
-        """Length of the header."""
+        """Return the length of the header in bytes."""
         return header_bytes(self.stripes, lossless=bool(self.sizes))
 
     @property
     def frame_bytes(self) -> int:
-        """Length of the stored frame: header, stripes, and what aligns them."""
+        """Return the bytes of the stored frame: header, stripes and their padding."""
         offset, n_bytes = place(self, 0, self.stripes)
         return offset + n_bytes
 
 
 @lru_cache(256)
 def header_bytes(stripes: int, *, lossless: bool = False) -> int:
-    """Bytes of the header of a frame with so many stripes."""
+    """Return the bytes of the header of a frame with that many stripes."""
     each = DIGEST_BYTES + (SIZE_BYTES if lossless else 0)
     return -(-(FIXED_BYTES + each * stripes) // GRANULE_BYTES) * GRANULE_BYTES
 
 
 def most_header_bytes(body_bytes: int, *, lossless: bool = False) -> int:
-    """Upper bound of the header's bytes, for those who know only how long the body is."""
+    """Return an upper bound of the header's bytes, given only the length of the body."""
     stripes = min(MAX_STRIPES, max(1, -(-body_bytes // GRANULE_BYTES)))
     return header_bytes(stripes, lossless=lossless)
 
 
 def count_stripes(key: bytes, info: FrameInfo, body_bytes: int) -> int:
-    """Stripes of a body of that length, once everything about the frame is found sound.
+    """Check the description of a frame; return the stripes of a body of that length.
 
     Raises:
         BadFrame: "invalid": a field is out of range, or body and stripes do not fit.
@@ -167,7 +167,7 @@ def count_stripes(key: bytes, info: FrameInfo, body_bytes: int) -> int:
 
 
 def describe(key: bytes, info: FrameInfo, body: Buffer, generation: int = 0) -> Header:
-    """What the header of a frame will say: checks `info` and digests every stripe.
+    """Build the header of a frame: check `info` and digest every stripe.
 
     Raises:
         BadFrame: "invalid": `info` and `body` do not fit together, or are out of range.
@@ -178,7 +178,7 @@ def describe(key: bytes, info: FrameInfo, body: Buffer, generation: int = 0) -> 
 
 
 def fixed_fields(header: Header) -> bytes:
-    """The first 256 bytes of a header, with zeros in place of its own digest or tag."""
+    """Return the first 256 bytes of a header, with zeros in place of its own digest or tag."""
     key, info, _, generation, integrity, salt, sizes = header
     kind, codec, fidelity, layout, parent, namespace, group, tokens, step, tenant, *shard = info
     return _FIXED.pack(
@@ -189,7 +189,7 @@ def fixed_fields(header: Header) -> bytes:
 
 
 def lay_out(header: Header) -> bytearray:
-    """The bytes of a header, with zeros in place of its own digest or tag."""
+    """Return the bytes of a header, with zeros in place of its own digest or tag."""
     return bytearray(
         b"".join((fixed_fields(header), header.digests, header.sizes)).ljust(
             header.header_bytes, b"\0"
@@ -198,14 +198,14 @@ def lay_out(header: Header) -> bytearray:
 
 
 def pack_header(header: Header) -> bytes:
-    """The bytes of a header that `describe` or `decode_header` made."""
+    """Return the bytes of a header that `describe` or `decode_header` made."""
     data = lay_out(header)
     data[DIGEST_AT] = _digest_header(memoryview(data))
     return bytes(data)
 
 
 def encode_header(key: bytes, info: FrameInfo, body: Buffer) -> bytes:
-    """The header of a frame, with the digests of its body.
+    """Return the bytes of a frame's header, with the digests of its body.
 
     Raises:
         BadFrame: "invalid": `info` and `body` do not fit together, or are out of range.
@@ -218,12 +218,13 @@ def decode_header(
     integrity: int = NH_128,
     sound: Callable[[memoryview], bool] | None = None,
 ) -> Header:
-    """What a header says; `data` begins with it and may go on.
+    """Verify and parse the header at the beginning of `data`, which may be longer.
 
     Args:
         data: From the beginning of the frame on.
         integrity: `AES_256_GCM` for a tag; any other for a digest, of whatever kind.
-        sound: Whether the bytes of a header are what its producer made; default: by its digest.
+        sound: Function that returns whether the bytes of a header are intact; default: compare its
+            digest.
 
     Raises:
         BadFrame: "foreign", "version", "truncated", "digest" or "integrity".
@@ -266,7 +267,7 @@ def _parse(view: memoryview) -> Header:
 
 
 def peek_header_bytes(first_page: Buffer) -> int:
-    """How long the header beginning with this page claims to be; bounded, not yet checked.
+    """Return the length that a header claims on its first page; bounded, not yet verified.
 
     Raises:
         BadFrame: "foreign", "version" or "truncated".
@@ -284,7 +285,7 @@ def peek_header_bytes(first_page: Buffer) -> int:
 
 
 def verify(header: Header, body: Buffer) -> None:
-    """Compares every stripe with its digest.
+    """Compare every stripe with its digest.
 
     Raises:
         BadFrame: "truncated" or "digest".
@@ -296,7 +297,7 @@ def verify(header: Header, body: Buffer) -> None:
 
 
 def verify_stripes(header: Header, first: int, data: Buffer) -> None:
-    """Compares neighbouring stripes, from `first` on and nothing else, with their digests.
+    """Compare the stripes in `data`, numbered from `first` on, with their digests.
 
     Raises:
         BadFrame: "digest".
@@ -311,7 +312,7 @@ def verify_stripes(header: Header, first: int, data: Buffer) -> None:
 
 
 def accept(header: Header, key: bytes, layout: bytes, fidelity: int) -> None:
-    """Checks that a frame is the one wished for.
+    """Check that a frame is the requested one.
 
     Raises:
         BadFrame: "key", "layout" or "fidelity".
@@ -322,7 +323,7 @@ def accept(header: Header, key: bytes, layout: bytes, fidelity: int) -> None:
 
 
 def wanted(info: FrameInfo, layout: bytes, fidelity: int) -> None:
-    """Checks that a frame so described suits the reader.
+    """Check that the layout and fidelity of a frame suit the reader.
 
     Raises:
         BadFrame: "layout" or "fidelity".
@@ -334,10 +335,10 @@ def wanted(info: FrameInfo, layout: bytes, fidelity: int) -> None:
 
 
 def span(header: Header, first: int, count: int) -> range:
-    """Numbers of the stripes that a `Load` wishes for.
+    """Return the numbers of the stripes that a `Load` requests.
 
     Raises:
-        BadFrame: "stripes": the frame does not have them.
+        BadFrame: "stripes": they are not all in the frame.
     """
     end = first + count if count else header.stripes
     if not 0 <= first < end <= header.stripes:
@@ -346,7 +347,7 @@ def span(header: Header, first: int, count: int) -> range:
 
 
 def place(header: Header, first: int, stripes: int) -> tuple[int, int]:
-    """Where in a stored frame these stripes lie: offset in bytes, and bytes from there on."""
+    """Return the offset and the length in bytes of these stripes in a stored frame."""
     start = header.header_bytes
     if not header.sizes:
         step = header.info.stripe_bytes
@@ -358,17 +359,17 @@ def place(header: Header, first: int, stripes: int) -> tuple[int, int]:
 
 
 def stored_sizes(header: Header) -> tuple[int, ...]:
-    """Stored bytes of each stripe of a lossless frame."""
+    """Return the stored bytes of each stripe of a lossless frame."""
     return struct.unpack(f"<{header.stripes}I", header.sizes)
 
 
 def aligned(n_bytes: int) -> int:
-    """So many bytes and what aligns the next stripe."""
+    """Return `n_bytes` rounded up to the offset where the next stripe begins."""
     return -(-n_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 def _digests(integrity: int, data: Buffer, step: int) -> bytes:
-    """Digests of each `step` bytes, of the kind that a header names."""
+    """Return digests of each `step` bytes, of the kind that `integrity` names."""
     if integrity != XXH3_128:
         return digests(data, step)
     view = memoryview(data).cast("B")

@@ -1,4 +1,4 @@
-"""Frames in the host's memory: the first tier below the device, and the one without surprises."""
+"""Host tier: frames in the host's memory, the first tier below the device."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from flowkv.tiers.frame import (
 from flowkv.tiers.slots import Bytes, SlotPool
 from flowkv.tiers.worker import Completions
 
-# Tiers that answer while they are asked, as memory can.
+# Base of tiers that answer during the call, as memory can.
 
 Wish = TypeVar("Wish", Load, Store)
 
 
 class Immediate:
-    """A base of tiers whose jobs are answered by `submit_*` at once, so no poll waits.
+    """Base of tiers with jobs that `submit_*` answers at once, so that no poll waits.
 
     Args:
         name: Shown in statistics.
@@ -51,7 +51,7 @@ class Immediate:
         self._answers, self._closed, self._pid = Completions(), False, os.getpid()
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Copies frames into their targets, verified.
+        """Copy frames into their targets and verify them.
 
         Raises:
             StateError: The tier is closed, or was opened before a fork.
@@ -59,7 +59,7 @@ class Immediate:
         return self._run(items, deadline_s, self._load)
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Copies bodies.
+        """Copy bodies into the tier.
 
         Raises:
             StateError: The tier is closed, or was opened before a fork.
@@ -67,15 +67,15 @@ class Immediate:
         return self._run(items, deadline_s, self._store)
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Answers that were not polled yet."""
+        """Return the answers that were not polled yet."""
         return self._answers.take(timeout_s)
 
     def fileno(self) -> int:
-        """An eventfd that is readable while answers wait."""
+        """Return an eventfd that is readable while answers wait."""
         return self._answers.fileno()
 
     def cancel(self, job: int) -> None:
-        """Too late: all items were answered while they were submitted."""
+        """Do nothing: all items were answered when they were submitted."""
 
     def _usable(self) -> bool:
         return not self._closed and self._pid == os.getpid()
@@ -104,28 +104,28 @@ class Immediate:
 
 
 def failed(key: bytes, reason: str) -> TierAnswer:
-    """An answer; `_run` fills in which item it is for."""
+    """Return a `FAILED` answer; `_run` fills in job and item."""
     return TierAnswer(0, 0, key, Outcome.FAILED, reason)
 
 
 def missed(key: bytes, reason: str = "") -> TierAnswer:
-    """An answer; `_run` fills in which item it is for."""
+    """Return a `MISS` answer; `_run` fills in job and item."""
     return TierAnswer(0, 0, key, Outcome.MISS, reason)
 
 
 def copied(
     header: Header, item: Load, copy: Callable[[memoryview, int], None], body_at: int = 0
 ) -> TierAnswer:
-    """Copies what was wished for of a frame into the target, and verifies the copy.
+    """Copy the requested stripes of a frame into the target, and verify the copy.
 
     Args:
-        header: Of the frame.
-        item: The wish.
-        copy: Fills memory with the body from some byte on.
-        body_at: Address of the body; 0 where it has none.
+        header: Header of the frame.
+        item: The request.
+        copy: Fills memory with the body from the given offset on.
+        body_at: Address of the body; 0 if it has none.
 
     Raises:
-        BadFrame: The frame is not what was wished for, or damaged.
+        BadFrame: The frame is not the requested one, or damaged.
     """
     stripes, step = _asked(header, item, body_at), header.info.stripe_bytes
     n_bytes = len(stripes) * step
@@ -138,12 +138,12 @@ def copied(
 
 
 def _asked(header: Header, item: Load, body_at: int = 0) -> range:
-    """Stripes that are wished for of a frame; none if the target cannot take them.
+    """Return the requested stripes of a frame; an empty range if the target cannot take them.
 
-    Memory that cannot be written to is a target only where the frame lies there itself.
+    Read-only memory is a target only if it is the memory of the frame itself.
 
     Raises:
-        BadFrame: The frame is not what was wished for.
+        BadFrame: The frame is not the requested one.
     """
     accept(header, item.key, item.layout, item.fidelity)
     stripes, target, step = (
@@ -158,29 +158,29 @@ def _asked(header: Header, item: Load, body_at: int = 0) -> range:
 
 
 APART_BYTES = 1 << 20
-"""Loads of so many bytes take longer than to wake a thread for them."""
+"""Loads from this size on take longer than waking a thread for them."""
 TOGETHER_BYTES = 4 << 20
-"""What a thread copies at once; then it looks whether the job was called off. Stores of fewer bytes
-are carried out while they are submitted."""
+"""Bytes that a thread copies at once, before it looks whether the job was cancelled. Smaller stores
+run during their submission."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Threads among which a job is shared: one core copies and digests about 8 GB/s."""
+"""Number of threads that share a job: one core copies and digests about 8 GB/s."""
 OVERHEAD_BYTES = 1024
-"""Charged per frame for its Python objects: key, description, table entry."""
+"""Bytes charged per frame for its Python objects: key, description, table entry."""
 SLOT_BYTES = 1 << 16
-"""Bodies from this size on lie in slots, whose memory is used again when they go."""
+"""Size from which on bodies go into slots, so that their memory is used again."""
 
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 class KeptFrame(NamedTuple):
-    """What is kept of a frame.
+    """One frame in the tier.
 
     Attributes:
         header: With the digests that its body must have.
         body: Its bytes.
-        kept_bytes: What it occupies of the slots; 0 where it has memory of its own.
-        reached: Whether a device reaches it.
+        kept_bytes: Bytes that it occupies of the slots; 0 where it has memory of its own.
+        reached: Whether a device reaches the body.
         body_at: Address of the body.
         digests_at: Address of the digests.
     """
@@ -194,15 +194,15 @@ class KeptFrame(NamedTuple):
 
 
 class HostTier(Immediate):
-    """Keeps copies of frames in RAM, bounded in bytes; every load is checked against the digests.
+    """Copies of frames in RAM, bounded in bytes; every load is checked against the digests.
 
-    Small jobs are answered while they are submitted. Larger ones are shared among threads, so that
-    the caller can compute meanwhile. Memory that rots, or that something else in the process
-    overwrites, is a miss with reason "digest" and the frame is gone. Memory of large frames is used
-    again for others, and goes back to the system when the tier is closed.
+    Small jobs are answered during their submission. Larger ones are shared among threads, so that
+    the caller can compute meanwhile. A frame in damaged or overwritten memory is a miss with reason
+    "digest" and is dropped. Memory of large frames is used again for others, and goes back to the
+    system when the tier is closed.
 
-    Beside a device that reaches the slots nothing is copied: a body that lies in a slot is kept
-    where it is, and a load into the memory that `lend` returned is checked in its place.
+    With a device that reaches the slots no copy is made: a body in a slot stays where it is, and a
+    load into the memory that `lend` returned is checked in place.
 
     Args:
         capacity_bytes: Most bytes it may occupy.
@@ -211,7 +211,7 @@ class HostTier(Immediate):
 
     Attributes:
         corrupt: Frames found damaged so far.
-        slots: Where bodies lie.
+        slots: Memory of the bodies.
     """
 
     kind = "host"
@@ -222,17 +222,17 @@ class HostTier(Immediate):
         self, capacity_bytes: int, *, name: str = "host", clock: Clock | None = None
     ) -> None:
         if capacity_bytes < 1:
-            raise ConfigError(f"a host tier of {capacity_bytes} bytes", "Give it at least one page")
+            raise ConfigError(f"a host tier has {capacity_bytes} bytes", "Give it a few pages")
         super().__init__(name, clock or SystemClock())
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
         self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(THREADS, f"flowkv {name}")
-        self._waiting: dict[int, int] = {}  # shares of jobs that were not cancelled
+        self._waiting: dict[int, int] = {}  # remaining shares of each job not cancelled
         self.slots = SlotPool(capacity_bytes)
         self._frames: dict[bytes, KeptFrame] = {}
-        self._used_bytes = self._claimed_bytes = 0  # those of stores under way are in both
+        self._used_bytes = self._claimed_bytes = 0  # both include stores under way
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Copies frames into their targets, verified; many bytes in the background.
+        """Copy frames into their targets and verify them; large jobs run in the background.
 
         Raises:
             StateError: The tier is closed, or was opened before a fork.
@@ -242,7 +242,7 @@ class HostTier(Immediate):
         return self._share_out(items, deadline_s, self._load, self._load_all)
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Copies bodies; many bytes in the background.
+        """Copy bodies into the tier; large jobs run in the background.
 
         Raises:
             StateError: The tier is closed, or was opened before a fork.
@@ -258,7 +258,7 @@ class HostTier(Immediate):
         one: Callable[[Wish, int], TierAnswer],
         many: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
     ) -> int:
-        """Gives threads a share each of a job's items; the number of the job."""
+        """Share the items of a job among threads; return the number of the job."""
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         times = start_ns, start_ns + round(min(deadline_s, 1e9) * 1e9)
         shares, share_bytes = list[tuple[int, Sequence[Wish]]](), 0
@@ -275,7 +275,8 @@ class HostTier(Immediate):
             work = partial(self._carry_out, job, first, part, times, one, many, turns)
             try:
                 self._apart.submit(work)
-            except RuntimeError:  # closed, which is what it will answer, or no thread begins
+            # the tier is closed, which will be the answer, or no thread can start
+            except RuntimeError:
                 work()
         return job
 
@@ -289,8 +290,8 @@ class HostTier(Immediate):
         many: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
         turns: Iterator[int],
     ) -> None:
-        """Carries out a share of a job, whose first item has that number."""
-        if next(turns):  # it was queued, although no thread could begin then
+        """Serve a share of a job; its first item has the given number in the job."""
+        if next(turns):  # the share was queued, although no thread could start then
             return
         (start_ns, end_ns), first, together = times, 0, _compiled()
         most_bytes = TOGETHER_BYTES if together else 1
@@ -324,48 +325,48 @@ class HostTier(Immediate):
                 self._waiting[job] = left
 
     def cancel(self, job: int) -> None:
-        """Leaves out what was not carried out yet of a job."""
+        """Skip the remaining shares of a job."""
         with self._lock:
             self._waiting.pop(job, None)
 
     def used_bytes(self) -> int:
-        """Bytes of all frames, with what is charged for their objects."""
+        """Return the bytes of all frames, with the overhead charged for their objects."""
         return self._used_bytes - self._claimed_bytes
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """Upper bound of what such a frame is charged."""
+        """Return an upper bound of the bytes charged for such a frame."""
         return body_bytes + DIGEST_BYTES * -(-body_bytes // GRANULE_BYTES) + OVERHEAD_BYTES
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are there."""
+        """Return which keys are present."""
         return [key in self._frames for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Frees frames."""
+        """Drop frames and free their memory; return how many were present."""
         with self._lock:
             return sum(self._drop(key) is not None for key in keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Overwrites and frees frames."""
+        """Overwrite frames and free their memory; return how many were present."""
         with self._lock:
             gone = [frame for key in keys if (frame := self._drop(key)) is not None]
             for frame in gone:
                 if frame.kept_bytes:
-                    self.slots.wipe(frame.body)  # at once, or when a copy of it is over
+                    self.slots.wipe(frame.body)  # at once, or when the last copy of it is over
                 else:
                     frame.body[:] = 0
         return len(gone)
 
     def lend(self, key: bytes, first: int = 0, stripes: int = 0) -> Bytes | None:
-        """Return where stripes of a frame lie, if a device reaches them; None otherwise.
+        """Return the memory of stripes of a frame, if a device reaches it; None otherwise.
 
         A load with that memory as its target copies nothing, and answers whether it is sound. The
-        memory stays as it is while an array refers to it, whatever becomes of the frame.
+        memory stays unchanged while an array refers to it, even if the frame is dropped.
 
         Args:
-            key: Of the frame.
+            key: Key of the frame.
             first: First stripe.
-            stripes: How many; 0 for all from the first on.
+            stripes: Number of stripes; 0 for all from the first on.
         """
         frame = self._frames.get(key)
         if frame is None or not frame.reached:
@@ -375,18 +376,18 @@ class HostTier(Immediate):
         return frame.body[first * step : stop] if stop <= len(frame.body) else None
 
     def scan(self) -> Iterator[Entry]:
-        """All frames, oldest store first."""
+        """Yield all frames, oldest store first."""
         with self._lock:
             frames = list(self._frames.items())
         for key, (header, *_) in frames:
             yield Entry(key, header.info, _charge(header.body_bytes, header.stripes))
 
     def close(self) -> None:
-        """Frees everything."""
+        """Close the tier and free all memory."""
         with self._lock:
             self._closed = True
-        if self._pid == os.getpid():  # threads do not follow into a child
-            with suppress(RuntimeError):  # closed by that very thread
+        if self._pid == os.getpid():  # threads do not exist in a forked child
+            with suppress(RuntimeError):  # close was called by one of these threads
                 self._apart.shutdown()
         with self._lock:
             self._frames.clear()
@@ -404,13 +405,13 @@ class HostTier(Immediate):
             if into.ctypes.data != part.ctypes.data:
                 np.copyto(into, part)  # without the interpreter's lock
 
-        try:  # the copy is what is verified: the frame may be overwritten by `erase` meanwhile
+        try:  # The copy is verified, since `erase` may overwrite the frame meanwhile.
             return copied(frame.header, item, copy, frame.body_at)
         except BadFrame as error:
             return self._bad(frame, error.reason)
 
     def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
-        """The same of many, in one compiled call that needs no interpreter."""
+        """Load many frames in one compiled call that needs no interpreter."""
         from flowkv.tiers.digest import REASONS, check_known
 
         replies, found, rows = list[TierAnswer](), list[tuple[int, KeptFrame]](), []
@@ -440,7 +441,7 @@ class HostTier(Immediate):
         return replies
 
     def _bad(self, frame: KeptFrame, reason: str) -> TierAnswer:
-        """The answer where a frame is not what was wished for; a damaged one is gone."""
+        """Return the answer for a frame that is not the requested one; drop a damaged one."""
         key = frame.header.key
         damaged = reason == "digest" and self._discard(key, frame)
         return missed(key, reason if damaged or reason != "digest" else "")
@@ -450,8 +451,8 @@ class HostTier(Immediate):
         if refused is not None:
             return refused
         try:
-            # Digests come from the caller's memory: should it change while it is copied, against
-            # the contract, then the copy will not match them and never be served.
+            # Digests come from the caller's memory: should it change during the copy, against the
+            # contract, then the copy will not match them and never be served.
             header = describe(item.key, item.info, item.body)
             source, body = np.frombuffer(item.body, np.uint8), self._memory(item.body)
             if body.ctypes.data != source.ctypes.data:
@@ -464,7 +465,7 @@ class HostTier(Immediate):
         return self._keep(header, body, charge)
 
     def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
-        """The same of many: copied and digested in one compiled call without the interpreter."""
+        """Store many frames: copy and digest them in one compiled call without the interpreter."""
         from flowkv.tiers.digest import SEAL, seal_frames
 
         found = dict[int, TierAnswer]()
@@ -497,7 +498,7 @@ class HostTier(Immediate):
         return [found[number] for number in range(len(items))]
 
     def _claim(self, item: Store) -> tuple[int, TierAnswer | None]:
-        """What a frame is charged, and the answer where there is nothing to store."""
+        """Reserve room for a frame; return its charge, and an answer if nothing is to be stored."""
         key, n_bytes = item.key, item.body.nbytes
         try:
             charge = _charge(n_bytes, count_stripes(key, item.info, n_bytes))
@@ -534,7 +535,7 @@ class HostTier(Immediate):
         return TierAnswer(0, 0, header.key, Outcome.STORED, "", None, n_bytes)
 
     def _memory(self, body: memoryview) -> Bytes:
-        """Memory for a body: its own, if that is a slot.
+        """Return memory for a body: the body itself, if it is a slot.
 
         Raises:
             MemoryError: There is none.
@@ -545,14 +546,14 @@ class HostTier(Immediate):
         return np.frombuffer(bytearray(body.nbytes), np.uint8) if slot is None else slot
 
     def _discard(self, key: bytes, damaged: KeptFrame) -> bool:
-        """Takes a damaged frame out; False if it was taken out meanwhile, and overwritten."""
+        """Drop a damaged frame; False if it was dropped meanwhile, and overwritten."""
         with self._lock:
             found = self._frames.get(key) is damaged and self._drop(key) is not None
             self.corrupt += found
             return found
 
     def _drop(self, key: bytes) -> KeptFrame | None:
-        """A frame that is now forgotten."""
+        """Remove a frame from the table; return it, or None if it is not present."""
         frame = self._frames.pop(key, None)
         if frame is not None:
             self._used_bytes -= _charge(len(frame.body), frame.header.stripes)
@@ -565,7 +566,7 @@ def _n_bytes(item: Load | Store) -> int:
 
 
 def _compiled() -> bool:
-    """Whether many are copied in one compiled call: nobody waits here for it to be compiled."""
+    """Return whether the compiled batch functions are ready, without a wait for compiling."""
     digest = sys.modules.get("flowkv.tiers.digest")
     return digest is not None and bool(digest.is_compiled())
 

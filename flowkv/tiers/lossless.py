@@ -1,15 +1,14 @@
-"""Lossless compression of 16-bit pages: byte planes apart, then zstd, stripe by stripe.
+"""Lossless compression of 16-bit pages: separate byte planes, then zstd, stripe by stripe.
 
     stored stripe = stored bytes of the high plane u32 | of the low plane u32 | high | low
 
 A plane is the high or the low byte of every 16-bit value. High bytes hold sign and exponent, and
-compress; low bytes are nearly noise. A plane that did not shrink is stored as it is, and a stripe
-that did not shrink by a page of 4 KiB is stored whole, without this form (`tiers.frame`).
+compress; low bytes are nearly noise. A plane that does not shrink is stored unchanged, and a stripe
+that does not shrink by a page of 4 KiB is stored whole, without this form (`tiers.frame`).
 
-Nothing that zstd says is believed: the size that it declares, and the window that it asks for, are
-compared with what the stripe must be before any memory is touched, and the planes are decompressed
-into memory that was there before. (`max_output_size` of python-zstandard is no such limit: it is
-ignored when the frame declares a size.)
+The size and the window that a zstd frame declares are compared with the expected ones before any
+memory is touched, and planes are decompressed into preallocated memory. (`max_output_size` of
+python-zstandard is no such limit: it is ignored when the frame declares a size.)
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from flowkv.tiers.frame import BadFrame, Buffer, aligned
 LEVEL = 1
 LEAST_GAIN = 1.05
 MARGIN = 1.5
-"""The rate of a tier is that of whole loads. Once those decompress, they are no faster than that,
-and would never show that the tier itself is; with a margin a tier that waits for the decoder is
-left uncompressed again."""
+"""Factor by which decoding must outrun the tier. The rate of a tier is that of whole loads; once
+those decompress, they are no faster than the decoder and would hide the tier's own rate. With the
+margin, a tier that waits for the decoder is left uncompressed again."""
 SAMPLES = 4
 TIMED = 4
 AGAIN = 256
-"""Of the frames of a layout that is not compressed, one in so many is tried again."""
-_LAYOUTS = 1024  # layouts remembered
+"""Interval of retries: of the frames of an uncompressed layout, one in so many is tried again."""
+_LAYOUTS = 1024  # most layouts with counters
 _LEAST_PLANE_GAIN = 1.02
 _LEAST_WINDOW_BYTES = 1024
 _RAW = CODECS.index("raw")
@@ -55,7 +54,7 @@ class CompressedBody(NamedTuple):
 
     Attributes:
         sizes: u32 stored bytes of each stripe.
-        data: The stored stripes, each from a multiple of 4 KiB on.
+        data: The stored stripes, each aligned to 4 KiB.
     """
 
     sizes: bytes
@@ -67,14 +66,14 @@ class Measure:
     """Counters of one layout.
 
     Attributes:
-        offered: Frames seen.
+        offered: Frames passed to `pack`.
         frames: Frames compressed.
         plain_bytes: Their bytes.
-        stored_bytes: What was left of them, with what aligns stripes.
+        stored_bytes: Their bytes after compression, padding of stripes included.
         low_bytes: Bytes of low planes.
-        low_stored_bytes: What was left of those.
+        low_stored_bytes: Bytes of low planes after compression.
         decode_s: Seconds that one core took to decompress `decoded_bytes`.
-        decoded_bytes: Of stripes that were decompressed to find out.
+        decoded_bytes: Bytes of stripes that were decompressed for this measurement.
     """
 
     offered: int = 0
@@ -88,34 +87,34 @@ class Measure:
 
     @property
     def gain(self) -> float:
-        """How many times smaller frames become."""
+        """Return the compression ratio so far."""
         return self.plain_bytes / max(1, self.stored_bytes)
 
     @property
     def decode_bytes_per_s(self) -> float:
-        """Plain bytes that one core restores a second."""
+        """Return the plain bytes per second that one core decompresses."""
         if self.decode_s > 0:
             return self.decoded_bytes / self.decode_s
         return math.inf if self.decoded_bytes else 0.0  # a clock that stands still, or no sample
 
     @property
     def low_shrinks(self) -> bool:
-        """Whether the low plane is worth a try."""
+        """Return whether compressing the low plane is worth a try."""
         return self.low_bytes >= _LEAST_PLANE_GAIN * self.low_stored_bytes
 
 
 class Lossless:
-    """Decides by measurement which pages are compressed, and compresses them. Thread-safe.
+    """Compressor that decides by measurement which pages to compress. Thread-safe.
 
     Only raw pages are candidates: 8- and 4-bit codecs leave nothing to gain. The first frames of a
     layout are tried; then its pages are compressed as long as they become at least 1.05 times
-    smaller, and as long as a core restores them 1.5 times as fast as the tier delivers bytes: then
-    a load takes no longer than without. Before the tier's rate is known nothing is compressed.
+    smaller, and as long as a core restores them 1.5 times as fast as the tier delivers bytes, so
+    that a load takes no longer than without. No page is compressed before the tier's rate is known.
 
     Args:
-        io_bytes_per_s: Tells the rate at which the tier loads plain bytes, as measured; 0 while
+        io_bytes_per_s: Returns the measured rate at which the tier loads plain bytes; 0 while
             unknown.
-        decode_bytes_per_s: Tells the rate at which one core restores; default: measured.
+        decode_bytes_per_s: Returns the rate at which one core restores; default: measured.
         clock: Source of time.
     """
 
@@ -131,7 +130,7 @@ class Lossless:
         self._layouts: OrderedDict[bytes, Measure] = OrderedDict()
 
     def worth(self, layout: bytes) -> bool:
-        """Whether pages of this layout are compressed, as far as is known."""
+        """Return whether pages of this layout are to be compressed, by the measurements so far."""
         seen = self._layouts.get(layout)
         if seen is None or seen.gain < LEAST_GAIN:
             return False
@@ -139,10 +138,10 @@ class Lossless:
         return 0 < MARGIN * self._io() <= rate
 
     def pack(self, info: FrameInfo, body: memoryview) -> CompressedBody | None:
-        """The body compressed, or None if it stays as it is.
+        """Return the compressed body, or None if it is to be stored uncompressed.
 
         Args:
-            info: Describes it.
+            info: Description of the frame.
             body: Its stripes, of even length where they are candidates.
         """
         step = info.stripe_bytes
@@ -170,10 +169,11 @@ class Lossless:
             offset += step
         stripe = packed.data[offset : offset + size]
         target, times_ns = memoryview(bytearray(step)), list[int]()
-        for _ in range(TIMED):  # any may be interrupted
+        for _ in range(TIMED):  # each run may be interrupted
             start_ns, spent_ns = self._clock.now_ns(), compiling.spent_ns()
             unpack_stripe(stripe, target)
-            if compiling.spent_ns() == spent_ns:  # else the clock may have stood still
+            # while a thread compiles, the clock may stand still
+            if compiling.spent_ns() == spent_ns:
                 times_ns.append(self._clock.now_ns() - start_ns)
         if times_ns:
             seen.decode_s += min(times_ns) / 1e9
@@ -181,10 +181,10 @@ class Lossless:
 
 
 def unpack_stripe(stored: Buffer, target: memoryview) -> None:
-    """Decompresses a stripe into memory of exactly its length.
+    """Decompress a stripe into memory of exactly its length.
 
     Raises:
-        BadFrame: "digest": these are not the bytes of such a stripe.
+        BadFrame: "digest": the bytes are no such stripe.
     """
     view, half = memoryview(stored), len(target) // 2
     if len(view) < _HEAD.size or len(target) % 2:
@@ -250,7 +250,7 @@ def _pack_stripe(stripe: memoryview, seen: Measure, *, low: bool) -> list[Buffer
 
 
 class _Zstd(threading.local):
-    """The two objects of zstd, once per thread: neither may be shared."""
+    """The two zstd objects of one thread; neither may be shared."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)

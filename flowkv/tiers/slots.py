@@ -1,4 +1,4 @@
-"""Slots of host memory for frames, which a device can read and write itself."""
+"""Slots of host memory for frames, which a device can read and write directly."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from flowkv.tiers.io.engine import Arena, ArenaSlot
 Bytes = NDArray[np.uint8]
 
 CHUNK_BYTES = 256 << 20
-"""Memory that is registered with a device in one call."""
+"""Bytes of memory that are registered with a device in one call."""
 AHEAD_BYTES = 1 << 30
-"""Memory that is registered before it is asked for: registering takes as long as writing it."""
+"""Bytes that are registered before they are needed: registering takes as long as writing."""
 
 
 class SlotPool:
-    """Slots of host memory; a slot is free again when no array refers to its bytes. Thread-safe.
+    """Pool of slots in host memory; a slot is free once no array refers to its bytes. Thread-safe.
 
-    Memory for a device comes in chunks, each registered with it before its first slot is given out.
-    A thread makes them ahead of their use. Without a device all memory is one chunk.
+    Memory for a device comes in chunks, each registered with the device before its first slot is
+    given out. A thread makes chunks ahead of their use. Without a device all memory is one chunk.
 
     Args:
         n_bytes: Most bytes of all chunks.
 
     Attributes:
         why: The reason for which the device does not reach the memory; "" where it does.
-        kept_bytes: Bytes of slots whose owner counts them as his own, of those that are taken.
+        kept_bytes: Bytes of taken slots that the slot's owner counts as its own.
     """
 
     def __init__(self, n_bytes: int) -> None:
@@ -44,17 +44,17 @@ class SlotPool:
         self._pin: Callable[[int, int], str] | None = None
         self._unpin: Callable[[int], None] | None = None
         self._chunks: list[_Chunk] = []  # by address
-        self._last: _Chunk | None = None  # that had room
-        self._ended: deque[ArenaSlot] = deque()  # whose arrays are gone; a finalizer may only add
-        self._sizes: dict[int, int] = {}  # bytes of each slot that is taken, by address
-        self._wiped: set[int] = set()  # addresses of slots whose bytes are to be overwritten
+        self._last: _Chunk | None = None  # the chunk that had room last
+        self._ended: deque[ArenaSlot] = deque()  # slots without arrays; a finalizer may only append
+        self._sizes: dict[int, int] = {}  # bytes of each taken slot, by address
+        self._wiped: set[int] = set()  # addresses of slots to overwrite
         self._lock, self._closed = threading.Lock(), False
-        self._open = {True}  # empty once the pool is closed: then no slot is collected any more
+        self._open = {True}  # emptied on close: then no slot is collected any more
         self._ahead: _Making | None = None
 
     @property
     def pinned(self) -> bool:
-        """Whether a device reaches the memory, or a part of it."""
+        """Return whether a device reaches the memory, or a part of it."""
         return any(chunk.pinned for chunk in self._chunks)
 
     def register(
@@ -63,11 +63,11 @@ class SlotPool:
         unpin: Callable[[int], None],
         more_bytes: int = 0,
     ) -> None:
-        """Register all memory with a device, now and as it is made; the first device counts.
+        """Register all memory with a device, now and as it is made; later devices are ignored.
 
         Args:
-            pin: `pin(address, n_bytes)` returns why that does not work, or "".
-            unpin: `unpin(address)` ends it.
+            pin: `pin(address, n_bytes)` returns the reason why registering failed, or "".
+            unpin: `unpin(address)` ends the registration.
             more_bytes: Added to the size, for copies under way.
         """
         with self._lock:
@@ -81,10 +81,10 @@ class SlotPool:
             self._add(self._make())
 
     def take(self, n_bytes: int, *, pinned: bool = False) -> Bytes | None:
-        """Return a slot, with whatever was there before; None where there is no room.
+        """Return a slot with undefined content; None where there is no room.
 
         Args:
-            n_bytes: Its size; it occupies multiples of 4096.
+            n_bytes: Size of the slot; it occupies multiples of 4096.
             pinned: Return memory that the device reaches, or None.
         """
         with self._lock:
@@ -110,16 +110,16 @@ class SlotPool:
         return array
 
     def owns(self, view: memoryview) -> bool:
-        """Whether memory is a slot of this pool."""
+        """Return whether memory is a slot of this pool."""
         return bool(view.nbytes) and self._sizes.get(address_of(view)) == view.nbytes
 
     def reaches(self, array: Bytes) -> bool:
-        """Whether a device reaches the memory of an array."""
+        """Return whether a device reaches the memory of an array."""
         chunk = self._chunk_of(array.ctypes.data)
         return chunk is not None and chunk.pinned
 
     def place(self, address: int) -> tuple[Bytes, int] | None:
-        """Return a chunk whole, and where in it an address lies; None for other memory."""
+        """Return the whole chunk of an address, and the offset in it; None for other memory."""
         chunk = self._chunk_of(address)
         return None if chunk is None else (chunk.whole, address - chunk.address)
 
@@ -129,17 +129,17 @@ class SlotPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all slots that are taken."""
+        """Return the bytes of all taken slots."""
         with self._lock:
             self._collect()
             return sum(chunk.arena.n_bytes - chunk.arena.free_bytes for chunk in self._chunks)
 
     def close(self) -> None:
-        """Give back all memory; a chunk goes with the last array that refers to it."""
+        """Release all memory; a chunk goes with the last array that refers to it."""
         with self._lock:
             self._closed = True
             self._open.clear()
-            self._ended.clear()  # each holds the memory of its chunk
+            self._ended.clear()  # each slot holds the memory of its chunk
             self._chunks, self._last = [], None
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -163,14 +163,14 @@ class SlotPool:
     def _collect(self) -> None:
         while self._ended:
             slot = self._ended.popleft()
-            with suppress(StateError):  # closed
+            with suppress(StateError):  # the arena is closed
                 slot.arena.give_back(slot)
 
     def _made_bytes(self) -> int:
         return sum(chunk.arena.n_bytes for chunk in self._chunks)
 
     def _make(self, n_bytes: int = 0) -> _Chunk | None:
-        """Return a new chunk of at least so many bytes, registered; None if there can be none."""
+        """Return a new registered chunk of at least that many bytes; None if none can be made."""
         left = self.n_bytes - self._made_bytes()
         size = left if self._pin is None else min(left, max(CHUNK_BYTES, n_bytes))
         if size < max(n_bytes, 1):
@@ -194,7 +194,7 @@ class SlotPool:
             self._chunks = sorted([*self._chunks, chunk], key=lambda one: one.address)
 
     def _next(self, n_bytes: int) -> _Chunk | None:
-        """Return the chunk that a thread makes, or else a new one of at least so many bytes."""
+        """Return the chunk made ahead, or else a new one of at least that many bytes."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.join()
@@ -203,7 +203,7 @@ class SlotPool:
         return self._make(n_bytes)
 
     def _make_ahead(self) -> None:
-        """Have a thread make the next chunk, if little is left of those that there are."""
+        """Start a thread that makes the next chunk, if little is left of the present ones."""
         if self.why or self._pin is None:
             return
         if self._ahead is not None:
@@ -215,7 +215,7 @@ class SlotPool:
         free = sum(chunk.arena.free_bytes for chunk in self._chunks)
         if made < self.n_bytes and free < max(AHEAD_BYTES, made - free):
             making = _Making(self._make)
-            with suppress(RuntimeError):  # no thread can begin: it is made when it is needed
+            with suppress(RuntimeError):  # no thread can start: the chunk is made when it is needed
                 making.start()
                 self._ahead = making
 
@@ -224,9 +224,9 @@ class _Chunk:
     """Memory in one piece.
 
     Attributes:
-        pinned: A device reaches it.
+        pinned: Whether a device reaches it.
         whole: All of its bytes.
-        end: Ends the registration, once nothing refers to the chunk.
+        end: Finalizer that ends the registration, once nothing refers to the chunk.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -236,7 +236,7 @@ class _Chunk:
 
 
 class _Making(threading.Thread):
-    """A thread that makes a chunk."""
+    """Thread that makes one chunk."""
 
     def __init__(self, make: Callable[[], _Chunk | None]) -> None:
         super().__init__(name="flowkv memory", daemon=True)

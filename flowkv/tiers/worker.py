@@ -1,14 +1,14 @@
-"""Jobs of a tier: queued, worked off, answered once and before their deadline.
+"""Request queue of a tier: jobs are queued, worked off, and answered once before their deadline.
 
-An item whose deadline passes is answered `FAILED` by whoever polls, even while somebody is stuck
-with it. What comes later is dropped, because an item's memory is never given away, only lent: from
-`claim` on no other answer can come, until the item is answered or let go of. So work that may take
-long has no other way than to copy first. Stores of one key go one after the other.
+An item past its deadline is answered `FAILED` by the next poll, even while a thread is stuck with
+it. A later result is dropped, because an item's memory is never given away, only lent: from `claim`
+on no other answer can come, until the item is answered or released. So work that may take long must
+copy first. Stores of one key run one after the other.
 
-`Workers` works off such a queue with threads. Loads go before stores, except that one of the
-threads looks at stores first. A thread whose item is overdue may never come back: it is set aside
-with its staging memory, which is *retired* until the call returns (DESIGN D10), and replaced, as
-often as `spares` allows. The queue of a disk has one conductor instead (`tiers.disk.tier`).
+`Workers` serves such a queue with threads. Loads go before stores, except that one of the threads
+looks at stores first. A thread with an overdue item may never return: it is set aside with its
+staging memory, which is *retired* until the call returns (DESIGN D10), and replaced, as often as
+`spares` allows. The queue of a disk is served by one scheduler instead (`tiers.disk.tier`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flowkv.core.clock import Clock
 from flowkv.core.memory import HUGE_BYTES, own_memory
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, TierAnswer
 
-# Where a tier puts its answers until they are polled.
+# Answers of a tier until they are polled.
 
 
 class Completions:
-    """A thread-safe queue of answers, with a file descriptor for those who wait on many things."""
+    """Thread-safe queue of answers, with a file descriptor for event loops."""
 
     def __init__(self) -> None:
         self._ready: deque[TierAnswer] = deque()
@@ -40,13 +40,13 @@ class Completions:
         self._jobs = 0
 
     def new_job(self) -> int:
-        """The next job number, from 1."""
+        """Return the next job number, from 1."""
         with self._changed:
             self._jobs += 1
             return self._jobs
 
     def put(self, answers: Iterable[TierAnswer]) -> None:
-        """Adds answers and wakes whoever polls."""
+        """Add answers and wake the threads that poll."""
         with self._changed:
             before = len(self._ready)
             self._ready.extend(answers)
@@ -56,7 +56,7 @@ class Completions:
                     os.eventfd_write(self._event_fd, 1)
 
     def take(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """All answers there are; waits up to `timeout_s` for the first one."""
+        """Take all answers there are; wait up to `timeout_s` for the first one."""
         with self._changed:
             if not self._ready and timeout_s > 0:
                 self._changed.wait_for(lambda: self._ready, timeout_s)
@@ -67,7 +67,7 @@ class Completions:
             return answers
 
     def fileno(self) -> int:
-        """An eventfd, readable while answers wait; made at the first call, -1 once closed."""
+        """Return an eventfd, readable while answers wait; made on first use, -1 after `close`."""
         with self._changed:
             if self._event_fd < 0 and not self._closed:
                 waiting = 1 if self._ready else 0
@@ -75,7 +75,7 @@ class Completions:
             return self._event_fd
 
     def close(self) -> None:
-        """Closes the eventfd for good; answers can still be taken."""
+        """Close the eventfd for good; answers can still be taken."""
         with self._changed:
             self._closed = True
             if self._event_fd >= 0:
@@ -88,20 +88,20 @@ _NOTHING = memoryview(b"")
 
 
 class Item:
-    """One wish on its way. Its memory is let go of with the answer.
+    """One request on its way. The answer drops the reference to its memory.
 
     Attributes:
-        wish: What was asked, without the memory.
+        wish: The request, without its memory.
         stores: Whether it is a store.
-        memory: Target or body until the item is answered; ask for it with `claim`.
+        memory: Target or body until the item is answered; access it with `claim`.
         n_bytes: Length of the memory.
         readonly: Whether the memory cannot be written to.
-        begun: Whether somebody works on it.
+        begun: Whether work on it has begun.
         claimed: Whether its memory is in use right now: too early to answer without it.
         done: The answer.
         hand: The thread that works on it.
-        flight: What is under way for it on a disk.
-        tries: How often that was begun anew.
+        flight: Its operation under way on a disk.
+        tries: How often that operation was restarted.
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class Item:
 
 
 class ItemAnswer(NamedTuple):
-    """The end of an item."""
+    """Answer to an item."""
 
     item: Item
     outcome: Outcome
@@ -140,16 +140,16 @@ class ItemAnswer(NamedTuple):
 
 
 class RequestQueue:
-    """Items until they are answered. Thread-safe.
+    """Queue of items until they are answered. Thread-safe.
 
     Args:
         clock: Source of time.
         queue_bytes: Stores waiting beyond this are `FAILED` with reason "busy".
-        forsake: Told of every store that somebody works on, before it is answered without.
+        forsake: Called with every store in progress, before it is answered without its result.
 
     Attributes:
-        answers: Where the answers are.
-        closing: Whether nothing more is queued.
+        answers: The answers, until they are polled.
+        closing: Whether the queue accepts no more items.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class RequestQueue:
         self._changed = threading.Condition()
         self._loads: deque[Item] = deque()
         self._stores: deque[Item] = deque()
-        self._storing: set[bytes] = set()  # keys of stores that somebody works on
-        self._deadlines: list[tuple[int, int, list[Item]]] = []  # with the job
+        self._storing: set[bytes] = set()  # keys of stores in progress
+        self._deadlines: list[tuple[int, int, list[Item]]] = []  # (deadline, job, items)
         self._given_up: list[Item] = []
 
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
-        """Queues the items of a job; returns its number."""
+        """Queue the items of a job; return its number."""
         job, now, queued = self.answers.new_job(), self._clock.now_ns(), list[Item]()
         times = now, now + round(min(deadline_s, _FOREVER_S) * 1e9)
         with self._changed:
@@ -186,7 +186,7 @@ class RequestQueue:
         return job
 
     def poll(self, timeout_s: float) -> list[TierAnswer]:
-        """Answers that are ready, those of items whose deadline has passed among them."""
+        """Return the answers that are ready, including those of items past their deadline."""
         end_s = time.monotonic() + timeout_s
         while True:
             next_s = self.expire()
@@ -195,30 +195,30 @@ class RequestQueue:
             if answers or time.monotonic() >= end_s:
                 return answers
 
-    # --- for whoever works them off ------------------------------------------------------------
+    # --- for the workers -----------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until something is queued, or it is time to end."""
+        """Wait until an item is queued, or the queue is closing."""
         with self._changed:
             if not (self._loads or self._stores or self.closing):
                 self._changed.wait(timeout_s)
 
     def end(self) -> None:
-        """It is time to end, once all that is queued is done."""
+        """Close the queue to new items; the workers end once all queued items are done."""
         with self._changed:
             self.closing = True
             self._changed.notify_all()
 
     def waiting(self) -> int:
-        """Items that were not begun, and those answered meanwhile."""
+        """Return an upper bound of the items not begun: some may be answered already."""
         return len(self._loads) + len(self._stores)
 
     def begin(self, *, stores: bool) -> Item | None:
-        """Takes the first item that is not answered and may be begun.
+        """Take the first item that is not answered and may begin.
 
-        A store waits for the end of one of the same key, and is then done in its turn, which costs
-        nothing if the frame is there: it may have been deleted again since, so the answer of the
-        first is not that of the second.
+        A store waits for an earlier one of the same key, and then runs in its turn, which costs
+        nothing if the frame is there: the frame may have been deleted since, so the first answer
+        does not hold for the second.
         """
         with self._changed:
             queue = self._stores if stores else self._loads
@@ -235,11 +235,11 @@ class RequestQueue:
             return None
 
     def begin_loads(self, known: Container[bytes], most_bytes: int) -> list[Item]:
-        """Takes the first loads that are not answered, while their keys are known.
+        """Take the first loads that are not answered, while their keys are known.
 
         Args:
-            known: Those keys.
-            most_bytes: Of their memory; the last one may go beyond.
+            known: The keys that may be taken, such as those with known digests.
+            most_bytes: Most bytes of their memory; the last one may go beyond.
         """
         found, n_bytes = list[Item](), 0
         with self._changed:
@@ -255,7 +255,7 @@ class RequestQueue:
         return found
 
     def put_back(self, item: Item) -> None:
-        """Makes an item the first again: it cannot be begun yet, or must be begun anew."""
+        """Return an item to the head of its queue: it cannot begin yet, or must begin anew."""
         with self._changed:
             item.begun = item.claimed = False
             if item.stores:
@@ -268,15 +268,15 @@ class RequestQueue:
                 (self._stores if item.stores else self._loads).appendleft(item)
 
     def end_store(self, item: Item) -> None:
-        """A store that was begun is of no more concern: the next one of its key goes on."""
+        """End a store that was begun, so that the next one of its key can begin."""
         with self._changed:
             self._storing.discard(item.key)
             self._changed.notify_all()
 
     def claim(self, item: Item) -> memoryview | None:
-        """The memory of an item, for the caller alone; None if the item was answered.
+        """Return the memory of an item, for the caller alone; None if the item was answered.
 
-        Until the caller answers the item, or lets go of it, nobody else answers it: so do nothing
+        Until the caller answers the item, or releases it, no other answer can come: so do nothing
         meanwhile that may take long.
         """
         with self._changed:
@@ -284,12 +284,12 @@ class RequestQueue:
             return item.memory
 
     def claim_all(self, items: Iterable[Item]) -> list[memoryview | None]:
-        """The same of many."""
+        """Claim many items; return their memory, None for answered ones."""
         with self._changed:
             return [self.claim(item) for item in items]
 
     def let_go(self, item: Item) -> None:
-        """Ends a claim without an answer."""
+        """End a claim without an answer."""
         with self._changed:
             item.claimed = False
             if self._closed:
@@ -303,11 +303,11 @@ class RequestQueue:
         info: FrameInfo | None = None,
         n_bytes: int = 0,
     ) -> None:
-        """Answers an item, unless it was."""
+        """Answer an item, unless it has an answer."""
         self.answer_all([ItemAnswer(item, outcome, reason, info, n_bytes)])
 
     def answer_all(self, answers: Iterable[ItemAnswer]) -> None:
-        """Answers items, unless they were."""
+        """Answer those items that have no answer yet."""
         with self._changed:
             now, done = self._clock.now_ns(), []
             for item, outcome, reason, info, n_bytes in answers:
@@ -321,7 +321,7 @@ class RequestQueue:
             self.answers.put(done)
 
     def given_up(self) -> list[Item]:
-        """Items that somebody works on and that were answered without, since the last call."""
+        """Take the begun items that were answered without their result since the last call."""
         if not self._given_up:
             return []
         with self._changed:
@@ -331,7 +331,7 @@ class RequestQueue:
     # --- ends ----------------------------------------------------------------------------------
 
     def expire(self) -> float:
-        """Fails overdue items; returns the seconds until the next deadline."""
+        """Fail overdue items; return the seconds until the next deadline."""
         with self._changed:
             now, queue, claimed = self._clock.now_ns(), self._deadlines, []
             while queue:
@@ -342,7 +342,7 @@ class RequestQueue:
                     break
                 heapq.heappop(queue)
                 for item in items:
-                    if not item.claimed:  # else answered in a moment, or let go of
+                    if not item.claimed:  # a claimed item is answered or released in a moment
                         self._give_up(item, "deadline")
                 if left := [item for item in items if item.done is None]:
                     claimed.append((deadline_ns, job, left))
@@ -351,15 +351,15 @@ class RequestQueue:
             return (queue[0][0] - now) / 1e9 if queue else _FOREVER_S
 
     def cancel(self, job: int) -> None:
-        """Answers what is left of a job, except where memory is in use."""
+        """Answer the rest of a job, except items with their memory in use."""
         self._give_up_all("cancelled", lambda item: item.job == job)
 
     def fail_waiting(self, reason: str) -> None:
-        """Answers what nobody has begun."""
+        """Fail all items that were not begun."""
         self._give_up_all(reason, lambda item: not item.begun)
 
     def fail_rest(self) -> None:
-        """Answers everything that is left, once it is let go of."""
+        """Fail all remaining items except claimed ones, which fail on release; close for good."""
         with self._changed:
             self._closed = True
             self._give_up_all("closed", lambda item: True)
@@ -383,57 +383,57 @@ class RequestQueue:
                 self._given_up.append(item)
 
 
-# A queue that threads work off.
+# Queue served by threads.
 
 
 class ThreadMemory:
-    """Memory of one thread, as large as the largest frame it met."""
+    """Staging memory of one thread, as large as its largest frame so far."""
 
     def __init__(self) -> None:
         self._view = memoryview(b"")
 
     @property
     def n_bytes(self) -> int:
-        """Bytes it has grown to."""
+        """Return the current size in bytes."""
         return len(self._view)
 
     def give_up(self) -> None:
-        """Uses other memory from now on: somebody may still read or write this."""
+        """Abandon the memory, which may still be read or written; allocate anew on next use."""
         self._view = memoryview(b"")
 
     def __call__(self, n_bytes: int) -> memoryview:
-        """Writable, page-aligned memory; what was there before is overwritten."""
+        """Return writable, page-aligned memory with undefined content."""
         if len(self._view) < n_bytes:
             self._view = own_memory(max(HUGE_BYTES, 1 << (n_bytes - 1).bit_length()))
         return self._view[:n_bytes]
 
 
 class Hand:
-    """One thread: what it works on, and in which memory."""
+    """One worker thread, with its current item and its staging memory."""
 
     def __init__(self, stores_first: bool) -> None:
         self.stores_first, self.staging = stores_first, ThreadMemory()
         self.item: Item | None = None
-        self.overdue = False  # what it works on was answered without it
+        self.overdue = False  # its item was answered without its result
         self.thread: threading.Thread | None = None
 
 
 class Workers(RequestQueue):
-    """Threads that work off loads and stores.
+    """Request queue with threads that serve loads and stores.
 
     Args:
-        name: Of the threads.
+        name: Name of the threads.
         work: Does one item and answers it; `item.hand` has memory for it.
         clock: Source of time.
-        threads: Their number; they start with the first item.
+        threads: Number of threads; they start with the first item.
         queue_bytes: Stores waiting beyond this are `FAILED` with reason "busy".
         spares: Most threads that are replaced while they are overdue.
         storing: Most threads that store at a time, so that loads find one free; 0 for all.
-        late: Told of every item that a thread works on when its deadline passes.
-        forsake: Told of every store that a thread works on, before it is answered without.
+        late: Called with every item in progress at its deadline.
+        forsake: Called with every store in progress, before it is answered without its result.
     """
 
-    def __init__(  # noqa: PLR0913 - what a queue needs is named where it is made
+    def __init__(  # noqa: PLR0913 - each is a property of the queue
         self,
         name: str,
         work: Callable[[Item], None],
@@ -453,18 +453,18 @@ class Workers(RequestQueue):
 
     @property
     def retired_bytes(self) -> int:
-        """Staging memory of threads that are overdue."""
+        """Return the bytes of staging memory of overdue threads."""
         with self._changed:
             return sum(hand.staging.n_bytes for hand in self._hands if hand.overdue)
 
     @property
     def overdue(self) -> int:
-        """Threads that are stuck with items which were answered without them."""
+        """Return the number of threads stuck with items that were answered without them."""
         with self._changed:
             return sum(hand.overdue for hand in self._hands)
 
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
-        """Queues the items of a job; returns its number."""
+        """Queue the items of a job; return its number."""
         job = super().submit(wishes, deadline_s)
         self._refill()
         return job
@@ -476,7 +476,7 @@ class Workers(RequestQueue):
                 self._hire()
 
     def expire(self) -> float:
-        """Fails overdue items, and does without threads that are stuck with them."""
+        """Fail overdue items, and set aside the threads stuck with them."""
         self._refill()
         next_s = super().expire()
         for item in self.given_up():
@@ -489,7 +489,7 @@ class Workers(RequestQueue):
         return next_s
 
     def close(self, timeout_s: float) -> bool:
-        """Works off what is queued; whether all threads came to an end in time."""
+        """Work off all queued items; return whether all threads ended in time."""
         self.end()
         with self._changed:
             threads = [hand.thread for hand in self._hands if hand.thread]
@@ -501,9 +501,10 @@ class Workers(RequestQueue):
         return not any(thread.is_alive() for thread in threads)
 
     def _refill(self) -> None:
-        """Starts a thread where one is missing and there is work; it starts the next one.
+        """Start a thread if one is missing and there is work; that thread starts the next one.
 
-        Not while overdue items are answered: to start a thread takes longer than all the rest.
+        It is not called while overdue items are answered: starting a thread takes longer than all
+        the rest.
         """
         with self._changed:
             hands = sum(not hand.overdue for hand in self._hands)
@@ -518,32 +519,33 @@ class Workers(RequestQueue):
         self._hands.append(hand)
         try:
             hand.thread.start()
-        except (RuntimeError, MemoryError):  # the system has none now
+        except (RuntimeError, MemoryError):  # the system has no thread or memory now
             self._hands.remove(hand)
             if all(other.overdue for other in self._hands):
                 self.fail_waiting("memory")
 
     def _run(self, hand: Hand) -> None:
-        """The life of a thread, which never dies with an item in its hands."""
+        """Serve items until the queue closes; no error leaves an item unanswered."""
         while item := self._next(hand):
             reason = "unanswered"
             try:
                 self._work(item)
             except MemoryError:
                 reason = "memory"
-            except BaseException as error:  # libraries in other languages panic with one
+            # libraries in other languages panic with a BaseException
+            except BaseException as error:
                 reason = f"{type(error).__name__}: {error}"
             self.answer(item, Outcome.FAILED, reason)
 
     def _next(self, hand: Hand) -> Item | None:
-        """What to do next, not answered; nothing when it is time to end."""
+        """Return the next unanswered item; None when the thread is to end."""
         with self._changed:
             if hand.item is not None and hand.item.stores:
                 self.end_store(hand.item)
             elif self.closing:
-                self._changed.notify_all()  # others may wait for the end of all
+                self._changed.notify_all()  # others may wait for the end of all threads
             hand.item = None
-            while not hand.overdue:  # else another one has taken its place
+            while not hand.overdue:  # an overdue thread has been replaced
                 self.expire()
                 if (item := self._take(hand)) is not None:
                     return item
@@ -554,7 +556,7 @@ class Workers(RequestQueue):
             return None
 
     def _take(self, hand: Hand) -> Item | None:
-        kinds = [False, True]  # of stores
+        kinds = [False, True]  # whether to take stores
         if len(self._storing) >= (self._most_storing or len(self._hands)):
             kinds.pop()
         for stores in reversed(kinds) if hand.stores_first else kinds:

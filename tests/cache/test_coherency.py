@@ -276,7 +276,7 @@ def test_nobody_erases_while_somebody_stores(tmp_path: Path) -> None:
     log._patience_s = 0.05
     with b.planner.store.erasure_logs[0].storing() as free:
         assert free
-        with pytest.raises(StoreError, match=r"does not go on has locked .* forget again"):
+        with pytest.raises(StoreError, match=r"is locked by a process .* forget again"):
             a.forget(P)
     assert a.forget(P) == 0
     a.close()
@@ -364,7 +364,7 @@ def test_where_nobody_can_be_told_it_says_so(tmp_path: Path) -> None:
     log.unlink()
     log.mkdir()
     published(a, P)
-    with pytest.raises(StoreError, match="cannot be written, so that no other cache is told"):
+    with pytest.raises(StoreError, match="cannot be written, so other caches would not learn"):
         a.forget(P)
     assert reused(a, P) == 0 and not list(a.planner.store.tiers[0].scan())
     log.rmdir()

@@ -255,10 +255,10 @@ def test_frames_that_others_sent_to_an_engine_are_erased_or_named() -> None:
     published(other, P)
     assert other.flush() and len(engine.objects) == 3
     engine.always["get"] = "error"
-    with pytest.raises(StoreError, match=r"a cannot say what it holds \(the headers of 3 frames"):
+    with pytest.raises(StoreError, match=r"a cannot list its frames \(the headers of 3 frames"):
         kv.forget(tenant="")
     engine.always["list"] = "error"
-    with pytest.raises(StoreError, match="a cannot say what it holds"):
+    with pytest.raises(StoreError, match="a cannot list its frames"):
         kv.forget(tenant="")
     engine.release()
     kv.planner.store.tiers[0]._breaker = Breaker(SystemClock())

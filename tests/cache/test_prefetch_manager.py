@@ -279,6 +279,28 @@ def test_a_learned_policy_brings_back_what_agents_come_back_for() -> None:
     assert waited_for["auto"] < 0.6 * waited_for["off"]
 
 
+def test_documents_that_recur_in_an_order_come_before_they_are_asked_for() -> None:
+    """The times between them say nothing: an order is all that can be learned."""
+    waited_for = {}
+    for prefetch in ("markov", "auto", "off"):
+        rng = np.random.default_rng(3)
+        kv = small(pages=12, policy="hazard", prefetch=prefetch)
+        for turn in range(60):
+            for document in range(5):
+                kv.clock.advance(s=float(rng.exponential(20.0)))
+                opened(kv, [*[10 + document] * 24, 100 + turn]).close()
+                edges(kv, 1)
+        waited_for[prefetch] = kv.stats()["tiers"]["host"]["loaded_bytes"]
+        if prefetch != "off":
+            learned = numbers_of(kv)["learned"]
+            waited_for[prefetch] -= learned["fetched_bytes"]
+        if prefetch == "markov":
+            assert learned["used_bytes"] > 0.8 * learned["fetched_bytes"] > 0
+        audit(kv)
+        kv.close()
+    assert waited_for["markov"] < 0.7 * waited_for["auto"] < 0.7 * waited_for["off"]
+
+
 # ---- what it costs
 
 
@@ -393,7 +415,7 @@ def test_without_a_tier_there_is_nothing_to_bring() -> None:
         assert kv.prefetches is None and kv.stats()["prefetch"] == {}
 
 
-@pytest.mark.parametrize("wrong", ["on", {"margins": 1.0}, {"margin": -1.0}])
+@pytest.mark.parametrize("wrong", ["on", {"margins": 1.0}, {"margin": -1.0}, {"learned": "all"}])
 def test_the_option_is_checked_at_once(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="prefetch"):
         KV(prefetch=wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-LEAST, TRUST, UNSEEN = 1 / 64, 1 / 256, 1 / 65536
+LEAST, TRUST, UNSEEN, UNLIKELY = 1 / 64, 1 / 256, 1 / 65536, 0.01
 
 
 @dataclass
@@ -82,6 +82,6 @@ class SlowMarkov:
                 for x, p in scores.items():
                     total[x] = total.get(x, 0.0) + p
                 for x, p in sorted(scores.items(), key=lambda one: (-one[1], one[0]))[:beam]:
-                    after.append(([*past, x], p))
+                    after += [([*past, x], p)] if p > UNLIKELY else []
             beams = sorted(after, key=lambda one: -one[1])[:beam]
         return sorted(total.items(), key=lambda one: (-one[1], one[0]))[:n]

@@ -42,28 +42,33 @@ class Source:
         return np.argsort(-self.matrix, axis=1, kind="stable")[contexts, :n]
 
 
-def recall(markov: Markov, source: Source, n: int, length: int = 3000) -> float:
-    """Share of the next symbols among the `n` predicted, against the best that can be done."""
-    symbols, contexts = source.draw(length)
-    best = (source.bayes(contexts, n) == symbols[:, None]).any(1).sum()
-    found = 0
-    for x in symbols:
-        found += int(x) in markov.predict(n)[0]
-        markov.observe(array([x]))
-    return found / float(best)
+def recalls(markov: Markov, source: Source, counts: tuple[int, ...]) -> list[float]:
+    """Shares of the next symbols among the n predicted, against the best that can be done."""
+    symbols, contexts = source.draw(3000)
+    ranks = []
+    for x in symbols.tolist():
+        guessed = markov.predict(max(counts))[0].tolist()
+        ranks.append(guessed.index(x) if x in guessed else len(guessed))
+        markov.observe([x])
+    best = source.bayes(contexts, max(counts)) == symbols[:, None]
+    return [sum(rank < n for rank in ranks) / best[:, :n].any(1).sum() for n in counts]
+
+
+def recall(markov: Markov, source: Source, n: int) -> float:
+    return recalls(markov, source, (n,))[0]
 
 
 CHAINS = [(1, 64, 0.1), (1, 32, 0.3), (2, 16, 0.3), (3, 8, 0.3)]
 
 
 @pytest.mark.parametrize(("order", "alphabet", "concentration"), CHAINS)
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_recall_is_nearly_that_of_bayes(
-    order: int, alphabet: int, concentration: float, n: int
-) -> None:
-    source, markov = Source(order, alphabet, concentration, seed=order + n), Markov()
-    markov.observe(source.draw(30_000)[0])
-    assert recall(markov, source, n) >= 0.95
+def test_recall_is_nearly_that_of_bayes(order: int, alphabet: int, concentration: float) -> None:
+    found = []
+    for seed in (order + 1, order + 11):
+        source, markov = Source(order, alphabet, concentration, seed), Markov()
+        markov.observe(source.draw(30_000)[0])
+        found.append(recalls(markov, source, (1, 2, 4)))
+    assert all(sum(each) / len(each) >= 0.95 for each in zip(*found, strict=True)), found
 
 
 def test_an_order_that_the_stream_does_not_have_costs_little() -> None:
@@ -103,18 +108,18 @@ def test_a_cycle_is_learned_in_one_round() -> None:
     assert set(symbols.tolist()) == set(range(1, 9)) and all(uses > 0)
 
 
-@given(STREAMS, STREAMS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
-def test_it_is_its_reference(
-    first: list[int], second: list[int], order: int, successors: int, steps: int
-) -> None:
-    fast = Markov(order=order, successors=successors, memory=8)
-    slow = SlowMarkov(order, successors, 8)
+@given(STREAMS, STREAMS, st.integers(1, 3), st.integers(1, 3))
+def test_it_is_its_reference(first: list[int], second: list[int], order: int, steps: int) -> None:
+    fast, slow = Markov(order=order, successors=9, memory=8), SlowMarkov(order, 9, 8)
     for part in (first, second):
         fast.observe(array(part))
         slow.observe(part)
         for n in (1, 3, 100):
             symbols, scores = fast.predict(n)
-            assert list(zip(symbols.tolist(), scores.tolist(), strict=True)) == slow.predict(n)
+            found = dict(zip(symbols.tolist(), scores.tolist(), strict=True))
+            known = dict(slow.predict(100))
+            assert found == pytest.approx({symbol: known[symbol] for symbol in found})
+            assert sorted(found.values()) == pytest.approx(sorted(known.values())[-n:])
         symbols, scores = fast.predict(5, steps)
         assert scores.tolist() == pytest.approx([p for _, p in slow.predict(5, steps)])
     assert fast.seen == len(first) + len(second)
@@ -127,7 +132,7 @@ def test_it_is_deterministic_however_the_stream_is_cut(first: list[int], second:
     other.observe(array(first))
     for x in second:
         other.observe(array([x]))
-    assert markov._state.tolist() == other._state.tolist()
+    assert markov._last == other._last and markov.seen == other.seen
     for mine, its in zip(markov.predict(9), other.predict(9), strict=True):
         assert mine.tolist() == its.tolist()
 
@@ -144,21 +149,33 @@ def test_probabilities_are_probabilities(stream: list[int]) -> None:
     assert far.sum() <= 3 + 1e-9
 
 
+@pytest.mark.parametrize("times", [5, 5000])  # after these, shares are scaled anew
+def test_a_new_successor_takes_the_share_of_the_rarest(times: int) -> None:
+    markov = Markov(order=1, successors=2, memory=2)
+    markov.observe([0, 1] * times + [0, 2] * 2 + [0])
+    row = markov._tables[1][(0,)]
+    assert row.shares[2] / row.scale == pytest.approx(3 / 4)  # 1 had all: half, and half again
+    assert row.shares[1] / row.scale == pytest.approx(1 / 4)
+    markov.observe([3])
+    assert set(row.shares) == {2, 3}
+    assert row.shares[3] / row.scale == pytest.approx(1 / 8 + 1 / 2)
+
+
 def test_memory_is_bounded_and_what_is_used_stays() -> None:
     markov = Markov(contexts=64, order=1)
-    size = markov._tables.nbytes
     noise = np.random.default_rng(0).integers(1000, 1_000_000, 20_000)
     for part in noise.reshape(-1, 4):
         markov.observe(array([1, 2, 1, 2]))
         markov.observe(part)
     markov.observe(array([1]))
-    assert markov._tables.nbytes == size
+    assert sum(len(table) for table in markov._tables) <= 2 * 64
+    assert all(len(row.shares) <= 16 for table in markov._tables for row in table.values())
     assert markov.predict(1)[0].tolist() == [2]
 
 
 def test_mistakes_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"power of two\. Use 8192"):
-        Markov(contexts=5000)
+    with pytest.raises(ConfigError, match="contexts"):
+        Markov(contexts=0)
     with pytest.raises(ConfigError, match="order"):
         Markov(order=4)
     assert len(Markov().predict(0)[0]) == 0 and len(Markov().predict(3)[0]) == 0

@@ -465,6 +465,26 @@ def test_the_guard_stops_everything() -> None:
     assert len(list(prefetcher.plan(10 * S, shop, shop))) == 1
 
 
+def test_what_a_markov_chain_expects_comes_until_its_slot_names_another_block() -> None:
+    options = {"learned": "markov", "probe_share": 1.0, "floor": 0.5, "margin": 0.0}
+    prefetcher, shop = Prefetcher(4, guard=patient(), **options), Shop([-1] * 9, 4)
+    shop.known |= set(range(9))
+    for turn in range(40):
+        now, slot = turn * S, turn % 3
+        prefetcher.accessed(now, array([slot]), 0, 4)
+        assert prefetcher.due_ns(now) == now + 1, "a use changes what is expected"
+        for fetch in prefetcher.plan(now, shop, shop):
+            assert fetch.kind == LEARNED and fetch.rate < 1.0 + 1 / 4 + 1e-9
+            assert set(fetch.slots.tolist()) <= {0, 1, 2}
+            prefetcher.failed(now, fetch.slots)
+        assert prefetcher.due_ns(now) > now + 1
+    assert prefetcher.fetched_bytes[LEARNED] > 3
+    prefetcher.forget(array([0, 1, 2]))
+    prefetcher.accessed(40 * S, array([0]), 0, 4)
+    brought = [fetch.slots.tolist() for fetch in prefetcher.plan(40 * S, shop, shop)]
+    assert not {1, 2} & {slot for slots in brought for slot in slots}, "these are other blocks now"
+
+
 @pytest.mark.parametrize("sigma", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("passed", [0.05, 0.5, 1.0, 3.0])
 def test_the_rate_of_a_hint_is_that_of_a_lognormal_time(sigma: float, passed: float) -> None:

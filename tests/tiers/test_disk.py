@@ -341,7 +341,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         (file, "cannot be used"),
         (file / "kv", "cannot be used"),
         (foreign, r"holds other files, such as 'holiday.jpg'\. Choose an empty"),
-        (shared, r"everybody may write .* Run chmod 700"),
+        (shared, r"all users may write .* Run chmod 700"),
         ("", "has no path"),
     ):
         with pytest.raises(StoreError, match=message):

@@ -82,7 +82,7 @@ def test_nobody_may_put_another_directory_in_its_place(
     if works:
         DiskTier(parent / "kv", MIB).close()
         return
-    with pytest.raises(StoreError, match=r"everybody may replace .* Run chmod \+t"):
+    with pytest.raises(StoreError, match=r"all users may replace .* Run chmod \+t"):
         DiskTier(parent / "kv", MIB)
 
 
@@ -105,7 +105,7 @@ def test_a_link_to_a_directory_is_judged_by_where_it_leads(tmp_path: Path) -> No
     stored(tier, ["a"])
     tier.close()
     parent.chmod(0o777)
-    with pytest.raises(StoreError, match="everybody may replace"):
+    with pytest.raises(StoreError, match="all users may replace"):
         DiskTier(tmp_path / "link", MIB)
 
 

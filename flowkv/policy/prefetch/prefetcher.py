@@ -2,12 +2,13 @@
 
 Three reasons, in this order. The *queue*: a request that waits will use its chain, certainly and
 soon. A *hint*: the application expects a chain at about some time; bringing it starts early enough
-for the transfer, some slack and the error of the hint, and not before. And what the place's policy
-has *learned* (`Policy.wanted`). All three pay for what they bring from a budget that fills when
-they were right (`credit`); on traffic that cannot be predicted the learned reason so switches
-itself off. Nothing goes for a prefetch that is worth more than it (`Policy.displace`), and while a
-`RegretGuard` says that prefetching costs more than it saves, nothing is brought at all. To bring
-nothing is the normal answer.
+for the transfer, some slack and the error of the hint, and not before. And the *learned* next uses:
+those that the place's policy expects (`Policy.wanted`), or those of a Markov chain over the chains'
+last known blocks, for documents and templates that recur. All three pay for what they bring from a
+budget that fills when they were right (`credit`); on traffic that cannot be predicted the learned
+reason so switches itself off. Nothing goes for a prefetch that is worth more than it
+(`Policy.displace`), and while a `RegretGuard` says that prefetching costs more than it saves,
+nothing is brought at all. To bring nothing is the normal answer.
 
 Pure and deterministic: who drives it tells what happened, gives the time, and moves the bytes.
 """
@@ -18,7 +19,7 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -26,6 +27,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, PolicyConfig, Slots, configure
+from flowkv.policy.prefetch.markov import Markov
 from flowkv.policy.restore.costs import Rates
 
 # When to start for a chain that the application expects at about some time.
@@ -525,6 +527,7 @@ class RegretGuard:
 
 
 _RESTLESS = 16
+_STEPS, _GAPS = 4, 64  # requests that a Markov chain looks ahead; latest gaps between requests
 _TOGETHER = 16  # hints that are due within this part of a period are looked at together
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -545,6 +548,8 @@ class PrefetchConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_o
         early: ... and so many standard deviations of the hint's error.
         period_s: The learned reason is asked so often.
         candidates: Chains that it is asked for.
+        learned: "policy" asks the place's policy which chains return, and when; "markov" a `Markov`
+            which of them follow the latest ones.
         floor: Precision from which on a reason pays for itself.
         probe_share: What learned reasons may risk, of the bytes that are demanded anyway.
         horizon_s: What was not used by then was brought in vain.
@@ -559,6 +564,7 @@ class PrefetchConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_o
     early: Annotated[float, Meta(ge=0.0, le=4.0)] = 1.0
     period_s: Seconds = 1.0
     candidates: Annotated[int, Meta(ge=0, le=4096)] = 16
+    learned: Literal["policy", "markov"] = "policy"
     floor: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.4
     probe_share: Share = 0.01
     horizon_s: Seconds = 600.0
@@ -604,6 +610,11 @@ class Prefetcher:
         self.displaced_bytes = 0
         self._queue: dict[int, int] = {}
         self._hints = HintQueue()
+        self._markov = Markov() if config.learned == "markov" else None
+        self._numbers = dict[int, int]()  # symbols of the Markov chain, by slot
+        self._slots = dict[int, int]()  # and back
+        self._gaps_ns = deque[int](maxlen=_GAPS)
+        self._used_ns: int | None = None
         self._now_ns: int | None = None
         self._asked_ns: int | None = None
         self._planned_ns = -(1 << 62)
@@ -655,6 +666,14 @@ class Prefetcher:
         self.credit.demanded(demanded_bytes)
         self.guard.demanded(now_ns, demanded_bytes)
         self._learn(now_ns, outcome)
+        if self._markov is not None and len(chain):
+            tip = int(chain[-1])
+            number = self._numbers.setdefault(tip, self._markov.seen)
+            self._slots[number] = tip
+            self._markov.observe([number])
+            if self._used_ns is not None:
+                self._gaps_ns.append(now_ns - self._used_ns)
+            self._used_ns, self._asked_ns = now_ns, None
 
     def left(self, now_ns: int, slots: Slots) -> None:
         """Blocks left the place, whatever for; not to be told of the victims of a `Fetch`."""
@@ -676,6 +695,8 @@ class Prefetcher:
         gone = set(slots.tolist())
         self._hints.end(list(gone))
         self._queue = {r: tip for r, tip in self._queue.items() if tip not in gone}
+        for slot in self._numbers.keys() & gone:
+            del self._slots[self._numbers.pop(slot)]
         self._outcomes.forget(slots)
 
     @property
@@ -709,7 +730,7 @@ class Prefetcher:
                 self._hints.again(tip, now_ns, round(self.config.period_s * 1e9))
         if self._asked_ns is None or now_ns >= self._asked_ns + self._period_ns():
             self._asked_ns, self._idle = now_ns, self._idle + 1
-            tips, rates = policy.wanted(now_ns, self.config.candidates)
+            tips, rates = self._wanted(now_ns, policy)
             for tip, rate in zip(tips.tolist(), rates.tolist(), strict=True):
                 if tip not in self._hints:
                     yield from self._bring(now_ns, LEARNED, tip, rate, policy, reach)
@@ -717,9 +738,21 @@ class Prefetcher:
     def due_ns(self, now_ns: int) -> int:
         """When to ask again, at the latest, unless something is enqueued or hinted before."""
         asked_ns = now_ns if self._asked_ns is None else self._asked_ns
-        due = asked_ns + self._period_ns()
+        fresh = self._markov is not None and self._asked_ns is None
+        due = now_ns if fresh else asked_ns + self._period_ns()
         together = self._planned_ns + round(self.config.period_s * 1e9 / _TOGETHER)
         return max(now_ns + 1, min(due, max(self._hints.next_ns(), together)))
+
+    def _wanted(self, now_ns: int, policy: Giver) -> tuple[Slots, NDArray[np.float64]]:
+        """Return the last blocks of chains that are expected, and their uses a second."""
+        if self._markov is None:
+            return policy.wanted(now_ns, self.config.candidates)
+        if not self._gaps_ns:
+            return NO_SLOTS, np.empty(0)
+        numbers, rates = self._markov.rates(self.config.candidates, _STEPS)
+        tips = np.array([self._slots.get(number, -1) for number in numbers.tolist()], np.int64)
+        gap_s = max(sum(self._gaps_ns) / len(self._gaps_ns) / 1e9, _LEAST_S)
+        return tips[tips >= 0], rates[tips >= 0] / gap_s
 
     def _period_ns(self) -> int:
         """Longer while nothing happens, since then little changes."""

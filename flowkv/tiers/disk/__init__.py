@@ -1,4 +1,4 @@
-"""Frames in a directory on a local disk: the tier, its files, and the look inside."""
+"""Disk tier: frames in a directory on a local disk, their files, and their inspection."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""A disk tier's directory: who owns it, what it is, and what must not be touched.
+"""A disk tier's directory: its owner, its superblock, and its protected files.
 
-    superblock.json   what made it: format, sizes, store id        written by rename, with a crc32
+    superblock.json   description: format, sizes, store id         written by rename, with a crc32
     lock              held (flock) by the one process that writes; holds its process id
-    journal           which frame lies where                       `disk.journal`
+    journal           slots of the frames                          `disk.journal`
     slab-<granules>   the frames                                   `disk.store`
-    learned           what policies learned, if they do            `flowkv.cache.stack`
-    erased            what caches erased, for others               `tiers.erasure_log`
+    learned           state that policies learned, if any          `flowkv.cache.stack`
+    erased            erasures of caches, for other caches         `tiers.erasure_log`
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
-Who writes holds the directory itself (flock), too: removing the lock file makes no second writer,
+The writer holds the directory itself (flock), too: removing the lock file makes no second writer,
 and the first one stops when it finds that its lock file, or the directory, is gone.
 """
 
@@ -43,19 +43,19 @@ FORMAT = 2
 SUPERBLOCK, LOCK, JOURNAL, LEARNED = "superblock.json", "lock", "journal", "learned"
 ERASED = "erased"
 MOST_NAMED = 4096
-"""Tenants and geometries that a superblock names at most; fewer where the capacity is small."""
+"""Most tenants and geometries in a superblock; fewer where the capacity is small."""
 
 RECENT_S = 7 * 86400
-"""Frames of a namespace that no cache was bound to for so long are the first to go."""
+"""Frames of a namespace without a bound cache for this long are the first to be evicted."""
 _NOTED_S, _MOST_NAMESPACES, _NAME_LETTERS = 3600, 256, 200
 
 _OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|erased|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
-_PATIENCE_S = 10.0  # for the end of what is garbage
+_PATIENCE_S = 10.0  # longest wait for the end of garbage owners
 
 
 class FrameShape(msgspec.Struct, kw_only=True, frozen=True, order=True):
-    """Frames of one shape: how the bodies with this layout fingerprint are cut."""
+    """Shape of frames: the stripes of the bodies with this layout fingerprint."""
 
     layout: str
     kind: str
@@ -64,18 +64,18 @@ class FrameShape(msgspec.Struct, kw_only=True, frozen=True, order=True):
 
 
 class Named(msgspec.Struct, kw_only=True, frozen=True):
-    """A namespace that a cache was bound to: how people call it, and when that was last so."""
+    """Namespace that a cache was bound to: its readable name, and the time of its last use."""
 
     name: str
     used_s: int
 
 
 class Superblock(msgspec.Struct, kw_only=True):
-    """What made the store. Fields may be added; `store` and `format` stay in every format.
+    """Description of a store. Fields may be added; `store` and `format` stay in every format.
 
-    `geometries` and `tenants` (salts, in hex) are hints for whoever looks at the directory: what
-    was in it when it was last opened or closed. `namespaces` (digests, in hex) are those that
-    caches were bound to; frames of others, such as versions before it wrote, go first.
+    `geometries` and `tenants` (salts, in hex) are hints for `inspect`: those of the frames in the
+    directory when it was last opened or closed. `namespaces` (digests, in hex) are those that
+    caches were bound to; frames of others, such as frames of earlier versions, are evicted first.
     """
 
     store: str
@@ -93,14 +93,14 @@ class Superblock(msgspec.Struct, kw_only=True):
 
     @property
     def known(self) -> bool:
-        """Whether this version reads and writes such a store."""
+        """Return whether this version reads and writes such a store."""
         sizes = self.granule_bytes, self.journal_page_bytes, self.record_bytes, self.frame_version
         here = GRANULE_BYTES, PAGE_BYTES, RECORD_BYTES, VERSION
         return self.format == FORMAT and sizes == here
 
 
 def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
-    """The superblock, or None if there is none or it is damaged.
+    """Return the superblock, or None if it is missing or damaged.
 
     Raises:
         OSError: It is there and cannot be read.
@@ -120,32 +120,32 @@ def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
 
 
 def write_superblock(files: FileIO, directory: Path, superblock: Superblock) -> None:
-    """Writes the superblock, atomically."""
+    """Write the superblock atomically, with its crc32."""
     body = msgspec.json.format(msgspec.json.encode(superblock))
     text = body + b"\n%08x\n" % zlib.crc32(body)
     replace_file(files, str(directory / SUPERBLOCK), text)
 
 
 class Home:
-    """A directory, opened by its owner or by a reader.
+    """A store's directory, opened by its owner or by a reader.
 
     Args:
         files: File operations.
-        directory: Made if it is not there.
-        capacity_bytes: Noted in the superblock.
+        directory: Made if it is missing.
+        capacity_bytes: Recorded in the superblock.
         exclusive: Refuse to be a mere reader.
 
     Attributes:
         path: The directory.
         owner: Whether this object may write.
-        obstacle: Why it may not, if that is no other owner.
-        title: The model that its frames are of; "" while that is not known.
-        superblock: What the directory says; None while its owner is still making it, or if this
+        obstacle: The reason why it may not, other than another owner.
+        title: The model of its frames; "" while that is not known.
+        superblock: Superblock of the directory; None while its owner is still making it, or if this
             version cannot read it.
         found: Whether the superblock was there before.
 
     Raises:
-        StoreError: The directory cannot be used; the message says what to do.
+        StoreError: The directory cannot be used; the message has the remedy.
     """
 
     def __init__(
@@ -153,7 +153,8 @@ class Home:
     ) -> None:
         if not directory:
             raise StoreError("a disk tier has no path", "Give it a directory of its own")
-        # absolute: slab files are opened when they are needed, and programs change directory
+        # Absolute, because slab files are opened when they are needed, and programs change
+        # directory.
         self.path, self._files = Path(directory).expanduser().absolute(), files
         self._lock_path = str(self.path / LOCK)
         self.superblock: Superblock | None = None
@@ -185,11 +186,11 @@ class Home:
         _homes.add(self)
 
     def holds(self) -> bool:
-        """Whether it still owns what lies at the path: the lock file there is the one it locked."""
+        """Return whether this object still owns the directory at the path, by its own lock file."""
         return self.owner and self._files.same(self._lock_fd, self._lock_path)
 
     def take_over(self, capacity_bytes: int) -> bool:
-        """Makes a reader the owner where there is none any more; whether it is one now."""
+        """Make a reader the owner if there is none any more; return whether it is the owner now."""
         try:
             if not self.owner and not self.obstacle and self._lock(patient=False):
                 self._guard(empty=False)
@@ -199,14 +200,14 @@ class Home:
         return self.owner
 
     def look_again(self) -> Superblock | None:
-        """Lets a reader that was faster than the owner see the superblock."""
+        """Read the superblock again, for a reader that came before the owner wrote it."""
         there = read_superblock(self._files, self.path)
         if there is not None and there.known:
             self.superblock = there
         return self.superblock
 
     def note(self, geometries: set[FrameShape], tenants: set[str]) -> None:
-        """Tells the superblock what lies here; written only if that is news."""
+        """Record shapes and tenants in the superblock; write it only if they changed."""
         there = self.superblock
         if there is None or not self.owner:
             return
@@ -217,7 +218,7 @@ class Home:
             write_superblock(self._files, self.path, there)
 
     def name(self, bound: Mapping[bytes, str]) -> None:
-        """Notes that caches are bound to namespaces; written if that is news, or some time old.
+        """Record the namespaces of bound caches; write if they changed or some time passed.
 
         Raises:
             OSError: It could not be written.
@@ -237,7 +238,7 @@ class Home:
             write_superblock(self._files, self.path, there)
 
     def forget(self, namespaces: Iterable[bytes]) -> None:
-        """Notes nothing of namespaces any more.
+        """Remove the records of namespaces.
 
         Raises:
             OSError: It could not be written.
@@ -248,16 +249,16 @@ class Home:
             write_superblock(self._files, self.path, there)
 
     def in_use(self, namespace: bytes) -> bool:
-        """Whether a cache was bound to a namespace lately."""
+        """Return whether a cache was bound to a namespace lately."""
         named = self.superblock.namespaces.get(namespace.hex()) if self.superblock else None
         return named is not None and time.time() - named.used_s < RECENT_S
 
     def aside(self) -> list[str]:
-        """Stores of other formats that were moved out of the way."""
+        """Return the stores of other formats that were moved out of the way."""
         return [name for name in self._files.names(str(self.path)) if name.startswith("aside-")]
 
     def close(self) -> None:
-        """Gives up ownership."""
+        """Give up ownership and release its locks."""
         self.owner = False
         locks, self._lock_fd, self._directory_fd = (self._lock_fd, self._directory_fd), -1, -1
         for fd in locks:
@@ -281,7 +282,7 @@ class Home:
         return self.owner
 
     def _collected(self) -> bool:
-        """Wait for the end of owners in this process that are garbage; whether there were any."""
+        """Wait for the end of garbage owners in this process; return whether there were any."""
         mine = any(_owns(home, self.path) for home in list(_homes))
         if mine:
             gc.collect()
@@ -301,14 +302,14 @@ class Home:
         self._guard(empty=not names)
 
     def _guard(self, *, empty: bool) -> None:
-        """Nobody but us may put files here, or another directory in the place of this one."""
+        """Check that no other user can write here, or replace this directory."""
         real = os.path.realpath(self.path)
         user, mode = self._files.status(real)
         if user != os.geteuid():
             raise StoreError(f"{self.path} belongs to another user", "Use a directory of your own")
         if mode & stat.S_IWOTH:
             raise StoreError(
-                f"everybody may write to {self.path}", f"Run chmod 700 {self.path}, or use another"
+                f"all users may write to {self.path}", f"Run chmod 700 {self.path}, or use another"
             )
         if mode & stat.S_IWGRP:
             if not empty:
@@ -318,7 +319,7 @@ class Home:
         _, above = self._files.status(parent)
         if above & stat.S_IWOTH and not above & stat.S_ISVTX:
             raise StoreError(
-                f"everybody may replace {self.path}, since everybody may write to {parent}",
+                f"all users may replace {self.path}, since all users may write to {parent}",
                 f"Run chmod +t {parent}, or use a directory elsewhere",
             )
 
@@ -365,7 +366,7 @@ _homes: weakref.WeakSet[Home] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """Closes a child's copies of locks: else a directory stays owned while the child lives."""
+    """Close a child's copies of locks: else a directory stays owned while the child lives."""
     for home in list(_homes):
         with contextlib.suppress(OSError):
             home.close()
@@ -375,7 +376,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def owner_of(directory: Path) -> str:
-    """Return the subject of a sentence: what owns a directory that is owned."""
+    """Return the subject and verb of a sentence that names the owner of an owned directory."""
     for home in list(_homes):
         if _owns(home, directory):
             model = f" (of {home.title})" if home.title else ""
@@ -390,7 +391,7 @@ def _owns(home: Home, directory: Path) -> bool:
 
 
 def owned(directory: Path) -> bool:
-    """Whether a living process owns the directory; does not disturb it."""
+    """Return whether a living process owns the directory, without disturbing it."""
     real = os.path.realpath(directory)
     return _locked(os.path.join(real, LOCK), open_descriptor) or _locked(real, _open_directory)
 

@@ -1,4 +1,4 @@
-"""Looks into the directory of a disk tier, without owning or changing it."""
+"""Inspection of a disk tier's directory, without owning or changing it."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ Progress = Callable[[int, int], None]
 
 
 class FrameShare(msgspec.Struct):
-    """Frames of one kind, codec or namespace, and the bytes of their bodies."""
+    """Number of frames of one kind, codec or namespace, and the bytes of their bodies."""
 
     frames: int = 0
     bytes: int = 0
 
 
 class Inspection(msgspec.Struct, kw_only=True):
-    """What lies in a directory.
+    """Content of a directory.
 
     Attributes:
         format: Version of the store's format.
-        readable: Whether this version of FlowKV reads that format; else nothing below is known.
+        readable: Whether this version of FlowKV reads that format; else all fields below are unset.
         owned: Whether a living process owns the directory.
         capacity_bytes: Capacity that the owner gave it last.
         disk_bytes: Bytes that it occupies on the disk, everything included.
-        free_bytes: What is left of the capacity.
-        frames: Frames that the journal knows.
+        free_bytes: Rest of the capacity.
+        frames: Frames in the journal.
         bytes: Bytes of their bodies.
         kinds: By kind of frame.
         codecs: By codec.
         namespaces: By namespace digest, in hex.
-        names: Of models, by namespace digest in hex; frames of namespaces that have none were made
-            by an earlier version, or by a program that did not say.
+        names: Names of models, by namespace digest in hex; frames of namespaces without a name were
+            made by an earlier version, or by a program that gave none.
         tenants: Salts of tenants, in hex, that had frames when it was last opened or closed.
         geometries: Shapes of frames that were there then.
         encrypted: Frames that need a secret to be read.
-        compressed: Frames whose stripes are compressed.
+        compressed: Frames with compressed stripes.
         bad_pages: Damaged pages of the journal.
         journal_lost: Whether there is no journal, so that the slots had to be read.
     """
@@ -86,16 +86,16 @@ class Inspection(msgspec.Struct, kw_only=True):
 
 
 class ScrubReport(msgspec.Struct, kw_only=True):
-    """What reading every frame found.
+    """Result of reading every frame.
 
     Attributes:
         frames: Frames read.
-        bad: Those that are damaged; the owner will find each at its next load, and forget it.
-        locked: Encrypted ones, which could not be checked without their secret.
+        bad: Damaged frames; the owner will find each at its next load, and forget it.
+        locked: Encrypted frames, which could not be checked without their secret.
         bytes: Bytes read.
-        seconds: How long it took.
+        seconds: Time taken.
         namespaces: Frames by namespace digest, in hex.
-        names: Of models, by namespace digest in hex, where they are known.
+        names: Names of models, by namespace digest in hex, where they are known.
     """
 
     frames: int
@@ -108,7 +108,7 @@ class ScrubReport(msgspec.Struct, kw_only=True):
 
 
 def inspect(directory: str | os.PathLike[str]) -> Inspection:
-    """Counts what lies in a directory; may run beside its owner.
+    """Count the frames of a directory; may run beside its owner.
 
     Raises:
         StoreError: There is no store, or it cannot be read.
@@ -148,12 +148,12 @@ def scrub(
     *,
     keyring: Keyring | None = None,
 ) -> ScrubReport:
-    """Reads and verifies every frame, changes nothing; may run beside the owner.
+    """Read and verify every frame, changing nothing; may run beside the owner.
 
     Args:
         directory: The store.
         progress: Called with the frames read so far and their number.
-        keyring: Of encrypted frames; without it they are counted, not checked.
+        keyring: Derives the keys of encrypted frames; without it they are counted, not checked.
 
     Raises:
         StoreError: There is no store, or it cannot be read.
@@ -166,7 +166,7 @@ def scrub(
         frames = len(index)
         namespaces = by_namespace([held for _, held in index.items()])
     with reading(path, superblock, check.envelope) as (_, index, _):
-        # the owner may have dropped or moved a frame while it was read here
+        # The owner may have dropped or moved a frame while it was read here.
         now = [index.get(key) for key, _ in suspects]
     bad = sum(
         held is not None and held.seq == seen.seq
@@ -184,14 +184,14 @@ def scrub(
 
 
 class Check:
-    """Reads frames where they lie and says whether they are whole.
+    """Reader that checks whether frames are whole in their slots.
 
     Args:
-        keyring: Of encrypted frames.
-        most_bytes: No frame is larger, whatever the journal says.
+        keyring: Derives the keys of encrypted frames.
+        most_bytes: Largest size of a frame, even if the journal has a larger one.
 
     Attributes:
-        envelope: For headers of frames that no journal speaks of.
+        envelope: Checks headers of frames that are not in the journal.
         locked: Encrypted frames that could not be checked.
         read_bytes: Bytes of the others.
     """
@@ -206,10 +206,10 @@ class Check:
     def suspects(
         self, slabs: Slabs, frames: list[tuple[bytes, Held]], progress: Progress | None
     ) -> list[tuple[bytes, Held]]:
-        """Those frames that are damaged.
+        """Return the damaged ones of some frames.
 
-        A damaged tag looks like another secret's. Where no encrypted frame opened at all, it is
-        the secret that is wrong, as far as anybody can tell: they count as locked.
+        A damaged tag looks like another secret's. If no encrypted frame opened at all, the secret
+        is taken to be wrong: the encrypted frames count as locked.
         """
         found, opened = [], False
         for number, (key, held) in enumerate(frames, 1):
@@ -242,7 +242,7 @@ class Check:
 
 
 def known_superblock(path: Path) -> Superblock:
-    """The superblock of a directory that this version reads.
+    """Return the superblock of a directory that this version reads.
 
     Raises:
         StoreError: There is none, or it is of another format.
@@ -272,7 +272,7 @@ def _superblock(path: Path) -> Superblock:
 def reading(
     path: Path, superblock: Superblock, envelope: Envelope
 ) -> Iterator[tuple[Slabs, Index, Journal | None]]:
-    """Slabs, index and journal; the journal is None if it is lost and the slots were read.
+    """Yield slabs, index and journal; the journal is None if it is lost and the slots were read.
 
     Raises:
         StoreError: The files cannot be read.
@@ -299,7 +299,7 @@ def reading(
 
 
 def unreadable(path: Path, error: OSError | MemoryError) -> StoreError:
-    """What to say when files of a store cannot be read or written."""
+    """Return the error for files of a store that cannot be read or written."""
     if isinstance(error, MemoryError):
         return StoreError(
             f"there is no memory to read the store in {path}",
@@ -314,12 +314,12 @@ def unreadable(path: Path, error: OSError | MemoryError) -> StoreError:
 
 
 def by_namespace(frames: list[Held]) -> dict[str, FrameShare]:
-    """Frames by namespace digest, in hex."""
+    """Return the share of each namespace, by its digest in hex."""
     return _shares(frames, lambda held: held.info.namespace.hex())
 
 
 def names(superblock: Superblock) -> dict[str, str]:
-    """Names of models by namespace digest, in hex, as far as caches told them."""
+    """Return names of models by namespace digest, in hex, as far as caches gave them."""
     return {
         digest: "".join(letter if letter.isprintable() else "?" for letter in named.name)
         for digest, named in superblock.namespaces.items()
@@ -346,18 +346,18 @@ def _disk_bytes(path: Path) -> int:
     return blocks * 512
 
 
-# Repairs a disk tier's directory that nobody owns, or erases what one model left in it.
+# Repair of a disk tier's directory without an owner, and erasure of one model's frames in it.
 
 UNKNOWN = "unknown"
-"""All frames whose namespace no cache has named, such as those of earlier versions."""
+"""All frames of namespaces without a name, such as those of earlier versions."""
 
 
 class DropReport(msgspec.Struct, kw_only=True):
-    """What was erased.
+    """Result of an erasure.
 
     Attributes:
         namespaces: Digests, in hex.
-        frames: How many frames.
+        frames: Number of erased frames.
         bytes: Bytes of their bodies.
     """
 
@@ -367,16 +367,16 @@ class DropReport(msgspec.Struct, kw_only=True):
 
 
 class RepairReport(msgspec.Struct, kw_only=True):
-    """What a repair found and did.
+    """Result of a repair.
 
     Attributes:
         frames: Frames that are there now.
-        bad: Damaged ones that were dropped.
+        bad: Damaged frames that were dropped.
         recovered: Frames that the journal had lost.
-        locked: Encrypted ones, which could not be checked without their secret, and stay; all of
+        locked: Encrypted frames, which could not be checked without their secret, and stay; all of
             them, if the secret given opens none.
         bytes: Bytes read.
-        seconds: How long it took.
+        seconds: Time taken.
     """
 
     frames: int
@@ -393,12 +393,13 @@ def repair(
     *,
     keyring: Keyring | None = None,
 ) -> RepairReport:
-    """Finds the frames that a damaged journal lost, drops every damaged frame, and rewrites it.
+    """Recover frames that a damaged journal lost, drop damaged frames, and rewrite the journal.
 
     Args:
         directory: The store.
         progress: Called with the frames checked so far and their number.
-        keyring: Of encrypted frames; without it they are neither checked nor recovered.
+        keyring: Derives the keys of encrypted frames; without it they are neither checked nor
+            recovered.
 
     Raises:
         StoreError: There is no store, another process owns it, it cannot be read or written, or its
@@ -426,17 +427,17 @@ def repair(
 def drop(
     directory: str | os.PathLike[str], namespace: str, *, keyring: Keyring | None = None
 ) -> DropReport:
-    """Erases the frames of a namespace, and proves that nothing of them is left.
+    """Erase the frames of a namespace, and prove that none of them is left.
 
     Args:
         directory: The store.
         namespace: The beginning of its digest in hex (8 digits or more), the name of its model, or
-            `UNKNOWN` for all frames whose namespace no cache has named.
-        keyring: Of encrypted frames, for where the journal is damaged.
+            `UNKNOWN` for all frames of namespaces without a name.
+        keyring: Derives the keys of encrypted frames, for a damaged journal.
 
     Raises:
         StoreError: There is no store or no such namespace, another process owns the store, or some
-            may still be there.
+            frames may still be there.
     """
     path = Path(os.path.abspath(directory))
     superblock = known_superblock(path)
@@ -467,10 +468,10 @@ def drop(
 def _meant(
     path: Path, namespace: str, shares: dict[str, FrameShare], names: dict[str, str]
 ) -> set[str]:
-    """Digests of the namespaces that are meant, which have frames.
+    """Return the digests of the matching namespaces with frames.
 
     Raises:
-        StoreError: There is none, or it is not clear which one is meant.
+        StoreError: There is none, or more than one matches.
     """
     if namespace == UNKNOWN:
         found = shares.keys() - names.keys()
@@ -493,7 +494,7 @@ def _meant(
 def _mended(
     directory: str | os.PathLike[str], superblock: Superblock, envelope: Envelope
 ) -> Iterator[tuple[DiskStore, int]]:
-    """A store that nobody else owns, its journal mended, and the frames that it had lost.
+    """Yield an owned store with a repaired journal, and the number of frames recovered.
 
     Raises:
         StoreError: Another process owns it, or it cannot be read or written.
@@ -514,10 +515,10 @@ def _mended(
 
 
 def _mend(path: Path, superblock: Superblock, envelope: Envelope) -> int:
-    """Writes a journal without damage, with what the slots know; frames that it had lost.
+    """Write a journal without damage from itself and the slots; return the frames recovered.
 
-    Sequence numbers grow with time, in records and in the headers of frames alike, so both kinds
-    of words about a key or a slot can be put in order.
+    Sequence numbers grow with time, in records and in the headers of frames alike, so records and
+    headers of a key or a slot can be put in one order.
     """
     files = FileIO()
     journal = open_journal(files, path, superblock, write=True)

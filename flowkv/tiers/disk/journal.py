@@ -1,18 +1,18 @@
-"""The journal of a disk tier: which frame lies in which slot, as fixed records in checked pages.
+"""The journal of a disk tier: the slot of each frame, as fixed records in checked pages.
 
     file   = page | page | ...                              4 KiB each, appended; the last one grows
     page   = magic, crc32, count, store id, number (64 bytes) | 18 records of 224 bytes
     record = `Record`, with a crc32 of its own
 
-The newest record of a key, and of a slot, wins: the one with the highest number, wherever it lies.
-One wrong bit costs at most one record: a page whose crc fails is searched record by record, and
-reading goes on with the next page. Rewriting the last page in place is safe even if the machine
-dies meanwhile, because records that are already there keep their bytes. What a write that failed
-left behind is taken back before anything else counts. Nothing here is trusted: a frame is served
-only if its own header and digests agree, so the worst a bad journal does is forget.
+The newest record of a key, and of a slot, wins: the one with the highest number, at any place in
+the file. One wrong bit costs at most one record: a page with a wrong crc is searched record by
+record, and reading goes on with the next page. Rewriting the last page in place is safe even if the
+machine dies meanwhile, because earlier records keep their bytes. Leftovers of a failed write are
+taken back before any other record counts. No record is trusted: a frame is served only if its own
+header and digests agree, so the worst effect of a bad journal is a lost frame.
 
-Holes are not read. Damage is read over as far as the journal of a full store may reach; behind
-that, reading ends with the first block that has nothing of this store.
+Holes are not read. Damage is skipped as far as the journal of a full store may reach; behind that,
+reading ends with the first block without any page of this store.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from flowkv.tiers.frame import (
 )
 from flowkv.tiers.io.engine import FileIO, read_fully, write_fully
 
-# One line of a disk tier's journal: a fixed record of everything a frame says about itself.
+# One line of a disk tier's journal: a fixed record of a frame's description and slot.
 #
 #     key, parent, namespace, tenant (32 each), layout (16) | sequence number u64
 #     slot: granules u32, number u64 | stripes u32, stripe bytes u64
 #     group, tokens, rank, world, head start, head stop (u32) | op, kind, codec, fidelity
 #     stored bytes u64 | integrity, lossless | 6 zeros | crc32
 #
-# 224 bytes, little endian. Thousands are read at once, as rows of a numpy array; a row becomes a
-# `Held` when somebody asks for it.
+# Records have 224 bytes, little endian. Thousands are read at once, as rows of a numpy array; a row
+# becomes a `Held` when it is needed.
 
 RECORD_BYTES = 224
 STORED, DELETED = 1, 2
@@ -59,7 +59,7 @@ _CRC = struct.Struct("<I")
 _MOST_SLOTS, _MOST_GRANULES = 1 << 40, 1 << 23
 _MOST_SEQ = 10**16  # more than a million a second for three hundred years
 UNBOUNDED = (1 << 63) - 1
-"""Capacity of a store of which nobody knows it; no file reaches further."""
+"""Capacity of a store without a known one; no file reaches further."""
 _NAMES = tuple((name, "V32") for name in ("key", "parent", "namespace", "tenant"))
 _COUNTS = tuple(
     (name, "<u4") for name in ("group", "tokens", "rank", "world", "head_start", "head_stop")
@@ -83,38 +83,38 @@ ROW = np.dtype(
         ("crc", "<u4"),
     ]
 )
-"""A record as numpy sees it."""
+"""A record as a numpy row."""
 
 Rows = NDArray[Any]  # of dtype ROW
 
 
 class Slot(NamedTuple):
-    """A place for a frame: size in granules, and position in the slab file of that size."""
+    """Slot for a frame: size in granules, and position in the slab file of that size."""
 
     granules: int
     number: int
 
     @property
     def n_bytes(self) -> int:
-        """Its size."""
+        """Return the size in bytes."""
         return self.granules * GRANULE_BYTES
 
     @property
     def offset(self) -> int:
-        """Where it begins in its file."""
+        """Return the offset of the slot in its file."""
         return self.number * self.granules * GRANULE_BYTES
 
 
 class Held(NamedTuple):
-    """Where a frame lies and what it says about itself.
+    """Index entry of a frame: its slot and its description.
 
     Attributes:
         seq: Sequence number, unique in the store: the slot's generation, which the header repeats.
-        slot: Where it lies.
+        slot: Slot of the frame.
         stripes: Stripes of the body.
         info: The frame's description.
         stored_bytes: Header and stripes as they are stored.
-        integrity: How the frame is checked (`frame.NH_128` and others).
+        integrity: Kind of the frame's checks (`frame.NH_128` and others).
         lossless: Whether its stripes are compressed.
     """
 
@@ -128,12 +128,12 @@ class Held(NamedTuple):
 
     @property
     def body_bytes(self) -> int:
-        """Length of the body, uncompressed."""
+        """Return the length of the body in bytes, uncompressed."""
         return self.stripes * self.info.stripe_bytes
 
     @property
     def header_bytes(self) -> int:
-        """Length of the header."""
+        """Return the length of the header in bytes."""
         return header_bytes(self.stripes, lossless=self.lossless)
 
 
@@ -146,14 +146,14 @@ class Record(NamedTuple):
 
 
 class WrittenFrame(NamedTuple):
-    """A frame that lies in its slot, or will, but is not yet known to the journal."""
+    """Frame in its slot, or on its way there, that is not yet in the journal."""
 
     key: bytes
     held: Held
 
 
 def pack_record(record: Record) -> bytes:
-    """224 bytes."""
+    """Return the 224 bytes of a record."""
     op, key, (seq, slot, stripes, info, stored_bytes, integrity, lossless) = record
     data = _RECORD.pack(
         *(key, info.parent, info.namespace, info.tenant, info.layout, seq, *slot, stripes),
@@ -165,12 +165,12 @@ def pack_record(record: Record) -> bytes:
 
 
 def record_sound(line: bytes) -> bool:
-    """Whether 224 bytes match their own crc."""
+    """Return whether 224 bytes match their own crc."""
     return line[-4:] == _CRC.pack(zlib.crc32(line[:-4]))
 
 
 def unpack_row(data: bytes | memoryview, row: int = 0) -> Record:
-    """The record in a row; `sensible` rows only."""
+    """Return the record in a row; `sensible` rows only."""
     fields = _RECORD.unpack_from(data, row * RECORD_BYTES)
     key, parent, namespace, tenant, layout, seq, granules, number, stripes = fields[:9]
     step, group, tokens, *shard, op, kind, codec, fidelity = fields[9:20]
@@ -182,7 +182,7 @@ def unpack_row(data: bytes | memoryview, row: int = 0) -> Record:
 
 
 def sensible(rows: Rows) -> Rows:
-    """Those rows that can be true; every number that is used later is bounded here."""
+    """Return the rows that can be true; every number that is used later is bounded here."""
     stripes, step = rows["stripes"].astype(np.uint64), rows["stripe_bytes"]
     slot_bytes = rows["granules"].astype(np.uint64) * np.uint64(GRANULE_BYTES)
     lossless = rows["lossless"] == 1
@@ -212,18 +212,18 @@ def sensible(rows: Rows) -> Rows:
 
 
 def in_order(rows: Rows, capacity_bytes: int = UNBOUNDED) -> Rows:
-    """Those of sensible rows that a store can have come to, in the order of their numbers.
+    """Return the sensible rows that are possible in a store, ordered by their numbers.
 
-    Writes that failed half-way, repairs and crashes leave records anywhere in a file; but a store
-    counts upwards, so their numbers tell which word about a key or a slot is the last one.
+    Failed writes, repairs and crashes leave records anywhere in a file; but a store counts upwards,
+    so the numbers show which record of a key or a slot is the last one.
 
     Args:
         rows: Sensible rows.
-        capacity_bytes: Of the store; a slot is no larger.
+        capacity_bytes: Capacity of the store; a slot is no larger.
     """
     seqs, slot_bytes = rows["seq"], rows["granules"].astype(np.uint64) * np.uint64(GRANULE_BYTES)
-    # Who goes on counting from a number that no store comes to would run out of numbers. Where such
-    # are found, those a little below are not believed either: they may have been counted from one.
+    # A store that continued from an impossible number would run out of numbers. If there is one,
+    # numbers a little below the limit are rejected too: they may have been counted from it.
     most = _MOST_SEQ if not len(rows) or seqs.max() < _MOST_SEQ else _MOST_SEQ // 2
     good: NDArray[np.bool_] = (
         (seqs < most)
@@ -237,7 +237,7 @@ def in_order(rows: Rows, capacity_bytes: int = UNBOUNDED) -> Rows:
 
 
 def newest(rows: Rows) -> NDArray[np.int64]:
-    """Of rows in order those that still hold: the last word about a key, and about a slot, wins."""
+    """Return the indices of rows that still hold: the last of their key and of their slot."""
     order = range(len(rows))
     last = dict(zip(rows["key"].tolist(), order, strict=True))
     found: NDArray[np.int64] = np.sort(np.fromiter(last.values(), np.int64, len(last)))
@@ -245,7 +245,7 @@ def newest(rows: Rows) -> NDArray[np.int64]:
     found = found[stored[found]]
     slots = (rows["number"] << np.uint64(23)) ^ rows["granules"]
     if len(found) == len(rows) == len(np.unique(slots)):
-        return found  # nothing was ever deleted or stored anew
+        return found  # no frame was ever deleted or stored anew
     stores = np.flatnonzero(stored)
     owner = dict(zip(slots[stores].tolist(), stores.tolist(), strict=True))
     owners = np.fromiter(map(owner.__getitem__, slots[found].tolist()), np.int64, len(found))
@@ -256,22 +256,22 @@ def newest(rows: Rows) -> NDArray[np.int64]:
 PAGE_BYTES = 4096
 RECORDS = 18
 CHARGE_BYTES = 228
-"""Charged per record: its share of a page, rounded up."""
+"""Bytes charged per record: its share of a page, rounded up."""
 
 _MAGIC = b"FKVJRNL2"
 _HEAD = struct.Struct("<8sII16sQ24x")
-_CRC_FROM = 12  # the crc covers what follows it
+_CRC_FROM = 12  # the crc covers all later bytes
 _READ_BYTES, _LEAST_READ_BYTES, _WRITTEN_BYTES = 1 << 24, 1 << 16, 1 << 20
 _BLANK = bytes(PAGE_BYTES)
 
 
 def charge_bytes(held: Held) -> int:
-    """What a frame is charged: its slot, and its records before and after a compaction."""
+    """Return the bytes charged for a frame: its slot, and two records (old and compacted)."""
     return held.slot.n_bytes + 2 * CHARGE_BYTES
 
 
 def pack_page(number: int, store_id: bytes, records: Iterable[bytes]) -> bytearray:
-    """A whole page of at most 18 packed records."""
+    """Return a whole page of at most 18 packed records."""
     page = bytearray(PAGE_BYTES)
     packed = b"".join(records)
     _HEAD.pack_into(page, 0, _MAGIC, 0, len(packed) // RECORD_BYTES, store_id, number)
@@ -281,9 +281,9 @@ def pack_page(number: int, store_id: bytes, records: Iterable[bytes]) -> bytearr
 
 
 def read_page(page: memoryview, store_id: bytes) -> tuple[bytes, str]:
-    """Packed records of a page, and whether it was "sound", "blank" or "bad".
+    """Return the packed records of a page, and its state: "sound", "blank" or "bad".
 
-    Of a damaged page those records that match their own crc; of another store's page none.
+    A damaged page yields the records that match their own crc, another store's page none.
     """
     magic, crc, count, owner, _ = _HEAD.unpack_from(page)
     packed = bytes(page[_HEAD.size :])
@@ -295,7 +295,7 @@ def read_page(page: memoryview, store_id: bytes) -> tuple[bytes, str]:
 
 
 def peek_store_id(files: FileIO, path: str) -> bytes | None:
-    """Store id of the first sound page of a journal, for when the superblock is lost."""
+    """Return the store id of the first sound page of a journal, for a lost superblock."""
     try:
         fd = files.open(path, write=False)
     except OSError:
@@ -317,20 +317,21 @@ def peek_store_id(files: FileIO, path: str) -> bytes | None:
 
 
 class Journal:
-    """One journal file, written by its owner or followed by a reader.
+    """Journal file, written by its owner or followed by a reader.
 
     Args:
         files: File operations.
         path: The file; made if `write`.
         store_id: 16 bytes that every page of this store carries.
         write: Whether to append to it.
-        capacity_bytes: Of the store, which bounds what is read of a file that is no journal.
+        capacity_bytes: Capacity of the store, which bounds the reading of a file that is no
+            journal.
 
     Attributes:
         count: Records in the file, dead ones included.
-        bad_pages: Damaged pages met so far.
-        sound_pages: Whole pages met so far; a journal has at least one, even of an empty store.
-        capacity_bytes: Of the store.
+        bad_pages: Damaged pages read so far.
+        sound_pages: Whole pages read so far; a journal has at least one, even of an empty store.
+        capacity_bytes: Capacity of the store.
 
     Raises:
         OSError: The file cannot be opened.
@@ -350,30 +351,30 @@ class Journal:
         self.capacity_bytes = capacity_bytes
         self._fd = files.open(path, write=write)
         self._pages: dict[int, list[bytes]] = {0: []}  # the tail, and pages not on the disk yet
-        self._torn = False  # whether a write failed, so that other records may be there
+        self._torn = False  # whether a write failed, so that other records may be in the file
         self._tail = 0
         self._tail_seen: set[bytes] = set()
         self._next_seq, self._renamed = 1, write
 
     @property
     def lost(self) -> bool:
-        """Whether nothing that was read so far is of this store: the slots have to be asked.
+        """Return whether no page read so far is of this store, so that the slots must be read.
 
         A page that was being written when the machine stopped keeps its earlier records.
         """
         return not self.sound_pages and not self.count
 
     def next_seq(self) -> int:
-        """A sequence number above all others."""
+        """Return a sequence number above all others."""
         self._next_seq += 1
         return self._next_seq - 1
 
     def seq_seen(self, seq: int) -> None:
-        """Tells of a number that was found elsewhere, so that it is not given again."""
+        """Raise the next sequence number above one that was found elsewhere."""
         self._next_seq = max(self._next_seq, seq + 1)
 
     def read_new(self) -> Rows:
-        """Records appended since the last call, by their numbers; all of them at the first call."""
+        """Return records appended since the last call, in order; all of them at the first call."""
         files, fd, number = self._files, self._fd, self._tail
         size, most = files.size(fd), self.capacity_bytes
         step = min(_READ_BYTES, max(_LEAST_READ_BYTES, most >> 4) // PAGE_BYTES * PAGE_BYTES)
@@ -398,7 +399,7 @@ class Journal:
         return rows
 
     def _read_pages(self, first: int, pages: list[memoryview]) -> bytes:
-        """Records of some pages, but for those of the tail that were read before."""
+        """Return the records of some pages, except those of the tail that were read before."""
         found: list[bytes] = []
         last: tuple[int, bytes, str] | None = None
         for number, page in enumerate(pages, first):
@@ -419,7 +420,7 @@ class Journal:
         lines = _split(packed)
         self._tail_seen.update(lines)
         self._tail = number
-        # nothing is ever written into a damaged page
+        # no record is ever written into a damaged page
         self._pages = {number: lines if state == "sound" else [_BLANK] * RECORDS}
         fresh = b"".join(found)
         self.count += len(fresh) // RECORD_BYTES
@@ -431,14 +432,14 @@ class Journal:
             self._tail += size > 0
             self._pages = {self._tail: []}
         end = self._tail + bool(self._pages[self._tail])
-        if size > end * PAGE_BYTES:  # what was not read must not come to life when pages reach it
+        if size > end * PAGE_BYTES:  # unread bytes must not come to life when pages reach them
             self._files.truncate(self._fd, end * PAGE_BYTES)
 
     def append(self, records: Iterable[Record], *, keep: bool = False) -> None:
-        """Writes records behind the others.
+        """Write records behind the others.
 
         Args:
-            records: What to write.
+            records: Records to write.
             keep: If writing fails, write them with the next ones instead of forgetting them.
 
         Raises:
@@ -468,16 +469,16 @@ class Journal:
         )
         torn, self._torn = self._torn, True
         write_fully(self._files, self._fd, [data], first * PAGE_BYTES)
-        if torn:  # pages of a write that failed, which may reach further
+        if torn:  # pages of a failed write, which may reach further
             self._files.truncate(self._fd, (self._tail + 1) * PAGE_BYTES)
         self._pages = {self._tail: self._pages[self._tail]}
         self._torn = False
 
     def settle(self) -> None:
-        """Takes back what a failed append may have left, and writes what it was to keep.
+        """Take back the leftovers of a failed append, and write the records that it was to keep.
 
         Raises:
-            OSError: Something of it may still be there, or not yet.
+            OSError: Leftovers may still be there, or the kept records are not.
         """
         if self._torn and any(self._pages.values()):
             self._flush()
@@ -486,14 +487,14 @@ class Journal:
             self._torn = False
 
     def sync(self) -> None:
-        """Waits until the device has what was appended, and knows under which name."""
+        """Wait until the device has all appended records, and the name of the file."""
         self._files.sync(self._fd)
         if self._renamed:
             self._files.sync_directory(os.path.dirname(self._path))
             self._renamed = False
 
     def rewrite(self, live: Iterable[bytes], *, durable: bool = True) -> None:
-        """Replaces the file by one with only these packed records, atomically.
+        """Replace the file by one with only these packed records, atomically.
 
         Args:
             live: Packed records.
@@ -528,18 +529,18 @@ class Journal:
         self._torn = False
 
     def rewound(self) -> bool:
-        """Whether the owner took back some of what was read here."""
+        """Return whether the owner took back some of the records read here."""
         page = memoryview(bytearray(PAGE_BYTES))
         read_fully(self._files, self._fd, page, self._tail * PAGE_BYTES)
         packed, _ = read_page(page, self._store_id)
         return not self._tail_seen.issubset(_split(packed))
 
     def replaced(self) -> bool:
-        """Whether the path leads to another file by now."""
+        """Return whether the path leads to another file by now."""
         return not self._files.same(self._fd, self._path)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file; nothing is synced."""
         self._files.close(self._fd)
 
 

@@ -1,12 +1,12 @@
-"""The core of a disk tier: index, slots, journal and quota; it moves no frames itself.
+"""Store of a disk tier: index, slots, journal and quota; it moves no frames itself.
 
-A store is: a slot (`reserve`), header and body into it, then a journal record and the index
-(`commit`). So what is in the index is on the disk, and `kill -9` loses nothing that was
-acknowledged; nothing waits for the device unless the store is `durable`. Slots being read are
-pinned; a slot whose bytes are wrong is never reused while the directory stays open.
+The steps of a store: a slot (`reserve`), header and body into it, then a journal record and the
+index (`commit`). So every frame in the index is on the disk, and `kill -9` loses no acknowledged
+store; a store waits for the device only if it is `durable`. Slots being read are pinned; a slot
+with wrong bytes is never reused while the directory stays open.
 
-Files are written by their owner only. Anyone else follows the journal, and a frame that moved under
-its eyes is a miss.
+Files are written by their owner only. A reader follows the journal; a frame that moved during its
+read is a miss.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import KINDS, BadFrame, Header, most_header_bytes, peek_header_bytes, wanted
 from flowkv.tiers.io.engine import FileIO, read_fully, wipe, write_fully, zeros
 
-# What the superblock says about the frames of a store: hints for whoever looks at it.
+# Summary of a store's frames for the superblock: hints for `inspect`.
 
 
 class Contents:
-    """Shapes and tenants of frames met so far."""
+    """Shapes and tenants of the frames seen so far."""
 
     def __init__(self) -> None:
         self.tenants: set[str] = set()
         self.shapes: set[FrameShape] = set()
 
     def start(self, rows: Rows) -> None:
-        """Begins anew with what a journal says."""
+        """Start anew from the rows of a journal."""
         self.tenants, self.shapes = set(), set()
         names = ("tenant", "layout", "kind", "stripes", "stripe_bytes")
         news = np.ones(len(rows), np.bool_)  # frames of a kind come one after the other
@@ -84,7 +84,7 @@ class Contents:
             self._add(*each)
 
     def add(self, held: Held) -> None:
-        """One more frame."""
+        """Add the shape and tenant of one more frame."""
         info = held.info
         kind = KINDS.index(info.kind)
         self._add(info.tenant, info.layout, kind, held.stripes, info.stripe_bytes)
@@ -96,23 +96,23 @@ class Contents:
         )
 
 
-# What a directory may occupy: the capacity, and what of it managing the frames may take.
+# Bytes that a directory may occupy: the capacity, and the part for managing the frames.
 
 LEAST_BYTES = 256 << 10
 _FIXED_BYTES = 48 << 10
-"""Superblock, lock, log of what was erased, directory, unfinished journal pages, their copies."""
+"""Superblock, lock, erasure log, directory, unfinished journal pages, their copies."""
 
 
 class DirectoryQuota:
-    """Bytes of one directory.
+    """Byte budget of one directory.
 
     Args:
-        capacity_bytes: Most that it may occupy, everything included.
+        capacity_bytes: Most bytes that it may occupy, everything included.
 
     Attributes:
         capacity_bytes: The same.
-        garbage: Dead records that the journal may hold.
-        reserved_bytes: What managing frames may take, without any frame.
+        garbage: Most dead records in the journal.
+        reserved_bytes: Bytes for managing frames, even without any frame.
 
     Raises:
         ConfigError: The capacity is too small.
@@ -121,7 +121,7 @@ class DirectoryQuota:
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < LEAST_BYTES:
             raise ConfigError(
-                f"a disk tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES} bytes"
+                f"a disk tier has {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES} bytes"
             )
         self.capacity_bytes = capacity_bytes
         self.garbage = min(max(capacity_bytes >> 16, 64), 1 << 18)
@@ -129,46 +129,46 @@ class DirectoryQuota:
         self.reserved_bytes = _FIXED_BYTES + reserve + self.garbage * CHARGE_BYTES
 
     def overhead_bytes(self, frames: int) -> int:
-        """What so many frames take beside their slots."""
-        # every frame may stand in the journal twice: a compaction writes a second one
+        """Return the bytes that so many frames take beside their slots."""
+        # Every frame may be in the journal twice: a compaction writes a second record.
         return self.reserved_bytes + 2 * CHARGE_BYTES * frames
 
     def slots_bytes(self, frames: int) -> int:
-        """What is left for the slots of so many frames."""
+        """Return the bytes left for the slots of so many frames."""
         return self.capacity_bytes - self.overhead_bytes(frames)
 
 
-# Why a store cannot be done now.
+# Refusals of stores.
 
 
 class Refused(FlowKVError):
-    """A wish that cannot be fulfilled now; `reason` is "full", "busy" or "read-only"."""
+    """Error for a request that cannot be served now; `reason` is "full", "busy" or "read-only"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the frame was not stored ({reason})", "Make room, or store it later")
         self.reason = reason
 
 
-# The index of a disk tier: which frame lies in which slot, in the order of the stores.
+# The index of a disk tier: the slot of each frame, in the order of the stores.
 #
-# What a journal says at opening stays in its rows until somebody asks, so that a store of a hundred
-# thousand frames opens in a fraction of the time that their objects would take.
+# Entries read from the journal at opening stay packed in its rows until they are needed, so that a
+# store of a hundred thousand frames opens in a fraction of the time that their objects would take.
 
 
 class Index:
-    """A dict of `Held` by key, oldest store first. Not thread-safe but for `in`."""
+    """Dictionary of `Held` by key, oldest store first. Not thread-safe except for `in`."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, Held | int] = {}
         self._rows = b""
 
     def load(self, rows: Rows) -> None:
-        """Starts from the rows that hold (`records.newest`); forgets everything else."""
+        """Start from the rows of present frames (`journal.newest`); forget everything else."""
         self._rows = rows.tobytes()
         self._held = dict(zip(rows["key"].tolist(), range(len(rows)), strict=True))
 
     def apply(self, rows: Rows) -> None:
-        """What the owner did since; nothing that is older than what is known here."""
+        """Apply later operations of the owner, except those older than the entry here."""
         packed = rows.tobytes()
         for row in range(len(rows)):
             op, key, held = unpack_row(packed, row)
@@ -180,7 +180,7 @@ class Index:
                 self._held[key] = held
 
     def get(self, key: bytes) -> Held | None:
-        """Where a frame lies."""
+        """Return the entry of a frame, or None."""
         held = self._held.get(key)
         if isinstance(held, int):
             held = self._held[key] = unpack_row(self._rows, held).held
@@ -190,7 +190,7 @@ class Index:
         self._held[key] = held
 
     def pop(self, key: bytes) -> Held | None:
-        """Forgets a frame; where it lay."""
+        """Forget a frame; return its entry, or None."""
         held = self.get(key)
         self._held.pop(key, None)
         return held
@@ -202,7 +202,7 @@ class Index:
         return len(self._held)
 
     def oldest(self, n_bytes: int) -> list[bytes]:
-        """Keys of the oldest frames that are charged so much together."""
+        """Return the keys of the oldest frames that are charged at least `n_bytes` together."""
         keys = []
         for key, held in self.items():
             if n_bytes <= 0:
@@ -212,13 +212,13 @@ class Index:
         return keys
 
     def items(self) -> Iterator[tuple[bytes, Held]]:
-        """All frames, oldest store first; the index must not change meanwhile."""
+        """Yield all frames, oldest store first; the index must not change meanwhile."""
         rows = self._rows
         for key, held in self._held.items():
             yield key, unpack_row(rows, held).held if isinstance(held, int) else held
 
     def lines(self) -> Iterator[bytes]:
-        """Packed records of all frames, oldest store first."""
+        """Yield packed records of all frames, oldest store first."""
         rows = memoryview(self._rows)
         for key, held in self._held.items():
             if isinstance(held, int):
@@ -227,7 +227,7 @@ class Index:
                 yield pack_record(Record(STORED, key, held))
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget all frames, also those still packed in rows."""
         self._held, self._rows = {}, b""
 
 
@@ -236,47 +236,47 @@ class Index:
 # One file per slot size, `slab-<granules>`. A slot is `header | body`, whole 4 KiB granules; sizes
 # step by an eighth of an octave, so powers of two and most layer counts fit exactly and the rest
 # wastes at most an eighth. Space moves between sizes by punching holes into free slots, as late as
-# possible: what is charged is what may lie on the disk, whatever the files' lengths say.
+# possible: the bytes charged are those that may be on the disk, whatever the lengths of the files.
 #
-# A free slot is a *hole*, which has no blocks, or *stale*: it still holds what lay there before.
-# Who stores a frame into a stale slot writes all of it, so nothing of the old frame survives
+# A free slot is a *hole*, which has no blocks, or *stale*: it still holds the bytes of an earlier
+# frame. A store into a stale slot writes all of it, so that no byte of the old frame survives
 # behind it.
 
-_MOST_FREE = 1 << 20  # slots of a size to be reused; a hole is made of the others
+_MOST_FREE = 1 << 20  # most slots of a size to be reused; the others become holes
 SLAB_NAME = re.compile(r"slab-(\d{8})")
 
 
 def slot_granules(header_bytes: int, body_bytes: int) -> int:
-    """Size of the slot that such a frame goes into."""
+    """Return the size of the slot for such a frame, in granules."""
     body = -(-body_bytes // GRANULE_BYTES)
     step = 1 << max(0, (body - 1).bit_length() - 4)
     return header_bytes // GRANULE_BYTES + -(-body // step) * step
 
 
 class _SlabFile:
-    """Bookkeeping of one file; `high` slots were ever used, those in `holes` have no blocks."""
+    """State of one slab file; `high` slots were ever used, those in `holes` have no blocks."""
 
     __slots__ = ("fd", "free", "high", "holes", "named", "reach")
 
     def __init__(self, fd: int, reach: int) -> None:
         self.fd, self.reach, self.high = fd, reach, 0
-        self.named = False  # whether the device is known to know the file's name
+        self.named = False  # whether the file's name is on the device for certain
         self.free: dict[int, None] = {}
         self.holes: list[int] = []
 
 
 class Slabs:
-    """Allocates and frees slots. Not thread-safe but for `read`.
+    """Allocator of slots. Not thread-safe except for `read`.
 
     Args:
         files: File operations.
-        directory: Where the slab files are.
-        ahead_bytes: How far a file is grown at a time; 0 for a reader, who changes nothing.
+        directory: Directory of the slab files.
+        ahead_bytes: Bytes by which a file grows at a time; 0 for a reader, which changes nothing.
         open_file: Opens a slab file, for reading or writing; default as `files` does.
 
     Attributes:
         allocated_bytes: Bytes of slots that may have blocks on the disk.
-        free_bytes: Those of them that hold nothing.
+        free_bytes: Bytes of those slots that are free.
     """
 
     def __init__(
@@ -293,19 +293,19 @@ class Slabs:
         self._slabs: dict[int, _SlabFile] = {}
         self._pins: Counter[Slot] = Counter()
         self._doomed: set[Slot] = set()  # to be freed when unpinned
-        self._named: dict[Slot, None] = {}  # stale slots whose first page still names a frame
+        self._named: dict[Slot, None] = {}  # stale slots with a frame's name in the first page
         self._damaged: set[Slot] = set()  # quarantined, and still holding bytes
         self._can_punch = True
 
     def sizes(self) -> list[int]:
-        """Slot sizes, in granules, of which there is a file."""
+        """Return the slot sizes, in granules, for which there is a file."""
         with contextlib.suppress(FileNotFoundError):
             found = map(SLAB_NAME.fullmatch, self._files.names(str(self._directory)))
             return sorted(int(name[1]) for name in found if name and int(name[1]) > 0)
         return []
 
     def written(self, granules: int) -> Iterator[int]:
-        """Numbers of slots of a size that do not begin in a hole, as far as anybody can tell."""
+        """Yield the numbers of slots of a size that do not begin in a hole, as far as known."""
         size, end_bytes, number = granules * GRANULE_BYTES, self.end_bytes(granules), 0
         while number * size < end_bytes:
             data = self._files.next_data(self._slab(granules).fd, number * size)
@@ -315,18 +315,18 @@ class Slabs:
             number += 1
 
     def end_bytes(self, granules: int) -> int:
-        """Length of the file of a size; 0 if a reader finds none."""
+        """Return the length of the file of a size; 0 if a reader finds none."""
         try:
             return self._files.size(self._slab(granules).fd)
         except FileNotFoundError:
             return 0
 
     def reaches(self, slot: Slot, n_bytes: int) -> bool:
-        """Whether the file is long enough to hold so many bytes in a slot."""
+        """Return whether the file is long enough to hold so many bytes in a slot."""
         return slot.offset + n_bytes <= self.end_bytes(slot.granules)
 
     def fd(self, slot: Slot) -> int:
-        """The file of a slot.
+        """Return the descriptor of the file of a slot.
 
         Raises:
             OSError: It cannot be opened.
@@ -334,9 +334,9 @@ class Slabs:
         return self._slab(slot.granules).fd
 
     def occupy(self, granules: NDArray[np.uint32], numbers: NDArray[np.uint64]) -> None:
-        """Tells which slots hold frames; cuts off what lies behind the last one of each file.
+        """Mark the slots that hold frames; cut off each file behind its last one.
 
-        No two frames share a slot, and every slot lies within its file (`recover`).
+        No two frames share a slot, and every slot is within its file (`recover`).
         """
         for each in sorted({*self.sizes(), *np.unique(granules).tolist()}):
             taken = np.sort(numbers[granules == each]).astype(np.int64)
@@ -353,7 +353,7 @@ class Slabs:
                     self.allocated_bytes += count * size
 
     def take(self, granules: int, budget_bytes: int) -> tuple[Slot, bool] | None:
-        """A free slot and whether it is stale; None if all would not stay within the budget.
+        """Take a free slot; return it and whether it is stale; None beyond the budget.
 
         Raises:
             OSError: The file cannot be opened or extended.
@@ -377,7 +377,7 @@ class Slabs:
         return Slot(granules, slab.high - 1), False
 
     def give_back(self, slot: Slot) -> None:
-        """Frees a slot, once nobody reads it any more."""
+        """Free a slot, once no load reads it any more."""
         if self._pins[slot] > 0:
             self._doomed.add(slot)
             return
@@ -386,18 +386,18 @@ class Slabs:
         self.free_bytes += slot.granules * GRANULE_BYTES
 
     def quarantine(self, slot: Slot) -> None:
-        """Takes a slot out of use until the directory is opened again; gives back its blocks."""
+        """Take a slot out of use until the directory is opened again, and free its blocks."""
         if self._punch(slot, 1):
             self.allocated_bytes -= slot.granules * GRANULE_BYTES
         else:
             self._damaged.add(slot)
 
     def pin(self, slot: Slot) -> None:
-        """Keeps a slot from being reused."""
+        """Keep a slot from being reused."""
         self._pins[slot] += 1
 
     def unpin(self, slot: Slot) -> None:
-        """Ends one `pin`."""
+        """End one `pin`; after the last one, free the slot of a deleted frame."""
         self._pins[slot] -= 1
         if self._pins[slot] <= 0:
             del self._pins[slot]
@@ -406,48 +406,48 @@ class Slabs:
                 self.give_back(slot)
 
     def read(self, slot: Slot, target: memoryview) -> int:
-        """Reads the beginning of a slot; returns the bytes that were there."""
+        """Read the beginning of a slot; return the number of bytes read."""
         return read_fully(self._files, self.fd(slot), target, slot.offset)
 
     @property
     def pinned(self) -> bool:
-        """Whether any slot is being read."""
+        """Return whether any slot is being read."""
         return bool(self._pins)
 
     def there(self, granules: int) -> bool:
-        """Whether the file of a size is still at its path."""
+        """Return whether the file of a size is still at its path."""
         return self._files.same(self._slab(granules).fd, self._path(granules))
 
     def complete(self) -> bool:
-        """Whether every file that was opened is still at its path."""
+        """Return whether every opened file is still at its path."""
         return all(self._files.same(slab.fd, self._path(n)) for n, slab in self._slabs.items())
 
     def sync(self, sizes: Iterator[int] | list[int]) -> None:
-        """Waits until the device has what was written to the files of these sizes."""
+        """Wait until the device has all bytes written to the files of these sizes."""
         for granules in sizes:
             self._files.sync(self._slab(granules).fd)
             self.name(granules)
 
     def name(self, granules: int) -> None:
-        """Waits until the device knows the name of a file."""
+        """Wait until the name of a file is on the device."""
         slab = self._slab(granules)
         if not slab.named:
             self._files.sync_directory(str(self._directory))
             slab.named = True
 
     def trim(self, budget_bytes: int) -> None:
-        """Gives back the blocks of free slots until all slots stay within the budget."""
+        """Return the blocks of free slots to the disk until all slots stay within the budget."""
         self._reclaim(self.allocated_bytes - budget_bytes, 0)
 
-    # --- what deleted frames leave behind ----------------------------------------------------
+    # --- leftovers of deleted frames ---------------------------------------------------------
 
     @property
     def doomed(self) -> int:
-        """Slots of deleted frames that somebody still reads."""
+        """Return the number of slots of deleted frames that are still being read."""
         return len(self._doomed)
 
     def to_blank(self, most: int) -> list[Slot]:
-        """Some stale slots that still name a frame, out of use until `blanked`."""
+        """Take some stale slots that still name a frame, out of use until `blanked`."""
         slots: list[Slot] = []
         while self._named and len(slots) < most:
             slot = self._named.popitem()[0]
@@ -456,19 +456,19 @@ class Slabs:
         return slots
 
     def blank(self, slot: Slot) -> None:
-        """Overwrites the first page: a deleted frame stays away, even if the journal is lost."""
+        """Overwrite the first page: a deleted frame stays away, even if the journal is lost."""
         write_fully(self._files, self.fd(slot), [zeros()[:GRANULE_BYTES]], slot.offset)
 
     def blanked(self, slots: list[Slot]) -> None:
-        """Back into use."""
+        """Return blanked slots to use."""
         for slot in slots:
             self._slabs[slot.granules].free[slot.number] = None
 
     def wipe(self) -> None:
-        """Leaves nothing in any free or quarantined slot, as far as the device is concerned too.
+        """Erase the bytes of all free and quarantined slots, on the device too.
 
         Raises:
-            OSError: Something may still be there.
+            OSError: Some bytes may still be there.
         """
         for granules, slab in self._slabs.items():
             size = granules * GRANULE_BYTES
@@ -482,11 +482,12 @@ class Slabs:
         for slot in list(self._damaged):
             wipe(self._files, self.fd(slot), slot.offset, slot.n_bytes)
             self._damaged.discard(slot)
-        for slab in self._slabs.values():  # those only cut short when they were opened, too
+        # also files that were only cut short when they were opened
+        for slab in self._slabs.values():
             self._files.sync(slab.fd)
 
     def close(self) -> None:
-        """Closes all files."""
+        """Close all slab files."""
         for slab in self._slabs.values():
             self._files.close(slab.fd)
         self._slabs.clear()
@@ -513,7 +514,7 @@ class Slabs:
             slab.reach = reach
 
     def _reclaim(self, want_bytes: int, needed: int) -> int:
-        """Punches free slots, of other sizes first, until so much is free; returns how much."""
+        """Punch free slots, of other sizes first, until so much is free; return the bytes freed."""
         got = 0
         for granules in sorted(self._slabs, key=lambda g: (g == needed, -g)):
             slab, keep = self._slabs[granules], int(granules == needed)
@@ -522,7 +523,7 @@ class Slabs:
                 first = end = next(reversed(slab.free))
                 most = min(len(slab.free) - keep, -((got - want_bytes) // size))
                 while end - first < most and next(reversed(slab.free)) == end:
-                    end = slab.free.popitem()[0] + 1  # which is as fast where there are millions
+                    end = slab.free.popitem()[0] + 1  # just as fast with millions of free slots
                 if not self._make_holes(slab, Slot(granules, first), end - first):
                     slab.free |= dict.fromkeys(reversed(range(first, end)))
                     return got
@@ -530,7 +531,7 @@ class Slabs:
         return got
 
     def _make_holes(self, slab: _SlabFile, first: Slot, count: int) -> bool:
-        """Gives back the blocks of neighbouring free slots; False where that does not work."""
+        """Punch neighbouring free slots; False where that does not work."""
         if not self._punch(first, count):
             return False
         numbers = range(first.number, first.number + count)
@@ -552,9 +553,10 @@ class Slabs:
 
 
 def _unused(taken: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
-    """Slots before the last one taken that are not: the first ones, and the rest as runs.
+    """Return the free slots before the last taken one: the first ones, and the rest as runs.
 
-    A file that claims to be endless may hold a frame at its end: nobody needs all slots before it.
+    A file that claims to be endless may hold a frame at its end: not all slots before it are
+    needed.
     """
     first = np.append(0, taken[:-1] + 1)[: len(taken)]
     count = taken - first
@@ -565,7 +567,7 @@ def _unused(taken: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """First and count of neighbours."""
+    """Yield first and count of each run of neighbours."""
     start = 0
     for at in range(1, len(numbers) + 1):
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
@@ -573,25 +575,25 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
             start = at
 
 
-# From a disk tier's files to its index: replay of the journal, or of the slots if it is lost.
+# Recovery of a disk tier's index: replay of the journal, or of the slots if it is lost.
 
-_KEY_AT = slice(40, 72)  # of a header
-_MOST_STRIPE_BYTES = 1 << 31  # of a compressed frame that is checked where it lies
+_KEY_AT = slice(40, 72)  # slice of a header
+_MOST_STRIPE_BYTES = 1 << 31  # largest stripe of a compressed frame that is checked in place
 
 
 def open_journal(files: FileIO, directory: Path, superblock: Superblock, *, write: bool) -> Journal:
-    """The journal of a directory.
+    """Open the journal of a directory.
 
     Raises:
         OSError: It cannot be opened; a reader finds none before the owner made one.
     """
     if write:
         with contextlib.suppress(FileNotFoundError):
-            files.remove(str(directory / f"{JOURNAL}.tmp"))  # of a compaction that did not end
+            files.remove(str(directory / f"{JOURNAL}.tmp"))  # left by an unfinished compaction
     path, store_id = str(directory / JOURNAL), store_id_of(superblock)
     if store_id is None:
         store_id = peek_store_id(files, path) or (files.random(16) if write else bytes(16))
-        if write:  # what is appended from now on must be found at the next opening
+        if write:  # so that the next opening finds records appended from now on
             superblock.store_id = store_id.hex()
             write_superblock(files, directory, superblock)
     capacity_bytes = superblock.capacity_bytes
@@ -599,7 +601,7 @@ def open_journal(files: FileIO, directory: Path, superblock: Superblock, *, writ
 
 
 def store_id_of(superblock: Superblock) -> bytes | None:
-    """The 16 bytes that pages of a store carry; None if the superblock names something else."""
+    """Return the 16 bytes that pages of a store carry; None if the superblock has no valid ones."""
     try:
         store_id = bytes.fromhex(superblock.store_id)
     except ValueError:
@@ -608,10 +610,10 @@ def store_id_of(superblock: Superblock) -> bytes | None:
 
 
 def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) -> Rows:
-    """Fills the index of an owner that opens the directory, and tells the slabs what is used.
+    """Fill the index of an owner that opens the directory, and mark the used slots in the slabs.
 
     Returns:
-        The rows of what is there.
+        The rows of the frames found.
 
     Raises:
         OSError: The files cannot be read.
@@ -631,7 +633,7 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
 
 
 def within(slabs: Slabs, rows: Rows) -> Rows:
-    """Those frames that lie inside of their slab files; a file may have been cut off."""
+    """Return the frames inside of their slab files; a file may have been cut off."""
     good = np.zeros(len(rows), np.bool_)
     for granules in slabs.sizes():
         ends = rows["number"] * np.uint64(granules * GRANULE_BYTES) + rows["stored_bytes"]
@@ -640,16 +642,16 @@ def within(slabs: Slabs, rows: Rows) -> Rows:
 
 
 def rows_in_slots(slabs: Slabs, envelope: Envelope, capacity_bytes: int = UNBOUNDED) -> Rows:
-    """What the headers of all slots say; for when the journal is lost.
+    """Return rows made from the headers of all slots, for a lost journal.
 
-    Of a key that two slots claim, the one that was stored last counts.
+    Of a key in two slots, the one that was stored last counts.
     """
     rows = in_order(sensible(packed_rows(frames_in_slots(slabs, envelope))), capacity_bytes)
     return rows[newest(rows)]
 
 
 def packed_rows(frames: Iterable[tuple[bytes, Held]]) -> Rows:
-    """What a journal would say of these frames."""
+    """Return the journal rows of these frames."""
     packed = b"".join(pack_record(Record(STORED, key, held)) for key, held in frames)
     return np.frombuffer(packed, ROW)
 
@@ -657,14 +659,14 @@ def packed_rows(frames: Iterable[tuple[bytes, Held]]) -> Rows:
 def frames_in_slots(
     slabs: Slabs, envelope: Envelope, locked: list[Slot] | None = None
 ) -> Iterator[tuple[bytes, Held]]:
-    """What the headers of all slots say.
+    """Yield key and entry of each frame, read from the headers of all slots.
 
     Slots are blanked when their frames are deleted, so those do not come back.
 
     Args:
-        slabs: Where to look.
-        envelope: How headers are checked.
-        locked: Gets the slots of frames that are checked in another way.
+        slabs: Slabs to search.
+        envelope: Checks the headers.
+        locked: Gets the slots of frames of another integrity mode.
     """
     page = own_memory(GRANULE_BYTES)
     for slot in (Slot(g, number) for g in slabs.sizes() for number in slabs.written(g)):
@@ -692,15 +694,16 @@ def _read_header(slabs: Slabs, slot: Slot, envelope: Envelope, page: memoryview)
 
 
 def check_frame(data: memoryview, key: bytes, held: Held, envelope: Envelope) -> Header:
-    """The header of the frame that should lie in a slot, once all of its stripes are verified.
+    """Verify all stripes of the frame in a slot; return its header.
 
     Raises:
-        BadFrame: It does not lie there, or is damaged.
+        BadFrame: It is another frame, or damaged.
     """
     header = agree(envelope.head(data, key, generation=held.seq), held)
     if header.sizes and header.info.stripe_bytes > _MOST_STRIPE_BYTES:
         raise BadFrame("foreign", f"a compressed stripe of {header.info.stripe_bytes} bytes")
-    scratch = memoryview(bytearray(header.info.stripe_bytes))  # of one: compressed ones are small
+    # of one stripe: compressed ones are small
+    scratch = memoryview(bytearray(header.info.stripe_bytes))
     for number in range(header.stripes):
         offset, n_bytes = envelope.place(header, number, 1)
         envelope.open(header, data[offset : offset + n_bytes], scratch, number, 1)
@@ -708,7 +711,7 @@ def check_frame(data: memoryview, key: bytes, held: Held, envelope: Envelope) ->
 
 
 def agree(header: Header, held: Held) -> Header:
-    """A header, if it is the one that the journal speaks of.
+    """Return a header, if it matches the journal's entry.
 
     Raises:
         BadFrame: "foreign": the slot holds another frame of this key.
@@ -722,22 +725,22 @@ def agree(header: Header, held: Held) -> Header:
 
 _BLANKED_AT_ONCE = 16
 _LOOK_S = 0.01
-_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()  # that caches are bound to
+_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()  # stores with bound caches
 
 
 class DiskStore:
-    """Frames in one directory, as far as books can tell. Thread-safe.
+    """Index and slots of the frames in one directory. Thread-safe.
 
     Args:
-        directory: A directory of its own; made if it is not there.
+        directory: A directory of its own; made if it is missing.
         capacity_bytes: Most bytes that the directory may occupy, everything included.
         exclusive: Refuse a directory that another process owns, instead of only reading it.
         durable: Wait for the device before a store is acknowledged.
         files: File operations.
-        envelope: How frames are checked, for when the journal is lost.
+        envelope: Checks frames, for a lost journal.
 
     Attributes:
-        owner: Whether this object may write; it may lose that, and a reader come to it.
+        owner: Whether this object may write; it may lose that, and a reader may become the owner.
         shared: Whether another process wrote here while it was open, or may.
         corrupt: Frames found damaged so far.
 
@@ -766,7 +769,7 @@ class DiskStore:
         self._contents = Contents()
         self._closed = False
         self._bound: dict[bytes, str] = {}
-        self._robbed = False  # of slab files that were open here, and may still hold frames
+        self._robbed = False  # whether slab files that were open here are gone, perhaps with frames
         self._freed = False  # whether the journal has deletions that the device may not have
         self._home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
         self.owner = self._home.owner
@@ -776,10 +779,10 @@ class DiskStore:
         self._journal: Journal | None = None
 
     def open(self, open_file: Callable[..., int] | None = None) -> None:
-        """Reads what is there.
+        """Open the files and read the index.
 
         Args:
-            open_file: Opens slab files for whoever moves the frames.
+            open_file: Opens slab files for the engine that moves the frames.
 
         Raises:
             StoreError: It cannot be read.
@@ -800,32 +803,32 @@ class DiskStore:
 
     @property
     def path(self) -> Path:
-        """The directory."""
+        """Return the path of the directory."""
         return self._home.path
 
     @property
     def obstacle(self) -> str:
-        """Why it may not write, if that is no other owner."""
+        """Return why this object may not write, for a reason other than another owner."""
         return self._home.obstacle
 
     @property
     def owned_by(self) -> str:
-        """What owns the directory, as far as that is known here."""
+        """Return a phrase that names the owner of the directory, as far as it is known here."""
         return owner_of(self.path)
 
     def used_bytes(self) -> int:
-        """Bytes that are charged: frames, and what managing them takes or may take."""
+        """Return the bytes charged for frames and for managing them, reserves included."""
         with self._lock:
             overhead = self._quota.overhead_bytes(self._frames())
             return overhead + self._slabs.allocated_bytes - self._slabs.free_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are charged without any frame."""
+        """Return the bytes that are charged without any frame."""
         return self._quota.reserved_bytes
 
     def no_room(self, n_bytes: int) -> str:
-        """Return why the file system can take no frame; "" if it can, or frames may give way."""
+        """Return why the file system can take no frame; "" if it can, or frames may be evicted."""
         if not self.owner or len(self._index):
             return ""
         free = self._files.free_bytes(str(self.path))
@@ -834,22 +837,22 @@ class DiskStore:
         return f"a frame takes {format_size(n_bytes)}, and the disk has {format_size(free)} left"
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """Upper bound of what one more frame is charged."""
+        """Return an upper bound of the bytes charged for one more frame."""
         header = most_header_bytes(body_bytes, lossless=not self._envelope.plain)
         granules = slot_granules(header, self._envelope.most_bytes(body_bytes) - header)
         return granules * GRANULE_BYTES + 2 * CHARGE_BYTES
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are in the index."""
+        """Return which keys are in the index."""
         return [key in self._index for key in keys]
 
     def find(self, key: bytes) -> Held | None:
-        """Where a frame lies, for now."""
+        """Return the entry of a frame, which may move at any time; None if it is absent."""
         with self._lock:
             return self._index.get(key)
 
     def entries(self) -> list[tuple[bytes, Held]]:
-        """The index, oldest store first: in the order in which stores began, as after a replay."""
+        """Return the index in the order in which the stores began, as after a replay."""
         with self._lock:
             listed = list(self._index.items())
         return sorted(listed, key=lambda entry: entry[1].seq)
@@ -857,10 +860,10 @@ class DiskStore:
     # --- loads ---------------------------------------------------------------------------------
 
     def pin(self, key: bytes, layout: bytes, fidelity: int) -> Held | None:
-        """Where a frame lies, which then stays as it is until `unpin`; None if it is not there.
+        """Return the entry of a frame and keep its slot until `unpin`; None if it is absent.
 
         Raises:
-            BadFrame: It is not the one wished for: "layout" or "fidelity".
+            BadFrame: It is not the requested one: "layout" or "fidelity".
         """
         with self._lock:
             held = self._index.get(key)
@@ -871,7 +874,7 @@ class DiskStore:
             return held
 
     def pin_all(self, wishes: Iterable[Load]) -> list[Held | None]:
-        """The same for many; None also for those that are not the ones wished for."""
+        """Pin many frames; None for absent ones and for those with another layout or fidelity."""
         found = list[Held | None]()
         with self._lock:
             for wish in wishes:
@@ -885,7 +888,7 @@ class DiskStore:
         return found
 
     def unpin(self, slots: Iterable[Slot]) -> None:
-        """Ends a `pin` of each."""
+        """End one `pin` of each slot."""
         with self._lock:
             for slot in slots:
                 self._slabs.unpin(slot)
@@ -893,7 +896,7 @@ class DiskStore:
             self._let_go()
 
     def fd(self, slot: Slot) -> int:
-        """The file that a slot is in.
+        """Return the descriptor of the file of a slot.
 
         Raises:
             OSError: It cannot be opened.
@@ -901,7 +904,7 @@ class DiskStore:
         return self._slabs.fd(slot)
 
     def condemn(self, key: bytes, held: Held) -> bool:
-        """Drops a frame that was not in its slot; False if a reader merely saw it move."""
+        """Drop a frame that was not in its slot; False if a reader merely saw it move."""
         with self._lock:
             self.refresh()
             now = self._index.get(key)
@@ -919,7 +922,7 @@ class DiskStore:
     # --- stores --------------------------------------------------------------------------------
 
     def reserve(self, key: bytes) -> int | None:
-        """A sequence number for a frame that is about to be written; None if it is there already.
+        """Return a sequence number for a frame about to be written; None if it is there already.
 
         Raises:
             Refused: The key is being written, or this is a reader.
@@ -936,13 +939,13 @@ class DiskStore:
             return self._journal.next_seq()
 
     def release(self, key: bytes) -> None:
-        """Takes a `reserve` back."""
+        """Undo a `reserve` of a key."""
         with self._lock:
             self._busy.discard(key)
             self._let_go()
 
     def place(self, header_bytes: int, n_bytes: int) -> tuple[Slot, bool]:
-        """A slot for a frame, and whether it is stale, so that all of it must be written.
+        """Return a slot for a frame, and whether it is stale, so that all of it must be written.
 
         Raises:
             Refused: There is no room.
@@ -955,10 +958,10 @@ class DiskStore:
             raise Refused("full")
 
     def to_sync(self, batch: Iterable[WrittenFrame]) -> list[int]:
-        """Files that must be on the device before a batch counts; none unless durable.
+        """Return the files to sync before a batch counts; an empty list unless durable.
 
         Raises:
-            OSError: The device could not be told the name of a file.
+            OSError: The name of a file could not be synced to the device.
         """
         if not self._durable:
             return []
@@ -968,19 +971,21 @@ class DiskStore:
                 self._slabs.name(granules)
             files = [self._slabs.fd(slot) for slot in sizes.values()]
             if files and self._freed and self._journal is not None:
-                # Else a machine that stops now might know of these frames and not of those whose
-                # place they took, and drop some that were promised, to stay within its capacity.
+                # Otherwise a machine that stops now might know of these frames and not of the
+                # deletion of those that had their slots, and drop some promised frames to stay
+                # within its capacity.
                 self._journal.settle()
                 self._journal.sync()  # not by an engine: a compaction closes the file meanwhile
                 self._freed = False
             return files
 
     def commit(self, batch: Sequence[WrittenFrame]) -> None:
-        """Makes written frames count.
+        """Publish written frames: append them to the journal and the index.
 
         Raises:
-            OSError: None of them counts, and their slots are free again; ESTALE if what was written
-                lies in no file of this directory any more, or the directory is another's by now.
+            OSError: None of them counts, and their slots are free again; ESTALE if they were
+                written to files that are no longer in this directory, or another process owns the
+                directory now.
         """
         try:
             with self._lock:
@@ -1000,9 +1005,9 @@ class DiskStore:
             raise
 
     def abandon(self, batch: Iterable[WrittenFrame]) -> None:
-        """Frees the slots of written frames that shall not count."""
+        """Free the slots of written frames that shall not count."""
         with self._lock:
-            self._freed = True  # an append that failed may have told of them
+            self._freed = True  # an append that failed may have recorded them
             for key, held in batch:
                 now = self._index.get(key)
                 if now is None or now.seq != held.seq or not self.delete([key]):
@@ -1013,7 +1018,7 @@ class DiskStore:
     # --- deletions -----------------------------------------------------------------------------
 
     def delete(self, keys: Iterable[bytes]) -> int:
-        """Forgets frames; a reader forgets none. Returns how many were there."""
+        """Forget frames; a reader forgets none. Return how many were there."""
         with self._lock:
             if not self._leads(()):
                 return 0
@@ -1026,14 +1031,14 @@ class DiskStore:
 
     @property
     def doomed(self) -> int:
-        """Slots of deleted frames that are still being read."""
+        """Return the number of slots of deleted frames that are still being read."""
         return self._slabs.doomed
 
     def wipe(self, wait_s: float) -> None:
-        """Leaves nothing in any slot that holds no frame, of earlier deletions and damage too.
+        """Erase the bytes of all slots without a frame, of earlier deletions and damage too.
 
         Raises:
-            OSError: Something may still be there.
+            OSError: Some bytes may still be there.
             Refused: "busy": a slot is still being read after `wait_s`.
         """
         with self._lock:
@@ -1044,16 +1049,16 @@ class DiskStore:
                 raise Refused("busy")
             self._slabs.wipe()
             if self._journal is not None:
-                with contextlib.suppress(OSError):  # of a full disk: the names of what is gone
+                with contextlib.suppress(OSError):  # a full disk: the names of deleted frames stay
                     self._journal.settle()
                 self._journal.sync()
 
     def aside(self) -> list[str]:
-        """Stores of other formats in the directory, which this object cannot look into."""
+        """Return the stores of other formats in the directory, which this object cannot read."""
         return self._home.aside()
 
     def tidy(self) -> bool:
-        """Does a little of what can wait until nobody waits; whether there may be more.
+        """Do a little deferred work; return whether there may be more.
 
         Slots of deleted frames lose their first page, and the journal its dead records.
         """
@@ -1066,7 +1071,7 @@ class DiskStore:
                 with contextlib.suppress(OSError):
                     self._compact(self._quota.garbage // 4)
                 slots = self._slabs.to_blank(_BLANKED_AT_ONCE)
-            with contextlib.suppress(OSError):  # the journal says so too
+            with contextlib.suppress(OSError):  # the journal has the deletions too
                 for slot in slots:
                     self._slabs.blank(slot)
             with self._lock:
@@ -1078,7 +1083,7 @@ class DiskStore:
                 self._let_go()
 
     def refresh(self) -> None:
-        """Lets a reader see what the owner did meanwhile; where there is none, it becomes that."""
+        """Apply the owner's changes to a reader's index; without an owner, take over."""
         if self.owner:
             return
         with self._lock, contextlib.suppress(OSError):
@@ -1088,7 +1093,7 @@ class DiskStore:
                 self._drop_journal()
             if self._journal is None:
                 self._index.clear()
-                if self._quiet:  # of another store, perhaps
+                if self._quiet:  # its slab files may be of another store
                     self._slabs = self._new_slabs()
                 superblock = self._home.superblock or self._home.look_again()
                 if superblock is None:
@@ -1098,23 +1103,23 @@ class DiskStore:
             self._index.apply(self._journal.read_new())
 
     def survey(self) -> None:
-        """Sees to it that `entries` leaves nothing out that was stored here and may be there yet.
+        """Ensure that `entries` omits no frame that was stored here and may still be there.
 
         Raises:
-            OSError: It cannot: directory, journal or slab files were taken away or replaced.
+            OSError: It cannot: directory, journal or slab files were removed or replaced.
         """
         with self._lock:
             self._leads(())
             self.refresh()
             if self._robbed or not self._slabs.complete():
-                raise OSError(errno.ESTALE, "slab files of it were taken away or replaced")
+                raise OSError(errno.ESTALE, "its slab files were removed or replaced")
             if self._journal is None or self._journal.replaced():
-                raise OSError(errno.ESTALE, "its directory or its journal was taken away")
+                raise OSError(errno.ESTALE, "its directory or its journal was removed")
             if not self.owner:
                 self._index.apply(self._journal.read_new())
 
     def close(self) -> None:
-        """Closes all files and gives up ownership; what was committed stays."""
+        """Close all files and give up ownership; committed frames stay."""
         while self.tidy():
             pass
         with self._lock:
@@ -1131,47 +1136,47 @@ class DiskStore:
             self._bound = {}
             self._index.clear()
 
-    # --- whose frames these are ----------------------------------------------------------------
+    # --- namespaces ----------------------------------------------------------------------------
 
     def bind(self, namespace: bytes, name: str) -> None:
-        """A cache uses a namespace from now on."""
+        """Record that a cache uses a namespace from now on."""
         with self._lock:
             self._bound[namespace] = self._home.title = name
             _stores.add(self)
             self._note_bound()
 
     def in_use(self, namespace: bytes) -> bool:
-        """Whether a cache of this process uses a namespace, or another one did lately."""
+        """Return whether a cache of this process uses a namespace, or another one did lately."""
         bound = any(namespace in store._bound for store in list(_stores))
         return bound or self._home.in_use(namespace)
 
     def forget(self, namespaces: Iterable[bytes]) -> None:
-        """Notes nothing of namespaces any more.
+        """Remove the records of namespaces.
 
         Raises:
-            OSError: It could not be written.
+            OSError: The change could not be written.
         """
         with self._lock:
             self._home.forget(namespaces)
 
     def _note_bound(self) -> None:
         if self._bound and self._leads():
-            with contextlib.suppress(OSError):  # of a full disk: they may be evicted too early
+            with contextlib.suppress(OSError):  # a full disk: their frames may be evicted too early
                 self._home.name(self._bound)
 
     def _note_contents(self) -> None:
-        with contextlib.suppress(OSError):  # of a full disk: only `inspect` misses it
+        with contextlib.suppress(OSError):  # a full disk: only `inspect` misses it
             self._home.note(self._contents.shapes, self._contents.tenants)
 
-    # --- whose directory it is -----------------------------------------------------------------
+    # --- ownership of the directory --------------------------------------------------------------
 
     def _leads(self, sizes: Iterable[int] | None = None) -> bool:
-        """Whether this object may write now: nobody took its lock, journal or slab files away.
+        """Return whether this object may write: lock, journal and slab files are still in place.
 
-        Else it is a reader from then on, which may become the owner again as any reader may.
+        Otherwise it is a reader from then on, which may become the owner again as any reader may.
 
         Args:
-            sizes: Of the slab files to look at; None looks at the lock alone.
+            sizes: Sizes of the slab files to look at; None looks at the lock alone.
         """
         journal = self._journal
         if self.owner and journal is not None:
@@ -1184,14 +1189,14 @@ class DiskStore:
 
     @property
     def _quiet(self) -> bool:
-        """Whether nothing that was begun can still read or write a slab file."""
+        """Return whether no operation under way can still read or write a slab file."""
         return not (self._slabs.pinned or self._busy or self._tidying.locked())
 
     def cede(self, wait_s: float) -> bool:
-        """Give up the directory, and read on; whether nothing of this object can write any more.
+        """Give up ownership, and read on; return whether all writes of this object have ended.
 
         Args:
-            wait_s: Longest wait for what was begun.
+            wait_s: Longest wait for operations under way.
         """
         end_s = time.monotonic() + wait_s
         with self._lock:
@@ -1211,12 +1216,12 @@ class DiskStore:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Leaves the directory to others once nothing that was begun can still be written."""
+        """Release the directory once no operation under way can still write to it."""
         if not self.owner and self._home.owner and self._quiet:
             self._home.close()
 
     def _take_over(self) -> bool:
-        """Becomes the owner if there is none, and nothing is being read."""
+        """Become the owner if there is none, and nothing is being read."""
         if self._closed or not self._quiet:
             return False
         if not self._home.take_over(self._quota.capacity_bytes):
@@ -1249,7 +1254,7 @@ class DiskStore:
 
     def _note_deleted(self, gone: Iterable[tuple[bytes, Held]]) -> None:
         # If this cannot be written now, it will be with the next record; until then a crash would
-        # bring the frames back, unless their slots were reused, which the journal knows.
+        # bring the frames back, unless their slots were reused, which the journal records.
         assert self._journal is not None
         self._freed = True
         with contextlib.suppress(OSError):
@@ -1261,7 +1266,7 @@ class DiskStore:
             )
 
     def _compact(self, garbage: int) -> None:
-        # Beyond all that is charged for it there is no more time to wait for the device.
+        # With more garbage than the quota charges, there is no time to wait for the device.
         assert self._journal is not None
         if self._journal.count > len(self._index) + garbage:
             wait = self._durable or garbage < self._quota.garbage
@@ -1277,7 +1282,8 @@ class DiskStore:
         if excess > 0:  # opened with a smaller capacity than before
             self.delete(self._index.oldest(excess))
         self._slabs.trim(self._quota.slots_bytes(self._frames()))
-        if self._durable:  # what a killed process left to the operating system is promised anew
+        # data that a killed process left to the operating system is promised anew
+        if self._durable:
             self._slabs.sync(self._slabs.sizes())
             self._journal.sync()
         self._contents.start(rows)

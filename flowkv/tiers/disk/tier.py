@@ -1,8 +1,8 @@
-"""Frames in a directory on a local disk: they survive the process, and other processes may read.
+"""Disk tier: frames in a local directory, which survive the process and are readable by others.
 
-Bytes move by an engine (`tiers.io`) between the slab files and an arena; one conductor makes its
-batches. A load is verified before its target sees anything. A store whose deadline passes while it
-is written is undone.
+Bytes move by an engine (`tiers.io`) between the slab files and an arena; one scheduler makes its
+batches. A load is verified before its target is written. A store that is still being written at its
+deadline is undone.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from flowkv.tiers.io.engine import (
 )
 from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue
 
-# One item between the queue and its answer: what it does to the disk, and in which memory.
+# The work of one item between the queue and its answer: operations on the disk, and their memory.
 
 KNOWN_BYTES = 16 << 20
-"""Of digests that are remembered."""
+"""Most bytes of remembered digests."""
 NEAR_BYTES = 64 << 10
-"""Stripes that lie so near to their header are read together with it."""
+"""Stripes within this distance of their header are read together with it."""
 
 Operation = tuple[int, int, int, int, int]  # op, fd, offset, address, length
 
@@ -76,14 +76,14 @@ class Operations:
 
     Args:
         group: Stores that wait for them.
-        items: Those whose answers they bring.
+        items: Items that they answer.
 
     Attributes:
-        operations: What the engine shall do next.
-        tags: Those of the operations that it was given.
-        left: How many of them did not complete yet.
+        operations: Operations to submit next.
+        tags: Tags of the submitted operations.
+        left: Number of submitted operations that did not complete yet.
         error: First negative result, or 0.
-        short: Whether an operation moved less than it must.
+        short: Whether an operation moved fewer bytes than it must.
     """
 
     __slots__ = ("error", "group", "items", "left", "operations", "short", "tags")
@@ -96,7 +96,7 @@ class Operations:
         self.group, self.items = group, items
 
     def note(self, result: int, must: int) -> bool:
-        """Takes a completion; whether it was the last one."""
+        """Record a completion; return whether it was the last one."""
         self.left -= 1
         if result < 0:
             self.error = self.error or result
@@ -106,17 +106,17 @@ class Operations:
 
 
 class Flight(Operations):
-    """What one item has the engine do: a load one or two reads, a store one write.
+    """Operations of one item: one or two reads of a load, one write of a store.
 
     Attributes:
-        item: Whose.
+        item: The item.
         memory: Staging slot.
-        held: Where the frame lies, or will.
+        held: Index entry of the frame, or the future one of a store.
         over: Whether the memory was given back.
-        first: First stripe wished for, and `count` how many.
-        header: What the header says, once it was read before the stripes.
-        body_at: Where the stored stripes begin in `memory`.
-        check: What is checked of a plain frame, a row of `digest.CHECK`, and the `fields` expected.
+        first: First requested stripe, and `count` their number.
+        header: The header, if it was read before the stripes.
+        body_at: Offset of the stored stripes in `memory`.
+        check: Row of `digest.CHECK` for a plain frame, and `fields`, its expected fixed fields.
     """
 
     __slots__ = tuple("body_at check count fields first header held item memory over".split())
@@ -131,7 +131,7 @@ class Flight(Operations):
         self.body_at = held.header_bytes + first * held.info.stripe_bytes
 
     def expect(self) -> None:
-        """Lays out how a plain frame is checked, while the disk works on it."""
+        """Prepare the check of a plain frame while the disk reads it."""
         held, address, target = self.held, self.memory.address, self.item.memory
         if target is None:
             return  # answered meanwhile
@@ -142,19 +142,20 @@ class Flight(Operations):
 
     @property
     def plain(self) -> bool:
-        """Whether its stripes lie as they are, with digests that compiled code verifies."""
+        """Return whether the stripes are uncompressed, with digests that compiled code verifies."""
         return self.held.integrity == NH_128 and not self.held.lossless
 
     @property
     def written(self) -> WrittenFrame:
-        """What the store is told of it."""
+        """Return the key and index entry of the frame, for the store."""
         return WrittenFrame(self.item.key, self.held)
 
 
 def extents(held: Held, first: int, count: int) -> list[tuple[int, int]]:
-    """Parts of a slot to be read for some stripes, from and whole pages: header and stripes.
+    """Return the (offset, bytes) parts of a slot to read for some stripes: whole pages.
 
-    Of a compressed frame the header alone, unless that is near to all: it says where stripes lie.
+    The parts hold header and stripes; of a compressed frame only the header, unless that is near to
+    all: the header has the offsets of the stripes.
     """
     head, step = held.header_bytes, held.info.stripe_bytes
     if held.lossless:
@@ -170,11 +171,11 @@ class Staging:
     """Slots of an arena, and memory for the odd frame that does not fit into it.
 
     Args:
-        arena: Shared with others; None for one of its own.
-        n_bytes: Size of its own.
+        arena: Arena shared with other users; None for a private one.
+        n_bytes: Size of the private one.
 
     Attributes:
-        arena: Where slots come from.
+        arena: Source of the slots.
     """
 
     def __init__(self, arena: Arena | None, n_bytes: int) -> None:
@@ -183,12 +184,12 @@ class Staging:
 
     @property
     def clogged(self) -> bool:
-        """Whether so much memory waits for overdue operations that the disk is left alone."""
+        """Return whether too much memory waits for overdue operations to go on with the disk."""
         retired_bytes = sum(arena.retired_bytes for arena in (self.arena, *self._spare))
         return retired_bytes > self.arena.most_retired_bytes
 
     def take(self, n_bytes: int, *, spare: bool) -> ArenaSlot | None:
-        """Memory in the arena; where it has no room now, outside of it if `spare`, else None.
+        """Return memory in the arena; if that has no room, outside of it if `spare`, else None.
 
         Raises:
             OSError: The system has none.
@@ -201,7 +202,7 @@ class Staging:
         return slot
 
     def give_back(self, slot: ArenaSlot) -> None:
-        """No operation uses this memory any more."""
+        """Free memory that no operation uses any more."""
         arena = slot.arena
         (arena.revive if slot.retired else arena.give_back)(slot)
         if arena in self._spare:
@@ -209,18 +210,18 @@ class Staging:
             arena.close()
 
     def close(self) -> None:
-        """Gives up memory of its own, unless something may still be written to it."""
+        """Close the private memory, unless it may still be written to."""
         for arena in (*self._spare, *([self.arena] if self._own else [])):
             arena.close()
 
 
 class Digests(NamedTuple):
-    """Those of all stripes of a frame whose header was checked.
+    """Digests of all stripes of a frame with a checked header.
 
     Attributes:
-        seq: Its generation.
+        seq: Generation of the frame.
         values: 16 bytes each.
-        address: Of these.
+        address: Address of `values`.
     """
 
     seq: int
@@ -229,9 +230,9 @@ class Digests(NamedTuple):
 
 
 class KnownDigests:
-    """Digests of plain frames whose headers were checked and need not be read again. Thread-safe.
+    """Digests of plain frames with headers that need not be read again. Thread-safe.
 
-    For frames whose stripes are read alone, layer by layer, and lie far from their header.
+    They serve frames with stripes that are read alone, layer by layer, far from their header.
     """
 
     def __init__(self) -> None:
@@ -241,11 +242,11 @@ class KnownDigests:
         self.find = self._found.get
 
     def __contains__(self, key: object) -> bool:
-        """Whether those of a frame are known, or of one that was there before."""
+        """Return whether the digests of a frame, or of an earlier one of its key, are known."""
         return key in self._found
 
     def add(self, flight: Flight) -> None:
-        """Of a frame that was read with its header, and verified."""
+        """Remember the digests of a frame that was read with its header, and verified."""
         held, key = flight.held, flight.item.key
         values = bytes(flight.memory.view[FIXED_BYTES:][: DIGEST_BYTES * held.stripes])
         with self._lock:
@@ -256,12 +257,12 @@ class KnownDigests:
                 self._drop(next(iter(self._found)))
 
     def drop(self, key: bytes) -> None:
-        """The header of a frame is to be read again."""
+        """Forget the digests of a frame, so that its header is read again."""
         with self._lock:
             self._drop(key)
 
     def clear(self) -> None:
-        """Nothing is known of any frame any more."""
+        """Forget the digests of all frames."""
         with self._lock:
             self._found.clear()
             self._bytes = 0
@@ -275,12 +276,12 @@ class StripeRead(NamedTuple):
     """Stripes of a frame with known digests.
 
     Attributes:
-        item: Who wishes for them.
-        held: Where the frame lies.
-        digests: Of all its stripes.
+        item: The load.
+        held: Index entry of the frame.
+        digests: Digests of all its stripes.
         first: First stripe.
-        stripes: How many.
-        at: Where they come to in staging memory.
+        stripes: Number of stripes.
+        at: Offset of the stripes in staging memory.
     """
 
     item: Item
@@ -291,13 +292,13 @@ class StripeRead(NamedTuple):
     at: int
 
     def check(self, memory: ArenaSlot, target: memoryview) -> tuple[int, ...]:
-        """A row of `digest.CHECK`."""
+        """Return the row of `digest.CHECK` for these stripes."""
         held, step = self.held, self.held.info.stripe_bytes
         there = self.digests.address, 0, memory.address + self.at, self.stripes * step
         return *there, address_of(target), step, held.stripes, self.first, self.stripes, 1
 
     def opened(self, memory: ArenaSlot, target: memoryview) -> bool:
-        """Verifies and copies them; whether they are what they should be."""
+        """Verify and copy the stripes; return whether they match their digests."""
         step, known = self.held.info.stripe_bytes, self.digests.values
         stored = memory.view[self.at : self.at + self.stripes * step]
         start = self.first * DIGEST_BYTES
@@ -308,9 +309,9 @@ class StripeRead(NamedTuple):
 
 
 class Stripes(Operations):
-    """What loads of stripes with known digests have the engine do: one read each, no header.
+    """Operations of loads of stripes with known digests: one read each, without the header.
 
-    Where anything of it fails, its loads begin anew, each by itself and with its header.
+    If anything fails, the loads begin anew, each by itself and with its header.
 
     Attributes:
         parts: One for each load.
@@ -324,17 +325,17 @@ class Stripes(Operations):
         self.parts, self.memory = parts, memory
 
 
-# Frames that a disk has delivered: verified and copied to their targets, whole batches at a time.
+# Checks of frames that were read: verified and copied to their targets, a batch at a time.
 #
 # Small batches are checked by the envelope. Large ones of plain frames go through one compiled call
 # (`tiers.digest`), which keeps its speed while the interpreter is busy elsewhere.
 
 COMPILED_BYTES = 1 << 20
-"""Batches at least so large are worth the compiled check, and once in a process its loading."""
+"""Least bytes of a batch for the compiled check, which must be loaded once in a process."""
 
 
 def open_all(envelope: Envelope, flights: Sequence[Flight]) -> list[str]:
-    """Verifies what was read and puts it into the targets; "" or the reason of each `BadFrame`."""
+    """Verify frames and copy them to their targets; return "" or the reason of each `BadFrame`."""
     plain = [flight for flight in flights if flight.plain and envelope.integrity == "xxh3"]
     if sum(flight.count * flight.held.info.stripe_bytes for flight in plain) < COMPILED_BYTES:
         return [_open_one(envelope, flight) for flight in flights]
@@ -343,9 +344,9 @@ def open_all(envelope: Envelope, flights: Sequence[Flight]) -> list[str]:
 
 
 def _open_one(envelope: Envelope, flight: Flight) -> str:
-    """The same for one of any kind."""
+    """Verify and copy one frame of any kind; return "" or the reason of its `BadFrame`."""
     target = flight.item.memory
-    assert target is not None  # it is claimed
+    assert target is not None  # the item is claimed
     try:
         header = flight.header or _read_header(envelope, flight)
         stored = flight.memory.view[flight.body_at :]
@@ -356,7 +357,7 @@ def _open_one(envelope: Envelope, flight: Flight) -> str:
 
 
 def _opened(stripes: Stripes, targets: Sequence[memoryview | None]) -> list[bool]:
-    """Which parts lie verified in their targets; none of those that are not there any more."""
+    """Return which parts are verified and in their targets; a part without a target is not."""
     parts, memory = stripes.parts, stripes.memory
     if sum(part.stripes * part.held.info.stripe_bytes for part in parts) < COMPILED_BYTES:
         return [
@@ -374,7 +375,7 @@ def _opened(stripes: Stripes, targets: Sequence[memoryview | None]) -> list[bool
 
 
 def _read_header(envelope: Envelope, flight: Flight) -> Header:
-    """The header that was read, checked, and found to be the one wished for.
+    """Return the header that was read, once it is checked against the index entry.
 
     Raises:
         BadFrame: It is another one, or damaged.
@@ -388,20 +389,20 @@ def _open_compiled(flights: Sequence[Flight]) -> list[str]:
     from flowkv.tiers.digest import REASONS, check_frames, checks_of
 
     checks = checks_of([flight.check for flight in flights])
-    # Writable, as all that is checked: of another type, it would be compiled once more.
+    # Writable, as all arrays of checks: for another type the function would be compiled once more.
     fields = np.frombuffer(bytearray().join(flight.fields for flight in flights), np.uint8)
     reasons = check_frames(checks, fields.reshape(-1, 256))
     return [REASONS[reason] for reason in reasons.tolist()]
 
 
-# Plain frames sealed many at a time: copied into staging memory and digested in the same pass.
+# Sealing of many plain frames: copied into staging memory and digested in the same pass.
 #
-# One compiled call holds no lock of the interpreter while it reads gigabytes a second. What is
-# digested is what lies in staging memory, whoever else writes to the body.
+# One compiled call holds no lock of the interpreter while it reads gigabytes a second. The digests
+# are those of the copies in staging memory, even if another thread writes to the body.
 
 
 class Unsealed(NamedTuple):
-    """A frame whose place is known: `memory` begins with its header, the body follows."""
+    """Frame to be sealed into its slot: `memory` begins with the header, the body follows."""
 
     key: bytes
     info: FrameInfo
@@ -412,7 +413,7 @@ class Unsealed(NamedTuple):
 
 
 def seal_all(frames: list[Unsealed]) -> None:
-    """Puts headers and bodies into their memory; descriptions and lengths were checked before."""
+    """Write headers and bodies to their memory; descriptions and lengths were checked before."""
     if sum(frame.body.nbytes for frame in frames) < COMPILED_BYTES:
         for key, info, body, memory, start, seq in frames:
             copy = memory.view[start : start + body.nbytes]
@@ -430,41 +431,42 @@ def seal_all(frames: list[Unsealed]) -> None:
     seal_frames(np.array(rows, SEAL))
 
 
-# The conductor of a disk tier: everything that is wished for, as few batches for the engine.
+# The scheduler of a disk tier: it serves all requests with few batches for the engine.
 #
-# One step: what the engine has done is verified, copied and answered; then waiting loads and stores
-# get memory and go to the engine, loads first, each kind with room that the other cannot take. A
-# thread steps for ever, or whoever polls steps, which makes a tier without threads: the same calls
-# in the same order, on any clock.
+# One step: operations that the engine completed are verified, copied and answered; then waiting
+# loads and stores get memory and go to the engine, loads first, each kind with room that the other
+# cannot take. A thread steps for ever, or `poll` steps in the caller's thread, which makes a tier
+# without threads: the same calls in the same order, on any clock.
 #
-# Memory of an overdue operation is retired until the engine reports it. When too much is, the
-# disk is left alone ("breaker") until enough has come back.
+# Memory of an overdue operation is retired until the engine reports it. When too much is, the disk
+# is left alone ("breaker") until enough has come back.
 
 _LOADS, _STORES = False, True
 TOGETHER_BYTES = 4 << 20
-"""Of stripes whose digests are known, that are read and answered together."""
+"""Most bytes of stripes with known digests that are read and answered together."""
 AT_ONCE = 16
-"""Begun before the engine is given them; more wait no longer than it takes to begin these."""
-_SHARE = {_LOADS: 0.75, _STORES: 0.5}  # of the arena, so that neither takes all
+"""Items begun before the engine gets them; others wait no longer than it takes to begin these."""
+_SHARE = {_LOADS: 0.75, _STORES: 0.5}  # of the arena, so that neither kind takes all
 _IDLE_S = 0.05
 _PATIENT_STEPS = 100
-_PATIENCE_S = 0.001, 0.02  # for the engine: at first, and after a while without news
-_MOVES = 3  # times that a frame may move while a reader reads it
+# longest wait for the engine: at first, and after a while without completions
+_PATIENCE_S = 0.001, 0.02
+_MOVES = 3  # most tries of a frame that moves while a reader reads it
 
 
 class NoRoom(Exception):
-    """There is no staging memory for an item now."""
+    """Raised when there is no staging memory for an item now."""
 
 
 class DiskScheduler:
-    """Moves the frames of one store.
+    """Scheduler that moves the frames of one store.
 
     Args:
-        store: Where they lie.
-        envelope: How they are wrapped.
-        engine: Does the work; given to this conductor alone.
+        store: Index and slots of the frames.
+        envelope: Seals and opens frames.
+        engine: Moves the bytes, for this scheduler alone.
         staging: Memory.
-        queue: What is to be done.
+        queue: Requests.
     """
 
     def __init__(
@@ -477,31 +479,31 @@ class DiskScheduler:
     ) -> None:
         self._store, self._envelope, self._engine = store, envelope, engine
         self._staging, self._queue = staging, queue
-        self._used_bytes = {_LOADS: 0, _STORES: 0}  # of staging memory
+        self._used_bytes = {_LOADS: 0, _STORES: 0}  # bytes of staging memory
         self._flights: dict[int, tuple[Operations, int]] = {}  # by tag, with the bytes to come
-        self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed: their bodies are read
-        self._written: list[Flight] = []  # that wait for the next group of syncs
+        self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed items, with bodies being read
+        self._written: list[Flight] = []  # frames that wait for the next group of syncs
         self._syncing = False
         self._tag = 0
         self._stage = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._hungry = 0  # steps that a large store has waited for memory, which loads take
+        self._hungry = 0  # steps that a large store has waited for memory taken by loads
         self.known = KnownDigests()
 
-    # --- whose thread --------------------------------------------------------------------------
+    # --- the thread ----------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """Begins to step in a thread of its own, unless it does already."""
+        """Start a thread that steps, unless there is one."""
         if self._thread is not None:
-            return  # without the lock, which a step holds while it waits for the engine
+            return  # checked without the lock, which a step holds while it waits for the engine
         with self._stage:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Works off what is queued; whether everything came to an end in time."""
+        """Work off all queued items; return whether everything ended in time."""
         self._queue.end()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -513,7 +515,7 @@ class DiskScheduler:
         return not self._flights
 
     def step(self, wait_s: float) -> bool:
-        """One step; waits so long for the engine if there is nothing else to do.
+        """Do one step; wait for the engine if there is nothing else to do, for `wait_s` at most.
 
         Returns:
             Whether anything was done.
@@ -528,7 +530,7 @@ class DiskScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine has something to do for this conductor."""
+        """Return whether the engine has operations of this scheduler."""
         return bool(self._flights)
 
     def _run(self) -> None:
@@ -536,7 +538,7 @@ class DiskScheduler:
         while not self._stopping:
             try:
                 moved = self.step(patience_s)
-            except Exception as error:  # a conductor never leaves items behind
+            except Exception as error:  # a scheduler never leaves items unanswered
                 self._fail(_reason(error))
                 continue
             patience_s = _PATIENCE_S[0] if moved else min(2 * patience_s, _PATIENCE_S[1])
@@ -546,7 +548,7 @@ class DiskScheduler:
                     return
                 self._queue.wait(_IDLE_S if waiting else 60.0)
 
-    # --- what is begun -------------------------------------------------------------------------
+    # --- beginning of items --------------------------------------------------------------------
 
     def _begin(self) -> bool:
         if self._staging.clogged:
@@ -576,9 +578,9 @@ class DiskScheduler:
     def _take(
         self, stores: bool, begun: list[Flight] | list[Operations], *, alone: bool = True
     ) -> int:
-        """Begins what waits; how many items were begun or answered."""
+        """Begin waiting items of one kind; return how many were begun or answered."""
         begin = self._begin_store if stores else self._begin_load
-        most = AT_ONCE if stores or not self._flights else 4 * AT_ONCE  # an idle disk begins soon
+        most = AT_ONCE if stores or not self._flights else 4 * AT_ONCE  # an idle disk starts soon
         for tried in range(most):
             item = self._queue.begin(stores=stores)
             if item is None:
@@ -601,7 +603,7 @@ class DiskScheduler:
         return most
 
     def _take_known(self, begun: list[Operations]) -> tuple[int, bool]:
-        """Begins the first loads whose headers need not be read; how many, and if there is room."""
+        """Begin the first loads that need no header; return how many, and whether there is room."""
         tried = 0
         while items := self._queue.begin_loads(self.known, TOGETHER_BYTES):
             alone = not self._flights and not begun
@@ -610,7 +612,7 @@ class DiskScheduler:
             except NoRoom:
                 self._put_back(items)
                 return tried, False
-            except Exception:  # of one of them, which will be told
+            except Exception:  # an error of one of them, which will show when each begins by itself
                 self._put_back(items, forget=True)
                 continue
             tried += len(stripes.parts)
@@ -618,14 +620,14 @@ class DiskScheduler:
         return tried, True
 
     def _put_back(self, items: Sequence[Item], *, forget: bool = False) -> None:
-        """Has loads wait again, in their order; to begin each by itself if they are to `forget`."""
+        """Return loads to the queue, in their order; `forget` makes each begin by itself."""
         for item in reversed(items):
             if forget:
                 self.known.drop(item.key)
             self._queue.put_back(item)
 
     def _begin_known(self, items: Sequence[Item], *, alone: bool) -> Stripes:
-        """Starts loads; those that are not as they were known are put back.
+        """Start loads with known digests; put those back that do not match the index any more.
 
         Raises:
             NoRoom: There is no memory for them now.
@@ -665,7 +667,7 @@ class DiskScheduler:
         return stripes
 
     def _part(self, item: Item, held: Held | None, at: int) -> StripeRead | None:
-        """What is read for a load of a frame with known digests; None if it begins by itself."""
+        """Return the read for a load with known digests; None if the load must begin by itself."""
         digests, wish, target = self.known.find(item.key), item.wish, item.memory
         if held is None or digests is None or digests.seq != held.seq or target is None:
             return None
@@ -678,16 +680,16 @@ class DiskScheduler:
         return StripeRead(item, held, digests, first, count, at)
 
     def _begin_load(self, item: Item, *, alone: bool) -> Flight | None:
-        """Starts a load; None if there is no such frame.
+        """Start a load; None if there is no such frame.
 
         Args:
-            item: What is wished for.
-            alone: Nothing is under way whose end could bring memory.
+            item: The load.
+            alone: Whether no operation is under way that would free memory at its end.
 
         Raises:
             NoRoom: There is no memory for it now.
-            BadFrame: The frame is not the one wished for.
-            Refused: "target": what is wished for does not fit there.
+            BadFrame: The frame is not the requested one.
+            Refused: "target": the requested stripes do not fit there.
             OSError: The file cannot be opened, or there is no memory at all.
         """
         wish, target = item.wish, item.memory
@@ -717,11 +719,11 @@ class DiskScheduler:
         return flight
 
     def _begin_store(self, item: Item, *, alone: bool) -> Flight | None:
-        """Starts a store; None if the frame is there already.
+        """Start a store; None if the frame is there already.
 
         Args:
-            item: What is wished for.
-            alone: Nothing is under way whose end could bring memory.
+            item: The store.
+            alone: Whether no operation is under way that would free memory at its end.
 
         Raises:
             NoRoom: There is no memory for it now.
@@ -751,7 +753,7 @@ class DiskScheduler:
         return flight
 
     def _holds(self, key: bytes) -> bool:
-        """Whether a frame is there. One of another integrity mode would never be read: it goes."""
+        """Return whether a frame is there; delete one that this integrity mode cannot read."""
         held, envelope = self._store.find(key), self._envelope
         if held is None or envelope.reads(held.integrity) or not envelope.reads(envelope.kind):
             return held is not None
@@ -761,7 +763,7 @@ class DiskScheduler:
     def _wrap(
         self, item: Item, info: FrameInfo, body: memoryview, memory: ArenaSlot, stripes: int
     ) -> Flight | None:
-        """Gives the frame a slot, and wraps it into memory; None if it is there already."""
+        """Reserve a slot for a frame, and seal it into memory; None if it is there already."""
         key, seq = item.key, self._store.reserve(item.key)
         if seq is None:
             return None
@@ -798,15 +800,15 @@ class DiskScheduler:
         *,
         stale: bool,
     ) -> Flight:
-        """The write of a frame that has its slot; `sizes` are those of header and frame."""
+        """Return the write of a frame with a slot; `sizes` are those of header and frame."""
         (start, n_bytes), slot = sizes, held.slot
         fd = self._store.fd(slot)
-        # nothing of what lay there before survives behind a shorter frame
+        # No bytes of an earlier frame survive behind a shorter one.
         length = slot.n_bytes if stale else aligned(n_bytes)
         memory.view[n_bytes:length] = bytes(length - n_bytes)
         flight = Flight(item, memory, held)
         flight.operations = [(WRITE, fd, slot.offset, memory.address, length)]
-        if self._envelope.plain:  # last: whoever is in this list is sealed
+        if self._envelope.plain:  # last: every frame in this list gets sealed
             frame = Unsealed(item.key, held.info, body, memory, start, held.seq)
             self._unsealed.append((item, frame))
         return flight
@@ -829,7 +831,7 @@ class DiskScheduler:
                 flight.expect()
 
     def _memory(self, n_bytes: int, stores: bool, *, alone: bool) -> ArenaSlot:
-        """Staging memory; `alone` if nothing is under way whose end could bring any.
+        """Return staging memory; `alone` if no operation is under way that would free any.
 
         Raises:
             NoRoom: There is none now.
@@ -847,7 +849,7 @@ class DiskScheduler:
         self._used_bytes[stores] -= memory.n_bytes
         self._staging.give_back(memory)
 
-    # --- what the engine has done --------------------------------------------------------------
+    # --- completions of the engine -------------------------------------------------------------
 
     def _collect(self, wait_s: float) -> bool:
         if not self._flights:
@@ -886,7 +888,7 @@ class DiskScheduler:
         return True
 
     def _finish_loads(self, flights: list[Flight]) -> list[Flight]:
-        """Answers loads that were read; those that must read on are returned."""
+        """Answer the loads that were read; return those that must read on."""
         good: list[Flight] = []
         more: list[Flight] = []
         answers: list[ItemAnswer] = []
@@ -896,7 +898,7 @@ class DiskScheduler:
                     (good if self._read_whole(flight) else more).append(flight)
             except BadFrame as error:
                 answers += self._damaged(flight, error.reason)
-            except OSError as error:  # of this one alone
+            except OSError as error:  # an error of this load alone
                 answers.append(_failure(flight.item, error))
         for flight, reason in zip(good, open_all(self._envelope, good), strict=True):
             if reason:
@@ -907,19 +909,19 @@ class DiskScheduler:
                 if len(flight.operations) > 1 and flight.plain:
                     self.known.add(flight)
                 answers.append(ItemAnswer(flight.item, Outcome.HIT, "", info, n_bytes))
-        self._queue.answer_all(answers)  # first: somebody waits for them
+        self._queue.answer_all(answers)  # first, because callers wait for the answers
         self._drop_loads(flight for flight in flights if flight not in more)
         return more
 
     def _finish_stripes(self, stripes: Stripes) -> None:
-        """Answers those that came as they should; all others begin anew, each by itself."""
+        """Answer the loads that were read and verified; all others begin anew, each by itself."""
         parts, memory = stripes.parts, stripes.memory
         good, answers = [False] * len(parts), list[ItemAnswer]()
         targets = self._queue.claim_all(stripes.items)
         try:
             if not stripes.error and not stripes.short:
                 good = _opened(stripes, targets)
-        except Exception:  # whatever it is, each will tell by itself
+        except Exception:  # any error shows again when each load begins by itself
             good = [False] * len(parts)
         for part, fine in zip(parts, good, strict=True):
             info = part.held.info
@@ -932,7 +934,7 @@ class DiskScheduler:
         self._store.unpin([part.held.slot for part in parts])
 
     def _drop_loads(self, flights: Iterable[Flight]) -> None:
-        """Lets go of the memory and the slots of loads; again does nothing."""
+        """Free the memory and the slots of loads; a second call does nothing."""
         slots: list[Slot] = []
         for flight in flights:
             if not flight.over:
@@ -941,16 +943,16 @@ class DiskScheduler:
         self._store.unpin(slots)
 
     def _land(self, flight: Flight) -> None:
-        """Nothing of its memory is needed any more."""
+        """Free the staging memory of an item."""
         flight.over = True
         self._free(flight.memory, flight.item.stores)
 
     def _read_whole(self, flight: Flight) -> bool:
-        """Whether all was read; else the stripes are, now that the header says where they lie.
+        """Return whether all was read; else prepare to read the stripes where the header says.
 
         Raises:
             BadFrame: It is cut off, or its header is damaged.
-            OSError: The disk failed, or there is no memory or no file to go on with.
+            OSError: The disk failed, or there is no memory or no file to continue with.
         """
         held = flight.held
         if flight.error:
@@ -974,7 +976,7 @@ class DiskScheduler:
         return False
 
     def _damaged(self, flight: Flight, reason: str) -> list[ItemAnswer]:
-        """The answer to a load of a frame that is not right; none if it is tried again."""
+        """Return the answer to a load of a damaged frame; an empty list if it is tried again."""
         item, held = flight.item, flight.held
         locked = reason == "integrity" and not self._envelope.reads(held.integrity)
         if locked or self._store.condemn(item.key, held):
@@ -986,7 +988,7 @@ class DiskScheduler:
         return []
 
     def _landed(self, flights: list[Flight]) -> list[Flight]:
-        """Those stores whose frames lie whole in their slots and are still wanted."""
+        """Return the stores that were written whole and are still wanted; fail the others."""
         good = []
         for flight in flights:
             self._land(flight)
@@ -999,7 +1001,7 @@ class DiskScheduler:
         return good
 
     def _commit(self, wrote: list[Flight]) -> None:
-        """Frames that are written: they count at once, or after the device has them."""
+        """Commit written frames: at once, or after the device has them."""
         self._written += wrote
         if not self._written or self._syncing:
             return  # one group waits for the device while the next one gathers
@@ -1018,7 +1020,7 @@ class DiskScheduler:
         self._submit([sync])
 
     def _finish_stores(self, group: Sequence[Flight], code: int) -> None:
-        """Makes frames count that the disk has, or none of them where it failed."""
+        """Commit frames that are on the disk, or none of them if it failed."""
         wanted = [flight for flight in group if flight.item.done is None]
         unwanted = [flight for flight in group if flight.item.done is not None]
         self._store.abandon(flight.written for flight in (group if code else unwanted))
@@ -1035,9 +1037,9 @@ class DiskScheduler:
         self._answer([ItemAnswer(f.item, Outcome.STORED, "", None, f.item.n_bytes) for f in group])
 
     def _drop_stores(self, flights: list[Flight], reason: str) -> None:
-        """Fails stores that could not be sealed, or finished."""
+        """Fail stores that could not be sealed or finished."""
         for flight in flights:
-            if not flight.over:  # else it was finished before something went wrong
+            if not flight.over:  # else it was finished before the error
                 self._land(flight)
                 self._store.abandon([flight.written])
         self._answer([ItemAnswer(flight.item, Outcome.FAILED, reason) for flight in flights])
@@ -1045,14 +1047,14 @@ class DiskScheduler:
     # --- ends ----------------------------------------------------------------------------------
 
     def _answer(self, answers: list[ItemAnswer]) -> None:
-        """Answers items, and lets others of the same keys be stored."""
+        """Answer items, and let the next stores of their keys begin."""
         self._queue.answer_all(answers)
         for answer in answers:
             if answer.item.stores:
                 self._queue.end_store(answer.item)
 
     def _give_up(self, items: list[Item]) -> None:
-        """Answered before they were done: their memory waits for the engine, which may hurry."""
+        """Retire the memory of items answered early, and cancel their operations in the engine."""
         tags: list[int] = []
         for item in items:
             flight = item.flight
@@ -1065,7 +1067,7 @@ class DiskScheduler:
             self._engine.cancel(np.array(tags, np.uint64))
 
     def _fail(self, reason: str, items: list[Item] | None = None) -> None:
-        """Something that should not happen did: nobody waits for it in vain."""
+        """Fail all pending items after an internal error, so that no caller hangs."""
         if items is None:
             items = [item for flight, _ in self._flights.values() for item in flight.items]
             self._queue.fail_waiting(reason)
@@ -1073,7 +1075,7 @@ class DiskScheduler:
 
 
 def _failure(item: Item, error: Exception) -> ItemAnswer:
-    """The answer to an item that cannot be done."""
+    """Return the answer to an item that raised an error."""
     if isinstance(error, BadFrame) and not item.stores:
         return ItemAnswer(item, Outcome.MISS, error.reason)
     return ItemAnswer(item, Outcome.FAILED, _reason(error))
@@ -1088,40 +1090,40 @@ def _reason(error: Exception) -> str:
 
 
 def _error_of(result: int) -> OSError:
-    """The error in a negative result."""
+    """Return the error of a negative result."""
     return OSError(-result, os.strerror(-result))
 
 
 STAGING_BYTES = 64 << 20
 CLOSE_S = 60.0
 ERASE_S = 5.0
-_HEADROOM_BYTES = 512 << 20  # twice what staging, threads and compiled code were seen to take
-_FROM_SYSTEM = (OSError, MemoryError, ImportError, RuntimeError)  # where memory runs out
+_HEADROOM_BYTES = 512 << 20  # twice the observed need of staging, threads and compiled code
+_FROM_SYSTEM = (OSError, MemoryError, ImportError, RuntimeError)  # errors of exhausted memory
 
 
 class DiskTier:
-    """A `Tier` in one directory. The first process to open it owns it; others only read.
+    """`Tier` in one directory. The first process to open it owns it; others only read.
 
-    A reader becomes the owner when it looks for frames and there is none any more. An owner whose
-    lock file, journal, slab file or directory somebody took away or replaced is a reader from then
-    on: what it would store is `FAILED` with "read-only" or "ESTALE".
+    A reader becomes the owner when it looks for frames and there is no owner any more. An owner is
+    a reader from the moment when its lock file, journal, slab file or directory is removed or
+    replaced: its stores are then `FAILED` with "read-only" or "ESTALE".
 
     `STORED` means: header, body and journal record were handed to the operating system, so that the
     frame survives `kill -9`; with `durability="sync"` the device confirmed it, and it survives the
-    machine. A frame whose bytes are wrong is a `MISS` with the reason "digest", "key", "foreign",
+    machine. A frame with wrong bytes is a `MISS` with the reason "digest", "key", "foreign",
     "version" or "truncated"; it is forgotten, and its slot stays unused until the directory is
     opened again. A reader answers stores with "read-only", and sees new frames as they come.
 
     Args:
-        directory: A directory of its own; made if it is not there.
+        directory: A directory of its own; made if it is missing.
         capacity_bytes: Most bytes that the directory may occupy on the disk, everything included.
             If it was larger when the directory was open last, the oldest frames are dropped.
         name: Shown in statistics; default "disk:" and the directory.
         exclusive: Refuse a directory that another process owns, instead of only reading it.
-        durability: "none" leaves it to the operating system when the device is written, "sync"
-            waits for that.
+        durability: "none" leaves the time of writing to the operating system, "sync" waits for the
+            device.
         queue_bytes: Stores waiting beyond this many bytes are `FAILED` with reason "busy".
-        envelope: How frames are wrapped and checked; default digests, no compression.
+        envelope: Seals and checks frames; default digests, no compression.
         engine: Moves the bytes, for this tier alone, which closes it; default the best there is.
         arena: Staging memory shared with others; default its own.
         threads: 1, or 0: then `poll` does the work, in the caller's thread.
@@ -1135,7 +1137,7 @@ class DiskTier:
 
     kind = "disk"
 
-    def __init__(  # noqa: PLR0913 (each is one decision of whoever opens a tier)
+    def __init__(  # noqa: PLR0913 (each is one decision at the opening of a tier)
         self,
         directory: str | os.PathLike[str],
         capacity_bytes: int,
@@ -1175,12 +1177,12 @@ class DiskTier:
             staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             if engine is None:
                 engine = open_best(staging.arena, str(self._store.path))
-                if engine.name != "threads":  # else nothing here is compiled
+                if engine.name != "threads":  # else no compiled code is used here
                     from flowkv.core.compiled_digest import compile_digest
                     from flowkv.tiers.digest import compile_frames
 
                     compile_digest()
-                    compile_frames()  # the first restore has no wait
+                    compile_frames()  # so that the first restore does not wait for it
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
@@ -1200,7 +1202,7 @@ class DiskTier:
         self._shut = partial(
             _shut, self._pid, self._conductor, self._wishes, engine, self._store, staging
         )
-        if files is None:  # else whoever gave them sees to the end
+        if files is None:  # the caller closes a tier with given files
             weakref.finalize(self, REAPER.put, self._shut).atexit = False
             REAPER.start()
         if not self.writable:
@@ -1215,37 +1217,37 @@ class DiskTier:
 
     @property
     def writable(self) -> bool:
-        """Whether this process owns the directory now."""
+        """Return whether this process owns the directory now."""
         return self._store.owner
 
     @property
     def shared(self) -> bool:
-        """Whether another process owned the directory while it was open here, or does so now."""
+        """Return whether another process owns the directory, or did while it was open here."""
         return self._store.shared
 
     @property
     def path(self) -> Path:
-        """The directory."""
+        """Return the path of the directory."""
         return self._store.path
 
     @property
     def erasure_log(self) -> Path:
-        """Where caches tell each other what was erased, see `tiers.erasure_log`."""
+        """Return the path of the log of erasures that caches share, see `tiers.erasure_log`."""
         return self._store.path / ERASED
 
     @property
     def corrupt(self) -> int:
-        """Frames found damaged since the directory was opened."""
+        """Return the number of frames found damaged since the directory was opened."""
         return self._store.corrupt
 
     @property
     def engine(self) -> str:
-        """Name of the engine that moves the bytes."""
+        """Return the name of the engine that moves the bytes."""
         return self._engine.name
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of `used_bytes` that are kept for managing frames."""
+        """Return the bytes of `used_bytes` that are reserved for managing frames."""
         return self._store.reserved_bytes if self._usable() else 0
 
     def no_room(self, n_bytes: int) -> str:
@@ -1253,22 +1255,22 @@ class DiskTier:
         return self._store.no_room(n_bytes) if self._usable() else ""
 
     def used_bytes(self) -> int:
-        """Bytes charged for frames, and for managing them."""
+        """Return the bytes charged for frames, and for managing them."""
         return self._store.used_bytes() if self._usable() else 0
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """Upper bound of what one more frame is charged."""
+        """Return an upper bound of the bytes charged for one more frame."""
         return self._store.frame_bytes(body_bytes)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are in the index; a reader looks at the journal first."""
+        """Return which keys are in the index; a reader reads the journal first."""
         if not self._usable():
             return [False] * len(keys)
         self._store.refresh()
         return self._store.contains(keys)
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Queues reads; they go before stores.
+        """Queue loads; they go before stores.
 
         Raises:
             StateError: The tier is closed, or was opened before a fork.
@@ -1278,7 +1280,7 @@ class DiskTier:
         return self._submit(items, deadline_s)
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Queues writes; what does not fit into the queue is `FAILED` with reason "busy".
+        """Queue stores; those that do not fit into the queue are `FAILED` with reason "busy".
 
         Raises:
             StateError: The tier is closed, or was opened before a fork.
@@ -1287,7 +1289,7 @@ class DiskTier:
         return self._submit(items, deadline_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Answers that are ready; waits up to `timeout_s` for the first one."""
+        """Return the answers that are ready; wait up to `timeout_s` for the first one."""
         if self._pid != os.getpid():
             return []
         if self._threads or not self._open:
@@ -1304,22 +1306,23 @@ class DiskTier:
             self._conductor.step(left_s)
 
     def fileno(self) -> int:
-        """An eventfd that is readable while answers wait; -1 once closed.
+        """Return an eventfd that is readable while answers wait; -1 once closed.
 
-        Only `poll` notices a passed deadline, so call it by then, whatever the descriptor says.
+        Only `poll` notices a passed deadline, so call it by then, even if the descriptor is not
+        readable.
         """
         return self._wishes.answers.fileno()
 
     def cancel(self, job: int) -> None:
-        """Answers what is not in use right now."""
+        """Cancel the items of a job that are not in use right now."""
         self._wishes.cancel(job)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames. Their bytes stay in the slab files until the space is used again."""
+        """Forget frames; return how many. Their bytes stay on disk until the space is reused."""
         return self._store.delete(keys) if self._usable() else 0
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames and clears every slot that holds none, those of earlier deletions too.
+        """Forget frames and clear every slot that holds none, those of earlier deletions too.
 
         Raises:
             StoreError: Another process owns the directory, a slot is still being read, or could not
@@ -1328,12 +1331,12 @@ class DiskTier:
         if not self._usable():
             return 0
         if not self.writable:
-            raise StoreError(f"{self._store.owned_by} {self.name}", "Erase there")
+            raise StoreError(f"{self._store.owned_by} {self.name}", "Let its owner erase")
         try:
             count = self._store.delete(keys)
             self._conductor.known.clear()
             while not self._threads and self._store.doomed and self._conductor.step(0.0):
-                pass  # nobody else ends the loads that are under way
+                pass  # no thread ends the loads that are under way
             self._store.wipe(ERASE_S if self._threads else 0.0)
         except Refused as error:
             raise StoreError(
@@ -1342,7 +1345,7 @@ class DiskTier:
             ) from error
         except OSError as error:
             raise StoreError(
-                f"{self.name} could not clear the place of a frame ({error.strerror})",
+                f"{self.name} could not clear the slot of a frame ({error.strerror})",
                 "Check the disk and erase again, or delete the directory",
             ) from error
         if aside := self._store.aside():
@@ -1353,10 +1356,10 @@ class DiskTier:
         return count
 
     def survey(self) -> None:
-        """Looks anew at what is there, so that `scan` leaves nothing out that was stored here.
+        """Look anew at the directory, so that `scan` omits no frame that was stored here.
 
         Raises:
-            StoreError: The directory, its journal or its slab files were taken away or replaced, or
+            StoreError: The directory, its journal or its slab files were removed or replaced, or
                 cannot be read.
         """
         if not self._usable():
@@ -1365,34 +1368,34 @@ class DiskTier:
             self._store.survey()
         except OSError as error:
             raise StoreError(
-                f"{self.name} cannot list what it holds ({error.strerror})",
-                "Erase what was in that directory, wherever it is now, and open it again",
+                f"{self.name} cannot list its frames ({error.strerror})",
+                "Erase the old content of that directory, wherever it is, and open it again",
             ) from error
 
     def bind(self, namespace: bytes, name: str) -> None:
-        """A cache that uses a namespace is about to use this tier; the directory notes its name."""
+        """Record, with its name, that a cache with this namespace is about to use the tier."""
         if self._usable():
             self._store.bind(namespace, name)
             if self._threads:  # now: at the end of the process no thread can be started
                 self._conductor.start(f"flowkv {self.name}")
 
     def cede(self, wait_s: float) -> bool:
-        """Give up the directory, and read on; whether it is free for another owner."""
+        """Give up ownership, and read on; return whether another process may own the directory."""
         return not self._usable() or self._store.cede(wait_s)
 
     def in_use(self, namespace: bytes) -> bool:
-        """Whether a cache of this process uses a namespace, or one did in the last seven days."""
+        """Return whether a cache here uses a namespace, or any did in the last seven days."""
         return self._store.in_use(namespace)
 
     def scan(self) -> Iterator[Entry]:
-        """All frames, oldest store first."""
+        """Yield all frames, oldest store first."""
         if self._usable():
             self._store.refresh()
             for key, held in self._store.entries():
                 yield Entry(key, held.info, charge_bytes(held))
 
     def close(self) -> None:
-        """Works off what is queued, for a minute at most, and gives up the directory."""
+        """Work off all queued items, for a minute at most, and give up the directory."""
         if self._pid != os.getpid():
             return
         with self._closing:
@@ -1424,18 +1427,18 @@ def _shut(
     store: DiskStore,
     staging: Staging,
 ) -> None:
-    """Ends the parts of a tier that is closed, or gone; again does nothing."""
+    """End the parts of a tier that is closed, or was collected; a second call does nothing."""
     if pid != os.getpid() or queue.closing:
         return
     ended = conductor.stop(CLOSE_S)
     queue.fail_rest()
-    if engine.close() and ended:  # else something is stuck with files and memory
+    if engine.close() and ended:  # else an operation is stuck with files and memory
         store.close()
         staging.close()
 
 
 def _need_addresses(path: str) -> None:
-    """Refuses to begin what could only end in the middle of starting a thread, or of compiled code.
+    """Check that enough memory is left to start threads and to run compiled code.
 
     Raises:
         StoreError: The process may not take so much more memory.

@@ -16,7 +16,7 @@ from flowkv.tiers.io.engine import (
 
 
 def open_best(arena: Arena, directory: str) -> IOEngine:
-    """The best engine for a directory, as `uring.open_engine`; that is loaded if there is a ring.
+    """Return the best engine for a directory, as `uring.open_engine`; load that only for a ring.
 
     Raises:
         OSError: The directory cannot be written to.
@@ -26,10 +26,10 @@ def open_best(arena: Arena, directory: str) -> IOEngine:
     if code := _probe_ring():
         why = reason_of_ring(OSError(code, os.strerror(code)))
         return _threads(f"no io_uring here ({why})")
-    from flowkv.core.machine_code import is_kept  # and with it numba
+    from flowkv.core.machine_code import is_kept  # imported here, because it imports numba
 
-    if not is_kept(Path(__file__).parent):  # seconds of compilation in every process
-        why = "nowhere to keep what is compiled: set XDG_CACHE_HOME to a directory of this user"
+    if not is_kept(Path(__file__).parent):  # else every process compiles for seconds
+        why = "compiled code cannot be kept: set XDG_CACHE_HOME to a directory of this user"
         return _threads(f"no io_uring here ({why})")
     from flowkv.tiers.io.uring import open_engine
 
@@ -43,7 +43,7 @@ def _threads(why: str, *, direct: bool = True) -> ThreadsEngine:
 
 
 def _probe_ring() -> int:
-    """The errno with which a ring is denied, or 0."""
+    """Return the errno with which a ring is denied, or 0."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
     fd = call(425, 1, parameters)  # io_uring_setup

@@ -5,8 +5,8 @@
 Three engines implement it, and a tier takes the first that this machine allows (`open_best`):
 io_uring, positional system calls on threads with O_DIRECT, and the same through the page cache.
 
-Memory named by an operation belongs to the engine until its completion is reported, whatever
-happens meanwhile: neither a deadline nor `cancel` makes it free before (DESIGN D10).
+Memory named by an operation belongs to the engine until its completion is reported: neither a
+deadline nor `cancel` frees it before (DESIGN D10).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ OPERATION = np.dtype(
 )
 """One operation: `READ` or `WRITE` `length` bytes at `offset` of `fd`, from or to memory at
 `address`; or `SYNC` (fdatasync). With a direct file all three are multiples of `ALIGNMENT`. `tag`
-names it in its completion, and is unique among the operations in flight."""
+names the operation in its completion, and is unique among the operations in flight."""
 
 COMPLETION = np.dtype([("tag", "<u8"), ("result", "<i8")])
-"""One completion: bytes moved in all (short reads and writes are continued; fewer than `length`
+"""One completion: bytes moved in total (short reads and writes are continued; fewer than `length`
 only where a file ends), or a negative errno."""
 
 ALIGNMENT = 4096
@@ -61,11 +61,11 @@ Completions = NDArray[Any]  # of dtype COMPLETION
 
 
 class IOEngine(Protocol):
-    """Moves bytes between memory and files. Thread-safe.
+    """Engine that moves bytes between memory and files. Thread-safe.
 
     Attributes:
         direct: Whether files that it opens bypass the page cache.
-        depth: Operations that it has the system work on at a time; more may be submitted.
+        depth: Most operations passed to the system at a time; more may be submitted.
     """
 
     direct: bool
@@ -73,11 +73,11 @@ class IOEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is: "io_uring", "threads" or "buffered"."""
+        """Return the engine's name: "io_uring", "threads" or "buffered"."""
         ...
 
     def open(self, path: str, *, write: bool) -> int:
-        """Opens a regular file for this engine; as `FileIO.open`, with O_DIRECT where `direct`.
+        """Open a regular file for this engine; as `FileIO.open`, with O_DIRECT where `direct`.
 
         Raises:
             OSError: It cannot be opened.
@@ -85,7 +85,7 @@ class IOEngine(Protocol):
         ...
 
     def submit(self, operations: Operations) -> None:
-        """Starts operations; the array may be reused at once.
+        """Start operations; the array may be reused at once.
 
         Raises:
             StateError: The engine is closed.
@@ -93,26 +93,26 @@ class IOEngine(Protocol):
         ...
 
     def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
-        """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
+        """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""
         ...
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
-        """Asks for an end of operations; each still completes, with -ECANCELED if that worked."""
+        """Ask for an end of operations; each still completes, with -ECANCELED if that worked."""
         ...
 
     def close(self) -> bool:
-        """Ends what is in flight; False if something never ended: its memory must never be reused.
+        """End operations in flight; False if one never ended: its memory must never be reused.
 
-        Safe to call again. Files stay open: they belong to whoever asked for them.
+        Safe to call again. Files stay open: they belong to the caller.
         """
         ...
 
 
-# Completions on their way from an engine to whoever waits for them.
+# Completions on their way from an engine to its waiting callers.
 
 
 class Reports:
-    """A queue of completions. Thread-safe."""
+    """Queue of completions. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -120,13 +120,13 @@ class Reports:
         self._ended = False
 
     def put(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Adds completions: pairs of tag and result."""
+        """Add completions: pairs of tag and result."""
         with self._changed:
             self._rows += rows
             self._changed.notify_all()
 
     def take(self, timeout_s: float, least: int) -> Completions:
-        """All completions that are there; waits up to `timeout_s` for the first `least`."""
+        """Take all completions; wait up to `timeout_s` for the first `least`."""
         end_s = time.monotonic() + timeout_s
         with self._changed:
             while len(self._rows) < least and not self._ended:
@@ -138,13 +138,13 @@ class Reports:
         return np.array(rows, COMPLETION)
 
     def end(self) -> None:
-        """Nobody waits any more: what comes is kept for whoever looks."""
+        """Wake all waiting callers, now and later; further completions are kept until taken."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
 
-# Opening files past the page cache, where their file system allows that.
+# Opening of files past the page cache, where their file system allows that.
 
 _STATX = {"x86_64": 332, "aarch64": 291}.get(platform.machine())
 _STATX_DIOALIGN = 0x2000
@@ -153,12 +153,12 @@ _MASK_AT, _ALIGN_AT = 0, 0x98  # offsets of stx_mask, and of stx_dio_mem_align a
 
 
 def open_file(path: str, *, write: bool, direct: bool) -> tuple[int, bool]:
-    """Opens a regular file as `FileIO.open` does.
+    """Open a regular file as `FileIO.open` does.
 
     Returns:
         The file descriptor, and whether it bypasses the page cache: not where the file system
-        refuses, or where it wants more than addresses, offsets and lengths in multiples of
-        `ALIGNMENT`.
+            refuses, or where it requires more than addresses, offsets and lengths in multiples of
+            `ALIGNMENT`.
 
     Raises:
         OSError: It cannot be opened.
@@ -172,11 +172,11 @@ def open_file(path: str, *, write: bool, direct: bool) -> tuple[int, bool]:
 
 
 class DirectFiles:
-    """A base of engines that open files past the page cache.
+    """Base of engines that open files past the page cache.
 
     Attributes:
-        direct: Whether they all are.
-        why: Why not; "" as long as they are.
+        direct: Whether all files bypass it.
+        why: The reason if they do not; "" as long as they do.
     """
 
     why = ""
@@ -185,7 +185,7 @@ class DirectFiles:
         self.direct = direct
 
     def open(self, path: str, *, write: bool) -> int:
-        """Opens a regular file; the engine is not direct any more from the first that is not.
+        """Open a regular file; after the first indirect one, the engine is not direct any more.
 
         Raises:
             OSError: It cannot be opened.
@@ -197,7 +197,7 @@ class DirectFiles:
 
 
 def set_direct(fd: int) -> bool:
-    """Makes an open file bypass the page cache; False where that does not work."""
+    """Make an open file bypass the page cache; False where that does not work."""
     try:
         if not hasattr(os, "O_DIRECT") or not aligned(fd):
             return set_flags(fd, 0)
@@ -210,19 +210,19 @@ def set_direct(fd: int) -> bool:
 
 
 def set_flags(fd: int, flags: int) -> bool:
-    """Sets exactly these flags: io_uring gives up on an O_NONBLOCK file rather than wait for it."""
+    """Set exactly these flags: with O_NONBLOCK io_uring would not wait for a file."""
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return bool(flags)
 
 
 def aligned(fd: int) -> bool:
-    """Whether multiples of `ALIGNMENT` are enough for direct I/O, as far as the system tells."""
+    """Return whether `ALIGNMENT` suffices for direct I/O, as far as the system reports."""
     if _STATX is None or ctypes.sizeof(ctypes.c_long) < 8:
         return True
     answer = ctypes.create_string_buffer(256)
     call = ctypes.CDLL(None, use_errno=True).syscall
     if call(_STATX, fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
-        return True  # an old kernel, or one that may not be asked: the first transfer will tell
+        return True  # an old kernel, or one that forbids the question: the first transfer decides
     (mask,) = struct.unpack_from("<I", answer.raw, _MASK_AT)
     if not mask & _STATX_DIOALIGN:
         return True
@@ -230,9 +230,9 @@ def aligned(fd: int) -> bool:
 
 
 def allows_direct(directory: str) -> bool:
-    """Whether files in a directory can bypass the page cache; tries with one that has no name.
+    """Return whether files in a directory can bypass the page cache; try with an unnamed file.
 
-    Where nothing may be written each file tells when it is opened.
+    In a read-only directory the answer is True, and each file is tested when it is opened.
 
     Raises:
         OSError: It is no directory, or its device fails.
@@ -249,11 +249,11 @@ def allows_direct(directory: str) -> bool:
         os.close(fd)
 
 
-# An engine of threads that make positional system calls: for where io_uring is not allowed.
+# Engine of threads that make positional system calls, for systems without io_uring.
 #
-# Each thread takes a share of what is queued, so that the threads seldom meet. The system calls are
-# made with plain addresses and run without the interpreter's lock; between them every thread needs
-# that lock, so this engine slows down while Python is busy, as io_uring's does not.
+# Each thread takes a share of the queue, so that the threads seldom meet. The system calls are made
+# with plain addresses and run without the interpreter's lock; between them every thread needs that
+# lock, so this engine slows down while Python is busy, and io_uring's does not.
 
 THREADS = 16
 MOST_BYTES = 0x7FFF_F000  # of one system call
@@ -265,12 +265,12 @@ Call = Callable[[int, int, int, int], int]
 
 
 class ThreadsEngine(DirectFiles):
-    """An `IOEngine` over `pread` and `pwrite`.
+    """`IOEngine` over `pread` and `pwrite`.
 
     Args:
         direct: Open files with O_DIRECT; the engine's name is "threads" then, else "buffered".
-        threads: Their number, which is the depth too; they start with the first operation.
-        why: Why there is no better engine, for whoever reads statistics.
+        threads: Number of threads, which is the depth too; they start with the first operation.
+        why: Reason why there is no better engine, for statistics.
     """
 
     def __init__(self, *, direct: bool = True, threads: int = THREADS, why: str = "") -> None:
@@ -288,11 +288,11 @@ class ThreadsEngine(DirectFiles):
 
     @property
     def name(self) -> str:
-        """Either "threads", as long as files are direct, or "buffered"."""
+        """Return "threads" as long as all files are direct, else "buffered"."""
         return "threads" if self.direct else "buffered"
 
     def submit(self, operations: Operations) -> None:
-        """Queues operations for the threads.
+        """Queue operations for the threads.
 
         Raises:
             StateError: The engine is closed, or was opened before a fork.
@@ -319,7 +319,7 @@ class ThreadsEngine(DirectFiles):
         thread = threading.Thread(target=self._run, name="flowkv io", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system has none now, or the interpreter is about to end
+        except RuntimeError:  # the system has no thread now, or the interpreter is about to end
             if not self._threads:
                 raise
             return False
@@ -327,13 +327,13 @@ class ThreadsEngine(DirectFiles):
         return True
 
     def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
-        """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
+        """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""
         if self._pid != os.getpid():
             timeout_s = 0.0
         return self._reports.take(timeout_s, least)
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
-        """Ends operations that no thread has begun."""
+        """End operations that no thread has begun."""
         unwanted = set(np.asarray(tags).tolist())
         with self._changed:
             ended = [row for row in self._queue if row[-1] in unwanted]
@@ -342,7 +342,7 @@ class ThreadsEngine(DirectFiles):
                 self._reports.put([(row[-1], -errno.ECANCELED) for row in ended])
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Cancels what is queued and waits for what is under way; False if that took too long."""
+        """Cancel queued operations and wait for those under way; False if that took too long."""
         if self._pid != os.getpid():
             return True
         with self._changed:
@@ -365,7 +365,7 @@ class ThreadsEngine(DirectFiles):
             done.clear()
 
     def _next(self) -> list[Row]:
-        """A share of what is queued; nothing when it is time to end."""
+        """Return a share of the queue; an empty list when the thread is to end."""
         with self._changed:
             while not self._queue:
                 if self._closed:
@@ -392,7 +392,7 @@ class ThreadsEngine(DirectFiles):
                 code = ctypes.get_errno()
                 if code == errno.EINTR:
                     continue
-                # What a direct read left of a file that ends within a sector is not aligned.
+                # The rest of a direct read, of a file that ends within a sector, is not aligned.
                 return done if code == errno.EINVAL and op == READ and done else -code
             if count == 0:
                 return done if op == READ else -errno.ENOSPC
@@ -407,7 +407,7 @@ def _positional(library: ctypes.CDLL, name: str) -> Call:
     return cast(Call, function)
 
 
-# The file operations of a disk tier, in one object that tests and the simulator replace.
+# File operations of a disk tier, in one object that tests and the simulator replace.
 
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 _LOCK_TRIES, _LOCK_PAUSE_S = 4, 0.01
@@ -420,7 +420,7 @@ class FileIO:
     """Plain system calls. Every one may raise `OSError`; reads and writes may be short."""
 
     def open(self, path: str, *, write: bool) -> int:
-        """Opens a regular file, creating it (only for us) when `write`; never follows a link.
+        """Open a regular file, creating it (for this user only) when `write`; never follow a link.
 
         Raises:
             OSError: It cannot be opened, is no regular file, or belongs to another user.
@@ -433,50 +433,50 @@ class FileIO:
         return fd
 
     def close(self, fd: int) -> None:
-        """Closes a file."""
+        """Close a file descriptor."""
         os.close(fd)
 
     def size(self, fd: int) -> int:
-        """Length of a file."""
+        """Return the length of a file in bytes."""
         return os.fstat(fd).st_size
 
     def next_data(self, fd: int, offset: int) -> int:
-        """Where the next bytes that are no hole begin, from `offset` on; the file's end if none."""
+        """Return the offset of the next data that is no hole; the file's end if there is none."""
         try:
             return os.lseek(fd, offset, os.SEEK_DATA)
         except OSError as error:
             return self.size(fd) if error.errno == errno.ENXIO else offset
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """One `preadv`."""
+        """Call `preadv` once; return the bytes read."""
         return os.preadv(fd, buffers, offset)
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """One `pwritev`."""
+        """Call `pwritev` once; return the bytes written."""
         return os.pwritev(fd, buffers, offset)
 
     def truncate(self, fd: int, size: int) -> None:
-        """Sets the length of a file; growth is a hole."""
+        """Set the length of a file; growth is a hole."""
         os.ftruncate(fd, size)
 
     def punch(self, fd: int, offset: int, size: int) -> None:
-        """Gives the blocks of a range back to the file system; it reads as zeros."""
+        """Return the blocks of a range to the file system; the range reads as zeros."""
         if _fallocate()(fd, _KEEP_SIZE_AND_PUNCH_HOLE, offset, size):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
 
     def sync(self, fd: int) -> None:
-        """One `fdatasync`."""
+        """Call `fdatasync` once."""
         os.fdatasync(fd)
 
     def replace(self, source: str, target: str, *, durable: bool = True) -> None:
-        """Renames a file over another, atomically; waits for the directory where `durable`."""
+        """Rename a file over another, atomically; wait for the directory if `durable`."""
         os.replace(source, target)
         if durable:
             self.sync_directory(os.path.dirname(target))
 
     def sync_directory(self, path: str) -> None:
-        """Waits until the device knows the directory's new names."""
+        """Wait until the directory's new names are on the device."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -484,7 +484,7 @@ class FileIO:
             os.close(fd)
 
     def make_directory(self, path: str) -> None:
-        """Makes a directory for us only, and those above it; it may be there already."""
+        """Make a directory for this user only, and its parents; it may be there already."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
             os.mkdir(path, 0o700)
@@ -493,29 +493,29 @@ class FileIO:
                 raise
 
     def status(self, path: str) -> tuple[int, int]:
-        """Owner (uid) and mode of what a path leads to."""
+        """Return the owner (uid) and mode of the file that a path leads to."""
         found = os.stat(path)
         return found.st_uid, found.st_mode
 
     def restrict(self, path: str) -> None:
-        """Makes a directory ours only."""
+        """Restrict a directory to this user."""
         os.chmod(path, 0o700)
 
     def names(self, path: str) -> list[str]:
-        """What is in a directory."""
+        """Return the names in a directory."""
         return os.listdir(path)
 
     def remove(self, path: str) -> None:
-        """Removes a file."""
+        """Remove a file from its directory."""
         os.unlink(path)
 
     def free_bytes(self, path: str) -> int:
-        """Bytes that the file system of a path can still take."""
+        """Return the bytes that the file system of a path can still take."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
     def same(self, fd: int, path: str) -> bool:
-        """Whether a path leads to an open file."""
+        """Return whether a path leads to an open file."""
         try:
             there = os.stat(path, follow_symlinks=False)
         except OSError:
@@ -524,7 +524,7 @@ class FileIO:
         return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
     def lock(self, path: str, *, patient: bool = True) -> int:
-        """Locks a file of that name, and notes our process in it; -1 if another one has it.
+        """Lock a file and write this process's id to it; return its descriptor, -1 if it is locked.
 
         `patient` tries more than once, as `inspect` holds a lock for an instant.
         """
@@ -541,7 +541,7 @@ class FileIO:
         return -1
 
     def lock_directory(self, path: str, *, patient: bool = True) -> int:
-        """Locks a directory itself, whatever becomes of the files in it; -1 if another one has it.
+        """Lock a directory itself, not a file; return its descriptor, -1 if it is locked.
 
         Raises:
             OSError: It cannot be opened.
@@ -551,16 +551,16 @@ class FileIO:
             if _flock(fd, patient=patient):
                 return fd
         except OSError:
-            return fd  # a file system that locks files only: their lock has to do
+            return fd  # a file system that locks files only: the lock of the file must do
         os.close(fd)
         return -1
 
     def random(self, n_bytes: int) -> bytes:
-        """Bytes that nobody can guess, for the name of a store."""
+        """Return unpredictable bytes, for the name of a store."""
         return secrets.token_bytes(n_bytes)
 
     def unlock(self, fd: int) -> None:
-        """Gives a lock up."""
+        """Release a lock by closing its descriptor."""
         os.close(fd)
 
 
@@ -585,7 +585,7 @@ def _fallocate() -> Callable[[int, int, int, int], int]:
 
 
 def read_fully(files: FileIO, fd: int, target: memoryview, offset: int) -> int:
-    """Reads until `target` is full or the file ends; returns the bytes read."""
+    """Read until `target` is full or the file ends; return the bytes read."""
     done = 0
     while done < len(target):
         count = files.read(fd, [target[done:]], offset + done)
@@ -596,10 +596,10 @@ def read_fully(files: FileIO, fd: int, target: memoryview, offset: int) -> int:
 
 
 def write_fully(files: FileIO, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
-    """Writes all bytes of all buffers.
+    """Write all bytes of all buffers.
 
     Raises:
-        OSError: From the system; `ENOSPC` when it takes no more bytes without saying why.
+        OSError: From the system; `ENOSPC` if it takes no more bytes without an error.
     """
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     while views:
@@ -614,16 +614,16 @@ def write_fully(files: FileIO, fd: int, buffers: Sequence[Buffer], offset: int) 
 
 
 def read_file(files: FileIO, path: str, most_bytes: int, *, ours: bool = False) -> bytes:
-    """The content of a small file; of a larger one no more than one byte beyond `most_bytes`.
+    """Return the content of a small file; at most one byte beyond `most_bytes` of a larger one.
 
     Args:
         files: File operations.
         path: The file.
-        most_bytes: Most that it should hold.
+        most_bytes: Most bytes that the file should have.
         ours: Refuse a file of another user.
 
     Raises:
-        OSError: It cannot be read, is no regular file, or belongs to somebody else.
+        OSError: It cannot be read, is no regular file, or belongs to another user.
     """
     fd = files.open(path, write=False)
     try:
@@ -636,7 +636,7 @@ def read_file(files: FileIO, path: str, most_bytes: int, *, ours: bool = False) 
 
 
 def replace_file(files: FileIO, path: str, data: bytes) -> None:
-    """Writes a small file, which appears whole or not at all.
+    """Write a small file, which appears whole or not at all.
 
     Raises:
         OSError: The old one, if there was one, is still there.
@@ -654,12 +654,12 @@ def replace_file(files: FileIO, path: str, data: bytes) -> None:
 
 @lru_cache(maxsize=1)
 def zeros() -> memoryview:
-    """`ZEROS_BYTES` zeros, aligned as files that bypass the page cache want them."""
+    """Return `ZEROS_BYTES` zeros, aligned for files that bypass the page cache."""
     return own_memory(ZEROS_BYTES).toreadonly()
 
 
 def wipe(files: FileIO, fd: int, offset: int, size: int) -> None:
-    """Overwrites a part of a file.
+    """Overwrite a part of a file with zeros.
 
     Raises:
         OSError: Some of it may still be there.
@@ -669,12 +669,12 @@ def wipe(files: FileIO, fd: int, offset: int, size: int) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """The system's short name of an error, such as "ENOSPC"."""
+    """Return the system's short name of an error, such as "ENOSPC"."""
     return errno.errorcode.get(error.errno or 0, "EIO")
 
 
 def reason_of_ring(error: OSError) -> str:
-    """What the system's name for an error means to whoever wants io_uring."""
+    """Return the name of an error of io_uring, with its likely cause."""
     name = errno.errorcode.get(error.errno or 0, "EIO")
     if error.errno == errno.EPERM:
         return f"{name}: forbidden by a seccomp filter or kernel.io_uring_disabled"
@@ -685,17 +685,17 @@ def reason_of_ring(error: OSError) -> str:
     return name
 
 
-# Staging memory: one mapping that disks, networks and GPUs move bytes into and out of.
+# Staging memory: one mapping for transfers of disks, networks and GPUs.
 
 
 class Extents:
-    """Free pages of a range: extents in order, the first that is large enough is taken.
+    """Free pages of a range: extents in order; the first that is large enough is taken.
 
     Args:
-        pages: Their number.
+        pages: Number of pages.
 
     Attributes:
-        free_pages: How many are free.
+        free_pages: Number of free pages.
     """
 
     def __init__(self, pages: int) -> None:
@@ -703,7 +703,7 @@ class Extents:
         self._firsts, self._counts = [0], [pages]
 
     def take(self, pages: int) -> int | None:
-        """The first of so many neighbouring pages, or None where there are not as many."""
+        """Take neighbouring pages; return the first one, or None if there are not as many."""
         for at, count in enumerate(self._counts):
             if count >= pages:
                 first = self._firsts[at]
@@ -715,7 +715,7 @@ class Extents:
         return None
 
     def give_back(self, first: int, pages: int) -> None:
-        """Frees pages; neighbours that are free become one extent."""
+        """Free pages; free neighbours become one extent."""
         self.free_pages += pages
         at = bisect(self._firsts, first)
         if at < len(self._firsts) and self._firsts[at] == first + pages:
@@ -730,17 +730,17 @@ class Extents:
 
 PAGE_BYTES = 4096
 
-_kept: list[Any] = []  # mappings that somebody may still write to: never unmapped
+_kept: list[Any] = []  # mappings that may still be written to: never unmapped
 
 
 class ArenaSlot:
-    """A piece of an arena.
+    """Piece of an arena.
 
     Attributes:
         arena: The arena.
-        address: Where it begins, a multiple of 4096.
-        n_bytes: As many as were asked for.
-        view: Them.
+        address: Start of the slot, a multiple of 4096.
+        n_bytes: Requested bytes.
+        view: The memory.
     """
 
     __slots__ = ("_state", "address", "arena", "n_bytes", "view")
@@ -754,17 +754,17 @@ class ArenaSlot:
 
     @property
     def retired(self) -> bool:
-        """Whether its operation is overdue."""
+        """Return whether its operation is overdue."""
         return self._state == "retired"
 
     @property
     def _pages(self) -> int:
-        """What it occupies."""
+        """Return the number of pages that the slot occupies."""
         return max(1, -(-self.n_bytes // PAGE_BYTES))
 
 
 class Arena:
-    """An anonymous mapping cut into slots. Thread-safe.
+    """Anonymous mapping cut into slots. Thread-safe.
 
     Args:
         n_bytes: Its size, rounded up to 4096. Memory is committed as it is first touched, in huge
@@ -772,10 +772,10 @@ class Arena:
             it.
 
     Attributes:
-        address: Where it begins; a multiple of 2 MiB.
+        address: Start of the mapping, a multiple of 2 MiB.
         n_bytes: Its size.
         view: All of it.
-        most_retired_bytes: A quarter; beyond so many retired bytes it is `clogged`.
+        most_retired_bytes: A quarter of the size; with more retired bytes the arena is `clogged`.
 
     Raises:
         ConfigError: The size is not positive.
@@ -783,7 +783,7 @@ class Arena:
 
     def __init__(self, n_bytes: int) -> None:
         if n_bytes <= 0:
-            raise ConfigError(f"an arena of {n_bytes} bytes", "Give it at least 4096 bytes")
+            raise ConfigError(f"an arena has {n_bytes} bytes", "Give it at least 4096 bytes")
         self.n_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
         self.view = own_memory(self.n_bytes)
         self._map: Any = self.view.obj
@@ -794,21 +794,21 @@ class Arena:
 
     @property
     def retired_bytes(self) -> int:
-        """Bytes of slots whose operation is overdue."""
+        """Return the bytes of slots with an overdue operation."""
         return self._retired_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no slot; not all of them may lie side by side."""
+        """Return the bytes in no slot; they need not be side by side."""
         return self._extents.free_pages * PAGE_BYTES
 
     @property
     def clogged(self) -> bool:
-        """Whether so much is retired that its engine should be left alone: open the breaker."""
+        """Return whether too much is retired to go on with the engine: open the breaker."""
         return self._retired_bytes > self.most_retired_bytes
 
     def take(self, n_bytes: int) -> ArenaSlot | None:
-        """A slot of at least `n_bytes`, with whatever was there before; None if there is no room.
+        """Return a slot of `n_bytes` with undefined content; None if there is no room.
 
         Raises:
             StateError: The arena is closed.
@@ -823,7 +823,7 @@ class Arena:
             return ArenaSlot(self, self.address + start, self.view[start : start + n_bytes])
 
     def give_back(self, slot: ArenaSlot) -> None:
-        """Frees a slot that nothing moves bytes into or out of.
+        """Free a slot that no operation uses any more.
 
         Raises:
             StateError: It is not taken.
@@ -833,7 +833,7 @@ class Arena:
             self._free(slot)
 
     def retire(self, slot: ArenaSlot) -> None:
-        """Keeps a slot from being used until `revive`: its operation is overdue.
+        """Keep a slot from reuse until `revive`: its operation is overdue.
 
         Raises:
             StateError: It is not taken.
@@ -843,7 +843,7 @@ class Arena:
             self._retired_bytes += slot._pages * PAGE_BYTES
 
     def revive(self, slot: ArenaSlot) -> None:
-        """Frees a retired slot: its operation has ended after all.
+        """Free a retired slot: its operation has ended after all.
 
         Raises:
             StateError: It is not retired.
@@ -854,9 +854,9 @@ class Arena:
             self._free(slot)
 
     def close(self) -> None:
-        """Gives the memory back to the system, unless a retired slot may still be written to.
+        """Return the memory to the system, unless a retired slot may still be written to.
 
-        Memory that somebody holds a view of stays until that is gone.
+        Memory with a view stays until the view is gone.
         """
         with self._lock:
             mapping, self._map = self._map, None
@@ -871,7 +871,7 @@ class Arena:
 
     def _become(self, slot: ArenaSlot, before: str, after: str) -> None:
         if slot.arena is not self or slot._state != before or self._map is None:
-            raise StateError(f"{slot!r} is not {before}", "Give back what was taken, once")
+            raise StateError(f"{slot!r} is not {before}", "Give back each taken slot once")
         slot._state = after
 
     def _free(self, slot: ArenaSlot) -> None:

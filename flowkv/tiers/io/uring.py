@@ -1,9 +1,9 @@
-"""An engine over io_uring, whose loop is compiled and never enters the interpreter.
+"""Engine over io_uring with a compiled loop that never enters the interpreter.
 
-`serve` runs on a thread of its own and returns only when it is told to stop, so that transfers keep
-their pace while Python is busy. Python threads talk to it through arrays: `push` adds operations to
-a ring and writes to an eventfd that the io_uring itself waits on; `serve` adds completions to
-another ring and writes to a second eventfd when as many are there as somebody waits for.
+`serve` runs on a thread of its own and returns only after `stop`, so that transfers keep their pace
+while Python is busy. Python threads communicate with it through arrays: `push` adds operations to a
+ring and writes to an eventfd that the io_uring itself waits on; `serve` adds completions to another
+ring and writes to a second eventfd when as many are there as a thread waits for.
 
 All words are int64 (numba turns a mix with unsigned ones into floats); tags only pass through.
 Numbers and layouts are those of the kernel's `include/uapi/linux/io_uring.h`, which never change.
@@ -48,7 +48,7 @@ from flowkv.tiers.io.engine import (
 )
 from flowkv.tiers.io.engine import reason_of_ring as reason_of
 
-# An io_uring: made with plain system calls, seen through numpy.
+# An io_uring: made with plain system calls, accessed through numpy.
 
 SETUP, ENTER, REGISTER = 425, 426, 427  # the same on every architecture
 
@@ -63,7 +63,7 @@ FLAGS = (
     CLAMP | COOP_TASKRUN,  # 5.19
     CLAMP,  # 5.6
 )
-"""Flags to try, the best first; a kernel answers EINVAL to those it does not know."""
+"""Flags to try, the best first; a kernel answers EINVAL to unknown ones."""
 
 FSYNC, READ_FIXED, WRITE_FIXED, ASYNC_CANCEL, OP_READ, OP_WRITE = 3, 4, 5, 14, 22, 23
 
@@ -72,7 +72,7 @@ _REGISTER_BUFFERS, _REGISTER_PROBE = 0, 8
 _OFF_SQES = 0x1000_0000
 _SQ_HEAD, _SQ_TAIL, _SQ_ARRAY = 0, 1, 6
 _CQ_HEAD, _CQ_TAIL, _CQ_CQES = 0, 1, 5
-PIECE_BYTES = 1 << 30  # of one entry, and of the largest buffer that can be registered
+PIECE_BYTES = 1 << 30  # most bytes of one entry, and of the largest buffer that can be registered
 
 
 class _Params(ctypes.Structure):
@@ -91,21 +91,21 @@ class _Params(ctypes.Structure):
 
 
 class Ring:
-    """One ring. Only the thread that makes it may enter it.
+    """An io_uring. Only the thread that makes it may enter it.
 
     Args:
-        entries: Of the submission queue; rounded up to a power of two.
+        entries: Size of the submission queue; rounded up to a power of two.
 
     Attributes:
-        fd: Of the ring.
-        flags: Those that were granted.
+        fd: Descriptor of the ring.
+        flags: Flags that the kernel granted.
         counters: Addresses of the kernel's 32-bit counters: head and tail of the submission queue,
             head and tail of the completion queue.
         sqes: int64 `[entries, 8]`, the submission entries.
         cqes: int64 `[n, 2]`, the completions.
 
     Raises:
-        OSError: io_uring is not there (ENOSYS), not allowed (EPERM), too old, or locks more memory
+        OSError: io_uring is missing (ENOSYS), not allowed (EPERM), too old, or locks more memory
             than this process may (ENOMEM).
     """
 
@@ -129,12 +129,12 @@ class Ring:
             raise
 
     def register(self, address: int, n_bytes: int) -> bool:
-        """Pins memory, so that transfers need not do it; False where that is not allowed."""
+        """Pin memory, so that transfers need not do it; False where that is not allowed."""
         vector = np.array([address, n_bytes], np.uint64)
         try:
             _call(REGISTER, self.fd, _REGISTER_BUFFERS, vector.ctypes.data, 1)
         except OSError:
-            return False  # ENOMEM beyond RLIMIT_MEMLOCK; whatever it was, it is only slower
+            return False  # ENOMEM beyond RLIMIT_MEMLOCK; after any error transfers are only slower
         return True
 
     def _require(self, features: int) -> None:
@@ -178,7 +178,7 @@ def _call(number: int, *arguments: int) -> int:
     return result
 
 
-# Loads and stores that two threads, or a thread and the kernel, agree about; for compiled code.
+# Atomic loads and stores between two threads, or a thread and the kernel; for compiled code.
 
 _WORDS = {4: types.int32, 8: types.int64}
 
@@ -217,21 +217,21 @@ store32, store64 = _storer(4), _storer(8)
 SUBMITTED, TAKEN = 0, 8  # operations
 ASKED, HEARD = 16, 24  # cancellations
 ANSWERED, REPORTED = 32, 40  # completions
-WANTED = 48  # wake who waits when this many are answered; 0: nobody waits
+WANTED = 48  # wake the waiting thread when this many are answered; 0: none waits
 STOP = 56
-IN_KERNEL = 64  # operations that the kernel works on
-WOKEN = 72  # what the ring reads from the eventfd
-ONE = 80  # what is written to an eventfd
+IN_KERNEL = 64  # operations in the kernel
+WOKEN = 72  # target of the ring's reads from the eventfd
+ONE = 80  # the word written to an eventfd
 CONTROL_WORDS = 88
 
 # Words of `facts`, which never change.
 SQ_HEAD, SQ_TAIL, CQ_HEAD, CQ_TAIL, FD, WAKE_FD, DONE_FD, FIXED_AT, FIXED_BYTES = range(9)
 
-# Words of `state`, which only the loop knows.
+# Words of `state`, private to the loop.
 FREE, TAIL, ARMED, STOPPED = range(4)
 STATES = 4
 
-# Columns of `slots`: operations that the kernel works on.
+# Columns of `slots`: operations in the kernel.
 OP, FILE, OFFSET, ADDRESS, LENGTH, TAG, DONE, TRIES = range(8)
 COLUMNS = 8
 
@@ -251,23 +251,23 @@ _errno_at = types.ExternalFunction("__errno_location", types.int64())
 _yield = types.ExternalFunction("sched_yield", types.int32())
 
 loop = kept(nogil=True, error_model="numpy")
-"""Runs without the interpreter's lock."""
+"""Compile a function to run without the interpreter's lock."""
 call = kept(error_model="numpy")
-"""Runs with it: too short to be worth giving it away, and then waiting for it."""
+"""Compile a function to run with the lock: it is too short to release the lock and wait for it."""
 
 
 class Served(NamedTuple):
-    """The memory that the loop works on, all of int64.
+    """Memory of the loop, all of int64.
 
     Attributes:
-        facts: What never changes.
+        facts: Constants.
         control: `[CONTROL_WORDS]`, shared with Python.
         requests: `[n, 5]`, operations, a ring; lengths of rings are powers of two.
         cancels: `[n]`, tags, a ring.
         answers: `[n, 2]`, completions, a ring.
         sqes: `[n, 8]`, the kernel's submission entries.
         cqes: `[n, 2]`, its completions.
-        slots: `[depth, COLUMNS]`, operations that the kernel works on.
+        slots: `[depth, COLUMNS]`, operations in the kernel.
         free: `[depth]`, numbers of unused slots.
         state: `[STATES]`.
     """
@@ -286,7 +286,7 @@ class Served(NamedTuple):
 
 @call
 def push(control: Any, requests: Any, rows: Any, wake_fd: int) -> None:
-    """Adds operations, int64 `[n, 5]`, to the ring, which has room for them; wakes the loop."""
+    """Add operations, int64 `[n, 5]`, to the ring, which has room for them; wake the loop."""
     submitted, mask = control[SUBMITTED], len(requests) - 1
     for i in range(len(rows)):
         for k in range(5):
@@ -297,7 +297,7 @@ def push(control: Any, requests: Any, rows: Any, wake_fd: int) -> None:
 
 @call
 def ask(control: Any, cancels: Any, tags: Any, wake_fd: int) -> None:
-    """Asks for an end of operations; more than fit into the ring are not heard."""
+    """Ask for an end of operations; drop tags that do not fit into the ring."""
     asked, mask = control[ASKED], len(cancels) - 1
     room = len(cancels) - (asked - load64(control.ctypes.data + 8 * HEARD))
     count = min(room, len(tags))
@@ -309,7 +309,7 @@ def ask(control: Any, cancels: Any, tags: Any, wake_fd: int) -> None:
 
 @call
 def pop(control: Any, answers: Any, out: Any) -> int:
-    """Takes completions into `out`, int64 `[n, 2]`; returns how many."""
+    """Take completions into `out`, int64 `[n, 2]`; return how many."""
     reported, mask = control[REPORTED], len(answers) - 1
     count = min(load64(control.ctypes.data + 8 * ANSWERED) - reported, len(out))
     for i in range(count):
@@ -321,13 +321,13 @@ def pop(control: Any, answers: Any, out: Any) -> int:
 
 @call
 def ready(control: Any) -> int:
-    """How many completions wait to be taken."""
+    """Return how many completions wait to be taken."""
     return load64(control.ctypes.data + 8 * ANSWERED) - control[REPORTED]
 
 
 @call
 def want(control: Any, count: int) -> bool:
-    """Asks for the eventfd when `count` completions wait; False where they do already."""
+    """Ask for the eventfd when `count` completions wait; False where they do already."""
     wanted = control[REPORTED] + count
     store64(control.ctypes.data + 8 * WANTED, wanted)
     fence()
@@ -336,14 +336,14 @@ def want(control: Any, count: int) -> bool:
 
 @call
 def stop(control: Any, wake_fd: int) -> None:
-    """Tells the loop to end what is in flight, and itself."""
+    """Make the loop cancel operations in flight, and return."""
     store64(control.ctypes.data + 8 * STOP, 1)
     _write(wake_fd, control.ctypes.data + 8 * ONE, 8)
 
 
 @loop
 def serve(s: Served) -> int:
-    """Moves operations into the io_uring and completions out of it until told to stop.
+    """Move operations into the io_uring and completions out of it until `stop` is called.
 
     Returns:
         0, or the errno because of which the ring cannot be entered any more.
@@ -380,7 +380,7 @@ def serve(s: Served) -> int:
 
 @loop
 def _recall(s: Served, code: int) -> None:
-    """Answers for operations whose entries the kernel has not taken, and never will."""
+    """Answer operations with entries that the kernel has not taken, and never will."""
     count = (s.state[TAIL] - load32(s.facts[SQ_HEAD])) & LOW32
     for k in range(s.state[TAIL] - count, s.state[TAIL]):
         user = s.sqes[k & (len(s.sqes) - 1), 4]
@@ -391,7 +391,7 @@ def _recall(s: Served, code: int) -> None:
 
 @loop
 def _end(s: Served, i: int, result: int) -> None:
-    """Answers an operation, and frees its slot."""
+    """Answer an operation, and free its slot."""
     _answer(s, s.slots[i, TAG], result)
     s.slots[i, OP] = UNUSED
     s.free[s.state[FREE]] = i
@@ -400,7 +400,7 @@ def _end(s: Served, i: int, result: int) -> None:
 
 @loop
 def _entry(s: Served, head: int, offset: int, address: int, length: int, user: int) -> None:
-    """Writes a submission entry; `length` has the operation's flags in its upper half."""
+    """Write a submission entry; `length` has the operation's flags in its upper half."""
     sqes, i = s.sqes, s.state[TAIL] & (len(s.sqes) - 1)
     sqes[i, 0], sqes[i, 1], sqes[i, 2], sqes[i, 3] = head, offset, address, length
     sqes[i, 4], sqes[i, 5], sqes[i, 6], sqes[i, 7] = user, 0, 0, 0
@@ -409,14 +409,14 @@ def _entry(s: Served, head: int, offset: int, address: int, length: int, user: i
 
 @loop
 def _room(s: Served) -> int:
-    """Entries that can be written beyond those that slots and the eventfd may need."""
+    """Return how many entries are free beyond those that slots and the eventfd may need."""
     used = (s.state[TAIL] - load32(s.facts[SQ_HEAD])) & LOW32
     return len(s.sqes) - used - len(s.slots) - 1
 
 
 @loop
 def _start(s: Served, i: int) -> None:
-    """Hands what is left of an operation to the kernel."""
+    """Hand the rest of an operation to the kernel."""
     slots, facts = s.slots, s.facts
     fd = (slots[i, FILE] & LOW32) << 32
     if slots[i, OP] == SYNC:
@@ -441,7 +441,7 @@ def _answer(s: Served, tag: int, result: int) -> None:
 
 @loop
 def _tell(s: Served) -> None:
-    """Wakes who waits, if as many completions are there as were wanted."""
+    """Wake the waiting thread, if as many completions are there as it wants."""
     fence()
     base = s.control.ctypes.data
     if 0 < load64(base + 8 * WANTED) <= s.control[ANSWERED]:
@@ -451,7 +451,7 @@ def _tell(s: Served) -> None:
 
 @loop
 def _begin(s: Served) -> None:
-    """Starts operations while there are slots for them."""
+    """Start operations while there are slots for them."""
     control, slots, state = s.control, s.slots, s.state
     taken, mask = control[TAKEN], len(s.requests) - 1
     submitted = load64(control.ctypes.data + 8 * SUBMITTED)
@@ -481,7 +481,7 @@ def _begin(s: Served) -> None:
 
 @loop
 def _reap(s: Served) -> None:
-    """Takes what the kernel has completed."""
+    """Take completions from the kernel, and continue or answer their operations."""
     head, tail = np.int64(load32(s.facts[CQ_HEAD])), np.int64(load32(s.facts[CQ_TAIL]))
     count = (tail - head) & LOW32
     for k in range(count):
@@ -499,7 +499,7 @@ def _reap(s: Served) -> None:
 
 @loop
 def _goes_on(slots: Any, i: int, result: int) -> bool:
-    """Whether an operation needs another entry, for what is left of it."""
+    """Return whether an operation needs another entry for its rest."""
     if result in (-EINTR, -EAGAIN):
         slots[i, TRIES] += 1
         return slots[i, TRIES] <= MOST_TRIES
@@ -512,7 +512,7 @@ def _goes_on(slots: Any, i: int, result: int) -> bool:
 
 @loop
 def _result(slots: Any, i: int, result: int) -> int:
-    """What is reported of an operation whose last entry gave `result`."""
+    """Return the reported result of an operation with a last entry that gave `result`."""
     op, done = slots[i, OP], slots[i, DONE]
     if op == SYNC:
         return min(result, 0)
@@ -522,12 +522,12 @@ def _result(slots: Any, i: int, result: int) -> int:
         return done  # a direct read of a file that ends within a sector: the rest is not aligned
     if result < 0:
         return result
-    return done if done >= slots[i, LENGTH] else -ECANCELED  # closed before it could go on
+    return done if done >= slots[i, LENGTH] else -ECANCELED  # closed before it could continue
 
 
 @loop
 def _hear(s: Served) -> None:
-    """Cancels operations: those that wait at once, those in the kernel as far as it can."""
+    """Cancel operations: waiting ones at once, those in the kernel as far as it can."""
     control, slots, requests = s.control, s.slots, s.requests
     heard, asked = control[HEARD], load64(control.ctypes.data + 8 * ASKED)
     submitted = load64(control.ctypes.data + 8 * SUBMITTED)
@@ -557,20 +557,20 @@ def _cancel_all(s: Served) -> None:
 
 # The engine.
 
-DEPTH = 32  # enough for any device; with more, a batch is handed over whole and comes back whole
-CAPACITY = 8192  # operations that the loop knows of at a time; more wait on this side
+DEPTH = 32  # enough for any device; a larger depth hands a batch over whole and gets it back whole
+CAPACITY = 8192  # most operations in the loop's rings; more wait on this side
 CLOSE_S = 10.0
 START_S = 120.0  # the first time on a machine the loop is compiled
 LONGEST_S = 1e6
-SHARED_WAIT_S = 0.005  # how often the second of two who wait looks for itself
+SHARED_WAIT_S = 0.005  # interval at which the second of two waiting threads looks for itself
 
 
 class UringEngine(DirectFiles):
-    """An `Engine` over io_uring, which must be closed.
+    """`IOEngine` over io_uring, which must be closed.
 
     Args:
         direct: Open files with O_DIRECT.
-        depth: Operations that the kernel works on at a time.
+        depth: Most operations in the kernel at a time.
         arena: Memory to register with the ring, which makes transfers a little cheaper; where the
             limit of locked memory forbids it, it is used unregistered.
 
@@ -579,7 +579,7 @@ class UringEngine(DirectFiles):
         registered: Whether the arena is registered.
 
     Raises:
-        OSError: io_uring is not there or not allowed here.
+        OSError: io_uring is missing or not allowed here.
     """
 
     name = "io_uring"
@@ -594,16 +594,16 @@ class UringEngine(DirectFiles):
         self.flags, self.registered = 0, False
         self._pid, self._closed, self._open = os.getpid(), False, True
         self._lock, self._waiting = threading.Lock(), threading.Lock()
-        self._held: deque[NDArray[np.int64]] = deque()  # operations that the loop has no room for
-        self._extra: list[NDArray[np.int64]] = []  # completions that the loop does not know of
+        self._held: deque[NDArray[np.int64]] = deque()  # operations for which the loop has no room
+        self._extra: list[NDArray[np.int64]] = []  # completions made outside of the loop
         self._requests = np.zeros((CAPACITY, 5), np.int64)
         self._cancels = np.zeros(CAPACITY, np.int64)
         self._answers = np.zeros((CAPACITY, 2), np.int64)
         self._control = np.zeros(CONTROL_WORDS, np.int64)
         self._control[ONE] = 1
         self._up = threading.Event()  # the loop runs, or never will
-        self._error: BaseException | None = None  # why it never ran
-        self._ended, self._code = False, 0  # the errno because of which it ended
+        self._error: BaseException | None = None  # the reason why it never ran
+        self._ended, self._code = False, 0  # the errno that ended it
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)  # blocking: the ring waits on it
         try:
             self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -620,14 +620,15 @@ class UringEngine(DirectFiles):
         self._try()
 
     def submit(self, operations: Operations) -> None:
-        """Hands operations to the loop.
+        """Hand operations to the loop.
 
         Raises:
             StateError: The engine is closed, or was opened before a fork.
         """
         if self._pid != os.getpid():
             raise StateError("the engine was opened before a fork", "Open another one, here")
-        rows = np.array(operations, OPERATION).view(np.int64).reshape(-1, 5)  # the caller's changes
+        # a copy: the caller may change its array
+        rows = np.array(operations, OPERATION).view(np.int64).reshape(-1, 5)
         with self._lock:
             if self._closed:
                 raise StateError("the engine is closed", "Open another one")
@@ -638,7 +639,7 @@ class UringEngine(DirectFiles):
                 self._push()
 
     def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
-        """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
+        """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""
         if self._pid != os.getpid():
             return np.empty(0, COMPLETION)
         end_s = time.monotonic() + timeout_s
@@ -659,7 +660,7 @@ class UringEngine(DirectFiles):
         ]
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
-        """Ends operations that have not begun, and asks the kernel about the others."""
+        """End operations that have not begun, and ask the kernel to cancel the others."""
         if self._pid != os.getpid():
             return
         wanted = np.ascontiguousarray(tags, np.uint64).view(np.int64)
@@ -674,7 +675,7 @@ class UringEngine(DirectFiles):
             os.eventfd_write(self._done_fd, 1)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Cancels what has not begun and waits for the rest; False if that took too long."""
+        """Cancel operations not begun and wait for the rest; False if that took too long."""
         if self._pid != os.getpid():
             return True
         with self._lock:
@@ -699,7 +700,7 @@ class UringEngine(DirectFiles):
         os.close(self._done_fd)
 
     def _try(self) -> None:
-        """One operation: all that is compiled is loaded now, and a ring that is mute is noticed."""
+        """Run one operation, so that all compiled code is loaded and a mute ring is noticed now."""
         self.submit(np.array([(SYNC, -1, 0, 0, 0, 0)], OPERATION))
         results = self.wait(START_S)["result"].tolist()
         if results != [-errno.EBADF]:
@@ -708,7 +709,7 @@ class UringEngine(DirectFiles):
             raise OSError(code, os.strerror(code), "io_uring")
 
     def _push(self) -> None:
-        """Gives the loop what it has room for. The lock is held."""
+        """Pass the loop as many operations as it has room for. The lock is held."""
         room = CAPACITY - int(self._control[SUBMITTED] - self._control[REPORTED])
         while self._held and room > 0:
             rows = self._held.popleft()
@@ -719,7 +720,7 @@ class UringEngine(DirectFiles):
             push(self._control, self._requests, rows, self._wake_fd)
 
     def _take(self) -> list[NDArray[np.int64]]:
-        """All completions that are there. The lock is held."""
+        """Take all completions that are there. The lock is held."""
         if self._ended and not self._closed:
             self._give_up()
         taken, self._extra = self._extra, []
@@ -733,7 +734,7 @@ class UringEngine(DirectFiles):
         return taken
 
     def _give_up(self) -> None:
-        """The loop ended by itself: nothing that it had not begun ever will be."""
+        """Fail all operations that had not begun when the loop ended by itself."""
         for k in range(self._control[TAKEN], self._control[SUBMITTED]):
             row = self._requests[k % CAPACITY]
             if row[0] & LOW32 != GONE:
@@ -749,10 +750,10 @@ class UringEngine(DirectFiles):
         self._extra.append(answers)
 
     def _await(self, count: int, timeout_s: float) -> None:
-        """Waits until so many completions are there, or something else has changed."""
+        """Wait until so many completions are there, or the state of the engine has changed."""
         end_s = time.monotonic() + timeout_s
         if not self._waiting.acquire(timeout=min(timeout_s, SHARED_WAIT_S)):
-            return  # who waits already may wait for more than this
+            return  # the thread that waits already may wait for more than this
         try:
             with self._lock:
                 if self._extra or self._closed or self._ended:
@@ -762,14 +763,15 @@ class UringEngine(DirectFiles):
                 poll = select.poll()
                 poll.register(self._done_fd, select.POLLIN)
                 poll.poll(max(0.0, 1e3 * min(end_s - time.monotonic(), LONGEST_S)))
-                with contextlib.suppress(BlockingIOError):  # too late
+                with contextlib.suppress(BlockingIOError):  # another thread read it
                     os.eventfd_read(self._done_fd)
         finally:
             self._waiting.release()
 
     def _run(self) -> None:
-        """The thread: makes the ring, since only its maker may enter it, and serves it."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # others may handle them
+        """Make the ring in this thread, since only its maker may enter it, and serve it."""
+        # other threads may handle them
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         ring: Ring | None = None
         try:
             ring, arena, fixed = Ring(4 * self.depth), self._arena, (0, 0)
@@ -780,7 +782,7 @@ class UringEngine(DirectFiles):
         except BaseException as error:
             if ring is not None:
                 os.close(ring.fd)
-            self._error = error.with_traceback(None)  # its frames hold mappings, and they files
+            self._error = error.with_traceback(None)  # its frames hold mappings, which hold files
             return
         finally:
             self._up.set()
@@ -793,7 +795,7 @@ class UringEngine(DirectFiles):
             os.eventfd_write(self._done_fd, 1)
 
     def _serving(self, ring: Ring, fixed: tuple[int, int]) -> Served:
-        """What the loop works on."""
+        """Return the memory of the loop."""
         facts = *ring.counters, ring.fd, self._wake_fd, self._done_fd, *fixed
         work = np.zeros((self.depth, COLUMNS), np.int64), np.zeros(self.depth, np.int64)
         self.flags, self._code = ring.flags, errno.EIO
@@ -804,22 +806,22 @@ class UringEngine(DirectFiles):
         )
 
 
-# Picks the engine: the best one that this machine allows.
+# Choice of the engine: the best one that this machine allows.
 
 SPARE = 16
-"""Files that a tier may want to open: locks, journal, and slab files of a few sizes."""
+"""Number of files that a tier may want to open: locks, journal, and slab files of a few sizes."""
 
 
 def open_engine(
     *, arena: Arena | None = None, directory: str | None = None
 ) -> UringEngine | ThreadsEngine:
-    """Opens the best engine: io_uring, threads with O_DIRECT, or threads through the page cache.
+    """Open the best engine: io_uring, threads with O_DIRECT, or threads through the page cache.
 
-    `name` says which was taken, and `why` what was wrong with a better one.
+    Its `name` is the kind taken, and `why` the reason against a better one.
 
     Args:
         arena: Memory that most operations will use, which io_uring may register.
-        directory: Where the files will lie: without O_DIRECT there, "buffered" is taken.
+        directory: Directory of the files: without O_DIRECT there, "buffered" is taken.
 
     Raises:
         OSError: The directory cannot be written to.
@@ -833,13 +835,14 @@ def open_engine(
     if _files_left():
         return ring
     ring.close()
-    return ThreadsEngine(why="io_uring takes files, of which few may be open still, `ulimit -n`")
+    return ThreadsEngine(why="io_uring needs more files than `ulimit -n` allows still")
 
 
 def _files_left() -> bool:
-    """Whether as many files may be opened still as a tier wants."""
+    """Return whether as many files may still be opened as a tier wants."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return most == resource.RLIM_INFINITY or most - len(os.listdir("/proc/self/fd")) >= SPARE
     except OSError as error:
-        return error.errno not in (errno.EMFILE, errno.ENFILE)  # nobody counts them without /proc
+        # without /proc they cannot be counted
+        return error.errno not in (errno.EMFILE, errno.ENFILE)

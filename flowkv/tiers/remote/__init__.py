@@ -1,5 +1,5 @@
-"""Tiers on engines that others run: object stores, Valkey and Redis, Mooncake.
+"""Tiers on engines run by others: object stores, Valkey and Redis, Mooncake.
 
-What FlowKV adds to a client library is in `guard` (deadlines, breaker, retries, rates) and `tier`
-(threads, index, checks); an engine itself is one small class, a `backend.Backend`.
+All that a client library lacks is in `tier` (deadlines, breaker, retries, rates, threads, index,
+checks) and `erasures`; an engine itself is one small class, a `backend.Backend`.
 """

@@ -1,8 +1,8 @@
-"""The `Backend` protocol: what an engine must be able to do, as plainly as possible.
+"""The `Backend` protocol: the few operations that a remote engine must provide.
 
 Objects have names (64 hex digits, made from keys and from nothing else) and are written whole. All
-calls block, and may be made from several threads at once. Each gets the seconds that it may take;
-one that takes longer is abandoned by its tier, which gives its memory to nobody until it returns.
+calls block, and may be made from several threads at once. Each gets a time limit in seconds; the
+tier abandons a call that takes longer, and does not reuse its memory until it returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Listed(NamedTuple):
     Attributes:
         name: Its name.
         n_bytes: Its length.
-        stored_ns: When it was written, in nanoseconds since 1970; 0 where unknown.
+        stored_ns: Time of writing, in nanoseconds since 1970; 0 where unknown.
     """
 
     name: str
@@ -29,72 +29,74 @@ class Listed(NamedTuple):
 
 
 class Backend(Protocol):
-    """An engine, seen as a place for named byte strings.
+    """Engine as a store of named byte strings.
 
-    Everything that goes wrong is an `OSError`: `TimeoutError` when the time was over,
-    `PermissionError` when the engine refuses and will refuse again (never retried), one with
-    `errno.ENOSPC` when it is full, `ConnectionError` or any other when it may work another time.
+    Every failure is an `OSError`: `TimeoutError` after the time limit, `PermissionError` if the
+    engine refuses and will refuse again (never retried), one with `errno.ENOSPC` if it is full,
+    `ConnectionError` or any other if it may work another time.
 
     Attributes:
         name: Shown in statistics and errors, with the address and without secrets.
         asks: Most names that `exists` looks up quickly (some milliseconds) in one call; 0 where a
-            look-up costs a request per name, so that only what is listed counts as known.
+            look-up costs a request per name, so that only listed names count as known.
     """
 
     name: str
     asks: int
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
-        """Reads from `offset` on as many bytes as `into` holds, or the object has.
+        """Read from `offset` on as many bytes as `into` holds, or the object has.
 
         Returns:
-            The beginning of `into`; or, from a client that receives into memory of its own, such
-            memory, the caller's alone from now on. None if there is no such object.
+            The beginning of `into`; or, from a client that receives into memory of its own, that
+                memory, owned by the caller from now on. None if there is no such object.
         """
         ...
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
-        """Writes an object whole, replacing what was there; readers see all of it or nothing."""
+        """Write an object whole, replacing an earlier one; readers see all of it or nothing."""
         ...
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
-        """Removes objects; names that are not there are no error."""
+        """Remove objects; missing names are no error."""
         ...
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
-        """Which objects are there, by the engine's own word."""
+        """Return which objects are there, according to the engine."""
         ...
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
-        """All objects, in any order; `timeout_s` is for each request, of which there may be many.
+        """Yield all objects, in any order; `timeout_s` is for each of perhaps many requests.
 
         Names that are not 64 hex digits are not the tier's, and are left out.
         """
         ...
 
     def close(self) -> None:
-        """Gives up connections; called once, when no call is under way."""
+        """Close connections; called once, when no call is under way."""
         ...
 
 
-# How much a remote tier may do, and how long it may take.
+# Limits of a remote tier: concurrency, memory and time.
 
 
 class RemoteLimits(NamedTuple):
-    """How much a remote tier may do, and how long it may take.
+    """Limits of a remote tier: concurrency, memory and time.
 
     Attributes:
         threads: Calls to the engine at a time.
         queue_bytes: Stores waiting beyond this many bytes are `FAILED` with reason "busy".
         spares: Most threads that are replaced while they hang.
-        retired_bytes: Memory in the hands of hanging calls beyond which none is begun.
-        call_s: Seconds for one request that has no deadline of its own: a page of a listing, a
-            batch of deletions.
-        open_s: How long opening waits for the first listing; what is listed later is learnt later.
-        close_s: How long closing waits for stores that are under way.
-        erase_s: How long `erase` tries; for a thousand frames twice as long, and so on.
-        pause_s: How long an engine that failed three times is left alone at first.
-        every_s: Seconds between two looks at what others wrote, where the engine makes that cheap.
+        retired_bytes: Memory of hanging calls beyond which no call is begun.
+        call_s: Seconds for one request without a deadline of its own: a page of a listing, a batch
+            of deletions.
+        open_s: Longest wait for the first listing at opening; a longer listing goes on in the
+            background.
+        close_s: Longest wait for stores under way at closing.
+        erase_s: Longest time of `erase`; for a thousand frames twice as long, and so on.
+        pause_s: First pause of an engine that failed three times.
+        every_s: Seconds between two looks at frames of other writers, where the engine makes that
+            cheap.
     """
 
     threads: int = 8
@@ -110,7 +112,7 @@ class RemoteLimits(NamedTuple):
 
 
 class RemoteOptions(TypedDict, total=False):
-    """What all remote tiers can be told besides address and capacity; see `RemoteTier`."""
+    """Options of all remote tiers besides address and capacity; see `RemoteTier`."""
 
     name: str
     envelope: Envelope | None

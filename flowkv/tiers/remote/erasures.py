@@ -1,11 +1,11 @@
-"""What was erased on a remote tier, for caches of all nodes: one small object beside the frames.
+"""Erasure log of a remote tier, shared by caches of all nodes: one small object beside the frames.
 
-    xxh3_64 of the rest | MessagePack: version, the last entries: a number drawn by lot, and names
+    xxh3_64 of the rest | MessagePack: version, the last entries: a random lot number, and names
 
-Who erases adds an entry, and puts it back for some minutes if another node's write took it away.
-Everybody else reads the object now and then (`RemoteLimits.every_s`). As with the log of a place on
-the host (`tiers.erasure_log`), whatever is odd is taken as everything, and so is an object all of
-whose entries are new.
+A cache that erases adds an entry, and puts it back for some minutes if another node's write removed
+it. All others read the object now and then (`RemoteLimits.every_s`). As in the log of a place on
+the host (`tiers.erasure_log`), damage counts as an erasure of everything, and so does an object
+with only new entries.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from flowkv.tiers.erasure_log import ALL, KEY_NAME_BYTES, Erased
 from flowkv.tiers.remote.backend import Backend
 
 NAME = "erased"
-"""Of the object; no listing of frames has it, as it is no key."""
+"""Name of the object; no listing of frames has it, as it is no key."""
 MOST_ENTRIES, _MOST_BYTES = 64, 1 << 20
 AGAIN_S = 75.0
-"""Stores that were under way when something was erased have ended by then, or failed."""
+"""Time after which stores under way during an erasure have ended or failed."""
 _KEPT_S = 600.0
 _VERSION = 1
 
@@ -42,7 +42,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     realms: tuple[bytes, ...] = ()
 
     def erased(self) -> Erased:
-        """What it says."""
+        """Return the erasures of this entry."""
         return Erased(frozenset(self.keys), frozenset(self.below), frozenset(self.realms))
 
 
@@ -52,7 +52,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class RemoteErasures:
-    """The log of a remote tier: what caches ask of an `ErasureLog`.
+    """Log of a remote tier, with the interface of an `ErasureLog`.
 
     Args:
         backend: The engine.
@@ -78,19 +78,19 @@ class RemoteErasures:
         self.alone = False
 
     def begin(self) -> None:
-        """Takes what is there as known; where the engine fails, all of it is news later."""
+        """Take the present entries as known; if the engine fails, all of them are news later."""
         with contextlib.suppress(OSError):
             if (told := self._call(self._read, min(1.0, self._call_s))) is not None:
                 self._seen = {entry.lot for entry in told.entries}
 
-    # ---- what caches ask
+    # ---- interface for caches
 
     def changed(self) -> bool:
-        """Whether others erased something, as far as is known here."""
+        """Return whether others erased frames, as far as is known here."""
         return bool(self._heard)
 
     def news(self) -> Erased:
-        """What others erased since the last call."""
+        """Return the frames that others erased since the last call."""
         with self._lock:
             heard, self._heard = self._heard, []
         if any(one.everything for one in heard):
@@ -100,12 +100,12 @@ class RemoteErasures:
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[bool]:
-        """Nobody can be kept from erasing here: what ends late is erased later, see `due`."""
+        """Yield True: erasures cannot be held off here; late stores are erased later, see `due`."""
         yield True
 
     @contextlib.contextmanager
     def erasing(self) -> Iterator[None]:
-        """Within it `publish` may be called."""
+        """Allow `publish` within the context."""
         self.alone = True
         try:
             yield
@@ -120,7 +120,7 @@ class RemoteErasures:
         *,
         proven: bool = True,
     ) -> None:
-        """Tells the caches of all nodes; see `ErasureLog.publish`.
+        """Publish an erasure to the caches of all nodes; see `ErasureLog.publish`.
 
         Raises:
             StoreError: The engine did not confirm it.
@@ -137,17 +137,17 @@ class RemoteErasures:
                 raise OSError("it is not there")
         except OSError as error:
             raise StoreError(
-                f"{self.path} did not confirm that other nodes are told ({error})",
+                f"{self.path} did not confirm the erasure for other nodes ({error})",
                 "Forget again when it answers",
             ) from error
 
     def close(self) -> None:
-        """Nothing is open here."""
+        """Do nothing: no file is open here."""
 
-    # ---- what the tier's own thread does
+    # ---- work of the tier's own thread
 
     def look(self) -> None:
-        """Reads what others erased, and puts back what is missing of our own.
+        """Read the erasures of others, and put back our missing entries.
 
         Raises:
             OSError: The engine failed.
@@ -168,7 +168,7 @@ class RemoteErasures:
             self._write(entries[-MOST_ENTRIES:])
         old = (seen or set()) | mine.keys()
         fresh = [entry.erased() for lot, entry in there.items() if lot not in old]
-        # If nothing is left of what others had said, nobody knows how much went with it.
+        # If none of the known entries of others is left, an unknown number went with them.
         theirs = (seen or set()) - mine.keys()
         lost = told is None or (bool(theirs) and not theirs & there.keys())
         with self._lock:
@@ -176,7 +176,7 @@ class RemoteErasures:
             self._seen = {*there, *mine}
 
     def due(self) -> list[Erased]:
-        """What is to be erased once more, as stores may have ended late; each once."""
+        """Return the erasures to repeat, as stores may have ended late; each once."""
         now_ns = self._clock.now_ns()
         with self._lock:
             due = [erased for end_ns, erased in self._again if end_ns <= now_ns]
@@ -184,7 +184,7 @@ class RemoteErasures:
         return due
 
     def _read(self) -> _Told | None:
-        """The object, empty if there is none; None if it is damaged."""
+        """Return the object, an empty one if it is missing; None if it is damaged."""
         data = self._backend.get(NAME, 0, memoryview(bytearray(_MOST_BYTES)), self._call_s)
         if data is None:
             return _Told(_VERSION, ())

@@ -1,11 +1,11 @@
-"""Frames in Mooncake Store: the memory of many machines, reached over TCP, RDMA or NVLink.
+"""Mooncake Store: frames in the memory of many machines, reached over TCP, RDMA or NVLink.
 
-Bytes move between the store and an arena that is registered with it once. Not believed: `get`,
-which answers b"" for a miss and for a failure alike; that a key which the master knows can be read;
-that anything is left after a restart. What is promised comes from the frame's own check.
+Bytes move between the store and an arena that is registered with it once. Three answers are not
+trusted: `get` returns b"" for a miss and for a failure alike; a key that the master lists may be
+unreadable; after a restart the store may be empty. A frame is served only after its own check.
 
-A call on a peer that hangs comes back after half a minute, and a transfer that failed may still
-write: its slot is given to nobody before the client is torn down (DESIGN D10).
+A call on a peer that hangs returns after half a minute, and a transfer that failed may still write:
+its slot is not reused before the client is torn down (DESIGN D10).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from flowkv.tiers.io.engine import Arena, ArenaSlot
 from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions
 from flowkv.tiers.remote.tier import RemoteTier
 
-# A client of Mooncake Store and the memory registered with it: they live and die together.
+# A client of Mooncake Store and the memory registered with it, opened and closed together.
 
 
 class MooncakeSession:
-    """One client of the store, and the memory that is registered with it.
+    """Client of the store, with its registered memory.
 
     Args:
-        client: Set up.
+        client: The client, set up.
         n_bytes: Size of the memory.
 
     Attributes:
@@ -53,10 +53,10 @@ class MooncakeSession:
             raise ConnectionError(f"the memory could not be registered (code {code})")
 
     def take(self, n_bytes: int, timeout_s: float) -> ArenaSlot:
-        """A slot of the registered memory, when there is room for it.
+        """Return a slot of the registered memory; wait until there is room for it.
 
         Raises:
-            PermissionError: So much will never fit.
+            PermissionError: The memory is smaller than the request.
             TimeoutError: There was no room in time.
         """
         if n_bytes > self.arena.n_bytes:
@@ -69,7 +69,7 @@ class MooncakeSession:
         return slot
 
     def settle(self, slot: ArenaSlot, ended: bool) -> None:
-        """Frees a slot, or retires it: bytes may still be moving."""
+        """Free a slot; or retire it, if bytes may still be moving."""
         with self._settled:
             if ended:
                 self.arena.give_back(slot)
@@ -79,7 +79,7 @@ class MooncakeSession:
             self._settled.notify_all()
 
     def close(self) -> None:
-        """Tears the client down: after that nothing moves any more, and all memory is free."""
+        """Tear the client down: after that all transfers have ended, and all memory is free."""
         self.client.close()
         self.client = None
         for slot in self._retired:
@@ -99,7 +99,7 @@ except ImportError as error:
 
 DEFAULT_PORT = 50051
 DEFAULT_BUFFER_BYTES = 128 << 20
-CLIENT_BUFFER_BYTES = 1 << 20  # of the client's own, for what is not read into registered memory
+CLIENT_BUFFER_BYTES = 1 << 20  # buffer of the client itself, for reads outside of registered memory
 PROBE_BYTES = 4096
 LIMITS = RemoteLimits(threads=4, spares=4)
 """Fewer calls than usual: one that hangs keeps a core busy, in the client's own loop."""
@@ -110,7 +110,7 @@ OBJECT_NOT_FOUND, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED = -704, -705, -707
 RPC_FAIL, RPC_TIMEOUT, TENANT_QUOTA_EXCEEDED = -900, -901, -1700
 
 _FULL = {NO_AVAILABLE_HANDLE, TENANT_QUOTA_EXCEEDED}
-# Codes that say that nothing moves any more: no transfer began, or it has ended.
+# Codes after which no transfer is under way: none began, or it has ended.
 _ENDED = {
     *(*_FULL, INVALID_PARAMS, REPLICA_IS_NOT_READY),
     *(OBJECT_NOT_FOUND, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED, RPC_FAIL, RPC_TIMEOUT),
@@ -120,11 +120,11 @@ _OPTIONS = {"prefix", "protocol", "device", "metadata", "local", "tenant", "buff
 
 
 class Mooncake:
-    """A `Backend` on a Mooncake Store.
+    """`Backend` on a Mooncake Store.
 
     Args:
         uri: `mooncake://master:port`, with `?` and: `prefix=` of the keys, `protocol=` (tcp, rdma),
-            `device=` of the network, `metadata=` (P2PHANDSHAKE), `local=` our own address,
+            `device=` of the network, `metadata=` (P2PHANDSHAKE), `local=` address of this host,
             `tenant=`, `buffer=` size of the registered memory.
 
     Raises:
@@ -139,7 +139,7 @@ class Mooncake:
         said = without_secrets(uri)
         try:
             self._master = parts.hostname or "", parts.port or DEFAULT_PORT
-        except ValueError:  # no number: it may be a password whose host is missing
+        except ValueError:  # the port is no number: it may be a password without a host
             self._master, said = ("", 0), f"{parts.scheme}://..."
         if parts.scheme != "mooncake" or not self._master[0]:
             raise ConfigError(f"{said!r} names no master", "Write mooncake://host:50051")
@@ -158,7 +158,7 @@ class Mooncake:
         self._problem = ""
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
-        """Reads part of an object into registered memory, and copies it from there.
+        """Read part of an object into registered memory, and copy it from there.
 
         Raises:
             OSError: As every backend.
@@ -181,7 +181,7 @@ class Mooncake:
         raise _failed(count)
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
-        """Copies a frame into registered memory, and has it stored from there.
+        """Copy a frame into registered memory, and store it from there.
 
         Raises:
             OSError: As every backend; ENOSPC where no segment has room.
@@ -200,7 +200,7 @@ class Mooncake:
             raise _failed(code)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
-        """Removes objects, leased ones too.
+        """Remove objects, leased ones too.
 
         Raises:
             OSError: As every backend.
@@ -212,7 +212,7 @@ class Mooncake:
             raise _failed(failed[0])
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
-        """What the master believes; a read may still miss.
+        """Return which objects the master lists; a read may still miss.
 
         Raises:
             OSError: As every backend.
@@ -225,7 +225,7 @@ class Mooncake:
         return [code == 1 for code in codes]
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
-        """Nothing: the store has no listing. Frames of others are found by asking for them.
+        """Yield nothing: the store has no listing. Frames of others are found by `exists`.
 
         Raises:
             OSError: The store does not answer.
@@ -234,7 +234,7 @@ class Mooncake:
             yield from ()
 
     def close(self) -> None:
-        """Tears the client down."""
+        """Tear the client down and free its memory."""
         with self._changed:
             session, self._session, self._closed = self._session, None, True
         if session is not None:
@@ -243,11 +243,11 @@ class Mooncake:
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
-    # ---- the client: setting one up may take minutes, and may hang, so a thread of its own does it
+    # ---- the client: a thread of its own sets it up, which may take minutes, and may hang
 
     @contextmanager
     def _use(self, timeout_s: float) -> Iterator[MooncakeSession]:
-        """A session that is not torn down meanwhile."""
+        """Yield a session that is not torn down meanwhile."""
         with self._changed:
             if self._session is None:
                 self._begin()
@@ -255,7 +255,7 @@ class Mooncake:
             session = self._session
             if session is None:
                 if self._opening:
-                    raise TimeoutError("the store did not let us in in time")
+                    raise TimeoutError("the store did not open in time")
                 raise ConnectionError(f"the store could not be opened ({self._problem})")
             session.users += 1
         try:
@@ -297,7 +297,7 @@ class Mooncake:
         code = client.setup(
             local,
             options.get("metadata", "P2PHANDSHAKE"),
-            0,  # we lend the store no memory
+            0,  # this process lends the store no memory
             CLIENT_BUFFER_BYTES,
             options.get("protocol", "tcp"),
             options.get("device", ""),
@@ -310,14 +310,14 @@ class Mooncake:
 
 
 def _read(client: Any, key: str, slot: ArenaSlot, offset: int) -> int:
-    """Bytes read into a slot, to its end or the object's; a negative code if it failed."""
+    """Read into a slot, to its end or the object's; return the bytes, or a negative code."""
     most = slot.n_bytes
     if offset == 0 and most > PROBE_BYTES:
         count = int(client.get_into(key, slot.address, most))
-        if count != INVALID_PARAMS:  # that: the object is longer than the slot
+        if count != INVALID_PARAMS:  # otherwise the object is longer than the slot
             return count
     count = _range(client, key, slot, offset, most)
-    if count != INVALID_PARAMS:  # that: it ends before
+    if count != INVALID_PARAMS:  # otherwise the object ends before the slot
         return count
     size = int(client.get_size(key))
     if size < 0:
@@ -331,7 +331,7 @@ def _range(client: Any, key: str, slot: ArenaSlot, offset: int, n_bytes: int) ->
 
 
 def _failed(code: int) -> OSError:
-    """What a tier understands."""
+    """Return the `OSError` for a code of the store."""
     if code in _FULL:
         return OSError(errno.ENOSPC, "no segment of the store has room")
     if code == RPC_TIMEOUT:
@@ -344,17 +344,17 @@ def _failed(code: int) -> OSError:
 class MooncakeTier(RemoteTier):
     """Frames in Mooncake Store.
 
-    The store evicts what was not read for long, loses what lay on a machine that left, and forgets
-    everything when its master restarts: all of that is a miss. It has no listing: after opening,
-    frames of others are known once `contains` has asked for them.
+    The store evicts frames that were not read for long, loses those on a machine that left, and
+    forgets everything when its master restarts: all of that is a miss. It has no listing: after
+    opening, frames of others are known once `contains` has asked for them.
 
     Args:
         uri: As `Mooncake`.
         capacity_bytes: Most bytes of frames that this process knows of there.
         name: Shown in statistics; default the address.
-        envelope: How frames are wrapped and checked.
+        envelope: Seals and checks frames.
         clock: Source of time.
-        limits: How much it may do, and how long it may take; default `LIMITS`.
+        limits: Limits of concurrency, memory and time; default `LIMITS`.
 
     Raises:
         ConfigError: The URI or the capacity cannot be used.

@@ -1,8 +1,8 @@
 """Object stores (S3, GCS, Azure, or a directory) through obstore: `ObjectBackend`.
 
-A frame is one object, `PREFIX/frames/<64 hex digits>`; catalogs (`catalog`) are
-`PREFIX/index/<time and a random number>`. Nothing else becomes a name. Layers are read by ranges,
-and large frames by several ranges at a time, as one connection to an object store is slow.
+A frame is one object, `PREFIX/frames/<64 hex digits>`; catalogs (`encode_catalog`) are
+`PREFIX/index/<time and a random number>`. There are no other names. Layers are read by ranges, and
+large frames by several ranges at a time, as one connection to an object store is slow.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from flowkv.tiers.frame import BadFrame, count_stripes
 from flowkv.tiers.remote.backend import Listed, RemoteOptions
 from flowkv.tiers.remote.tier import Fact, RemoteTier
 
-# Small objects that say which frames there are, so that opening need not read every header.
+# Catalogs: small objects that list frames, so that opening need not read every header.
 #
-# An object holds what one process stored in a while, a few hundred bytes a frame:
+# An object lists the frames that one process stored in a while, a few hundred bytes a frame:
 #
-#     magic 8s | version u16 | 6 zeros | xxh3_128 of the rest | msgpack: [key, bytes, time, info],
-#     ...
+#     magic 8s | version u16 | 6 zeros | xxh3_128 of the rest | msgpack: [key, bytes, time, info]*
 #
 # It is a hint and no more: a frame is used only after its own header was checked. So a catalog that
 # is damaged, foreign or out of date is skipped, or costs a miss.
@@ -45,17 +44,17 @@ MAGIC, VERSION = b"FKVINDEX", 1
 MOST_BYTES = 16 << 20
 MOST_FRAMES = 1 << 12
 LISTED_NS = 2 * 10**9
-"""Within this, times are equal: listings give them to the second, files to a tick of the kernel."""
+"""Closer times are equal: listings give them to the second, files to a tick of the kernel."""
 _HEAD = struct.Struct("<8sH6x16s")
 
 
 class CatalogLine(msgspec.Struct, frozen=True, array_like=True):
-    """One frame.
+    """Catalog entry of one frame.
 
     Attributes:
         key: 32 bytes.
-        n_bytes: Bytes it occupies.
-        stored_ns: When it was stored, in nanoseconds since 1970.
+        n_bytes: Bytes of the frame.
+        stored_ns: Time of the store, in nanoseconds since 1970.
         info: Its description.
     """
 
@@ -69,7 +68,7 @@ _DECODER = msgspec.msgpack.Decoder(list[CatalogLine])
 
 
 def encode_catalog(facts: Iterable[tuple[bytes, Fact]]) -> bytes:
-    """A catalog of these frames; those without a description are left out."""
+    """Return a catalog of these frames, without those that have no description."""
     lines = [
         CatalogLine(key, fact.n_bytes, fact.stored_ns, fact.info)
         for key, fact in facts
@@ -80,7 +79,7 @@ def encode_catalog(facts: Iterable[tuple[bytes, Fact]]) -> bytes:
 
 
 def decode_catalog(data: bytes | bytearray | memoryview) -> list[tuple[bytes, Fact]]:
-    """What a catalog says; nothing if it is none, or damaged."""
+    """Return the frames of a catalog; an empty list if it is no catalog, or damaged."""
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size:
         return []
@@ -92,7 +91,7 @@ def decode_catalog(data: bytes | bytearray | memoryview) -> list[tuple[bytes, Fa
         lines = _DECODER.decode(body)
     except msgspec.MsgspecError:
         return []
-    names: dict[bytes, bytes] = {}  # most frames name the same namespace, tenant and layout
+    names: dict[bytes, bytes] = {}  # most frames share namespace, tenant and layout
     return [
         (line.key, Fact(line.n_bytes, _interned(line.info, names), line.stored_ns))
         for line in lines
@@ -121,7 +120,7 @@ def _sound(line: CatalogLine) -> bool:
 FRAMES, INDEX = "frames", "index"
 CONNECT_S = 2.0
 RUNGS_S = (2.0, 10.0, 60.0, 300.0)
-"""Timeouts of the clients: each call takes the first that is long enough for its own."""
+"""Timeouts of the clients: each call takes the first one that is at least its own."""
 
 PART_BYTES, SPLIT_BYTES = 8 << 20, 16 << 20
 """Reads from `SPLIT_BYTES` on are split into ranges of `PART_BYTES`."""
@@ -141,12 +140,12 @@ Parts: TypeAlias = list[memoryview]
 
 
 class ObjectBackend:
-    """A `Backend` on an object store; credentials come from the environment, as obstore finds them.
+    """`Backend` on an object store; credentials come from the environment, as obstore finds them.
 
     Args:
         uri: "s3://bucket/prefix", "gs://bucket/prefix", "az://container/prefix",
             "file:///directory" or "memory:///".
-        options: Settings of obstore's store, such as `endpoint`; they go before the environment.
+        options: Settings of obstore's store, such as `endpoint`; they override the environment.
 
     Raises:
         ConfigError: obstore does not understand the address or its settings.
@@ -171,7 +170,7 @@ class ObjectBackend:
         self._store(RUNGS_S[0])
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
-        """Reads a range: in several requests if it is long, else without a copy."""
+        """Read a range: in several requests if it is long, else without a copy."""
         parts = self.read(f"{FRAMES}/{name}", offset, len(into), timeout_s)
         if parts is None:
             return None
@@ -185,15 +184,15 @@ class ObjectBackend:
         return into[:at]
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
-        """Writes an object in one request."""
+        """Write an object in one request."""
         self.write(f"{FRAMES}/{name}", data, timeout_s)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
-        """Removes objects, in one request for many where the store can."""
+        """Remove objects, in one request for many where the store can."""
         self.remove([f"{FRAMES}/{name}" for name in names], timeout_s)
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
-        """One request per name, or a listing where there are many."""
+        """Return which objects are there: one request per name, or a listing for many names."""
         if len(names) > MOST_HEADS:
             there = {found.name for found in self.list(timeout_s)}
             return [name in there for name in names]
@@ -209,20 +208,20 @@ class ObjectBackend:
         return found
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
-        """All frames."""
+        """Yield all frames in the store."""
         return (found for found in self.names(FRAMES, timeout_s) if _NAME.fullmatch(found.name))
 
     def close(self) -> None:
-        """Lets go of the clients; their connections end with them."""
+        """Drop the clients; their connections end with them."""
         self._rungs.clear()
 
     # ---- requests
 
     def read(self, path: str, offset: int, size: int, timeout_s: float) -> Parts | None:
-        """Part of an object of any folder; None if it is not there."""
+        """Return parts of an object of any folder; None if it is missing."""
         store = self._store(timeout_s)
         try:
-            if offset == 0 and GRANULE_BYTES < size < SPLIT_BYTES:  # probably all of it
+            if offset == 0 and GRANULE_BYTES < size < SPLIT_BYTES:  # probably all of the object
                 return self._read_through(store, path, 0, size)
             if self._ranges:
                 try:
@@ -231,7 +230,7 @@ class ObjectBackend:
                     if _NO_RANGES.search(str(error)):
                         self._ranges = False
                     elif size < SPLIT_BYTES or not _BEYOND.search(str(error)):
-                        raise  # else the object is shorter than was expected
+                        raise  # otherwise the object is shorter than expected
             return self._read_through(store, path, offset, size)
         except FileNotFoundError:
             return None
@@ -241,9 +240,9 @@ class ObjectBackend:
             raise self._translated(error) from error
 
     def _read_through(self, store: Any, path: str, offset: int, size: int) -> Parts:
-        """Reads from the object's beginning on, until there is enough."""
+        """Read from the object's beginning on, until there is enough."""
         found = self._obs.get(store, path)
-        if offset == 0 and found.meta["size"] <= size:  # known before a byte of it is read
+        if offset == 0 and found.meta["size"] <= size:  # known before any byte is read
             return [memoryview(found.bytes())]
         parts, at = [], 0
         for chunk in found.stream(STREAM_BYTES):
@@ -258,7 +257,7 @@ class ObjectBackend:
         if size < SPLIT_BYTES:
             return [memoryview(self._obs.get_range(store, path, start=offset, end=end))]
 
-        async def fetch() -> list[Any]:  # get_ranges would join them again
+        async def fetch() -> list[Any]:  # get_range would not run in parallel
             spans = ((at, min(at + PART_BYTES, end)) for at in range(offset, end, PART_BYTES))
             wanted = (
                 self._obs.get_range_async(store, path, start=start, end=stop)
@@ -269,25 +268,25 @@ class ObjectBackend:
         return [memoryview(part) for part in asyncio.run(fetch())]
 
     def write(self, path: str, data: memoryview, timeout_s: float) -> None:
-        """Writes an object of any folder."""
-        # A store in memory keeps what it is given, and `data` will be used again.
+        """Write an object of any folder."""
+        # A store in memory keeps the object itself, and `data` will be reused.
         whole = bytes(data) if self._uri.startswith("memory:") else data
         with self._translating(final=True):
             self._obs.put(self._store(timeout_s), path, whole, use_multipart=False)
 
     def remove(self, paths: Sequence[str], timeout_s: float) -> None:
-        """Removes objects of any folder."""
+        """Remove objects of any folder."""
         store = self._store(timeout_s)
         with self._translating():
             try:
                 self._obs.delete(store, [*paths])
-            except FileNotFoundError:  # some stores stop at the first name that is not there
+            except FileNotFoundError:  # some stores stop at the first missing name
                 for path in paths:
                     with contextlib.suppress(FileNotFoundError):
                         self._obs.delete(store, path)
 
     def names(self, folder: str, timeout_s: float) -> Iterator[Listed]:
-        """Names and lengths of a folder's objects, a thousand per request."""
+        """Yield names and lengths of a folder's objects, a thousand per request."""
         with self._translating(final=True):
             for page in self._obs.list(self._store(timeout_s), folder, chunk_size=LIST_PAGE):
                 for meta in page:
@@ -299,7 +298,7 @@ class ObjectBackend:
         rung_s = next((rung for rung in RUNGS_S if rung >= timeout_s), RUNGS_S[-1])
         with self._lock:
             if self._local:
-                rung_s = RUNGS_S[0]  # no clients, and memory must be one
+                rung_s = RUNGS_S[0]  # there are no clients, and a store in memory must be one
             if rung_s not in self._rungs:
                 self._rungs[rung_s] = self._open(rung_s)
             return self._rungs[rung_s]
@@ -320,11 +319,11 @@ class ObjectBackend:
                 f"{self.name} cannot be opened ({_first_line(error)})",
                 "Write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; "
                 "credentials are read from the environment (AWS_..., GOOGLE_..., AZURE_...)",
-            ) from None  # it quotes the address
+            ) from None  # the original error quotes the address
 
     @contextlib.contextmanager
     def _translating(self, *, final: bool = False) -> Iterator[None]:
-        """What obstore raises becomes what a tier understands; if `final`, what is absent too."""
+        """Translate obstore's errors to those of a `Backend`; if `final`, missing objects too."""
         caught: tuple[type[Exception], ...] = (FileNotFoundError, *self._errors)
         try:
             yield
@@ -348,7 +347,7 @@ class ObjectBackend:
 
 
 def _client_environment(uri: str) -> dict[str, Any]:
-    """Settings of HTTP clients that obstore reads from the environment unless it is given some."""
+    """Return HTTP client settings of the environment, ignored by obstore when given others."""
     vendor = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}.get(uri.partition(":")[0], "")
     found = {name: os.environ.get(f"{vendor}_{name.upper()}") for name in _CLIENT}
     return {
@@ -375,23 +374,24 @@ MOST_CATALOGS = 16
 class ObjectTier(RemoteTier):
     """Frames in S3, GCS, Azure or a directory.
 
-    Opening costs one request per thousand frames for their names and one per few thousand for what
-    they are. What others store is noticed every `RemoteLimits.every_s` seconds, by their catalogs.
+    Opening costs one request per thousand frames for their names and one per few thousand for their
+    descriptions. Frames of other writers are noticed every `RemoteLimits.every_s` seconds, by their
+    catalogs.
 
     Args:
         uri: "s3://bucket/prefix", "gs://bucket/prefix", "az://container/prefix",
             "file:///directory" or "memory:///".
         capacity_bytes: Most bytes of frames that this process knows of there.
         name: Shown in statistics; default the address.
-        envelope: How frames are wrapped and checked; default xxh3 and nothing else.
+        envelope: Seals and checks frames; default xxh3 and nothing else.
         clock: Source of time.
-        limits: How much it may do, and how long it may take.
-        options: Settings of obstore's store, such as `endpoint`; they go before the environment.
+        limits: Limits of concurrency, memory and time.
+        options: Settings of obstore's store, such as `endpoint`; they override the environment.
 
     Raises:
         ConfigError: The address or the capacity is wrong.
         MissingDependencyError: obstore is not installed.
-        StoreError: The store refuses us.
+        StoreError: The store refuses access.
     """
 
     backend: ObjectBackend
@@ -405,15 +405,15 @@ class ObjectTier(RemoteTier):
         **more: Unpack[RemoteOptions],
     ) -> None:
         self._seen: set[str] = set()  # catalogs
-        self._old: list[str] = []  # those to be merged
+        self._old: list[str] = []  # catalogs to be merged
         self._written_s = time.monotonic()
         super().__init__(ObjectBackend(uri, options), capacity_bytes, **more)
 
     def recall(self) -> dict[bytes, Fact]:
-        """What the catalogs say."""
+        """Return the frames in the catalogs."""
         self.known.fresh = []
         facts: dict[bytes, Fact] = {}
-        for key, fact in self._news():  # the last catalog counts, but for what is clearly older
+        for key, fact in self._news():  # the last catalog wins, unless it is clearly older
             if key not in facts or facts[key].stored_ns <= fact.stored_ns + LISTED_NS:
                 facts[key] = fact
         if len(self._seen) > MOST_CATALOGS:
@@ -421,12 +421,12 @@ class ObjectTier(RemoteTier):
         return facts
 
     def refresh(self) -> None:
-        """Reads catalogs that were not there before."""
+        """Read catalogs that were not there before."""
         look = self.known.look()
         self.known.learn(list(self._news()), look)  # read before the lock is taken
 
     def flush(self) -> None:
-        """Writes a catalog of what was stored since the last one, if it is much, or long ago."""
+        """Write a catalog of new frames, if many or after a while; or merge old catalogs."""
         fresh = self.known.fresh or []
         due = time.monotonic() - self._written_s >= FLUSH_S or not self._open
         if self._old:
@@ -437,13 +437,13 @@ class ObjectTier(RemoteTier):
             del fresh[: len(facts)]
 
     def _news(self) -> Iterator[tuple[bytes, Fact]]:
-        """What catalogs say that were not read yet."""
+        """Yield the frames of catalogs that were not read yet."""
         listed = sorted(self.backend.names(INDEX, self.limits.call_s))  # names begin with a time
         for name, n_bytes, _ in listed:
             if name not in self._seen and n_bytes <= MOST_BYTES:
                 parts = self.backend.read(f"{INDEX}/{name}", 0, n_bytes, self.limits.call_s)
                 self._seen.add(name)
-                yield from decode_catalog(b"".join(parts or []))  # it may be gone
+                yield from decode_catalog(b"".join(parts or []))  # the catalog may be gone
 
     def _write(self, facts: Sequence[tuple[bytes, Fact]]) -> None:
         there = [(key, fact) for key, fact in facts if self.known.get(key) is not None]
@@ -455,7 +455,7 @@ class ObjectTier(RemoteTier):
             self._seen.add(name)
 
     def _merge(self) -> None:
-        """Replaces many catalogs, or such as speak of deleted frames, by few."""
+        """Replace many catalogs, some of them with deleted frames, by few."""
         facts = [(key, fact) for key, fact in self.known.facts() if fact.info is not None]
         for at in range(0, len(facts), MOST_FRAMES):
             self._write(facts[at : at + MOST_FRAMES])

@@ -31,26 +31,26 @@ Words: TypeAlias = Sequence["bytes | memoryview"]
 Reply: TypeAlias = "int | bytes | exceptions.ResponseError | list[Reply] | None"
 Replies: TypeAlias = list[Reply]
 
-# Erasure from the files of a Redis server: what was unlinked is there until they are rewritten.
+# Erasure from the files of a Redis server: unlinked frames stay there until they are rewritten.
 
 _PAUSE_S = 0.02
 
 
 Sending: TypeAlias = Callable[..., Reply]
-"""Sends the words of a request to a server: its reply; an `OSError` if it fails or is an error."""
+"""Function that sends the words of a request and returns the reply, or raises an `OSError`."""
 
 
 def rewrite(ask: Sending, end_s: float) -> None:
-    """Has a server write its append-only file and its dump anew, those that it keeps.
+    """Make a server rewrite its append-only file and its dump, if it keeps them.
 
-    A rewriting that is under way may have begun before the deletion: it is waited for, not counted.
+    A rewrite that is under way may have begun before the deletion: wait for it, and start another.
 
     Args:
-        ask: Reaches the server.
-        end_s: When to give up (`time.monotonic`).
+        ask: Sends requests to the server.
+        end_s: Time limit (`time.monotonic`).
 
     Raises:
-        OSError: The server does not let us, failed, or took longer.
+        OSError: The server refused, failed, or took longer.
     """
     state = _idle(ask, end_s)
     if state.get("aof_enabled") == "1":
@@ -64,8 +64,8 @@ def rewrite(ask: Sending, end_s: float) -> None:
 
 
 def _dumps(ask: Sending, state: dict[str, str]) -> bool:
-    """Whether a server saves dumps by itself, did so since it was started, or came from one."""
-    loaded = state.get("rdb_last_load_keys_loaded", "0")  # says Redis 7 and later
+    """Return whether a server saves dumps by itself, did so since its start, or came from one."""
+    loaded = state.get("rdb_last_load_keys_loaded", "0")  # reported by Redis 7 and later
     if state.get("rdb_last_bgsave_time_sec", "-1") != "-1" or loaded != "0":
         return True
     match ask(b"CONFIG", b"GET", b"save"):
@@ -75,14 +75,14 @@ def _dumps(ask: Sending, state: dict[str, str]) -> bool:
 
 
 def _idle(ask: Sending, end_s: float) -> dict[str, str]:
-    """What the server says about its files, once it writes none in the background."""
+    """Return the server's report about its files, once it writes none in the background."""
     while True:
         reply = ask(b"INFO", b"persistence")
         lines = (reply if isinstance(reply, bytes) else b"").decode("ascii", "replace").split()
         state = dict(line.split(":", 1) for line in lines if ":" in line)
         busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled", "rdb_bgsave_in_progress")
         if "aof_enabled" not in state:
-            raise OSError("the server does not say what it keeps in files")
+            raise OSError("the server does not report its files")
         if all(state.get(name, "0") == "0" for name in busy):
             return state
         if time.monotonic() + _PAUSE_S > end_s:
@@ -91,8 +91,8 @@ def _idle(ask: Sending, end_s: float) -> dict[str, str]:
 
 
 # Connections: redis-py opens them (addresses, names, TLS, passwords, databases, the slots of a
-# cluster) and reads replies. Its retries are switched off, since they do not know the deadline of
-# an operation: the tier has its own.
+# cluster) and reads replies. Its retries are switched off, since they ignore the deadline of an
+# operation: the tier has its own.
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 CONNECT_S, CLUSTER_S = 2.0, 5.0
@@ -103,23 +103,23 @@ _TRUE = ("1", "true", "yes")
 _CODE = re.compile(r"([A-Z]+) ")
 _ONCE = Retry(NoBackoff(), 0)
 _UNREADABLE = (exceptions.RedisError, ValueError, OverflowError, RecursionError)
-"""What redis-py raises over a connection that failed, or over bytes that are no reply."""
+"""Errors of redis-py for a connection that failed, or for bytes that are no reply."""
 
 
 def exchange(pool: ConnectionPool, requests: Sequence[Words], end_s: float) -> Replies:
     """Send requests over one connection, and return their replies, errors among them.
 
-    The requests end with an echoed number: a reply that was lost, sent twice or meant for another
-    request is noticed before any is returned.
+    The requests end with an echoed number, so that a lost, duplicate or misplaced reply is noticed
+    before any reply is returned.
 
     Args:
         pool: Connections to the server.
-        requests: Words of each.
-        end_s: When to give up (`time.monotonic`).
+        requests: Words of each request.
+        end_s: Time limit (`time.monotonic`).
 
     Raises:
-        OSError: The connection failed, and is closed with those that idle: which requests were
-            carried out is not known.
+        OSError: The connection failed, and is closed with the idle ones: any number of the requests
+            may have been carried out.
     """
     number, connection = b"%016x" % secrets.randbits(63), None
     try:
@@ -138,7 +138,7 @@ def exchange(pool: ConnectionPool, requests: Sequence[Words], end_s: float) -> R
         if connection is not None:
             connection.disconnect()
             pool.release(connection)
-        pool.disconnect(inuse_connections=False)  # those that idle are as old
+        pool.disconnect(inuse_connections=False)  # idle connections are as old
         if isinstance(error, _UNREADABLE):
             raise translated(error) from error
         raise
@@ -152,7 +152,7 @@ def _read(connection: Connection) -> Reply:
 
 
 def translated(error: Exception) -> OSError:
-    """Return what a tier understands in place of an error of redis-py or of its server."""
+    """Return the `OSError` of a `Backend` for an error of redis-py or of its server."""
     text = str(error)[:200]
     code = _CODE.match(text)
     if isinstance(error, exceptions.TimeoutError):
@@ -172,7 +172,7 @@ class Nodes:
     """The servers behind a URI: one, or the primaries of a cluster.
 
     Args:
-        uri: As redis-py takes it.
+        uri: URI for redis-py.
         cluster: Whether the server is a node of a cluster.
 
     Raises:
@@ -219,7 +219,7 @@ class Nodes:
             return [self._node(node) for node in self._connected().get_primaries()]
 
     def moved(self) -> None:
-        """Ask the cluster anew where keys lie, at the next call."""
+        """Drop the slot map of the cluster, so that the next call asks for it."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
@@ -262,7 +262,7 @@ def _pool(kind: type[Any], options: dict[str, Any]) -> ConnectionPool:
 
 
 def split(uri: str) -> tuple[str, dict[str, str]]:
-    """A URI as redis-py takes it, and what is meant for us: prefix, cluster, ttl_s.
+    """Return the URI for redis-py, and FlowKV's own options: prefix, cluster, ttl_s.
 
     Raises:
         ConfigError: The scheme is unknown, or an option is not the user's to set.
@@ -280,17 +280,17 @@ def split(uri: str) -> tuple[str, dict[str, str]]:
 
 
 def shown(uri: str) -> str:
-    """A URI without user, password and options."""
+    """Return a URI without user, password and options."""
     return without_secrets(uri).partition("?")[0].replace("//...@", "//")
 
 
-# Frames in Valkey or Redis: one string per frame, in the memory of servers that others run.
+# Frames in Valkey or Redis: one string per frame, in the memory of servers run by others.
 #
 #     key   = prefix | ":" | 64 hex digits
-#     value = nanoseconds since 1970 when it was stored (8 bytes, big endian) | frame
+#     value = nanoseconds since 1970 of the store (8 bytes, big endian) | frame
 #
-# The server decides what stays: a key that expired, or that its `maxmemory-policy` evicted, is a
-# miss.
+# The server decides which frames stay: a key that expired, or that its `maxmemory-policy` evicted,
+# is a miss.
 
 Indices: TypeAlias = list[int]
 
@@ -304,11 +304,11 @@ _SCAN_KEYS = 512
 
 
 class Redis:
-    """A `Backend` on one server, or on the primaries of a cluster.
+    """`Backend` on one server, or on the primaries of a cluster.
 
     Args:
-        uri: `redis://`, `rediss://` (TLS), `valkey://`, `valkeys://` or `unix://`, with what
-            redis-py takes behind the `?`, and `prefix=`, `cluster=true` and `ttl_s=` of ours.
+        uri: `redis://`, `rediss://` (TLS), `valkey://`, `valkeys://` or `unix://`, with options of
+            redis-py behind the `?`, and FlowKV's `prefix=`, `cluster=true` and `ttl_s=`.
 
     Raises:
         ConfigError: The URI cannot be used.
@@ -329,7 +329,7 @@ class Redis:
         self._options = (b"EX", ttl_s.encode()) if ttl_s else ()
         try:
             self._nodes = Nodes(plain, cluster=ours.get("cluster", "").lower() in _TRUE)
-        except ValueError:  # whose text may quote a part of the password
+        except ValueError:  # the text of the error may quote a part of the password
             raise ConfigError(
                 f"{self.name} is no address of a server",
                 "Write redis://host:6379/0, and % and two hex digits for signs in passwords",
@@ -349,11 +349,11 @@ class Redis:
             return None  # another program's list or set
         data = self._checked(reply)
         if not isinstance(data, bytes) or len(data) > len(into):
-            raise ConnectionError(errno.EIO, "a reply is none to its request")
+            raise ConnectionError(errno.EIO, "a reply does not fit its request")
         return memoryview(data) if data else None  # evicted between two requests, or never there
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
-        """Set a string.
+        """Write a frame as one string.
 
         Raises:
             OSError: As every backend; ENOSPC where the server is full and evicts nothing.
@@ -366,7 +366,7 @@ class Redis:
         self._call(self._nodes.of(key), [request], end_s, lambda reply: reply == b"OK")
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
-        """Unlinks strings.
+        """Unlink the strings of these names.
 
         Raises:
             OSError: As every backend.
@@ -374,7 +374,7 @@ class Redis:
         self._each(b"UNLINK", names, timeout_s)
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
-        """Asks for all in one go.
+        """Return which names exist, asked in one go.
 
         Raises:
             OSError: As every backend.
@@ -382,7 +382,7 @@ class Redis:
         return [reply == 1 for reply in self._each(b"EXISTS", names, timeout_s)]
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
-        """Scans the keys with our prefix, a few hundred at a time.
+        """Scan the keys with the prefix of this backend, a few hundred at a time.
 
         Raises:
             OSError: As every backend.
@@ -397,7 +397,7 @@ class Redis:
                     break
 
     def rewrite(self, timeout_s: float) -> None:
-        """Has every server write anew the files that it would restart from, and waits for that.
+        """Make every server rewrite the files that it would restart from, and wait for that.
 
         Raises:
             OSError: As every backend; a server refused or failed to, or it took longer.
@@ -411,14 +411,14 @@ class Redis:
             rewrite(ask, end_s)
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections to all servers."""
         self._nodes.close()
 
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()
 
     def _each(self, command: bytes, names: Sequence[str], timeout_s: float) -> Replies:
-        """The replies to one request per name, sent to each server together."""
+        """Return the replies to one request per name, sent to each server together."""
         end_s = time.monotonic() + timeout_s
         keys = [self._key(name) for name in names]
         groups: dict[int, tuple[ConnectionPool, Indices]] = {}
@@ -440,10 +440,10 @@ class Redis:
         end_s: float,
         fits: Callable[[Reply], bool] | None = None,
     ) -> Replies:
-        """Return replies, none of them an error, and all of them as they must be."""
+        """Return the replies; raise for an error, and for a reply that does not fit."""
         replies = [self._checked(reply) for reply in exchange(pool, requests, end_s)]
         if fits and not all(map(fits, replies)):
-            raise ConnectionError(errno.EIO, "a reply is none to its request")
+            raise ConnectionError(errno.EIO, "a reply does not fit its request")
         return replies
 
     def _checked(self, reply: Reply) -> Reply:
@@ -456,7 +456,7 @@ class Redis:
     def _scan(
         self, pool: ConnectionPool, cursor: bytes, end_s: float
     ) -> tuple[bytes, Sequence[Listed]]:
-        """Take one step of a scan: the next cursor, and what was found."""
+        """Take one step of a scan; return the next cursor, and the frames found."""
         scan = (b"SCAN", cursor, b"MATCH", self._prefix + b"*", b"COUNT", b"%d" % _SCAN_KEYS)
         reply = self._call(pool, [scan], end_s, _is_scan)[0]
         following, keys = cast(tuple[bytes, Sequence[bytes]], reply)
@@ -490,22 +490,22 @@ def _is_scan(reply: Reply) -> bool:
 class RedisTier(RemoteTier):
     """Frames in Valkey or Redis.
 
-    The server evicts and expires as it was told to (`maxmemory`, `maxmemory-policy`, `ttl_s=`);
-    what it let go is a miss. `STORED` survives a crash of the server as far as the server keeps
+    The server evicts and expires as it is configured (`maxmemory`, `maxmemory-policy`, `ttl_s=`);
+    an evicted frame is a miss. `STORED` survives a crash of the server as far as the server keeps
     files: all of it with `appendonly yes` and `appendfsync always`.
 
     Args:
         uri: As `Redis`.
         capacity_bytes: Most bytes of frames that this process knows of there.
         name: Shown in statistics; default the address.
-        envelope: How frames are wrapped and checked.
+        envelope: Seals and checks frames.
         clock: Source of time.
-        limits: How much it may do, and how long it may take.
+        limits: Limits of concurrency, memory and time.
 
     Raises:
         ConfigError: The URI or the capacity cannot be used.
         MissingDependencyError: redis-py is not installed.
-        StoreError: The server refuses us.
+        StoreError: The server refuses access.
     """
 
     def __init__(
@@ -515,7 +515,7 @@ class RedisTier(RemoteTier):
         super().__init__(self._redis, capacity_bytes, **options)
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Removes frames from the server and from its files, and asks whether they are gone.
+        """Remove frames from the server and from its files, and verify that they are gone.
 
         Raises:
             StoreError: The server did not confirm it.
@@ -533,7 +533,7 @@ class RedisTier(RemoteTier):
         return gone
 
     def refresh(self) -> None:
-        """Asks for some of the known frames in turn, and forgets those that the server let go.
+        """Look up some of the known frames in turn, and forget those that the server evicted.
 
         Raises:
             OSError: The server failed.

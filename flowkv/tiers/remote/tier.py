@@ -1,8 +1,8 @@
-"""`RemoteTier`: any engine behind the `Tier` protocol, so that it can fail only by missing.
+"""Remote tier: any engine behind the `Tier` protocol, so that every failure is only a miss.
 
-An engine is a `Backend` of six blocking calls. Everything else is here, once for all of them:
-the index of what is believed to be there, the breaker, threads that move frames, and one thread
-that lists, deletes and looks after the index behind everybody's back.
+An engine is a `Backend` of six blocking calls. Everything else is here, once for all of them: the
+index of frames expected there, the breaker, threads that move frames, and one thread that lists,
+deletes and maintains the index in the background.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flowkv.tiers.worker import Item, ThreadMemory, Workers
 __all__ = ["RemoteLimits", "RemoteTier"]
 
 
-# What a tier knows of a store that others write to as well.
+# Index of a store that others write to as well.
 
 MOST_KNOWN = 1 << 20
 MOST_HEADS = 1 << 14
@@ -44,12 +44,12 @@ MOST_GONE = 1 << 16
 
 
 class Fact(NamedTuple):
-    """What is known of one frame.
+    """Known facts about one frame.
 
     Attributes:
         n_bytes: Bytes it occupies; 0 while unknown.
-        info: Its description; None until its header was seen.
-        stored_ns: When it was stored, in nanoseconds since 1970; 0 while unknown.
+        info: Its description; None until its header was read.
+        stored_ns: Time of the store, in nanoseconds since 1970; 0 while unknown.
     """
 
     n_bytes: int = 0
@@ -57,7 +57,7 @@ class Fact(NamedTuple):
     stored_ns: int = 0
 
     def completed(self, other: Fact) -> Fact:
-        """This, and what only the other knows."""
+        """Return this fact, with unknown fields filled from the other."""
         return Fact(
             self.n_bytes or other.n_bytes,
             self.info or other.info,
@@ -66,22 +66,22 @@ class Fact(NamedTuple):
 
 
 class Known:
-    """Keys that are believed to be in the store, and those that must not be believed. Thread-safe.
+    """Index of keys expected in the store, and of keys that must not be used. Thread-safe.
 
     A key is *shunned* after its frame was found damaged, and *condemned* as well from a deletion on
     until the engine confirmed it: no listing brings it back, only a store of this process does. A
-    frame on its way is *flying*: only its landing says whether it is there; if its key is condemned
-    meanwhile, it is deleted when it landed. What was seen in the store before a deletion was
-    confirmed says nothing about now (`look`).
+    frame on its way is *flying*: only its landing shows whether it is there; if its key is
+    condemned meanwhile, it is deleted after it landed. Frames seen in the store before a deletion
+    was confirmed prove nothing about the present (`look`).
 
     Args:
-        most: Frames known at a time; beyond it those known longest are forgotten, and found again
-            when they are asked for. Headers are kept of those read or written last, so that ranges
-            of their frames can be read.
+        most: Most frames in the index; beyond it the oldest entries are forgotten, and found again
+            when they are asked for. Headers are kept of the frames read or written last, so that
+            ranges of those frames can be read.
 
     Attributes:
-        fresh: Facts of frames that landed, or whose header was read, for whoever takes them out
-            again; None to keep none.
+        fresh: Facts of frames that landed, or with a header read, until a catalog takes them out;
+            None to keep none.
     """
 
     def __init__(self, most: int = MOST_KNOWN) -> None:
@@ -101,45 +101,45 @@ class Known:
         return len(self._facts)
 
     def used_bytes(self) -> int:
-        """Bytes of all known frames."""
+        """Return the bytes of all known frames."""
         return self._used_bytes
 
     def get(self, key: bytes) -> Fact | None:
-        """What is known of a key."""
+        """Return the fact about a key, or None."""
         return self._facts.get(key)
 
     def head(self, key: bytes) -> Header | None:
-        """The header of a frame, if it was seen lately."""
+        """Return the header of a frame, if it was read lately."""
         with self._changed:
             if key in self._heads:
                 self._heads.move_to_end(key)
             return self._heads.get(key)
 
     def forget_head(self, key: bytes) -> None:
-        """The header of a frame may be that of another by now."""
+        """Forget the header of a frame: it may be outdated."""
         with self._changed:
             self._heads.pop(key, None)
 
     def is_shunned(self, key: bytes) -> bool:
-        """Whether a frame of that key must not be used, even if the store has one."""
+        """Return whether a frame of that key must not be used, even if the store has one."""
         return key in self._shunned
 
     def facts(self) -> list[tuple[bytes, Fact]]:
-        """Everything, oldest store first."""
+        """Return all facts, oldest store first."""
         with self._changed:
             found = list(self._facts.items())
         return sorted(found, key=lambda pair: pair[1].stored_ns)
 
     def look(self) -> int:
-        """To be called before the engine is asked what there is; for `learn` and `see`."""
+        """Return the number of deletions, for `learn` and `see`; call before asking the engine."""
         return self._deletions
 
     def learn(self, facts: Iterable[tuple[bytes, Fact]], look: int) -> None:
-        """Frames that were seen; what is known already is completed, never contradicted.
+        """Add frames that were seen; known facts are completed, never contradicted.
 
         Args:
-            facts: Keys, and what was seen of their frames.
-            look: What `look` said before the engine was asked.
+            facts: Keys, and the facts seen about their frames.
+            look: Result of `look` before the engine was asked.
         """
         with self._changed:
             for key, fact in facts:
@@ -154,7 +154,7 @@ class Known:
                     self._put(key, fact)
 
     def see(self, head: Header, n_bytes: int, look: int) -> None:
-        """The header of a frame of so many bytes was read since that `look`."""
+        """Add the header of a frame of so many bytes, read after that `look`."""
         with self._changed:
             key, mine = head.key, self._facts.get(head.key, Fact())
             self.learn([(key, Fact(n_bytes, head.info))], look)
@@ -163,13 +163,13 @@ class Known:
             self._keep(head)
 
     def drop(self, key: bytes, was: Fact | None, *, shun: bool = False) -> None:
-        """Forgets a key of which the engine said something bad.
+        """Forget a key that the engine does not have, or with a damaged frame.
 
         Args:
             key: The key.
-            was: What was known when the engine was asked; if it is something else by now, a store
-                came in between, and nothing is forgotten.
-            shun: Not to be believed any more either.
+            was: The fact before the engine was asked; if it has changed, a store came in between,
+                and nothing is forgotten.
+            shun: Whether the key must not be used any more either.
         """
         with self._changed:
             self.forget_head(key)
@@ -182,7 +182,7 @@ class Known:
     # ---- stores
 
     def reserve(self, n_bytes: int, capacity_bytes: int) -> bool:
-        """Takes room for a frame on its way, if there is some."""
+        """Reserve room for a frame on its way; return whether there was enough."""
         with self._changed:
             if self._used_bytes + self._reserved_bytes + n_bytes > capacity_bytes:
                 return False
@@ -190,12 +190,12 @@ class Known:
             return True
 
     def release(self, n_bytes: int) -> None:
-        """Gives back what `reserve` took."""
+        """Return the room of a `reserve`."""
         with self._changed:
             self._reserved_bytes -= n_bytes
 
     def begin(self, key: bytes, timeout_s: float) -> bool:
-        """A frame is about to fly; False if one of that key is being deleted for so long."""
+        """Mark a frame as flying; False if its key is still being deleted after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: key not in self._deleting, max(0.0, timeout_s)):
                 return False
@@ -203,13 +203,13 @@ class Known:
             return True
 
     def forsake(self, key: bytes) -> None:
-        """The frame of that key, if one is flying, is about to be said to have failed."""
+        """Condemn the frame of that key, if one is flying, because its store is about to fail."""
         with self._changed:
             if key in self._flying:
                 self.condemn([key])
 
     def land(self, key: bytes, fact: Fact | None, head: Header | None = None) -> None:
-        """The frame arrived, with such a header; no fact: nobody knows."""
+        """End a flight; `fact` and `head` of the frame, or None if its arrival is uncertain."""
         with self._changed:
             unwanted = self._flying.pop(key, False)
             if fact is not None and not unwanted:
@@ -224,7 +224,7 @@ class Known:
     # ---- deletions
 
     def condemn(self, keys: Iterable[bytes]) -> int:
-        """These frames are to be deleted; returns how many were known."""
+        """Mark frames for deletion; return how many were known."""
         with self._changed:
             keys = list(keys)
             self._condemned.update(keys)
@@ -235,20 +235,20 @@ class Known:
             return sum(self._drop(key) for key in keys)
 
     def take_condemned(self, most: int) -> list[bytes]:
-        """Keys to delete now, none of them flying; `settle` must follow."""
+        """Take keys to delete now, none of them flying; `settle` must follow."""
         with self._changed:
             keys = [key for key in self._condemned if key not in self._flying][:most]
             self._deletes(keys)
             return keys
 
     def seize(self, keys: Collection[bytes], timeout_s: float) -> bool:
-        """Takes keys to delete now, as soon as nothing flies or is being deleted under them.
+        """Take these keys to delete now, as soon as none is flying or being deleted.
 
-        What landed since they were condemned is condemned with them: it is going to be deleted, and
-        would be known all the same. `settle` must follow.
+        Frames that landed since their condemnation are condemned with them: they are going to be
+        deleted, and would be known all the same. `settle` must follow.
 
         Returns:
-            False if it takes longer than that.
+            False if it takes longer than `timeout_s`.
         """
         names = set(keys)
         with self._changed:
@@ -257,7 +257,7 @@ class Known:
                 max(0.0, timeout_s),
             ):
                 return False
-            self.condemn(names)  # what landed since they were condemned first
+            self.condemn(names)  # frames that landed since the first condemnation
             self._deletes(names)
             return True
 
@@ -266,7 +266,7 @@ class Known:
         self._deleting.update(keys)
 
     def settle(self, keys: Iterable[bytes], *, gone: bool) -> None:
-        """The engine confirmed that they are gone, or could not delete them: another time."""
+        """Record that the engine deleted the keys, or failed to: then they are condemned again."""
         with self._changed:
             self._deleting.difference_update(keys)
             if gone:
@@ -305,28 +305,28 @@ class Known:
         self._facts[key] = fact
 
 
-# Calls that may hang, made on a thread of their own, and waited for no longer than agreed.
+# Calls that may hang, each on a thread of its own, with a time limit for the caller.
 
 Result = TypeVar("Result")
 
 
 class Aside:
-    """Runs calls on threads of their own; few may hang at a time, further ones are refused.
+    """Runner of calls on threads of their own; few may hang at a time, further ones are refused.
 
     Args:
-        name: Of the threads.
-        most: Calls that may be under way, those that nobody waits for any more among them.
+        name: Name of the threads.
+        most: Most calls under way, abandoned ones included.
     """
 
     def __init__(self, name: str, most: int = 4) -> None:
         self._name, self._free = name, threading.Semaphore(most)
 
     def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """The result of `work`.
+        """Return the result of `work`.
 
         Raises:
             TimeoutError: It takes longer, or too many calls hang.
-            OSError: As `work` does; or no thread can begin.
+            OSError: As `work` does; or no thread can start.
         """
         if not self._free.acquire(blocking=False):
             raise TimeoutError("earlier calls to the engine still hang")
@@ -337,7 +337,7 @@ class Aside:
             thread.start()
         except RuntimeError as error:
             self._free.release()
-            raise OSError(f"no thread can begin ({error})") from error
+            raise OSError(f"no thread can start ({error})") from error
         if not wait([answer], timeout_s).done:
             raise TimeoutError(f"the engine did not answer within {timeout_s:g} s")
         return answer.result()
@@ -346,27 +346,27 @@ class Aside:
         give: Callable[[], None]
         try:
             give = partial(answer.set_result, work())
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # passed on to the waiting caller
             give = partial(answer.set_exception, error)
-        self._free.release()  # first: whoever has the answer may call again
+        self._free.release()  # first, because the caller may call again once it has the answer
         give()
 
 
-# What stands between FlowKV and an engine that may be slow, flapping, hung or gone.
+# Protection from an engine that may be slow, flapping, hung or gone.
 #
-# A `Breaker` leaves an engine alone that failed too often; `attempt` retries, with jitter, inside
-# the one deadline of an operation and never beyond; `OperationRates` learns how fast the engine
-# is, so that one that was given too little time is not blamed.
+# A `Breaker` stops the use of an engine that failed too often; `attempt` retries, with jitter,
+# inside the one deadline of an operation and never beyond; `OperationRates` measures the speed of
+# the engine, so that an engine with too little time is not blamed.
 
 FAILURES = 3
 """Consecutive failures that open a breaker."""
 
 ANSWERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Failures of an engine that works: it has no room, for anything or for something so large."""
+"""Failures of an engine that works: it has no room, for any object or for one so large."""
 
 
 class BreakerState(Enum):
-    """What a breaker lets through: everything, nothing, or one operation that finds out."""
+    """State of a breaker: it lets through every operation, none, or one probe."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -374,7 +374,7 @@ class BreakerState(Enum):
 
 
 class Pass:
-    """Leave to use the engine once; its first report counts, and only the first."""
+    """Permission to use the engine once; only its first report counts."""
 
     __slots__ = ("_breaker", "_epoch", "_open")
 
@@ -382,15 +382,15 @@ class Pass:
         self._breaker, self._epoch, self._open = breaker, epoch, True
 
     def report(self, well: bool | None) -> bool:
-        """Says how it went (None: nothing can be said); whether this opened the breaker."""
+        """Report success, failure or None (undecided); return whether this opened the breaker."""
         return self._breaker._report(self, well)
 
 
 class Breaker:
-    """Counts consecutive failures; open, it refuses until a pause is over, then tries one probe.
+    """Circuit breaker: opens after consecutive failures, refuses for a pause, then tries a probe.
 
     Each failed probe doubles the pause; a probe that succeeds closes the breaker. Reports of
-    operations that began before the breaker opened say nothing about now and are ignored.
+    operations that began before the breaker opened are ignored as outdated.
 
     Args:
         clock: Source of time.
@@ -417,12 +417,12 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """What it lets through now."""
+        """Return the state at this moment."""
         with self._lock:
             return self._state()
 
     def enter(self) -> Pass | None:
-        """Leave to use the engine, or None. Who gets it must report."""
+        """Return permission to use the engine, or None. The caller must report its outcome."""
         with self._lock:
             state = self._state()
             if state is BreakerState.OPEN:
@@ -433,7 +433,7 @@ class Breaker:
             return leave
 
     def ready(self) -> bool:
-        """Whether `enter` would give leave now."""
+        """Return whether `enter` would give permission now."""
         return self.state is not BreakerState.OPEN
 
     def _state(self) -> BreakerState:
@@ -478,12 +478,12 @@ def attempt(
     jitter: random.Random | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Result:
-    """Calls until it works, with growing random pauses; never starts again without time left.
+    """Call until it works, with growing random pauses; never start again without time left.
 
     Args:
-        call: Gets the seconds it may take. `PermissionError` and `ANSWERS` are final, like all but
-            `OSError`.
-        left_s: Seconds left of the operation's deadline.
+        call: Gets its time limit in seconds. `PermissionError` and `ANSWERS` are final, like all
+            but `OSError`.
+        left_s: Returns the seconds left of the operation's deadline.
         tries: Most calls.
         pause_s: Longest pause before the second call; doubled for each further one.
         jitter: Source of the pauses' lengths.
@@ -509,26 +509,27 @@ def attempt(
 
 
 class OperationRates:
-    """Latency and bandwidth of single operations, learnt online.
+    """Latency and bandwidth of single operations, measured online.
 
-    Operations of n bytes are taken to last `latency + n / bandwidth` seconds. Small ones teach the
-    latency and large ones, less the latency, the bandwidth: both as moving averages in which the
-    last few dozen operations count.
+    Operations of n bytes are taken to last `latency + n / bandwidth` seconds. Small ones update the
+    latency and large ones, less the latency, the bandwidth: both as moving averages over the last
+    few dozen operations.
 
     Attributes:
         latency_s: Seconds of an operation without bytes.
-        s_per_byte: What each byte adds, in a single large operation while others may be under way.
+        s_per_byte: Added seconds per byte, in a single large operation while others may be under
+            way.
     """
 
     SMALL_BYTES = 16 << 10
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.latency_s, self.s_per_byte = 0.005, 1e-8  # assumed before anything was seen
+        self.latency_s, self.s_per_byte = 0.005, 1e-8  # assumed before the first measurement
         self._small, self._large = 0, 0
 
     def note(self, n_bytes: int, seconds: float) -> None:
-        """One operation that worked."""
+        """Record one successful operation."""
         with self._lock:
             if n_bytes <= self.SMALL_BYTES:
                 self._small += 1
@@ -542,52 +543,52 @@ class OperationRates:
                 )
 
     def expected_s(self, n_bytes: int) -> float:
-        """How long an operation of so many bytes will take."""
+        """Return the expected duration of an operation of so many bytes."""
         return self.latency_s + n_bytes * self.s_per_byte
 
 
 DAMAGED = ("digest", "key", "foreign", "truncated")
 LEAST_BLAMED_S = 0.02
-"""An engine that was given less time than this is not blamed for needing more."""
+"""Least time limit with which an engine is blamed for a timeout."""
 TRIES = 4
 ASK_S = 0.045
-"""Longest wait for the engine when keys are asked for; a `Tier.contains` has 50 ms."""
+"""Longest wait for the engine in a look-up of keys; a `Tier.contains` has 50 ms."""
 ABSENT_S = 1.0
-"""How long a key that the engine did not have, or an engine that was silent, is not asked again."""
+"""Pause before a missing key, or a silent engine, is asked again."""
 MOST_ABSENT = 1 << 14
 DELETES = 1000
 LISTED = 1000
 
 
 class RemoteTier:
-    """A `Tier` over an engine that others run and share.
+    """`Tier` over an engine that others run and share.
 
     A load is received and checked in a thread's own memory and copied to its target last; a store
-    is copied before it is sent. So a call that hangs is abandoned at its deadline with memory that
-    nobody else uses. After three failures in a row the breaker opens: items are `FAILED` with
-    reason "breaker" at once, and a probe now and then finds out whether the engine is back.
+    is copied before it is sent. So a call that hangs is abandoned at its deadline without touching
+    the caller's memory. After three failures in a row the breaker opens: items are `FAILED` with
+    reason "breaker" at once, and an occasional probe finds out whether the engine is back.
 
-    What a store that `FAILED` for its time left there is not found, and deleted; after another
-    failure it may be found later, whole, or not at all. A damaged frame is a
-    `MISS`; this process does not ask for it again before it stored it anew.
+    A frame left there by a store that `FAILED` for its time is not found, and is deleted; after
+    another failure it may be found later, whole, or not at all. A damaged frame is a `MISS`; this
+    process does not ask for it again before storing it anew.
 
     Args:
         backend: The engine.
         capacity_bytes: Most bytes of frames that this process knows of there.
         name: Shown in statistics; default the backend's.
-        envelope: How frames are wrapped and checked; default xxh3 and nothing else.
+        envelope: Seals and checks frames; default xxh3 and nothing else.
         clock: Source of time.
-        limits: How much it may do, and how long it may take.
+        limits: Limits of concurrency, memory and time.
 
     Attributes:
-        known: What is believed to be there.
+        known: Index of the frames expected there.
         corrupt: Frames found damaged since the tier was opened.
-        reading: How fast single loads are.
-        writing: How fast single stores are.
+        reading: Speed of single loads.
+        writing: Speed of single stores.
 
     Raises:
         ConfigError: The capacity is too small.
-        StoreError: The engine refuses us; one that does not answer is only warned of.
+        StoreError: The engine refuses access; a silent one only causes a warning.
     """
 
     kind = "remote"
@@ -605,7 +606,7 @@ class RemoteTier:
         limits: RemoteLimits | None = None,
     ) -> None:
         if capacity_bytes < 1:
-            raise ConfigError(f"a remote tier of {capacity_bytes} bytes", "Give it a few pages")
+            raise ConfigError(f"a remote tier has {capacity_bytes} bytes", "Give it a few pages")
         self.name, self.capacity_bytes = name or backend.name, capacity_bytes
         self.backend, self.limits = backend, limits or RemoteLimits()
         self.envelope, self._clock = envelope or Envelope(), clock or SystemClock()
@@ -629,50 +630,50 @@ class RemoteTier:
         self._quiet_until_ns = 0
         self._closing, self._wake = threading.Lock(), threading.Event()
         self._listed: Future[None] = Future()
-        compiling.watch()  # imports numba, which no two threads may begin to do at a time
+        compiling.watch()  # imports numba, which must not begin in two threads at a time
         self._keeper = threading.Thread(target=self._keep, name=f"flowkv {self.name}", daemon=True)
         self._keeper.start()
         self._begin()
 
     @property
     def state(self) -> BreakerState:
-        """What the breaker lets through now."""
+        """Return the present state of the breaker."""
         return self._breaker.state
 
     @property
     def trips(self) -> int:
-        """How often the breaker opened."""
+        """Return how often the breaker opened."""
         return self._breaker.trips
 
     @cached_property
     def erasure_log(self) -> RemoteErasures:
-        """What caches of all nodes tell each other was erased; looked at once it is asked for."""
+        """Return the log of erasures by caches of all nodes; made at first use."""
         log = RemoteErasures(self.backend, self._aside.call, self.limits.call_s, self._clock)
         log.begin()
         return log
 
     @property
     def retired_bytes(self) -> int:
-        """Memory in the hands of calls that hang."""
+        """Return the bytes of memory of hanging calls."""
         return self._workers.retired_bytes
 
     def bind(self, namespace: bytes, name: str) -> None:
-        """A cache is about to use this tier, until the process ends perhaps."""
+        """Start a thread for a cache, which may use this tier until the process ends."""
         if self._usable():
             self._workers.start()
 
     def used_bytes(self) -> int:
-        """Bytes of the frames that this process knows of."""
+        """Return the bytes of the frames that this process knows of."""
         return self.known.used_bytes() if self._usable() else 0
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """Upper bound of what such a frame occupies."""
+        """Return an upper bound of the bytes of such a frame."""
         return self.envelope.most_bytes(body_bytes)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are known; of the others some are asked for, for 50 ms at most.
+        """Return which keys are known; ask the engine for some of the others, for 50 ms at most.
 
-        While the engine is left alone, nothing is believed to be there.
+        While the breaker is open, all keys are False.
         """
         if not self._usable() or not self._ready():
             return [False] * len(keys)
@@ -682,7 +683,7 @@ class RemoteTier:
         return [self.known.get(key) is not None for key in keys]
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Queues reads; they go before stores.
+        """Queue loads; they go before stores.
 
         Raises:
             StateError: The tier is closed, or was opened before a fork.
@@ -691,7 +692,7 @@ class RemoteTier:
         return self._workers.submit(items, deadline_s)
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Queues writes.
+        """Queue stores; loads go before them.
 
         Raises:
             StateError: The tier is closed, or was opened before a fork.
@@ -700,19 +701,19 @@ class RemoteTier:
         return self._workers.submit(items, deadline_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Answers that are ready; waits up to `timeout_s` for the first one."""
+        """Return the answers that are ready; wait up to `timeout_s` for the first one."""
         return self._workers.poll(timeout_s) if self._pid == os.getpid() else []
 
     def fileno(self) -> int:
-        """An eventfd that is readable while answers wait; only `poll` notices a passed deadline."""
+        """Return an eventfd, readable while answers wait; only `poll` notices a passed deadline."""
         return self._workers.answers.fileno()
 
     def cancel(self, job: int) -> None:
-        """Answers what is not about to be answered."""
+        """Cancel the items of a job that are not about to be answered."""
         self._workers.cancel(job)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames at once; the engine is told in the background, until it confirms."""
+        """Forget frames at once; the engine deletes them in the background, until it confirms."""
         if not self._usable():
             return 0
         gone = self.known.condemn(keys)
@@ -720,7 +721,7 @@ class RemoteTier:
         return gone
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Removes frames from the engine, and asks it whether they are gone.
+        """Remove frames from the engine, and verify with it that they are gone.
 
         Raises:
             StoreError: The engine did not confirm it.
@@ -741,7 +742,7 @@ class RemoteTier:
             ) from error
 
     def scan(self) -> Iterator[Entry]:
-        """All frames known, oldest store first; headers not seen yet are read now, for a while."""
+        """Yield all known frames, oldest store first; read unseen headers before, for a while."""
         if not self._usable():
             return
         self._describe(self.limits.open_s)
@@ -750,7 +751,7 @@ class RemoteTier:
                 yield Entry(key, fact.info, fact.n_bytes)
 
     def survey(self) -> None:
-        """Looks anew at what others wrote, so that `scan` leaves nothing out that is there now.
+        """Look anew for frames of other writers, so that `scan` omits none that is there now.
 
         Raises:
             StoreError: The engine did not list everything, or headers could not be read.
@@ -764,11 +765,11 @@ class RemoteTier:
                 raise OSError(f"the headers of {unseen or 'some'} frames could not be read")
         except OSError as error:
             raise StoreError(
-                f"{self.name} cannot say what it holds ({error})", "Try again when it answers"
+                f"{self.name} cannot list its frames ({error})", "Try again when it answers"
             ) from error
 
     def close(self) -> None:
-        """Works off what is queued, as long as the engine answers, and lets go of it."""
+        """Work off all queued items, as long as the engine answers, and close the engine."""
         if self._pid != os.getpid():
             return
         with self._closing:
@@ -781,12 +782,12 @@ class RemoteTier:
             self._wake.set()
             self._keeper.join(self.limits.close_s if self._ready() else 0.1)
             if ended and not self._keeper.is_alive():
-                self.backend.close()  # else a call still uses it
+                self.backend.close()  # otherwise a call still uses it
 
-    # ---- behind everybody's back
+    # ---- background work
 
     def recall(self) -> dict[bytes, Fact]:
-        """What was written down about frames, some of which may be gone: asked before a listing.
+        """Return recorded facts about frames, some of which may be gone: called before a listing.
 
         Raises:
             OSError: The engine failed.
@@ -794,7 +795,7 @@ class RemoteTier:
         return {}
 
     def learn(self) -> None:
-        """Lists what is there.
+        """Add all frames in the engine to the index.
 
         Raises:
             OSError: The engine failed.
@@ -807,7 +808,7 @@ class RemoteTier:
         for name, n_bytes, stored_ns in self.backend.list(self.limits.call_s):
             key = bytes.fromhex(name)
             fact = told.get(key)
-            if fact is None or fact.n_bytes != n_bytes:  # of an earlier frame of that key
+            if fact is None or fact.n_bytes != n_bytes:  # a fact of an earlier frame of that key
                 fact = Fact(n_bytes, None, stored_ns)
             facts.append((key, fact))
             if len(facts) == LISTED:
@@ -818,14 +819,14 @@ class RemoteTier:
         self.known.learn(facts, look)
 
     def refresh(self) -> None:
-        """Called every `every_s` seconds: looks at what others wrote, where that is cheap.
+        """Look for frames of other writers, where that is cheap; called every `every_s` seconds.
 
         Raises:
             OSError: The engine failed.
         """
 
     def flush(self) -> None:
-        """Called soon after stores and at the end: writes down what helps the next opening.
+        """Record facts for the next opening; called soon after stores and at the end.
 
         Raises:
             OSError: The engine failed.
@@ -833,7 +834,7 @@ class RemoteTier:
 
     def _begin(self) -> None:
         if not wait([self._listed], self.limits.open_s).done:
-            return  # a long listing; it goes on
+            return  # a long listing goes on in the background
         error = self._listed.exception()
         if isinstance(error, PermissionError):
             self._open = False
@@ -850,7 +851,7 @@ class RemoteTier:
             )
 
     def _keep(self) -> None:
-        """The life of the tier's own thread: lists, then deletes, looks and writes down."""
+        """Run the tier's own thread: list, then delete, look for news and record."""
         learnt = False
         try:
             self.learn()
@@ -874,15 +875,15 @@ class RemoteTier:
                     learnt = True
                     self._agree()
             except Exception:  # a client library may raise anything, and this thread must go on
-                continue  # loads and stores find out by themselves
+                continue  # loads and stores find the failure themselves
         if self._ready():
             with contextlib.suppress(Exception):
                 self._delete_condemned()
                 self.flush()
 
     def _agree(self) -> None:
-        """Hears what others erased; erases once more what ended late."""
-        if "erasure_log" not in vars(self):  # no cache asked for it
+        """Read erasures by others, and repeat erasures for stores that ended late."""
+        if "erasure_log" not in vars(self):  # no cache has used it
             return
         self.erasure_log.look()
         due = self.erasure_log.due()
@@ -894,7 +895,7 @@ class RemoteTier:
         self._delete_condemned()
 
     def _meant(self, erased: Erased) -> list[bytes]:
-        """Known frames that were erased, and those that continue them."""
+        """Return the known frames that an erasure covers, with their descendants."""
         found, below = list[bytes](), dict[bytes, list[bytes]]()
         for key, fact in self.known.facts():
             if (info := fact.info) is None:
@@ -903,12 +904,12 @@ class RemoteTier:
             realm = erased.covers(info.tenant, info.namespace)
             if realm or erased.has(key) or erased.ends(info.parent):
                 found.append(key)
-        for key in found:  # and what is added meanwhile
+        for key in found:  # including keys added in the loop
             found += below.pop(key, ())
         return list(dict.fromkeys(found))
 
     def _remove(self, keys: Sequence[bytes], strange: Sequence[bytes], timeout_s: float) -> int:
-        """Deletes frames and sees that they are gone; returns how many strange ones there were."""
+        """Delete frames and verify that they are gone; return how many unknown ones were there."""
         left_s = partial(self._left_s, self._clock.now_ns() + round(timeout_s * 1e9))
         if not self.known.seize(keys, left_s()):
             raise TimeoutError("a store or a deletion of them hangs")
@@ -936,7 +937,7 @@ class RemoteTier:
                 self.known.settle(keys, gone=gone)
 
     def _describe(self, limit_s: float) -> None:
-        """Reads the headers of frames of which only the name is known."""
+        """Read the headers of frames that are known only by name."""
         missing = [pair for pair in self.known.facts() if pair[1].info is None]
 
         def read() -> None:
@@ -953,7 +954,7 @@ class RemoteTier:
                 self._aside.call(read, limit_s)
 
     def _ask(self, keys: Sequence[bytes]) -> None:
-        """Asks the engine for the first of some keys that it was not asked for lately."""
+        """Ask the engine for the first of some keys that it was not asked for lately."""
         now_ns, silence_ns = self._clock.now_ns(), round(ABSENT_S * 1e9)
         if now_ns < self._quiet_until_ns:
             return
@@ -973,10 +974,10 @@ class RemoteTier:
             self._absent.clear()
         self._absent.update((key, now_ns) for key, found in answered if not found)
 
-    # ---- one frame to or from the engine: in time, past the breaker, checked, counted
+    # ---- transfers of one frame: in time, past the breaker, checked, counted
 
     def _ready(self) -> bool:
-        """Whether the engine may be called: it works, or it is time to try, and memory is left."""
+        """Return whether the engine may be called: the breaker allows it, and memory is left."""
         overdue = self._workers.overdue and self.retired_bytes > self.limits.retired_bytes
         return not overdue and self._breaker.ready()
 
@@ -986,11 +987,11 @@ class RemoteTier:
         else:
             try:
                 self._store(item, item.wish)
-            except BadFrame as error:  # before anything was written
+            except BadFrame as error:  # before any write
                 self._workers.answer(item, Outcome.FAILED, error.reason)
 
     def _load(self, item: Item, wish: Load) -> None:
-        """Reads, checks, and copies to the target last."""
+        """Read, check, and copy to the target last."""
         key, known = item.key, self.known
         if known.is_shunned(key):
             self._workers.answer(item, Outcome.MISS)
@@ -1002,7 +1003,8 @@ class RemoteTier:
             except BadFrame as error:
                 known.forget_head(key)
                 if remembered and error.reason in DAMAGED:
-                    self._workers.let_go(item)  # others may have replaced it: read both anew
+                    # it may have been replaced: read header and stripes anew
+                    self._workers.let_go(item)
                     continue
                 if error.reason in DAMAGED:
                     self.corrupt += 1
@@ -1019,7 +1021,7 @@ class RemoteTier:
         left_s, stored = partial(self._left_s, item.deadline_ns), None
         if wish.first or wish.stripes:
             head = self._header(item.key, staging, left_s)
-        else:  # in one call, header included: what was read belongs together
+        else:  # one call, header included: header and stripes belong together
             look = self.known.look()
             stored = self._get(item.key, 0, self._most_bytes(item), staging, left_s)
             head = self._see(envelope.head(stored, item.key), look) if stored is not None else None
@@ -1027,7 +1029,7 @@ class RemoteTier:
             accept(head, wish.key, wish.layout, wish.fidelity)
             stripes = span(head, wish.first, wish.stripes)
             n_bytes = len(stripes) * head.info.stripe_bytes
-            if item.readonly or item.n_bytes < n_bytes:  # before memory is found
+            if item.readonly or item.n_bytes < n_bytes:  # before memory is allocated
                 workers.answer(item, Outcome.FAILED, "target")
                 return
             offset, length = envelope.place(head, stripes.start, len(stripes))
@@ -1045,7 +1047,7 @@ class RemoteTier:
     def _header(
         self, key: bytes, staging: ThreadMemory, left_s: Callable[[], float]
     ) -> Header | None:
-        """The header of a frame, from memory or the engine; None where there is no such frame.
+        """Return the header of a frame, from memory or the engine; None if there is no such frame.
 
         Raises:
             BadFrame: It is damaged.
@@ -1067,12 +1069,12 @@ class RemoteTier:
         return head
 
     def _most_bytes(self, item: Item) -> int:
-        """Bytes that a frame has at most whose body fits into the target."""
+        """Return the most bytes of a frame with a body that fits into the target."""
         most, fact = self.envelope.most_bytes(max(1, item.n_bytes)), self.known.get(item.key)
         return min(most, max(GRANULE_BYTES, fact.n_bytes)) if fact and fact.n_bytes else most
 
     def _store(self, item: Item, wish: Store) -> None:
-        """Copies the body, then writes the frame, unless it is known to be there."""
+        """Copy the body, then write the frame, unless it is known to be there."""
         count_stripes(item.key, wish.info, item.n_bytes)
         if self.known.get(item.key) is not None:
             self._workers.answer(item, Outcome.STORED)
@@ -1089,7 +1091,8 @@ class RemoteTier:
             if not self.known.begin(item.key, self._left_s(item.deadline_ns)):
                 raise BadFrame("deadline", "an earlier frame of that key is still being deleted")
             try:
-                # given up from here on, it is forsaken as well: what failed must not be found
+                # An item given up from here on is forsaken as well: a failed store must not be
+                # found.
                 if item.done is None:
                     failed = self._guarded(item, lambda: self._put(item, data))
                     fact = (
@@ -1102,14 +1105,14 @@ class RemoteTier:
             self.known.release(len(data))
         if fact is None or not in_time:
             self._wake.set()
-        # last: whoever has the answer finds the frame there, or its room free again
+        # last, so that with the answer the frame is found there, or its room is free again
         if in_time and fact is not None:
             self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
         elif in_time:
             self._workers.answer(item, Outcome.FAILED, failed or "")
 
     def _seal(self, item: Item, info: FrameInfo) -> tuple[memoryview, Header] | None:
-        """The frame in staging memory; None if the item was answered."""
+        """Return the frame in staging memory; None if the item was answered."""
         assert item.hand is not None
         n_bytes, most = item.n_bytes, self.envelope.most_bytes(item.n_bytes)
         start, stop = most - n_bytes, most  # of the body, behind the largest header
@@ -1160,7 +1163,7 @@ class RemoteTier:
         self, rates: OperationRates, n_bytes: int, begun: tuple[int, int], timeout_s: float
     ) -> None:
         took_s = (self._clock.now_ns() - begun[0]) / 1e9
-        # What hung, or ran beside a compiler, says nothing about how fast the engine is.
+        # A call that hung, or ran beside a compiler, is no measure of the engine's speed.
         if took_s <= timeout_s and compiling.spent_ns() == begun[1]:
             rates.note(n_bytes, took_s)
 
@@ -1171,7 +1174,7 @@ class RemoteTier:
         return (end_ns - self._clock.now_ns()) / 1e9
 
     def _guarded(self, item: Item, work: Callable[[], None]) -> str | None:
-        """None if the engine did what it was asked; otherwise why not, for the item's answer."""
+        """Run an engine operation; return None on success, else the reason for the answer."""
         leave = self._breaker.enter() if self._ready() else None
         if leave is None:
             return "breaker"
@@ -1181,9 +1184,9 @@ class RemoteTier:
             work()
         except OSError as error:
             well = self._blames(item, error)
-            if item.hand is not None:  # a library may not be done with it
+            if item.hand is not None:  # a library may still use it
                 item.hand.staging.give_up()
-            self._report(leave, well)  # first: who has the answer finds the breaker as it is now
+            self._report(leave, well)  # first, so that the caller finds the breaker in this state
             if item.stores and isinstance(error, TimeoutError):  # it may be there all the same
                 self.known.forsake(item.key)
             return reason_of(error)
@@ -1194,17 +1197,18 @@ class RemoteTier:
             raise
         finally:
             self._report(leave, well)
-            self._begun.pop(item, None)  # then: until it is reported, `_late` may report it
+            # only now, because until it is reported, `_late` may report it
+            self._begun.pop(item, None)
         return None
 
     def _late(self, item: Item) -> None:
-        """Blames the engine for an item that it has not finished in time, if it had the time."""
+        """Blame the engine for an item unfinished at its deadline, if it had enough time."""
         begun = self._begun.get(item)
         if begun is not None:
             self._report(begun[0], self._blames(item, None))
 
     def _blames(self, item: Item, error: OSError | None) -> bool | None:
-        """Whether the engine worked all the same; None if it had too little time to tell."""
+        """Return whether the engine works nevertheless; None if it had too little time."""
         if error is not None and error.errno in ANSWERS:
             return True
         begun = self._begun.get(item)
@@ -1229,7 +1233,7 @@ class RemoteTier:
 
 
 def reason_of(error: OSError) -> str:
-    """One word for what an engine raised."""
+    """Return one word for an error of an engine."""
     if isinstance(error, TimeoutError):
         return "deadline"
     code = error.errno

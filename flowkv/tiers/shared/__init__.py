@@ -1,4 +1,4 @@
-"""Frames in memory that several processes of one user share, and that outlives each of them."""
+"""Shared host tier: frames in memory that processes of one user share and that outlives them."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ from flowkv.tiers.shared.table import GRANULE, USED, VERSION
 
 __all__ = ["SharedTier"]
 
-# The file in shared memory: found or made, checked, mapped, and freed of what the dead left.
+# The file in shared memory: found or made, checked, mapped, and cleared of the leftovers of dead
+# processes.
 #
 #     superblock 4 KiB | index | links | arena            (see `shared.table`)
 #
-# The file belongs to one user and nobody else may open it. It is never truncated: a file of another
+# The file belongs to one user and is closed to all others. It is never truncated: a file of another
 # format, or one that is damaged or contradicts itself, is set aside by making a new one under its
-# name. Who has a damaged one mapped sees that it is not `sound` any more, and opens the new one;
-# those of another version go on with theirs. Two locks, both given up by the kernel when their
-# holder dies: `flock` for changes, and one byte range for each open handle, its *seat*, which says
-# whether the writer of a frame that is not complete is still alive.
+# name. A process that has a damaged file mapped finds it no longer `sound`, and opens the new one;
+# processes of another version continue with theirs. Two locks, both released by the kernel when
+# their holder dies: `flock` for changes, and one byte range for each open handle, its *seat*, which
+# shows whether the writer of an incomplete frame is still alive.
 
 MAGIC, FORMAT = b"FKVSHARE", 3
 LEAST_BYTES = 256 << 10
@@ -62,7 +63,8 @@ GROW_BYTES = 16 << 20
 _SEATS, _SEAT_AT = 4096, 1 << 60
 _COUNTERS_AT, _COUNTERS = 512, 64
 INDEX_AT = GRANULE
-# Magic, format, granules, slots, bytes of the file: as long in all versions, which know each other.
+# Magic, format, granules, slots, bytes of the file: of the same size in all versions, so that each
+# recognizes the others.
 _FIXED = struct.Struct("<8sI4xQQ8xQ")
 _PAUSE_S = 0.005
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -71,41 +73,41 @@ Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]
 
 
 class FileLayout(NamedTuple):
-    """How a file is divided."""
+    """Layout of a shared file."""
 
     granules: int
     slots: int
 
     @property
     def links_at(self) -> int:
-        """Offset of the links."""
+        """Return the offset of the links."""
         return INDEX_AT + 64 * self.slots
 
     @property
     def arena_at(self) -> int:
-        """Offset of the arena."""
+        """Return the offset of the arena."""
         return -(-(self.links_at + 8 * self.granules) // GRANULE) * GRANULE
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file."""
+        """Return the bytes of the file."""
         return self.arena_at + GRANULE * self.granules
 
 
 def divided(granules: int) -> FileLayout:
-    """The plan of so many granules; a frame takes two at least."""
+    """Return the layout for so many granules; a frame takes two at least."""
     return FileLayout(granules, granules * 5 // 8 + 8)
 
 
 def plan(capacity_bytes: int) -> FileLayout:
-    """The largest plan that fits into a capacity.
+    """Return the largest layout that fits into a capacity.
 
     Raises:
         ConfigError: The capacity is too small.
     """
     if capacity_bytes < LEAST_BYTES:
         raise ConfigError(
-            f"a shared host tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES}"
+            f"{capacity_bytes} bytes are too few to share", f"Give the tier at least {LEAST_BYTES}"
         )
     granules = capacity_bytes // GRANULE
     while (over := divided(granules).file_bytes - capacity_bytes) > 0:
@@ -114,7 +116,7 @@ def plan(capacity_bytes: int) -> FileLayout:
 
 
 def file_name(name: str) -> str:
-    """The file's name: the tier's own if that is plain, else cleaned and told apart by a digest.
+    """Return the file's name: the tier's own if that is plain, else a cleaned one with a digest.
 
     Raises:
         ConfigError: The name is empty.
@@ -128,31 +130,32 @@ def file_name(name: str) -> str:
 
 
 class SharedFile:
-    """A shared file, mapped.
+    """Mapped shared file.
 
     Args:
-        path: The file; made if it is not there.
-        wanted: How it is divided, if it is made.
+        path: The file; made if it is missing.
+        wanted: Its layout, if it is made.
         patience_s: Longest wait for a process that has locked it.
 
     Attributes:
-        path: Where it lies.
-        plan: How it is divided.
+        path: Path of the file.
+        plan: Layout of the file.
         arrays: counters, index and links.
         arena: uint8: the granules.
         seat: Number of this handle, from 1.
-        set_aside: Whether another file lay there that could not be used.
-        left: Rows of frames that were being written from this seat by somebody who died.
-        owed: Rows of frames that will not be written and are still to be withdrawn.
+        set_aside: Whether an unusable file was replaced.
+        left: Rows of frames left incomplete by a dead process on the same seat.
+        owed: Rows of abandoned frames that are still to be withdrawn.
 
     Raises:
-        StoreError: The file is somebody else's, or cannot be made.
+        StoreError: The file belongs to another user, or cannot be made.
     """
 
     def __init__(self, path: Path, wanted: FileLayout, patience_s: float = 5.0) -> None:
         self.path, self.set_aside, self.fd = path, False, -1
         self.owed: list[Row] = []
-        self._let_go: weakref.finalize[..., object] = weakref.finalize(self, int)  # of nothing yet
+        # nothing to release yet
+        self._let_go: weakref.finalize[..., object] = weakref.finalize(self, int)
         try:
             end_s = time.monotonic() + patience_s
             while not self._open(wanted, end_s):
@@ -171,7 +174,7 @@ class SharedFile:
             ) from error
         alive = weakref.ref(self)
 
-        def forget() -> None:  # a child's copy: else the locks of a dead parent live on in it
+        def forget() -> None:  # in a forked child: else the locks of a dead parent live on in it
             memory = alive()
             if memory is not None:
                 memory.fd = -1
@@ -183,7 +186,7 @@ class SharedFile:
     # ---- opening
 
     def _open(self, wanted: FileLayout, end_s: float) -> bool:
-        """Opens or makes the file; False if it has to be looked at again."""
+        """Open or make the file; False if it must be tried again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(self.path, flags, 0o600)
         self._let_go = weakref.finalize(self, os.close, self.fd)
@@ -195,7 +198,7 @@ class SharedFile:
             return True
         self._lock(end_s)
         try:
-            if os.fstat(self.fd).st_nlink == 0:  # another one was put in its place meanwhile
+            if os.fstat(self.fd).st_nlink == 0:  # the file was replaced meanwhile
                 self.close()
                 return False
             found = self._read_superblock()
@@ -212,7 +215,7 @@ class SharedFile:
         return True
 
     def _set_aside(self) -> None:
-        """Takes the file's name away, once: under its lock. Who has it mapped is told to leave."""
+        """Remove the file's name, once, under its lock; condemn it unless of another format."""
         data = os.pread(self.fd, _FIXED.size, 0)
         version = _FIXED.unpack(data)[1] if len(data) == _FIXED.size else 0
         if version == FORMAT or not self._digested():
@@ -247,12 +250,12 @@ class SharedFile:
                 time.sleep(_PAUSE_S)
 
     def _digested(self) -> bool:
-        """Whether the superblock says what its writer wrote."""
+        """Return whether the digest of the superblock is right."""
         data = os.pread(self.fd, _FIXED.size + 16, 0)
         return xxhash.xxh3_128_digest(data[: _FIXED.size]) == data[_FIXED.size :]
 
     def _read_superblock(self) -> FileLayout | None:
-        """How the file is divided; None if it is to be made, or made anew."""
+        """Return the file's layout; None if it is to be made, or made anew."""
         if not self._digested():
             return None
         magic, version, *parts, n_bytes = _FIXED.unpack(os.pread(self.fd, _FIXED.size, 0))
@@ -275,11 +278,12 @@ class SharedFile:
         table.begin(counters)
         os.pwrite(self.fd, counters.tobytes(), _COUNTERS_AT)
         fixed = _FIXED.pack(MAGIC, FORMAT, *made, made.file_bytes)
-        # Last, so that nobody takes half a file for a whole one.
+        # The superblock comes last, so that half a file is never taken for a whole one.
         os.pwrite(self.fd, fixed + xxhash.xxh3_128_digest(fixed), 0)
 
     def _map(self) -> None:
-        # Not by this descriptor, which the mapping would copy: its locks would live as long.
+        # Mapping this descriptor would duplicate it, and its locks would live as long as the
+        # mapping.
         try:
             other = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # no /proc here
@@ -288,10 +292,10 @@ class SharedFile:
             self._mapping = mmap.mmap(other, self.plan.file_bytes)
         finally:
             os.close(other)
-        # The seat goes with the mapping, not before: a thread may still write from there.
+        # The seat ends with the mapping, not before: a thread may still write from there.
         self._let_go.detach()
         self._let_go = weakref.finalize(self._mapping, os.close, self.fd)
-        self._let_go.atexit = False  # the kernel does it then
+        self._let_go.atexit = False  # the kernel closes it then
         with contextlib.suppress(OSError):  # a kernel without huge pages in shared memory
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         granules, slots = self.plan
@@ -302,14 +306,14 @@ class SharedFile:
         )
         self.arena = np.frombuffer(self._mapping, np.uint8, offset=self.plan.arena_at)
 
-    # ---- whether it can be used
+    # ---- soundness
 
     def sound(self) -> bool:
-        """Whether nobody found that it contradicts itself."""
+        """Return whether no process has found that the table contradicts itself."""
         return bool(self.arrays[0][table.STATE] == table.SOUND)
 
     def condemn(self) -> None:
-        """Throws it away: everybody who has it leaves it."""
+        """Mark the table as not sound, so that every process leaves it."""
         self.arrays[0][table.STATE] = 0
 
     # ---- seats
@@ -321,7 +325,7 @@ class SharedFile:
         raise StoreError(f"{_SEATS} handles of {self.path} are open", "Close some")
 
     def _try_seat(self, seat: int) -> bool:
-        """Takes a seat if nobody living has it."""
+        """Take a seat if no living process has it; return whether that worked."""
         try:
             self._lock_seat(seat, fcntl.F_WRLCK)
         except (BlockingIOError, PermissionError):
@@ -333,7 +337,7 @@ class SharedFile:
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, wish)
 
     def writing(self) -> list[Row]:
-        """Rows of frames that are being written, or were when their writers died."""
+        """Return the rows of frames that are being written, or were when their writers died."""
         index = self.arrays[1]
         found = index[(index[:, 2] == table.WRITING) & (index[:, 3] == table.WRITING)]
         most = GRANULE * self.plan.granules
@@ -341,21 +345,21 @@ class SharedFile:
         return [row for row in checked if GRANULE < row[6] <= most]
 
     def deserted(self) -> list[int]:
-        """Seats from which the dead were writing; taken, until `abandon`."""
+        """Take the seats from which dead processes were writing; `abandon` releases them."""
         seats = {int(row[1]) for row in self.writing()} - {self.seat}
         return [seat for seat in sorted(seats) if 0 < seat < _SEATS and self._try_seat(seat)]
 
     def abandon(self, seat: int) -> None:
-        """Gives a seat of the dead free."""
+        """Release a seat taken by `deserted`."""
         self._lock_seat(seat, fcntl.F_UNLCK)
 
     # ---- memory
 
     def back(self) -> int:
-        """Has the kernel give memory for some more granules; returns how many there are then.
+        """Allocate memory for some more granules; return their number afterwards.
 
         Raises:
-            OSError: There is no more.
+            OSError: There is no more memory.
         """
         grown = max(0, int(table.grown_of(self.arrays)))
         more = min(GROW_BYTES // GRANULE, self.plan.granules - grown)
@@ -366,15 +370,15 @@ class SharedFile:
     # ---- closing
 
     def remove(self) -> None:
-        """Takes the file's name away; who has it open goes on with it."""
+        """Remove the file's name; processes that have it open continue with it."""
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(self.fd).st_ino == os.stat(self.path, follow_symlinks=False).st_ino:
                 os.unlink(self.path)
 
     def close(self) -> None:
-        """Lets go of the file; mapping and seat go with the last who uses the arrays.
+        """Close the file; mapping and seat end with the last reference to the arrays.
 
-        A memory that nobody uses any more closes itself.
+        A file without references closes itself.
         """
         if not hasattr(self, "_mapping"):
             self._let_go()
@@ -382,40 +386,42 @@ class SharedFile:
 
 
 PATIENCE_S = 0.25
-"""Longest wait for the lock, which is held for microseconds by whoever is not stopped."""
+"""Longest wait for the lock; a process that is not stopped holds it for microseconds."""
 _MOVES = 4  # times that a frame may be replaced while it is read
 
-_AGAIN_S = 1.0  # before another memory is looked for, or the dead, if there were none
-_BURY_SHARE = 50  # times as long as a look at all of the index took, until the next one
+_AGAIN_S = 1.0  # wait before another file is looked for, or dead processes, if there were none
+# wait until the next search of the index, as a multiple of the last one's duration
+_BURY_SHARE = 50
 _REASONS = {table.FULL: "full", table.LOST: "lost"}
 _log = logging.getLogger("flowkv")
 
 Row: TypeAlias = NDArray[np.int64]
-"""What the index says of a frame, copied: eight words, see `shared.table`."""
+"""Copy of the index entry of a frame: eight words, see `shared.table`."""
 
 
 class SharedTier(Immediate):
-    """A host tier in one file in shared memory, for several processes; it survives all of them.
+    """Host tier in one file in shared memory, for several processes; it survives all of them.
 
-    Frames lie in chains of 4 KiB granules, so that memory never fragments. Readers take no lock:
-    they copy a frame to their target, verify the copy, and look again if it was replaced meanwhile;
-    what is torn is a miss, never an answer. Changes hold a lock for microseconds. A process that is
-    killed in the middle of one leaves a mark, and the next one repairs; what it was writing is
-    freed. While a peer is *stopped* in the middle of a change, loads go on, and stores are `FAILED`
-    with reason "busy".
+    Frames are chains of 4 KiB granules, so that memory never fragments. Readers take no lock: they
+    copy a frame to their target, verify the copy, and look again if the frame was replaced
+    meanwhile; a torn copy is a miss, never an answer. Changes hold a lock for microseconds. A
+    process killed in the middle of a change leaves a mark, and the next process repairs the table;
+    frames that it was writing are freed. While a peer is *stopped* in the middle of a change, loads
+    go on, and stores are `FAILED` with reason "busy".
 
-    A stray pointer of any process can write into the memory. No number in it is believed: a table
-    that contradicts itself is thrown away by all who have it, once, and an empty one is made in its
-    place. What was in flight is a miss, or `FAILED` with reason "lost".
+    A stray pointer of any process can write into the memory, so no number in it is trusted: every
+    process leaves a table that contradicts itself, once, and an empty one is made in its place.
+    Items in flight are then a miss, or `FAILED` with reason "lost".
 
-    The memory stays taken when all processes are gone: `remove` gives it back, or delete the file
+    The memory stays taken when all processes are gone: `remove` frees it, or delete the file
     (`flowkv-UID-NAME`). Bytes of deleted frames stay until they are overwritten; `erase` does that.
 
     Args:
-        name: Which memory: equal names share. Of a hostile or long one only a digest is used.
+        name: Name of the memory: equal names share. A long name, or one with unusual characters, is
+            cleaned and completed by a digest.
         capacity_bytes: Bytes of the file, everything included; at least 256 KiB. If it exists with
             another size, that size stays, with a warning.
-        directory: Where the file lies; its file system should be memory.
+        directory: Directory of the file; its file system should be memory.
         clock: Source of time.
 
     Attributes:
@@ -424,7 +430,7 @@ class SharedTier(Immediate):
 
     Raises:
         ConfigError: The capacity is too small, or the name is empty.
-        StoreError: The file belongs to somebody else, or cannot be made.
+        StoreError: The file belongs to another user, or cannot be made.
     """
 
     kind = "host"
@@ -463,14 +469,14 @@ class SharedTier(Immediate):
 
     @property
     def erasure_log(self) -> Path:
-        """Where caches tell each other what was erased, see `tiers.erasure_log`."""
+        """Return the path of the log of erasures that caches share, see `tiers.erasure_log`."""
         path = self._memory.path
         return path.with_name(f"{path.name}.erased")
 
-    # ---- what it holds
+    # ---- content
 
     def used_bytes(self) -> int:
-        """Bytes of all frames, of those being written, and of what manages them."""
+        """Return the bytes of all frames, also of incomplete ones, and of the table."""
         if not self._usable():
             return 0
         memory = self._current()
@@ -478,11 +484,11 @@ class SharedTier(Immediate):
         return memory.plan.arena_at + GRANULE * used
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """Upper bound of what such a frame takes."""
+        """Return an upper bound of the bytes of such a frame."""
         return GRANULE * -(-(most_header_bytes(body_bytes) + body_bytes) // GRANULE)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are there."""
+        """Return which keys are present."""
         if not self._usable():
             return [False] * len(keys)
         memory = self._current()
@@ -490,7 +496,7 @@ class SharedTier(Immediate):
         return [self._row(memory, key) is not None for key in keys]
 
     def scan(self) -> Iterator[Entry]:
-        """All frames, oldest store first; damaged ones are left out."""
+        """Yield all frames, oldest store first, without damaged ones."""
         if not self._usable():
             return
         memory = self._current()
@@ -503,7 +509,7 @@ class SharedTier(Immediate):
             key = row[:4].tobytes()
             if not memory.sound():
                 return
-            if row[7] != table.check_of(row):  # changed while it was copied, or damaged
+            if row[7] != table.check_of(row):  # the row was changed during the copy, or is damaged
                 self._change(memory, table.settle, slots[at])
                 continue
             try:
@@ -515,7 +521,7 @@ class SharedTier(Immediate):
     # ---- taking frames out
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Frees frames; none while a stopped peer holds the lock."""
+        """Free frames, none while a stopped peer holds the lock; return how many were present."""
         if not self._usable():
             return 0
         memory, out = self._current(), _row()
@@ -526,9 +532,9 @@ class SharedTier(Immediate):
         )
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Frees frames and overwrites their bytes.
+        """Free frames and overwrite their bytes; return how many were present.
 
-        Those of a table that is thrown away go when the last process has left it.
+        Frames of a table that was left as unsound disappear when the last process has left it.
 
         Raises:
             StoreError: A stopped peer holds the lock: some may still be there.
@@ -544,24 +550,24 @@ class SharedTier(Immediate):
                 gone += 1
             elif answer == table.BUSY:
                 raise StoreError(
-                    f"{self.name} cannot be changed: a process that does not go on has locked it",
+                    f"{self.name} cannot be changed: it is locked by a process that does not go on",
                     "Continue or end that process, then erase again",
                 )
         return gone
 
     def remove(self) -> None:
-        """Closes the tier and gives its memory back, once no other process uses it any more."""
+        """Close the tier; its memory is freed once no other process uses it any more."""
         if self._usable():
             self._memory.remove()
             self.erasure_log.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
-        """Lets go of the memory; the frames stay for others, and for the next time."""
+        """Close this handle; the frames stay for other processes, and for the next time."""
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        with self._lock:  # the mapping goes with this object: a thread may be reading
+        with self._lock:  # the mapping ends with this object: a thread may be reading
             self._memory.close()
         self._answers.close()
 
@@ -582,14 +588,14 @@ class SharedTier(Immediate):
                 sequence = int(row[4])
                 if sequence == suspect and self._condemn(memory, item.key, sequence, end_ns):
                     return missed(item.key, error.reason)
-                # Replaced while it was read, or damaged: look again, after the lock made sure that
-                # all is seen which its writer wrote.
+                # The frame was replaced during the read, or is damaged: look again, after the lock
+                # has made all of its writer's bytes visible.
                 suspect = sequence
                 self._change(memory, table.settle, -1, end_ns=end_ns)
         return missed(item.key)
 
     def _row(self, memory: SharedFile, key: bytes) -> Row | None:
-        """What the index is believed to say of a frame."""
+        """Return the unverified index entry of a frame; None if there is none."""
         row = _row()
         if len(key) != KEY_BYTES or not memory.sound():
             return None
@@ -606,10 +612,10 @@ class SharedTier(Immediate):
         )
 
     def _header(self, memory: SharedFile, key: bytes, row: Row) -> Header:
-        """A private, checked copy of a frame's header.
+        """Return a private, checked copy of a frame's header.
 
         Raises:
-            BadFrame: It is none, or that of another frame.
+            BadFrame: It is no header, or that of another frame.
         """
         page = memoryview(bytearray(GRANULE))
         self._copy(memory, row, 0, page)
@@ -628,7 +634,7 @@ class SharedTier(Immediate):
             raise BadFrame("truncated", "the frame's chain ends before the frame")
 
     def _condemn(self, memory: SharedFile, key: bytes, sequence: int, end_ns: int) -> bool:
-        """Takes a damaged frame out; False if it is another one by now."""
+        """Remove a damaged frame; False if it was replaced meanwhile."""
         withdrawn = (_words(key), sequence, 0, _row())
         gone = self._change(memory, table.withdraw, *withdrawn, end_ns=end_ns) == 0
         self.corrupt += gone
@@ -652,7 +658,7 @@ class SharedTier(Immediate):
             return failed(key, errno.errorcode.get(error.errno or 0, "memory"))
         if answer < 0:
             return there if answer == table.THERE else failed(key, _REASONS.get(answer, "busy"))
-        # Digests come from the caller's memory: should it change while it is copied, against the
+        # Digests come from the caller's memory: should it change during the copy, against the
         # contract, then the copy will not match them and never be served.
         answer = table.BUSY
         try:
@@ -664,7 +670,7 @@ class SharedTier(Immediate):
                 answer = table.LOST
         finally:
             if answer == table.BUSY:
-                memory.owed.append(row)  # given back with the next store
+                memory.owed.append(row)  # withdrawn before the next store
         if answer < 0 and answer != table.THERE:
             return failed(key, _REASONS.get(answer, "busy"))
         return there._replace(n_bytes=item.body.nbytes)
@@ -682,7 +688,7 @@ class SharedTier(Immediate):
                     continue
             elif answer == table.FULL and time.monotonic() >= self._bury_s:
                 begun_s = time.monotonic()
-                buried = self._bury(memory)  # it looks at all of the index
+                buried = self._bury(memory)  # this looks at all of the index
                 now_s = time.monotonic()
                 self._bury_s = now_s + max(_AGAIN_S, _BURY_SHARE * (now_s - begun_s))
                 if buried:
@@ -690,13 +696,13 @@ class SharedTier(Immediate):
             return answer
 
     def _repay(self, memory: SharedFile) -> None:
-        """Gives back what could not be when the lock was not to be had."""
+        """Withdraw the frames that could not be withdrawn while the lock was held elsewhere."""
         with contextlib.suppress(IndexError):
             while self._drop(memory, memory.owed.pop()):
                 pass
 
     def _drop(self, memory: SharedFile, row: Row) -> bool:
-        """Frees the granules of a frame that will not be written; False if they are owed then."""
+        """Free the granules of an abandoned frame; False if that must wait for the lock."""
         name = row[:4].copy(), int(row[4])
         freed = self._change(memory, table.withdraw, *name, 0, _row()) != table.BUSY
         if not freed:
@@ -704,17 +710,17 @@ class SharedTier(Immediate):
         return freed
 
     def _put(self, memory: SharedFile, row: Row, skip: int, data: bytes | memoryview) -> bool:
-        """Writes into a claimed chain; if that is not whole, the table is thrown away."""
+        """Write into a claimed chain; an incomplete chain condemns the table."""
         source = np.frombuffer(data, np.uint8)
         whole = bool(table.scatter(memory.arena, memory.arrays[2], row, skip, source))
         if not whole:
             memory.condemn()
         return whole
 
-    # ---- the memory: the lock, what the dead left, and another one
+    # ---- the file: its lock, leftovers of dead processes, and replacement
 
     def _current(self) -> SharedFile:
-        """The memory; another one if everybody has to leave it."""
+        """Return the mapped file; a new one if the old one is not sound any more."""
         memory = self._memory
         return memory if memory.sound() else self._leave(memory)
 
@@ -727,7 +733,7 @@ class SharedTier(Immediate):
             self._again_s = time.monotonic() + _AGAIN_S
             try:
                 found = SharedFile(lost.path, lost.plan, PATIENCE_S)
-            except StoreError as error:  # there is none for now: all is a miss
+            except StoreError as error:  # there is none for now: every load is a miss
                 _log.warning("%s", error)
                 return lost
             self._memory, self.capacity_bytes = found, found.plan.file_bytes
@@ -740,7 +746,7 @@ class SharedTier(Immediate):
 
     def _move_in(self, memory: SharedFile) -> None:
         self._change(memory, table.audit)
-        for row in memory.left:  # of whoever died on this seat
+        for row in memory.left:  # left by a dead process on this seat
             self._inherit(memory, row)
         memory.left = []
         self._bury(memory)
@@ -752,9 +758,10 @@ class SharedTier(Immediate):
         *arguments: object,
         end_ns: int | None = None,
     ) -> int:
-        """Runs a change under the lock; BUSY if the lock is not to be had.
+        """Run a change under the lock; BUSY if the lock cannot be taken in time.
 
-        A peer that holds it for long is stopped: until it goes on, nobody waits for it again.
+        A peer that holds the lock for long is stopped: until it continues, later changes do not
+        wait.
         """
         now_s = time.monotonic()
         patience_s = 0.0 if self._stuck else PATIENCE_S
@@ -776,32 +783,34 @@ class SharedTier(Immediate):
             self._lock.release()
 
     def _mend(self, memory: SharedFile) -> None:
-        """Repairs what a peer left that was killed in mid-change, but waits for no living one."""
+        """Repair the table if a peer was killed in mid-change; never wait for a living peer."""
         if memory.arrays[0][VERSION] & 1 and self._lock.acquire(blocking=False):
             table.settle(memory.fd, memory.arrays, -1)
             self._lock.release()
 
     def _overwrite(self, memory: SharedFile, row: Row) -> bool:
-        """Blanks the granules of a row under a writer's name, and frees them, perhaps later."""
+        """Overwrite the granules of an incomplete frame, and free them, perhaps later."""
         self._put(memory, row, 0, bytes(GRANULE * -(-int(row[6]) // GRANULE)))
         return self._drop(memory, row)
 
     def _empty(self, memory: SharedFile, seat: int) -> bool:
-        """Frees what was being written from a seat that is held here; whether there was any."""
+        """Free the incomplete frames of a seat held here; return whether there were any."""
         rows = [row for row in memory.writing() if row[1] == seat]
         return any([self._inherit(memory, row) for row in rows])
 
     def _inherit(self, memory: SharedFile, row: Row) -> bool:
-        """Frees one row of the dead, unless somebody else did meanwhile."""
-        out = _row()  # ours before it is blanked: who had it may owe it still, and pay any time
+        """Free an incomplete frame of a dead process, unless another process did meanwhile."""
+        # the row is taken over before it is blanked: its former owner may still withdraw it at any
+        # time
+        out = _row()
         wish = row[:4].copy(), int(row[4]), memory.seat, out
         taken = self._change(memory, table.withdraw, *wish) == 0
         return taken and self._overwrite(memory, out)
 
     def _bury(self, memory: SharedFile) -> bool:
-        """Frees what dead processes were writing; whether there was anything."""
+        """Free the incomplete frames of dead processes; return whether there were any."""
         if not self._burying.acquire(blocking=False):
-            return False  # another thread does
+            return False  # another thread does it
         try:
             seats = memory.deserted()
             found = [self._empty(memory, seat) for seat in seats]

@@ -1,6 +1,6 @@
-"""The table that processes change together: a hash index and chains of granules.
+"""Shared table that several processes change: a hash index and chains of granules.
 
-Here is what works on them. The arrays are
+The arrays of the table are
 
     counters  int64    see the constants below
     index     int64    [slots, 8]: key (4 words), sequence number (never 0), first granule,
@@ -8,16 +8,16 @@ Here is what works on them. The arrays are
     links     uint64   [granules]: the granule that follows, in a frame or in the free list, and
                        above it 32 bits that only this granule of this owner has (`seal`)
 
-The owner of a granule is the sequence number of its frame, or 0: so it is in one chain at most. A
-frame that is being written, or blanked, has its row under a name that is no key: its sequence
-number, the seat of its writer, and `WRITING` twice.
+The owner of a granule is the sequence number of its frame, or 0: so it is in one chain at most. The
+row of a frame that is being written, or blanked, has a name that is no key: its sequence number,
+the seat of its writer, and `WRITING` twice.
 
-`VERSION` is odd while somebody changes them. Readers, who take no lock, then look again; whoever
-gets the lock next and still finds it odd knows that a peer was killed in the middle, and repairs.
+`VERSION` is odd during a change. Readers, which take no lock, then look again; a process that takes
+the lock and finds it odd repairs the table, because a peer was killed in mid-change.
 
-Anything may stand in these arrays, and change while it is looked at: a stray pointer in any process
-can write there. No number out of them is used before it was checked, and every walk is as long as
-the caller says at most. What cannot be, under the lock, is `LOST`.
+Any content is possible in these arrays, and may change during a look: a stray pointer in any
+process can write there. No number from them is used before it is checked, and every walk is bounded
+by an argument. An impossible value, found under the lock, is `LOST`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from flowkv.core.machine_code import kept
 GRANULE = 4096
 USED, FREE, SEQUENCE, GROWN, REPAIRS = range(5)
 """Granules taken; head of the free list, which has all others up to `GROWN`; last sequence number;
-granules with memory behind them (sealed); times that peers repaired."""
+granules with memory behind them (sealed); number of repairs."""
 CHECK, VERSION, STATE = 7, 8, 9
-"""Check over all before; changes begun and ended; `SOUND`, or the table is thrown away."""
+"""Check over all before; changes begun and ended; `SOUND`, or the table is condemned."""
 SOUND = 0x464B56534F554E44
 WRITING = 0x57524954494E4721
 
 BUSY, FULL, GROW, ABSENT, THERE, LOST = -1, -2, -3, -4, -5, -6
-"""Answers below zero: the lock was not to be had, no room, room only beyond `GROWN`, no such frame,
-a frame of this key exists, the table contradicts itself."""
+"""Answers below zero: the lock could not be taken, no room, room only beyond `GROWN`, no such
+frame, a frame of this key exists, the table contradicts itself."""
 
 _LOOKS = 64
 _SEED = np.uint64(0x9E3779B97F4A7C15)
@@ -55,7 +55,7 @@ _memmove = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uint
 
 @kept(nogil=True)
 def check_of(row):  # type: ignore[no-untyped-def]
-    """What the last of eight words must be: a half-written row has another."""
+    """Return the check for the last of a row's eight words: a half-written row has another."""
     state = _SEED
     for word in range(7):
         state = (state ^ np.uint64(row[word])) * _MIX
@@ -65,7 +65,7 @@ def check_of(row):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def seal(granule, follower, owner):  # type: ignore[no-untyped-def]
-    """The link of a granule."""
+    """Return the link of a granule to its follower, sealed for an owner."""
     state = (np.uint64(granule) ^ _SEED) * _MIX
     state = (state ^ (state >> np.uint64(29)) ^ np.uint64(owner)) * _MIX
     state = (state ^ (state >> np.uint64(31)) ^ np.uint64(follower)) * _SEED
@@ -74,7 +74,7 @@ def seal(granule, follower, owner):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def follow(links, granule, owner):  # type: ignore[no-untyped-def]
-    """The granule that follows one of an owner; -1 if it is not that owner's, or not there."""
+    """Return the granule after one of an owner; -1 if it is not the owner's, or out of range."""
     if not 0 <= granule < len(links):
         return np.int64(-1)
     link = links[granule]
@@ -84,7 +84,7 @@ def follow(links, granule, owner):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def grown_of(arrays):  # type: ignore[no-untyped-def]
-    """Granules with memory behind them; -1 if nobody knows."""
+    """Return the number of granules with memory behind them; -1 if the word is damaged."""
     word = np.uint64(arrays[0][GROWN])
     grown = np.int64(word & _LOW)
     return grown if word == seal(0, grown, -1) and grown <= len(arrays[2]) else np.int64(-1)
@@ -92,30 +92,30 @@ def grown_of(arrays):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def set_grown(counters, grown):  # type: ignore[no-untyped-def]
-    """Says how many granules have memory behind them, in one word."""
+    """Set the number of granules with memory behind them, in one word."""
     counters[GROWN] = np.int64(seal(0, grown, -1))
 
 
 @kept(nogil=True)
 def begin(counters):  # type: ignore[no-untyped-def]
-    """Counters of an empty table."""
+    """Initialize the counters of an empty table."""
     set_grown(counters, 0)
     counters[CHECK], counters[STATE] = check_of(counters), SOUND
 
 
-# ---- the index; callers hold the lock, or bear what they see
+# ---- the index; callers hold the lock, or verify the result
 
 
 @kept(nogil=True)
 def home_of(key, slots):  # type: ignore[no-untyped-def]
-    """The slot where probing for a key begins."""
+    """Return the slot where probing for a key begins."""
     mixed = np.uint64(key[0]) ^ (np.uint64(key[1]) * _SEED)
     return np.int64(mixed % np.uint64(slots))
 
 
 @kept(nogil=True)
 def find(index, key, strict):  # type: ignore[no-untyped-def]
-    """The slot of a key; ABSENT, or LOST if `strict` and a row on the way there is damaged."""
+    """Return the slot of a key; ABSENT, or LOST if `strict` and a damaged row comes before it."""
     slots = len(index)
     slot = home_of(key, slots)
     for _ in range(slots):
@@ -132,7 +132,7 @@ def find(index, key, strict):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def insert(index, row):  # type: ignore[no-untyped-def]
-    """Puts a row without its check; False if there is no free slot."""
+    """Insert a row with a new check; False if there is no free slot."""
     slots = len(index)
     slot = home_of(row, slots)
     for _ in range(slots):
@@ -148,7 +148,7 @@ def insert(index, row):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def remove(index, slot):  # type: ignore[no-untyped-def]
-    """Empties a slot and moves up what probing would not find any more."""
+    """Empty a slot and move up the rows that probing would not find any more."""
     slots, hole = len(index), slot
     for _ in range(slots):
         slot = slot + 1 if slot + 1 < slots else 0
@@ -167,13 +167,13 @@ def remove(index, slot):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def granules_of(n_bytes):  # type: ignore[no-untyped-def]
-    """Granules of so many bytes."""
+    """Return the number of granules for so many bytes."""
     return (n_bytes + GRANULE - 1) // GRANULE
 
 
 @kept(nogil=True)
 def take(arrays, count, owner):  # type: ignore[no-untyped-def]
-    """The first granule of a chain out of the free list; LOST if that is damaged."""
+    """Take a chain out of the free list; return its first granule; LOST if that is damaged."""
     counters, _, links = arrays
     first = granule = counters[FREE]
     for left in range(count, 0, -1):
@@ -189,7 +189,7 @@ def take(arrays, count, owner):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def free(arrays, row):  # type: ignore[no-untyped-def]
-    """Puts the chain of a row in front of the free list; whether it was one."""
+    """Put the chain of a row in front of the free list; return whether the chain was valid."""
     counters, _, links = arrays
     owner, granule, count = row[4], row[5], granules_of(row[6])
     first = granule
@@ -211,7 +211,7 @@ def free(arrays, row):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def agrees(arrays):  # type: ignore[no-untyped-def]
-    """Whether all rows are sound and have as many granules as are taken."""
+    """Return whether all rows are sound and have as many granules as are taken."""
     counters, index, _ = arrays
     used = 0
     for slot in range(len(index)):
@@ -225,11 +225,11 @@ def agrees(arrays):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def mark(links, row, number, kept, taken):  # type: ignore[no-untyped-def]
-    """Marks the chain of a row with its number.
+    """Mark the granules of a row's chain with its number.
 
     Returns:
         Its granules; 0 if it was marked before, as a row that was being moved is there twice; LOST
-        if it is no chain.
+            if it is no chain.
     """
     owner, granule, count = row[4], row[5], granules_of(row[6])
     if not 2 <= count <= len(taken):
@@ -247,7 +247,7 @@ def mark(links, row, number, kept, taken):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def repair(arrays):  # type: ignore[no-untyped-def]
-    """Rebuilds everything from the rows whose check is right; False if they contradict another."""
+    """Rebuild the table from the rows with a valid check; False if they contradict each other."""
     counters, index, links = arrays
     grown = grown_of(arrays)
     if grown < 0:
@@ -279,15 +279,15 @@ def repair(arrays):  # type: ignore[no-untyped-def]
     return True
 
 
-# ---- what needs no lock
+# ---- functions that need no lock
 
 
 @kept(nogil=True)
 def look(arrays, key, row):  # type: ignore[no-untyped-def]
-    """Finds a frame without the lock; `row` gets what the index says of it.
+    """Find a frame without the lock; copy its index entry to `row`.
 
-    What it says may be wrong by the time it is used, and even now if a peer is changing the index:
-    only the frame itself can prove what it is.
+    The entry may be outdated by the time it is used, and wrong even now if a peer is changing the
+    index: only the frame itself can prove its identity.
 
     Returns:
         Its slot or ABSENT; LOST if its row, with the slot in its last word, seems to be damaged.
@@ -310,7 +310,7 @@ def look(arrays, key, row):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def gather(arena, links, row, skip, target):  # type: ignore[no-untyped-def]
-    """Copies bytes of a row's chain, from byte `skip` on; False if it is not whole."""
+    """Copy bytes of a row's chain to `target`, from byte `skip` on; False if it is broken."""
     owner, granule, at, wanted = row[4], row[5], 0, len(target)
     for _ in range(skip // GRANULE):
         granule = follow(links, granule, owner)
@@ -334,7 +334,7 @@ def gather(arena, links, row, skip, target):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def scatter(arena, links, row, skip, source):  # type: ignore[no-untyped-def]
-    """Copies bytes into the chain of a row that the caller has claimed; False if it is not whole.
+    """Copy bytes into the chain of a row that the caller has claimed; False if it is broken.
 
     `skip` is a multiple of GRANULE.
     """
@@ -355,12 +355,12 @@ def scatter(arena, links, row, skip, source):  # type: ignore[no-untyped-def]
     return True
 
 
-# Changes of the shared table: each takes the lock on the file, and gives it back.
+# Changes of the shared table: each takes the lock on the file, and releases it.
 #
 # A change is one compiled call without the interpreter lock, so that the file's lock is held for
-# microseconds, however busy Python is; functions of `shared.table` do the work. Each answers BUSY
-# if the lock is not to be had, and LOST if the table contradicts itself, which is then thrown
-# away: from there on every change of every process answers LOST.
+# microseconds, however busy Python is; the functions above do the work. Each answers BUSY if the
+# lock cannot be taken, and LOST if the table contradicts itself, which is then condemned: from
+# there on every change of every process answers LOST.
 
 _LOCK_NOW, _UNLOCK = 2 | 4, 8
 _TRIES, _PAUSE_US = 20, 50
@@ -371,7 +371,7 @@ _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 @kept(nogil=True)
 def _enter(fd, arrays):  # type: ignore[no-untyped-def]
-    """Takes the lock and marks the arrays as changing; 0, or BUSY after 1 ms, or LOST."""
+    """Take the lock and mark the arrays as changing; 0, or BUSY after 1 ms, or LOST."""
     counters = arrays[0]
     tries = 0
     while _flock(fd, _LOCK_NOW) != 0:
@@ -389,7 +389,7 @@ def _enter(fd, arrays):  # type: ignore[no-untyped-def]
     else:
         sound = counters[CHECK] == check_of(counters)
     counters[VERSION] += torn + 1
-    _getpid()  # no compiler moves a store across a call that it knows nothing about
+    _getpid()  # a compiler moves no store across a call to an unknown function
     return 0 if sound else _leave(fd, arrays, LOST)
 
 
@@ -407,14 +407,14 @@ def _leave(fd, arrays, answer):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def _write(index, row, seat):  # type: ignore[no-untyped-def]
-    """Enters a row under the name of a frame that is being written from a seat."""
+    """Insert a row under the name of a frame that is being written from a seat."""
     row[0], row[1], row[2], row[3] = row[4], seat, WRITING, WRITING
     return insert(index, row)
 
 
 @kept(nogil=True)
 def claim(fd, arrays, key, seat, n_bytes, out):  # type: ignore[no-untyped-def]
-    """Takes granules for a frame that is about to be written; `out` gets their row.
+    """Take granules for a frame that is about to be written; `out` gets their row.
 
     Returns:
         0, or BUSY, THERE, GROW, FULL or LOST.
@@ -444,7 +444,7 @@ def claim(fd, arrays, key, seat, n_bytes, out):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def grow(fd, arrays, count):  # type: ignore[no-untyped-def]
-    """Says that the first `count` granules are backed by memory now; 0, BUSY or LOST."""
+    """Record that the first `count` granules have memory behind them; 0, BUSY or LOST."""
     counters, _, links = arrays
     answer = _enter(fd, arrays)
     if answer < 0:
@@ -463,7 +463,7 @@ def grow(fd, arrays, count):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def commit(fd, arrays, row, key):  # type: ignore[no-untyped-def]
-    """Makes a claimed and written frame known; 0, THERE (its granules are free), BUSY or LOST."""
+    """Publish a claimed and written frame; 0, THERE (its granules are freed), BUSY or LOST."""
     index = arrays[1]
     answer = _enter(fd, arrays)
     if answer < 0:
@@ -483,14 +483,14 @@ def commit(fd, arrays, row, key):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def withdraw(fd, arrays, key, sequence, seat, out):  # type: ignore[no-untyped-def]
-    """Takes a frame out of the index, or one that was to be written and shall not become known.
+    """Remove a frame from the index, or one being written that shall not be published.
 
     Args:
-        fd: Of the file.
-        arrays: See above.
-        key: Whose, or the name of a frame that is being written.
-        sequence: Only if it has this number; 0 for any.
-        seat: Where not 0, it becomes one that is being written from there, to be blanked first.
+        fd: Descriptor of the file.
+        arrays: Counters, index and links.
+        key: Key of the frame, or the name of a frame that is being written.
+        sequence: Remove it only if it has this number; 0 for any.
+        seat: If not 0, the row stays, as one being written from this seat, to be blanked first.
         out: Gets the row.
 
     Returns:
@@ -516,12 +516,12 @@ def withdraw(fd, arrays, key, sequence, seat, out):  # type: ignore[no-untyped-d
 
 @kept(nogil=True)
 def settle(fd, arrays, slot):  # type: ignore[no-untyped-def]
-    """Waits for changes that are under way, and sees all that came before.
+    """Wait for changes under way, so that all earlier writes are visible.
 
     Args:
-        fd: Of the file.
-        arrays: See above.
-        slot: Of a row that seems to be damaged: it must not be; -1 for none.
+        fd: Descriptor of the file.
+        arrays: Counters, index and links.
+        slot: Slot of a row that seems to be damaged, which is LOST if confirmed; -1 for none.
 
     Returns:
         0, BUSY or LOST.
@@ -537,7 +537,7 @@ def settle(fd, arrays, slot):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def audit(fd, arrays):  # type: ignore[no-untyped-def]
-    """Looks at every row, as who opens the table does; 0, BUSY or LOST."""
+    """Check every row, after the table is opened; 0, BUSY or LOST."""
     answer = _enter(fd, arrays)
     if answer < 0:
         return answer

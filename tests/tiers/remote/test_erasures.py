@@ -114,7 +114,7 @@ def test_an_engine_that_does_not_confirm_it_is_named() -> None:
     engine = FaultyBackend()
     a = cache(engine)
     engine.always["put"] = "error"
-    with pytest.raises(StoreError, match="did not confirm that other nodes are told"):
+    with pytest.raises(StoreError, match="did not confirm the erasure for other nodes"):
         a.forget(P)
     engine.release()
     a.close()
