@@ -68,8 +68,11 @@ hooks/test_identity.py::test_an_edit_after_attach_is_never_answered_with_what_wa
 hooks/test_identity_contents.py::test_an_edit_of_a_module_is_another_name
 hooks/test_identity_contents.py::test_what_a_value_holds_is_in_the_name
 hooks/test_identity_writes.py::test_a_counter_that_is_hung_on_later
+hooks/test_identity_writes.py::test_frequencies_of_an_encoding_by_length
 hooks/test_identity_writes.py::test_what_a_forward_counts_takes_no_reuse_away
 hooks/test_identity_writes.py::test_what_draws_by_itself_is_not_shared
+hooks/test_never_wrong.py::test_verify_passes
+tiers/test_disk_faults.py::test_F5_any_operation_may_fail
 """.split()
 ONE_IN = 4
 
@@ -159,6 +162,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes that tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
