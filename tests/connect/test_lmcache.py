@@ -517,7 +517,7 @@ def test_a_place_that_hangs_costs_its_deadline(
     assert client.lookup([key_of(1)]) == [False]
     target = torch.zeros(SHAPE, dtype=torch.bfloat16)
     assert client.load([key_of(1)], [object_of(target)]) == [False]
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 60.0
 
 
 def test_a_model_that_cannot_be_found_is_not_kept(
