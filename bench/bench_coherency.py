@@ -45,13 +45,13 @@ def test_an_open_with_and_without_it(tmp_path: Path) -> None:
     prompt = [1] * 24
     published(kv, prompt)
     store = kv.planner.store
-    logs: dict[int, ErasureLog] = store.erasure_logs
+    logs: dict[int, ErasureLog] = store.stack.erasure_logs
 
     def ask(some: dict[int, ErasureLog]) -> None:
-        store.erasure_logs = some
+        store.stack.erasure_logs = some
         kv.open(prompt).close()
 
-    found = rounds({"look": store.outdated, "call": lambda: None}, 20 * CALLS)
+    found = rounds({"look": store.stack.outdated, "call": lambda: None}, 20 * CALLS)
     found |= rounds({"open": lambda: ask(logs), "open without": lambda: ask({})}, CALLS // 20)
     for name, values in found.items():
         show(name, values)

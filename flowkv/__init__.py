@@ -125,7 +125,7 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     value = module if home == f"flowkv.{name}" else getattr(module, name)
     globals()[name] = value
-    if name == "KV":  # hooks lie above the cache, which therefore cannot import this door itself
+    if name == "KV":  # the cache must not import hooks, so this function is set from outside
         vars(module)["cache_door"] = _open_cache
     return value
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         step,
         store,
         swap,
+        tier_stack,
     )
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
@@ -50,8 +51,9 @@ if TYPE_CHECKING:
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
     from flowkv.cache.step import CURRENT, Step
-    from flowkv.cache.store import PageStore, PolicyPlace, Samples, Verdict, as_slots
+    from flowkv.cache.store import PageStore, Samples, Verdict
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
+    from flowkv.cache.tier_stack import PolicyPlace, TierStack, as_slots
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.command import read_prompts, write_replay_report

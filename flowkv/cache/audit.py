@@ -208,7 +208,7 @@ class Audit:
         store.bus.emit(Quarantined(tier=tier, key=key, reason=REASON))
         for block in doomed:
             if block is not None:
-                store.condemn(block)
+                store.quarantine(block)
         self._condemned(tier, verdict)
 
 
@@ -407,7 +407,7 @@ def _reason(
         left = len(tokens) - pages * size
         return f"the last {left} tokens fill no page, and no page in memory has more of them", None
     lossy = store.index.find(seq.key(0, pages))
-    if lossy is not None and lossy.somewhere and lossy.fidelity > store.fidelity:
+    if lossy is not None and lossy.somewhere and lossy.fidelity > store.stack.fidelity:
         codec = CODECS[lossy.fidelity]
         return f"what follows token {pages * size} is kept, but {codec} is too lossy here", None
     missing = _missing(restorer, seq, pages)

@@ -351,7 +351,7 @@ class Planner:
             CapacityError: They do not fit.
         """
         with self.guard:
-            if self.pending and not self.store.within_reach(counts):
+            if self.pending and self.store.lacking(counts):
                 self.settle()  # closed sequences wait for it with their pages
             self.store.require(counts)
             self.compactor.make_room(counts)
@@ -806,7 +806,7 @@ class Planner:
     def look_ahead(self) -> None:
         """Brings what is expected next, if anything is. Callers hold the KV lock."""
         due_ns = self._prefetches.due_ns if self._prefetches is not None else NEVER_NS
-        if self._prefetches is not None and due_ns < NEVER_NS and due_ns <= self.store.now_ns():
+        if self._prefetches is not None and due_ns < NEVER_NS:
             self._prefetches.edge()
 
     def undo(self, step: Advance) -> None:

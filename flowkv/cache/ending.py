@@ -86,20 +86,20 @@ class Ending:
 
     def begin(self, end_s: float) -> int:
         """Send what can be sent; returns pages that cannot be written, as they are not proven."""
-        kv, proven, self._lost = self.kv, True, self._store.lost
+        kv, proven, self._lost = self.kv, True, self._store.stack.lost
         with contextlib.suppress(Exception):
             proven = kv is None or self._prepare(kv, end_s)
         with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
             if held and _now_s() < end_s:
                 self._store.drain()
-        return 0 if proven else self._store.unproven
+        return 0 if proven else self._store.stack.unproven
 
     def write(self, end_s: float) -> int:
         """Wait until all is written, or it is time; returns pages that are not."""
         with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
             if held and _now_s() < end_s:
                 self._store.flush(end_s - _now_s(), _now_s)
-        return self._store.lost - self._lost + self._store.unsaved
+        return self._store.stack.lost - self._lost + self._store.unsaved
 
     def end(self) -> None:
         """Write down what a cache left that is gone, and release its tiers and its pools."""
@@ -107,11 +107,11 @@ class Ending:
             return
         with ExitStack() as last:  # what ending one of them raises does not keep the others
             last.callback(self.cancel)
-            for tier in self._store.tiers:
+            for tier in self._store.stack.tiers:
                 if self._given.isdisjoint((id(tier), id(getattr(tier, "inner", tier)))):
                     last.callback(tier.close)
-            last.callback(self._store.close_logs)
-            last.callback(self._store.mover.cancel)
+            last.callback(self._store.stack.close_logs)
+            last.callback(self._store.stack.mover.cancel)
             end_s = _now_s() + self.exit_s
             self.begin(end_s)
             _tell(self.write(end_s), self.exit_s)
@@ -130,7 +130,7 @@ class Ending:
 
     def _owning(self, directory: str) -> list[Any]:
         found = list[Any]()
-        for tier in self._store.tiers:
+        for tier in self._store.stack.tiers:
             disk: Any = tier
             with contextlib.suppress(OSError):
                 if hasattr(disk, "cede") and disk.writable:

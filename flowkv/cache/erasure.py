@@ -155,10 +155,10 @@ def _learn(store: PageStore, realm: Realm) -> dict[int, str]:
         Numbers of tiers that cannot say what they hold, and why.
     """
     unseen = {}
-    for number, tier in enumerate(store.tiers):
+    for number, tier in enumerate(store.stack.tiers):
         if problem := _survey(tier):
             unseen[number] = problem
-        store.learn(number, realm.holds)
+        store.stack.learn(number, realm.holds)
     return unseen
 
 
@@ -200,11 +200,11 @@ def _alone(store: PageStore) -> Iterator[dict[int, str]]:
     problems: dict[int, str] = {}
     with ExitStack() as held:
         # In the order of their names, so that no two wait for each other.
-        for number, log in sorted(store.erasure_logs.items(), key=lambda one: one[1].path):
+        for number, log in sorted(store.stack.erasure_logs.items(), key=lambda one: one[1].path):
             try:
                 held.enter_context(log.erasing())
             except StoreError as error:
-                problems[number] = f"{store.tiers[number].name}: {error.problem}"
+                problems[number] = f"{store.stack.tiers[number].name}: {error.problem}"
         yield problems
 
 
@@ -217,18 +217,18 @@ def _erase(
 ) -> int:
     """Erases blocks from everywhere, asks every tier whether that is so, and tells other caches."""
     keys = {block.key for block in doomed}
-    for number in range(len(store.tiers)):
+    for number in range(len(store.stack.tiers)):
         if problem := _erase_from(store, number, keys, meant):
             problems[number] = problem
     for block in doomed:
-        store.strike(block)
+        store.stack.unlist_all(block)
         store.forget(block)
-    for number, log in store.erasure_logs.items():
+    for number, log in store.stack.erasure_logs.items():
         try:
             if log.alone:
                 log.publish(*names, proven=number not in problems)
         except StoreError as error:
-            problems.setdefault(number, f"{store.tiers[number].name}: {error.problem}")
+            problems.setdefault(number, f"{store.stack.tiers[number].name}: {error.problem}")
     if problems:
         raise StoreError(
             f"{len(doomed)} blocks are forgotten, but not proven to be erased: "
@@ -242,22 +242,22 @@ def _erase_from(
     store: PageStore, number: int, keys: set[bytes], meant: Callable[[FrameInfo], bool]
 ) -> str:
     """Erases frames of one tier; why it cannot be proven that none is left, "" if it was."""
-    tier, gone = store.tiers[number], set(keys)
-    if any((moving := store.mover.on_the_way(key)) and moving.tier == number for key in keys):
+    tier, gone = store.stack.tiers[number], set(keys)
+    if any(store.stack.mover.on_the_way(key, number) for key in keys):
         return f"{tier.name} has not answered yet whether it stored some"
     for last in (False, False, True):
         if tier.writable:
             try:
                 tier.erase(list(gone))
             except StoreError as error:
-                if last or not store.mover.lanes[number].busy:
+                if last or not store.stack.mover.lanes[number].busy:
                     return f"{tier.name}: {error.problem}"
                 store.drain(_ERASING_S)  # some may just be read
                 continue
         if problem := _survey(tier):
             return problem
         left = {entry.key for entry in tier.scan() if entry.key in keys or meant(entry.info)}
-        if not left and (tier.writable or number not in store.erasure_logs):
+        if not left and (tier.writable or number not in store.stack.erasure_logs):
             return ""
         if not tier.writable:  # its owner, who may be storing some just now, hears of it
             count = len(left) or "perhaps some"
@@ -279,8 +279,8 @@ def hear(store: PageStore, seqs: Iterable[Sequence]) -> int:
     Returns:
         Blocks dropped.
     """
-    store.behind, dropped = False, 0
-    for number, log in store.erasure_logs.items():
+    store.stack.behind, dropped = False, 0
+    for number, log in store.stack.erasure_logs.items():
         if log.changed() and (erased := log.news()):
             dropped += _drop(store, number, erased)
             for seq in seqs:
@@ -297,7 +297,7 @@ def _drop(store: PageStore, number: int, erased: Erased) -> int:
     store.lose(list(doomed), number if erased.proven else -1)
     index.ghosts.bury({block.key for block in doomed})
     index.ghosts.bury_realm(lambda realm: covers(realm[1], realm[0]))
-    store.bus.emit(Forgotten(tier=store.tiers[number].name, blocks=len(doomed)))
+    store.bus.emit(Forgotten(tier=store.stack.tiers[number].name, blocks=len(doomed)))
     return len(doomed)
 
 

@@ -334,10 +334,10 @@ def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes] | None:
             page, store.forms[block.group].of(page).page_bytes
         )
         return store.describe(block), content.cpu().numpy().tobytes()
-    for number in range(len(store.tiers)):
-        holds = block.tiers >> number & 1 or store.source(block) == number
+    for number in range(len(store.stack.tiers)):
+        holds = block.tiers >> number & 1 or store.stack.locate(block) == number
         if holds and not block.gone:
-            found = store.read(block, number)
+            found = store.stack.load(block, number)
             if found is not None:
                 return found
     return None
@@ -391,7 +391,7 @@ def _take(
         with guard:
             if _place(store, header, body):
                 return "frames"
-            if not store.mover.storing():
+            if not store.stack.mover.storing():
                 return "no_room"
             store.drain(_BUSY_S)
     return "no_room"
@@ -401,12 +401,12 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
     """Makes a frame known; False if there is no room for it now."""
     info, block = header.info, store.index.find(header.key)
     if block is not None:
-        store.supersede(block)
+        store.stack.supersede(block)
     block = store.index.publish(header.key, info.parent, info.group, info.kind)
     block.tenant, block.namespace, block.fidelity = info.tenant, info.namespace, info.fidelity
     if info.kind != "page":
         block.tail = info.tokens
-        return store.save_state(block, info, bytes(body))
+        return store.stack.store_state(block, info, bytes(body))
     pool, layout = store.pool(info.group), store.forms[info.group].layouts[info.codec]
     for page in store.free(info.group, 1, info.codec):
         pool.page_bytes(page, layout.page_bytes).copy_(torch.frombuffer(body, dtype=torch.uint8))
@@ -414,16 +414,16 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
         store.insert([block])
         store.write_down(block)
         return True
-    numbers = [n for n, tier in enumerate(store.tiers) if tier.writable]
-    placed = any(store.admits(block, n) and store.save(block, n, info, body) for n in numbers)
-    store.settle(block)
+    stack, numbers = store.stack, range(len(store.stack.tiers))
+    placed = any(stack.admits(block, n) and stack.store(block, n, info, body) for n in numbers)
+    stack.settle(block)
     return placed
 
 
 def _readable(store: PageStore, header: Header, n_bytes: int) -> bool:
     """Whether a frame could be one of this cache's own."""
     info = header.info
-    if info.fidelity > store.fidelity:
+    if info.fidelity > store.stack.fidelity:
         return False
     if info.kind == "state":
         return info.layout == LAYOUT and header.body_bytes <= n_bytes
@@ -527,8 +527,9 @@ class Bundles:
             old = self.store.index.find(root)
             for block in [*self.store.index.children(root), *([old] if old else [])]:
                 self.store.forget(block)
-            writable = (n for n, tier in enumerate(self.store.tiers) if tier.writable)
-            number = self.store.lasting() if self.store.lasting() >= 0 else next(writable, -1)
+            writable = (n for n, tier in enumerate(self.store.stack.tiers) if tier.writable)
+            if (number := self.store.stack.lasting()) < 0:
+                number = next(writable, -1)
         saved = number >= 0 and all(
             self._save(number, self._part_key(table, i), root, body, STRIPE_BYTES)
             for i, body in enumerate(_parts(flat.values()))
@@ -547,9 +548,9 @@ class Bundles:
                 block.tenant, block.namespace = self.tenant, self.namespace
                 block.n_bytes, stripe_bytes = len(body), min(step, len(body))
                 info = block.info(BUNDLE_LAYOUT, tokens=0, stripe_bytes=stripe_bytes)
-                busy = not self.store.takes(number, len(body))
-                saved = self.store.save(block, number, info, memoryview(body))
-                self.store.settle(block)
+                busy = not self.store.stack.takes(number, len(body))
+                saved = self.store.stack.store(block, number, info, memoryview(body))
+                self.store.stack.settle(block)
                 if saved or not busy:
                     self.store.drain()
                     return saved
@@ -619,7 +620,7 @@ class Bundles:
 
     def _find(self, key: bytes, parent: bytes) -> Block:
         with self.guard:
-            self.store.discover(
+            self.store.stack.discover(
                 [key],
                 group=GROUP,
                 parent=parent,
@@ -633,18 +634,18 @@ class Bundles:
     def _load(self, pieces: list[_Piece]) -> bool:
         """Reads pieces, each from the nearest tier that gives it; False if one cannot be had."""
         with self.guard:
-            for number in range(len(self.store.tiers) if pieces else 0):
+            for number in range(len(self.store.stack.tiers) if pieces else 0):
                 here = [p for p in pieces if self._holds(p.block, number)]
                 wanted = [
                     Load(p.block.key, p.target, BUNDLE_LAYOUT, 0, p.first, p.stripes) for p in here
                 ]
-                answers, lent = self.store.mover.load([(number, one) for one in wanted])
+                answers, lent = self.store.stack.mover.load([(number, one) for one in wanted])
                 for piece, answer in zip(here, answers, strict=True):
                     if answer.outcome is Outcome.HIT:
-                        self.store.count_loaded(number, answer.n_bytes)
+                        self.store.stack.count_loaded(number, answer.n_bytes)
                         pieces = [left for left in pieces if left is not piece]
                     elif not piece.block.gone and piece.block.tiers >> number & 1:
-                        self.store.not_served(piece.block, number, answer)
+                        self.store.stack.not_served(piece.block, number, answer)
                 self.store.touch([p.block for p in here if not p.block.gone])
                 if lent:  # a late answer fills what nobody reads any more
                     return False  # it may still write there: no other tier's bytes would be safe
@@ -652,8 +653,8 @@ class Bundles:
 
     def _holds(self, block: Block, number: int) -> bool:
         if block.tiers >> number & 1:
-            return self.store.answers(number)
-        return self.store.source(block) == number
+            return self.store.stack.answers(number)
+        return self.store.stack.locate(block) == number
 
     # ---- names
 

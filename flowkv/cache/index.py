@@ -165,7 +165,7 @@ class Block:
         holds: Open sequences that use the device page.
         idle: Granules of its device page, while that can be had for another one; else 0.
         kept: Reasons, beside holds, for which no policy may take it from anywhere.
-        moving: Stores of it that are under way.
+        going: Bit i is set while a store of it to tier i of the stack is under way.
         pinned: `KV.pin` protects it.
         gone: The index no longer knows it; only open sequences still use its page.
         lease: What policies are told about how long it should stay, see `policy.Lease`.
@@ -190,7 +190,7 @@ class Block:
     holds: int = 0
     idle: int = 0
     kept: int = 0
-    moving: int = 0
+    going: int = 0
     pinned: bool = False
     gone: bool = False
     lease: str | Lease = ""

@@ -47,9 +47,10 @@ from flowkv.cache.stack import (
     store_report,
 )
 from flowkv.cache.step import Step, chosen, sparsify
-from flowkv.cache.store import PageStore, PolicyPlace, Verdict
+from flowkv.cache.store import PageStore, Verdict
 from flowkv.cache.swap import Snapshots
 from flowkv.cache.tail import Tails
+from flowkv.cache.tier_stack import PolicyPlace
 from flowkv.core import interrupts
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.compiling import now_s
@@ -375,7 +376,7 @@ class KV:
             )
         else:  # the old store must neither read nor write the tiers any more
             self.planner.store.flush(self.config.load_deadline_s)
-            self.planner.store.detach_tiers()
+            self.planner.store.stack.detach()
         link_pools(pools.values(), self._tiers)
         self._introduce(namespace)
         # The store must not hold the cache, which may go before its last pages are written.
@@ -404,7 +405,7 @@ class KV:
                 over=over,
                 prepare=prepare_exit,
             )
-            if store.tiers
+            if store.stack.tiers
             else None
         )
         self._lost = 0
@@ -427,7 +428,7 @@ class KV:
         self.auditor = Auditor(self.restorer, self._like, self.step, self._condemned)
         if self.config.record and not self._recordings:
             self.record(self.config.record)
-        store.check_room()
+        store.stack.check_room()
 
     def _check_policies(self) -> None:
         """Has a wrong option told now, and not when a model is attached."""
@@ -443,7 +444,7 @@ class KV:
 
     def _open_prefetches(self, store: PageStore) -> PrefetchManager | None:
         """What brings pages nearer before they are asked for; None without a tier, or if off."""
-        if not store.tiers or self.config.prefetch == "off":
+        if not store.stack.tiers or self.config.prefetch == "off":
             return None
         said, size = self.config.prefetch, store.geometry.page_size
         windows = [g.window if g.kind == "sliding" else None for g in store.geometry.groups]
@@ -608,7 +609,8 @@ class KV:
     def _agreed(self) -> Planner:
         """The planner, once all is dropped that other caches erased."""
         planner = self._bound()
-        if planner.store.outdated() and erasure.hear(planner.store, list(self._open.values())):
+        store = planner.store
+        if store.stack.outdated() and erasure.hear(store, list(self._open.values())):
             self._purge()
         return planner
 
@@ -669,7 +671,7 @@ class KV:
                 seq.prompted, seq.care = len(ids), make_care(session, lease, retain, seq.tenant)
                 self.visits.check(seq)
                 most = len(ids) - 1 if limit is None else min(limit, len(ids))
-                with planner.store.moment():
+                with planner.store.context.moment():
                     self._begin(seq, request)
                     if reuse and most > 0 and not self.private:
                         if wait:
@@ -1255,7 +1257,7 @@ class KV:
             StateError: No tier of the stack can be read by others.
         """
         store = self._bound().store
-        if store.lasting() < 0:
+        if store.stack.lasting() < 0:
             raise StateError(
                 "pages can be handed over through a tier that others read only",
                 'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
@@ -1440,7 +1442,7 @@ class KV:
                 return True
             store = self._agreed().store
             waiting, told = store.flush(timeout_s), self._lost
-            self._lost = store.lost
+            self._lost = store.stack.lost
             return not waiting and self._lost == told
 
     def stats(self) -> dict[str, Any]:
@@ -1530,13 +1532,13 @@ class KV:
                     last.callback(self._ending.cancel)
                 for trace in self._traces:
                     last.callback(trace.close)
-                for tier in self.planner.store.tiers if self.planner else self._tiers:
+                for tier in self.planner.store.stack.tiers if self.planner else self._tiers:
                     last.callback(tier.close)
                 if self.planner:
-                    last.callback(self.planner.store.close_logs)
+                    last.callback(self.planner.store.stack.close_logs)
                 last.callback(setattr, self, "closed", True)
                 if self.planner:
-                    last.callback(self.planner.store.mover.cancel)
+                    last.callback(self.planner.store.stack.mover.cancel)
                 last.callback(self._tell, learned.save)
                 for recording in self._recordings:
                     last.callback(recording.close)
@@ -1683,7 +1685,7 @@ def plan(
     """
     kv._alive()
     planner: Any = seqs[0].planner if seqs else kv._bound()
-    if planner.store.behind:  # a store found that others erased something
+    if planner.store.stack.behind:  # a store found that others erased something
         with kv.lock:
             kv._agreed()
     return Step(planner, seqs, np.asarray(counts, np.int64), last)

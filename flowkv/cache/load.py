@@ -18,7 +18,8 @@ from flowkv.cache.index import Block
 from flowkv.cache.mover import IOPriority, TransferRequest
 from flowkv.cache.pool import AT_ONCE_BYTES
 from flowkv.cache.sequence import Sequence
-from flowkv.cache.store import PageStore, ReadFrom
+from flowkv.cache.store import PageStore
+from flowkv.cache.tier_stack import ReadFrom
 from flowkv.core import compiling
 from flowkv.core.errors import NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, granule_of
@@ -155,8 +156,8 @@ class PageLoad:
             page = pool.page_bytes(self.page, layout.page_bytes)
             buffer = page[first * stride : (first + count) * stride]
         else:
-            lend = getattr(store.tiers[source.tier], "lend", None)
-            if lend is not None and not self.block.moving:  # else it is read from a store's memory
+            lend = getattr(store.stack.tiers[source.tier], "lend", None)
+            if lend is not None and not self.block.going:  # else it is read from a store's memory
                 lent = lend(self.block.key, first, count)
             if lent is not None and len(lent) == count * stride:
                 buffer = torch.from_numpy(lent)
@@ -168,7 +169,7 @@ class PageLoad:
         target = buffer.numpy().data
         if lent is not None:  # another copy of it may be under way: nothing may write there
             target = target.toreadonly()
-        load = Load(self.block.key, target, fingerprint, store.fidelity, *span)
+        load = Load(self.block.key, target, fingerprint, store.stack.fidelity, *span)
         return load, buffer, lent is not None
 
     def sources(self, first: int) -> Iterator[ReadFrom]:
@@ -177,7 +178,8 @@ class PageLoad:
         Args:
             first: Number of the tier that is asked before the others; -1 for the nearest.
         """
-        known: Iterable[ReadFrom] = self._store.sources(self.block) if not self.block.gone else ()
+        stack = self._store.stack
+        known: Iterable[ReadFrom] = stack.sources(self.block) if not self.block.gone else ()
         if first >= 0:
             known = sorted(known, key=lambda one: one.tier != first)
         for source in known:
@@ -220,7 +222,7 @@ class PageLoad:
             block.enter(source.tier, self.codec)
         self._pool.share(self.page)
         store.publish(block, self.page)
-        store.samples.came(block.key, store.tiers[source.tier].name)
+        store.samples.came(block.key, store.stack.tiers[source.tier].name)
         self._hold()
         if self._line is not None:
             self._line.blocks[self.group][self.page_no] = block
@@ -446,7 +448,7 @@ class PageLoader:
             self.begin(batch, [LayerSlice(one, 0, one.stripes) for one in loads], -1)
             while batch.left:
                 now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
-                self._store.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
+                self._store.stack.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
                 # Once more after the end: the tier may have given up by itself.
                 self.expire(now)
         finally:
@@ -505,7 +507,7 @@ class PageLoader:
                 source, block = trip.source, trip.piece.page_load.block
                 failed = TierAnswer(0, 0, block.key, Outcome.FAILED, "deadline passed")
                 waited = failed._replace(seconds=now - trip.asked_s)
-                self._store.not_served(block, source.tier, waited)
+                self._store.stack.not_served(block, source.tier, waited)
                 flight.lost = True
                 self._less(flight)
 
@@ -515,7 +517,7 @@ class PageLoader:
         for flight in mine:
             flight.called_off = True
         if mine:
-            self._store.mover.cancel(owner)
+            self._store.stack.mover.cancel(owner)
 
     def _parts(self, piece: LayerSlice) -> Iterator[LayerSlice]:
         """What is to be asked for, cut where others who want the page have it, or asked for it."""
@@ -583,7 +585,7 @@ class PageLoader:
         if is_lent and lent is not None and flight.priority is IOPriority.DEMAND:
             lent.setdefault(source.tier, []).append((trip, load))
             return load.target.nbytes
-        trip.request = self._store.mover.ask(
+        trip.request = self._store.stack.mover.ask(
             source.tier, load, partial(self._answered, trip), flight.owner, flight.priority
         )
         trip.joined = trip.request is not None and trip.request.leader is not None
@@ -597,7 +599,7 @@ class PageLoader:
             n_bytes += one[1].target.nbytes
             if n_bytes >= AT_ONCE_BYTES or number == len(those):
                 trips = [trip for trip, _ in part]
-                request = self._store.mover.ask_all(
+                request = self._store.stack.mover.ask_all(
                     tier,
                     [load for _, load in part],
                     partial(self._answered_together, trips),
@@ -620,7 +622,7 @@ class PageLoader:
 
     def _allow(self, flight: LoadBatch) -> None:
         """Says when a flight is overdue: what else its tiers owe comes first."""
-        lanes, now = self._store.mover.lanes, compiling.now_s()
+        lanes, now = self._store.stack.mover.lanes, compiling.now_s()
         for tier in {trip.source.tier for trip in flight.trips}:
             owed = lanes[tier].schedule.flying_bytes + lanes[tier].schedule.queued_bytes
             flight.end_s = max(flight.end_s, now + lanes[tier].patience_s(owed))
@@ -636,7 +638,7 @@ class PageLoader:
                 if trip.joined:
                     flight.joined[trip.source.tier] += answer.n_bytes
                 else:
-                    store.count_loaded(trip.source.tier, answer.n_bytes)
+                    store.stack.count_loaded(trip.source.tier, answer.n_bytes)
                 flight.n_bytes[trip.source.tier] += answer.n_bytes
                 if trip.buffer is not None:
                     fidelity = answer.info.fidelity
@@ -673,7 +675,7 @@ class PageLoader:
         known = not page_load.block.gone and (source.last or answer.reason != "layout")
         unasked = answer.reason in ("cancelled", "busy")
         if known and not unasked:
-            self._store.not_served(page_load.block, source.tier, answer)
+            self._store.stack.not_served(page_load.block, source.tier, answer)
         flight.refused |= answer.reason == "busy"
         again = flight.priority is IOPriority.DEMAND or not unasked
         if again and page_load.wanted and not page_load.held and not flight.called_off:
@@ -685,8 +687,8 @@ class PageLoader:
     def _abandon(self, trip: _Trip) -> None:
         trip.given_up = True
         trip.flight.trips.pop(trip)
-        page_load = trip.piece.page_load
-        if trip.request is None or not self._store.mover.give_up(trip.source.tier, trip.request):
+        page_load, mover = trip.piece.page_load, self._store.stack.mover
+        if trip.request is None or not mover.give_up(trip.source.tier, trip.request):
             page_load.flying.remove(trip.piece)
             page_load.let_go()
 
@@ -703,7 +705,7 @@ def ways(store: PageStore, loads: Iterable[PageLoad]) -> list[dict[int, int]]:
     found = []
     for one in loads:
         codecs: dict[int, int] = {}
-        for source in store.sources(one.block):
+        for source in store.stack.sources(one.block):
             codecs.setdefault(source.tier, source.codec)
         found.append(codecs)
     return found

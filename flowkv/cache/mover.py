@@ -38,7 +38,7 @@ from flowkv.tiers.frame import BadFrame, wanted
 #   them, or pages could never leave a busy device. Only demands earn it a place before a demand.
 # - A frame is loaded once, whoever asks for it meanwhile, and stored once.
 
-Done = Callable[[TierAnswer], None]
+Done = Callable[[TierAnswer], object]
 SHARE = 8
 """Of so many bytes, one is write-back's, however much is demanded."""
 
@@ -103,7 +103,7 @@ class TransferRequest:
     def __init__(
         self,
         item: Load | Store,
-        done: Callable[[TierAnswer], None],
+        done: Done,
         priority: IOPriority,
         owner: object = None,
         mark: CopyMark | None = None,
@@ -835,10 +835,10 @@ class Mover:
         """Stores that are not answered yet."""
         return self._storing
 
-    def on_the_way(self, key: bytes) -> OnTheWay | None:
-        """A frame that is being stored, to be read from memory meanwhile."""
-        found = self._bodies.get(key)
-        return found[0] if found else None
+    def on_the_way(self, key: bytes, tier: int = -1) -> OnTheWay | None:
+        """Return a frame that is being stored in a tier (-1: in any), to be read from memory."""
+        found = self._bodies.get(key, ())
+        return next((one for one in found if tier in (-1, one.tier)), None)
 
     def retract(self, keys: Collection[bytes]) -> None:
         """Stores of these keys are not wanted any more; what was sent is read from no more."""
@@ -870,31 +870,20 @@ class Mover:
 
     # ---- loads
 
-    def load(
-        self, wanted: Sequence[tuple[int, Load]], late: Callable[[int], None] = lambda index: None
-    ) -> tuple[list[TierAnswer], set[int]]:
+    def load(self, wanted: Sequence[tuple[int, Load]]) -> tuple[list[TierAnswer], set[int]]:
         """Reads frames of any tiers, all at once, and waits for all of them.
 
         Args:
             wanted: Numbers of tiers, what to read of each, and where to.
-            late: Called with the index of a load once a tier answers it after the deadline; until
-                then its target must be left alone.
 
         Returns:
             One answer for each, and those whose target is lent to a tier that is overdue (they are
             answered as `FAILED` here).
         """
         answers, lent = dict[int, TierAnswer](), set[int]()
-
-        def answered(index: int, answer: TierAnswer) -> None:
-            if index in answers:
-                late(index)
-            else:
-                answers[index] = answer
-
         requests, n_bytes = list[TransferRequest | None](), Counter[int]()
         for index, (tier, item) in enumerate(wanted):
-            requests.append(self.ask(tier, item, partial(answered, index)))
+            requests.append(self.ask(tier, item, partial(answers.setdefault, index)))
             n_bytes[tier] += item.target.nbytes
         started = compiling.now_s()
         ends = {tier: started + self.lanes[tier].patience_s(n) for tier, n in n_bytes.items()}

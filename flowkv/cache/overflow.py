@@ -289,14 +289,14 @@ class Overflow:
                 f"overflow=True and {min(odd)!r} layers",
                 "Leave overflow out: full, sliding and latent layers alone go on past their pool",
             )
-        if not any(map(self._serves, range(len(store.tiers)))):
+        if not any(map(self._serves, range(len(store.stack.tiers)))):
             raise ConfigError(
                 "overflow=True without a place that pages can go to",
                 'Give host memory of its own, as host="8GiB", or a disk that it may write to',
             )
 
     def _serves(self, number: int) -> bool:
-        tier = self.store.tiers[number]
+        tier = self.store.stack.tiers[number]
         # Of what others write too, nobody knows how it is encoded until it has come.
         return tier.writable and not tier.shared and tier.kind in ("host", "disk")
 
@@ -402,7 +402,7 @@ class Overflow:
         seq.away -= 1
         self.away -= 1
         self.store.unkeep(block)
-        self.store.settle(block)
+        self.store.stack.settle(block)
         if not self.away:  # what came through stages stays no longer than who needed it
             self._stages.clear()
 
@@ -446,7 +446,7 @@ class Overflow:
 
     def _is_there(self, block: Block) -> bool:
         number = self.source(block)
-        return number >= 0 and self.store.tiers[number].contains([block.key])[0]
+        return number >= 0 and self.store.stack.tiers[number].contains([block.key])[0]
 
     # ---- and are attended below it
 
@@ -504,8 +504,8 @@ class Overflow:
 
     def _open(self) -> list[int]:
         """Numbers of the tiers that can be read from now, nearest first."""
-        numbers = range(len(self.store.tiers))
-        return [n for n in numbers if self._serves(n) and self.store.answers(n)]
+        numbers = range(len(self.store.stack.tiers))
+        return [n for n in numbers if self._serves(n) and self.store.stack.answers(n)]
 
     def source(self, block: Block, among: Iterable[int] | None = None) -> int:
         """Number of the nearest of some tiers (default: all) that holds a page; -1 if none does."""
@@ -541,7 +541,7 @@ class Overflow:
         with self._guard:
             self._load(stage, tile, range(len(tile.name)), place, self._open())
             stage.name = name
-            self.store.mover.wait(self._tiers(stage), 0.0)
+            self.store.stack.mover.wait(self._tiers(stage), 0.0)
         return stage
 
     def _load(
@@ -551,7 +551,7 @@ class Overflow:
         group = tile.blocks[0].group
         forms, loads = self.store.forms[group], dict[int, tuple[list[int], list[Load]]]()
         sizes = {codec: self.stripe_bytes(group, codec) for codec in forms.layouts}
-        view, layouts, fidelity = stage.view, forms.fingerprints, self.store.fidelity
+        view, layouts, fidelity = stage.view, forms.fingerprints, self.store.stack.fidelity
         try:
             for at in places:
                 block, page = tile.name[at]
@@ -570,7 +570,7 @@ class Overflow:
                 items.append(load)
             for number, (numbers, items) in loads.items():
                 done = partial(stage.answered, stage.answers, numbers)
-                request = self.store.mover.ask_all(number, items, done, stage)
+                request = self.store.stack.mover.ask_all(number, items, done, stage)
                 stage.requests.append((number, request))
         except BaseException:  # nobody knows what was asked: that comes to what it has no more
             stage.renew()
@@ -584,7 +584,7 @@ class Overflow:
         """Returns once no tier writes to a stage any more; one that is overdue keeps its memory."""
         if not stage.pending:
             return
-        mover, started_s = self.store.mover, compiling.now_s()
+        mover, started_s = self.store.stack.mover, compiling.now_s()
         limit_s = max(mover.lanes[n].patience_s(one.n_bytes) for n, one in stage.requests)
         while stage.pending:
             with self._guard:
@@ -598,7 +598,7 @@ class Overflow:
                 rest(waiting, _PAUSE_S)
 
     def _give_up(self, stage: Stage) -> None:
-        mover, lent = self.store.mover, False
+        mover, lent = self.store.stack.mover, False
         late = [(number, one) for number, one in stage.requests if not one.ended]
         for number, request in late:
             lent |= mover.give_up(number, request)
@@ -630,7 +630,7 @@ class Overflow:
                 stage.name = ()
                 self._again(stage, tile, missing, place, tried)
             for number, n_bytes in stage.read_bytes().items():
-                self.store.count_loaded(number, n_bytes)
+                self.store.stack.count_loaded(number, n_bytes)
                 self.read_bytes += n_bytes
             fidelities = (one.info.fidelity for one in stage.answers.values() if one.info)
             stage.fidelity = max(fidelities, default=0)
@@ -651,7 +651,7 @@ class Overflow:
             answer, number, block = stage.answers.pop(at, None), stage.sources[at], tile.blocks[at]
             gone = number < 0
             if answer is not None and not gone:
-                self.store.not_served(block, number, answer)
+                self.store.stack.not_served(block, number, answer)
                 tried.setdefault(at, set()).add(number)
             if not gone:
                 among = [n for n in self._open() if n not in tried.get(at, ())]

@@ -493,10 +493,11 @@ class Forms:
         ladder: When a page is encoded, and how.
         layouts: By codec index, least lossy first; raw is always among them.
         fingerprints: Those of the layouts, which take time to compute.
+        whole: A prompt needs all of its pages.
     """
 
     def __init__(self, group: LayerGroup, page_size: int, config: Config) -> None:
-        self._group, self._page_size = group, page_size
+        self._group, self._page_size, self.whole = group, page_size, group.window is None
         possible = [codec for codec in CODECS if self._possible(codec, config)]
         self.ladder: Ladder = make_ladder(
             config.codec,

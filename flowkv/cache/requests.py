@@ -18,7 +18,8 @@ from flowkv.cache.index import Block
 from flowkv.cache.load import Allocate, LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.mover import IOPriority
 from flowkv.cache.sequence import NO_CARE, Guard, Sequence
-from flowkv.cache.store import PageStore, as_slots
+from flowkv.cache.store import PageStore
+from flowkv.cache.tier_stack import as_slots
 from flowkv.core import compiling
 from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT
@@ -90,7 +91,7 @@ class Prefetch:
     def cancel(self) -> None:
         """Calls off what is on its way and nobody else waits for. Safe to call again."""
         with self._guard:
-            self._store.mover.cancel(self)
+            self._store.stack.mover.cancel(self)
             self._store.drain()
 
     def wait(self, timeout_s: float = 10.0) -> bool:
@@ -113,7 +114,7 @@ class Prefetch:
             n_bytes = batch.n_bytes[tier]
             self.arrived += 1
             store.prefetched_unused.add(block, tier, n_bytes)
-            name = store.tiers[tier].name
+            name = store.stack.tiers[tier].name
             store.bus.emit(Promoted(source=name, tier="device", pages=1, n_bytes=n_bytes))
         self._told(block, bool(batch.pages))
 
@@ -174,7 +175,7 @@ class DevicePrefetcher:
         self._arrived, self._failed, self._dropped = list[int](), list[int](), list[int]()
         self._tip, self.due_ns = -1, NEVER_NS
         if self._learns:
-            self.due_ns = store.now_ns()
+            self.due_ns = store.context.now_ns()
 
     # ---- what it asks
 
@@ -191,8 +192,9 @@ class DevicePrefetcher:
     def _size(self, block: Block | None) -> int:
         if block is None:
             return 1
-        number = self._store.source(block) if block.page < 0 else -1
-        return self._store.size(block, number)
+        store = self._store
+        there = block.page >= 0
+        return store.size(block) if there else store.stack.size(block, store.stack.locate(block))
 
     def missing(self, tip: int) -> tuple[int, Slots]:
         """The deepest ancestor of `tip` that is on the device, or -1, and what lies between.
@@ -215,17 +217,17 @@ class DevicePrefetcher:
         anchor = block.slot if block is not None and block.page >= 0 else -1
         slots, open_tiers = [], dict[int, bool]()
         for one in reversed(path.values()):
-            number = self._store.source(one)
+            number = self._store.stack.locate(one)
             if number not in open_tiers:
                 open_tiers[number] = number >= 0 and self._gives(number)
-            if not open_tiers[number] or one.fidelity > self._store.fidelity:
+            if not open_tiers[number] or one.fidelity > self._store.stack.fidelity:
                 break
             slots.append(one.slot)
         return anchor, as_slots(slots)
 
     def _gives(self, number: int) -> bool:
-        lane = self._store.mover.lanes[number]
-        return self._store.answers(number) and lane.guard.allows(lane.clock_ns())
+        lane = self._store.stack.mover.lanes[number]
+        return self._store.stack.answers(number) and lane.guard.allows(lane.clock_ns())
 
     # ---- what it is told
 
@@ -253,7 +255,7 @@ class DevicePrefetcher:
             block = self._store.index.at(int(known[-1]))
             number = block.nearest
             if number >= 0:
-                self.prefetcher.rates = self._store.mover.lanes[number].loads
+                self.prefetcher.rates = self._store.stack.mover.lanes[number].loads
             self.prefetcher.hint(now_ns, known, eta_ns, sigma)
             self._plan_ahead(now_ns)
 
@@ -286,7 +288,7 @@ class DevicePrefetcher:
         """What became of a page that was on its way."""
         (self._arrived if arrived else self._failed).append(block.slot)
         if self._queued and self._store.index.get(block.slot) is not None:
-            self.due_ns = min(self.due_ns, self._store.now_ns() + self._period_ns // _SOON)
+            self.due_ns = min(self.due_ns, self._store.context.now_ns() + self._period_ns // _SOON)
 
     def _known(self, group: int, slots: Slots) -> Slots:
         """The blocks of a chain that lie somewhere, up to the first gap if all are needed."""
@@ -328,7 +330,7 @@ class DevicePrefetcher:
 
     def _bound(self) -> None:
         """Lets no more be on its way than what the fastest tier gives in a period."""
-        rates = (lane.loads.bytes_per_s for lane in self._store.mover.lanes)
+        rates = (lane.loads.bytes_per_s for lane in self._store.stack.mover.lanes)
         flying = round(max(rates, default=0.0) * self._config.period_s)
         flying = min(max(flying, _LEAST_FLYING), _MOST_FLYING)
         most = min(flying, self._config.flying_bytes)
@@ -411,7 +413,7 @@ class PrefetchManager:
 
     def edge(self) -> None:
         """Looks ahead if that is due. Ask only while `due_ns` is not `NEVER_NS`."""
-        now = self._store.now_ns()
+        now = self._store.context.now_ns()
         if now < self.due_ns:
             return
         for device in self._devices.values():
@@ -431,7 +433,7 @@ class PrefetchManager:
 
     def enqueue(self, request: int, chains: Items[Slots]) -> Prefetch:
         """A request waits that will use these chains; what comes for it is what is returned."""
-        now = self._store.now_ns()
+        now = self._store.context.now_ns()
         handle = Prefetch(self._store, self._loader, self._guard, self._told)
         for group, slots in enumerate(chains):
             self._groups[group].enqueue(now, request + group, group, slots, handle)
@@ -453,7 +455,7 @@ class PrefetchManager:
 
     def unused(self, block: Block) -> None:
         """A page that was prefetched left its device unused."""
-        self._groups[block.group].left(self._store.now_ns(), block)
+        self._groups[block.group].left(self._store.context.now_ns(), block)
 
     def dropped(self, slots: Items[int]) -> None:
         """Slots that name nothing any more."""
@@ -513,8 +515,8 @@ class RequestTracker:
             request: Its number, if it was enqueued.
         """
         seq.request = self.number() if request < 0 else request
-        now, tokens = self.store.now_ns(), seq.known
-        tenant, pages = self.store.tenant(seq.tenant), seq.known // self.page_size
+        now, tokens = self.store.context.now_ns(), seq.known
+        tenant, pages = self.store.context.tenant(seq.tenant), seq.known // self.page_size
         seq.arrived_ns = now
         for g, slots in enumerate(self.chains(seq)):
             session = self._of(seq.care.session, g)
@@ -530,7 +532,7 @@ class RequestTracker:
         """A request ended; only what `begin` was told of has an end."""
         if seq.request < 0:
             return
-        now, output = self.store.now_ns(), max(0, seq.known - seq.prompted)
+        now, output = self.store.context.now_ns(), max(0, seq.known - seq.prompted)
         for g in range(len(self._windows)):
             for place in self.store.places:
                 place.policy.complete(now, seq.request + g, stop=seq.stop, output_tokens=output)
@@ -542,7 +544,7 @@ class RequestTracker:
 
     def abort(self, request: int) -> None:
         """A request that was enqueued, or began, will not go on."""
-        now = self.store.now_ns()
+        now = self.store.context.now_ns()
         for g in range(len(self._windows) if request >= 0 else 0):
             for place in self.store.places:
                 place.policy.abort(now, request + g)
@@ -551,7 +553,7 @@ class RequestTracker:
 
     def enqueue(self, seq: Sequence) -> int:
         """A request with these tokens waits to be served; returns its number."""
-        request, now = self.number(), self.store.now_ns()
+        request, now = self.number(), self.store.context.now_ns()
         for g, slots in enumerate(self.chains(seq)):
             for place in self.store.places:
                 place.policy.enqueue(now, request + g, slots)
@@ -596,7 +598,7 @@ class RequestTracker:
         if seq.care.lease:
             for place in self.store.places:
                 none = as_slots(())
-                place.policy.insert(self.store.now_ns(), none, none, lease=seq.care.lease)
+                place.policy.insert(self.store.context.now_ns(), none, none, lease=seq.care.lease)
 
     def _care(self, seq: Sequence) -> None:
         """What is known of the prompt already is kept as the request says from now on."""
@@ -613,14 +615,14 @@ class RequestTracker:
                     block.lease = lease
                     blocks.append(block)
             self.store.insert([block for block in blocks if block.page >= 0])
-            for number in range(len(self.store.tiers)):
-                self.store.insert([b for b in blocks if b.tiers >> number & 1], number)
+            for number in range(len(self.store.stack.tiers)):
+                self.store.stack.insert([b for b in blocks if b.tiers >> number & 1], number)
 
     # ---- hints
 
     def hint(self, chains: Iterable[Slots], eta_ns: int, sigma: float) -> int:
         """The next use of chains, one a group, is expected; returns slots of the longest."""
-        now, longest = self.store.now_ns(), 0
+        now, longest = self.store.context.now_ns(), 0
         for g, slots in enumerate(chains):
             if len(slots):
                 longest = max(longest, len(slots))

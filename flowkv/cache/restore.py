@@ -179,9 +179,9 @@ class PrefixMatcher:
         return page
 
     def _discover(self, seq: Sequence, group: int, first: int, limit: int) -> None:
-        if first < limit and self.store.watches:
+        if first < limit and self.store.stack.watches:
             keys = [seq.key(group, page) for page in range(first, limit)]
-            self.store.discover(
+            self.store.stack.discover(
                 keys,
                 group=group,
                 parent=seq.parent_key(group, first),
@@ -364,7 +364,7 @@ class PrefixMatcher:
         seconds = batch.ended_s - batch.started_s
         counted_s = compiling.measured_s(batch.started_s, batch.ended_s)
         for number in sorted({tier for tier, _ in batch.pages}):
-            name = self.store.tiers[number].name
+            name = self.store.stack.tiers[number].name
             count = max(n for (tier, _), n in batch.pages.items() if tier == number)
             total = sum(n for (tier, _), n in batch.pages.items() if tier == number)
             tokens, n_bytes = count * self.page_size, batch.n_bytes[number] - batch.joined[number]
@@ -379,7 +379,7 @@ class PrefixMatcher:
         for number, n_bytes in batch.n_bytes.items():
             own = n_bytes - batch.joined[number]
             if own and counted_s > 0:
-                self.gate.loaded(self.store.tiers[number].name, own, counted_s)
+                self.gate.loaded(self.store.stack.tiers[number].name, own, counted_s)
 
     def attach_resident(self, seq: Sequence, pages: int) -> None:
         """Attaches so many leading pages, all of which are on their device."""
@@ -404,9 +404,9 @@ class PrefixMatcher:
     def _worth(self, absent: list[Block], tokens: int) -> bool:
         n_bytes: dict[str, int] = {}
         for block in absent:
-            number = self.store.source(block)
-            tier = self.store.tiers[number].name
-            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.body_bytes(block, number)
+            number = self.store.stack.locate(block)
+            tier = self.store.stack.tiers[number].name
+            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.stack.body_bytes(block, number)
         return not absent or self.gate.worth(n_bytes, tokens)
 
     def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:
@@ -484,7 +484,7 @@ class PrefixMatcher:
         def source(tier: int, chosen: list[int]) -> Source:
             n_bytes = sum(map(bytes_of, absent, chosen))
             usual = Counter(chosen).most_common(1)[0][0]
-            return Source(store.tiers[tier].name, CODECS[usual], n_bytes / cells)
+            return Source(store.stack.tiers[tier].name, CODECS[usual], n_bytes / cells)
 
         common = set.intersection(*(set(one) for one in codecs))
         if common:
@@ -626,7 +626,7 @@ class RestoreScheduler:
         known = restorer.match(seq, max(0, limit) // size)
         plan = self._look(seq, known, computable) if known else None
         pages = plan.pages if plan is not None else seq.length // size
-        behind = restorer.behind(seq, pages, limit) if self.store.tiers else []
+        behind = restorer.behind(seq, pages, limit) if self.store.stack.tiers else []
         if plan is None and behind:
             sources = restorer.sources(behind, ways(self.store, behind), size)
             plan = RestorePlan(pages, pages, pages, [{} for _ in seq.blocks], *sources)
@@ -821,9 +821,8 @@ class RestoreScheduler:
 
     def files(self) -> list[int]:
         """What can be polled for the next answer of a tier; empty if that cannot be polled for."""
-        numbers = self.flights.busy()
-        tiers = [self.store.tiers[number] for number in numbers if number < len(self.store.tiers)]
-        return files(tiers)
+        tiers = self.store.stack.tiers
+        return files([tiers[number] for number in self.flights.busy() if number < len(tiers)])
 
     def _arrived(self, flight: LoadBatch) -> None:
         op = flight.op
@@ -848,7 +847,7 @@ class RestoreScheduler:
             self.costs.loaded(request, op.source, round(n_bytes / source.cell_bytes), counted_s)
             if len(flight.n_bytes) == 1:
                 (number,) = flight.n_bytes
-                self.gate.loaded(self.store.tiers[number].name, n_bytes, counted_s)
+                self.gate.loaded(self.store.stack.tiers[number].name, n_bytes, counted_s)
         self.tell_span(request, flight.tier, op.tokens, op.layers, (begun_s, seconds), n_bytes)
 
     def tell_span(
@@ -1177,7 +1176,7 @@ class Tally:
         loaded, total = len(came) * unit, self._n_bytes.total()
         bus = self._restores.bus
         for number, n_bytes in self._n_bytes.items():
-            name = self._restores.store.tiers[number].name
+            name = self._restores.store.stack.tiers[number].name
             tokens = loaded * n_bytes // total if total else 0
             bus.emit(Hit(tier=name, tokens=tokens, n_bytes=n_bytes, tenant=self._seq.owner))
             seconds = self._seconds[number]

@@ -428,7 +428,7 @@ class Publisher:
                     self._on_non_finite(g, page_no)
                     break
                 if block is not None:
-                    store.supersede(block)
+                    store.stack.supersede(block)
                 above = keys[page_no - 1] if page_no else ROOT
                 block = store.index.publish(keys[page_no], above, g)
                 block.tenant, block.namespace = seq.tenant, seq.namespace

@@ -17,7 +17,8 @@ import xxhash
 from flowkv.cache.pinned import CudaStreams, open_copies
 from flowkv.cache.pool import PagePool, make_forms
 from flowkv.cache.sequence import Tables
-from flowkv.cache.store import PageStore, PolicyPlace
+from flowkv.cache.store import PageStore
+from flowkv.cache.tier_stack import PolicyPlace, TierStack
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
@@ -186,19 +187,18 @@ BREAKER = ("closed", "half-open", "open")
 """States of a breaker: everything is let through, or one operation that finds out, or nothing."""
 
 
-def breaker(store: PageStore, number: int) -> str:
+def breaker(stack: TierStack, number: int) -> str:
     """State of a tier's breaker: its own, if it has one, or else whether it may be asked now."""
-    tier: Tier = store.tiers[number]
-    own = getattr(tier, "state", None)
+    own = getattr(stack.tiers[number], "state", None)
     told = str(getattr(own, "value", ""))
     if told in BREAKER:
         return told
-    return "closed" if store.answers(number) else "open"
+    return "closed" if stack.answers(number) else "open"
 
 
-def tier_levels(store: PageStore, number: int) -> Iterator[Level]:
+def tier_levels(stack: TierStack, number: int) -> Iterator[Level]:
     """Levels and counts of a tier, in time that does not depend on how much it holds."""
-    told, labels = tier_report(store, number), MappingProxyType({"tier": store.tiers[number].name})
+    told, labels = tier_report(stack, number), MappingProxyType({"tier": stack.tiers[number].name})
     told |= {f"prefetch_{name}": value for name, value in told["prefetch"].items()}
     for name, level in _LEVELS.items():
         yield Level(level, told[name], labels)
@@ -227,9 +227,9 @@ _LEVELS = {
 """What of `tier_report` is a level, and under which name."""
 
 
-def tier_report(store: PageStore, number: int) -> dict[str, Any]:
+def tier_report(stack: TierStack, number: int) -> dict[str, Any]:
     """Plain numbers about a tier, in time that does not depend on how much it holds."""
-    tier, lane = store.tiers[number], store.mover.lanes[number]
+    tier, lane = stack.tiers[number], stack.mover.lanes[number]
     early = lane.guard.saved_bytes, lane.guard.wasted_bytes
     report = {
         "kind": tier.kind,
@@ -237,8 +237,8 @@ def tier_report(store: PageStore, number: int) -> dict[str, Any]:
         "writable": tier.writable,
         "used_bytes": max(tier.used_bytes() - reserved_bytes(tier), 0),
         "capacity_bytes": tier.capacity_bytes,
-        "answers": store.answers(number),
-        "breaker": breaker(store, number),
+        "answers": stack.answers(number),
+        "breaker": breaker(stack, number),
         "trips": getattr(tier, "trips", 0),
         "queued_bytes": lane.schedule.queued_bytes,
         "in_flight_bytes": lane.schedule.flying_bytes,
@@ -252,7 +252,7 @@ def tier_report(store: PageStore, number: int) -> dict[str, Any]:
         },
     }
     for counted in ("loaded_bytes", "stored_bytes", "refused", "dropped", "unpaid"):
-        report[counted] = getattr(store, counted)[tier.name]
+        report[counted] = getattr(stack, counted)[tier.name]
     for way, rates in (("load", lane.loads), ("store", lane.stores)):
         report[f"{way}_bytes_per_s"] = rates.bytes_per_s
         report[f"{way}_latency_s"] = rates.latency_s
@@ -275,8 +275,8 @@ def store_levels(store: PageStore) -> Iterator[Level]:
         yield Level("device_used_bytes", pool.used_bytes(), labels)
         yield Level("device_capacity_bytes", pool.capacity_bytes(), labels)
         yield Level("device_fragmentation", pool.fragmentation(), labels)
-    for number in range(len(store.tiers)):
-        yield from tier_levels(store, number)
+    for number in range(len(store.stack.tiers)):
+        yield from tier_levels(store.stack, number)
 
 
 def store_report(
@@ -307,9 +307,9 @@ def store_report(
     counts = ("share", "audited", "mismatches", "skipped", "worst")
     report["audit"] = {name: getattr(store.samples, name) for name in counts}
     report["audit"]["waiting"] = len(store.samples)
-    for number, tier in enumerate(store.tiers if tiers else ()):
+    for number, tier in enumerate(store.stack.tiers if tiers else ()):
         blocks = sum(block.tiers >> number & 1 for block in store.index)
-        report["tiers"][tier.name] = tier_report(store, number) | {"blocks": blocks}
+        report["tiers"][tier.name] = tier_report(store.stack, number) | {"blocks": blocks}
     return report
 
 

@@ -419,10 +419,10 @@ class Snapshots:
             return False
         parent, key = seq.parent_key(0, pages), self._key(seq, pages, length)
         known = self.store.index.find(key)
-        if known is not None and known.fidelity <= self.store.fidelity:
+        if known is not None and known.fidelity <= self.store.stack.fidelity:
             return True
         if known is not None:
-            self.store.supersede(known)
+            self.store.stack.supersede(known)
         try:
             self.planner.thaw_tail(seq)
         except CapacityError:
@@ -436,7 +436,7 @@ class Snapshots:
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
         info = block.info(LAYOUT, tokens=block.tail, stripe_bytes=GRANULE_BYTES)
-        saved = self.store.save_state(block, info, body)
+        saved = self.store.stack.store_state(block, info, body)
         self.store.drain()
         return saved
 
@@ -532,9 +532,9 @@ class Snapshots:
 
     def _load(self, block: Block) -> tuple[dict[str, Any] | None, str]:
         """What a state holds, and the name of the tier that gave it."""
-        for number, tier in enumerate(self.store.tiers):
+        for number, tier in enumerate(self.store.stack.tiers):
             if block.tiers >> number & 1:
-                found = self.store.read(block, number)
+                found = self.store.stack.load(block, number)
                 if found is not None:
                     block.fidelity = found[0].fidelity  # copies, and who wrote them, may differ
                     try:

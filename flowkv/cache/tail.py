@@ -155,7 +155,7 @@ class Tails:
         That one is computed again when the same prompt comes again.
         """
         store, end = self.store, min(seq.length, seq.known)
-        number = store.lasting() if store.writes_back else -1
+        number = store.stack.lasting() if store.stack.writes_back else -1
         # On a GPU a forward over a few tokens takes as long as over one: that is not worth a write.
         elsewhere = any(pool.device.type != "cpu" for pool in store.pools.values())
         if number < 0 or elsewhere or not self.allowed(seq):
@@ -168,7 +168,7 @@ class Tails:
             if stop > end or few or known or self._hidden(seq, page_no):
                 continue
             above = seq.blocks[0][page_no - 1] if page_no else None
-            if above is None or store.worth_saving(above, number):
+            if above is None or store.stack.worth_storing(above, number):
                 for g in range(len(seq.blocks)):
                     self._save(seq, g, page_no, count, number)
 
@@ -178,10 +178,10 @@ class Tails:
         tokens, above = seq.tokens[first : first + count].copy(), seq.parent_key(group, page_no)
         key = seq.chains[group].page(above, tokens, within(seq.salts, first, count))
         known = store.index.find(key)
-        if page < 0 or page >> CODEC_SHIFT or (known and known.fidelity <= store.fidelity):
+        if page < 0 or page >> CODEC_SHIFT or (known and known.fidelity <= store.stack.fidelity):
             return
         if known is not None:
-            store.supersede(known)
+            store.stack.supersede(known)
         body = torch.zeros(layout.page_bytes, dtype=torch.uint8, device="cpu")
         old, new = store.views(group, page, count), store.layers(body, group, count)
         for source, target in zip(old, new, strict=True):
@@ -194,13 +194,13 @@ class Tails:
             tokens=count,
             stripe_bytes=layout.stripe_stride_bytes,
         )
-        store.save_tail(block, number, info, body.numpy().data)
+        store.stack.store_tail(block, number, info, body.numpy().data)
 
     def stored(self, seq: Sequence, page_no: int, stop: int) -> list[Block]:
         """The longest tail that tiers have of a prompt's tokens `[page_no * P, stop)`, by group."""
         first = page_no * self.page_size
         above = seq.parent_key(0, page_no)
-        for count in self.store.index.tails(above, stop - first) if self.store.tiers else ():
+        for count in self.store.index.tails(above, stop - first) if self.store.stack.tiers else ():
             tokens, salts = seq.tokens[first : first + count], within(seq.salts, first, count)
             found = [
                 self.store.find(names.page(seq.parent_key(g, page_no), tokens, salts))

@@ -1,8 +1,8 @@
 """The `flowkv` command: demo, generate, inspect, scrub, doctor, sim, bench.
 
 Results go to standard output, everything else to standard error; `--json` prints exactly one JSON
-value. Exit status: 0 done, 1 the answer is bad news (tokens differ, frames are damaged, a target is
-missed) or something unexpected, 2 wrong use or input, 130 interrupted.
+value. Exit status: 0 done, 1 a negative result (tokens differ, frames are damaged, a target is
+missed) or an unexpected error, 2 wrong use or input, 130 interrupted.
 """
 
 from flowkv.cli.command import main

@@ -1,4 +1,4 @@
-"""`python -m flowkv.cli` is `flowkv`."""
+"""Run the `flowkv` command as `python -m flowkv.cli`."""
 
 import sys
 

@@ -10,18 +10,18 @@ from typing import Any, NoReturn
 from flowkv.report.screen import Screen
 
 Run = Callable[[argparse.Namespace, Screen], tuple[int, Any]]
-"""What a verb does: (arguments, where people read) -> (exit status, result of `--json`)."""
+"""Function of a verb: (arguments, screen) -> (exit status, result of `--json`)."""
 
 AddVerb = Callable[[str, Run, str], "Parser"]
-"""Adds a verb: (name, what it does, help text)."""
+"""Function that adds a verb: (name, function of the verb, help text)."""
 
 
 class Misused(Exception):
-    """The arguments are wrong.
+    """Error of wrong arguments.
 
     Args:
         usage: The usage of the verb.
-        problem: What is wrong.
+        problem: The problem with the arguments.
     """
 
     def __init__(self, usage: str, problem: str) -> None:
@@ -30,22 +30,22 @@ class Misused(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises `Misused` where others exit."""
+    """Argument parser that raises `Misused` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what is wrong; called by `argparse`."""
+        """Raise `Misused` with a message; called by `argparse`."""
         raise Misused(self.format_usage(), message)
 
     def option(self, flag: str, metavar: str, about: str, **more: Any) -> None:
-        """Adds an option that takes a value; `more` as of `add_argument`."""
+        """Add an option with a value; `more` as of `add_argument`."""
         self.add_argument(flag, metavar=metavar, help=about, **more)
 
 
 def adder(verbs: Any) -> AddVerb:
-    """What adds verbs with the options that all of them take.
+    """Return a function that adds verbs with their common options.
 
     Args:
-        verbs: What `add_subparsers` gave.
+        verbs: Result of `add_subparsers`.
     """
 
     def verb(name: str, run: Run, text: str) -> Parser:
@@ -60,10 +60,10 @@ def adder(verbs: Any) -> AddVerb:
 
 
 def count(text: str) -> int:
-    """Type of an argument: a count of 1 or more.
+    """Parse an argument as a count of 1 or more.
 
     Raises:
-        ArgumentTypeError: If it is none.
+        ArgumentTypeError: The text is no such count.
     """
     value = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= value <= 1 << 24:
@@ -72,10 +72,10 @@ def count(text: str) -> int:
 
 
 def names(text: str) -> list[str]:
-    """Type of an argument: names with commas between them.
+    """Parse an argument as names with commas between them.
 
     Raises:
-        ArgumentTypeError: If there is none.
+        ArgumentTypeError: The text has no name.
     """
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
@@ -84,7 +84,7 @@ def names(text: str) -> list[str]:
 
 
 def model_arguments(parser: Parser, *, required: bool) -> None:
-    """Adds what says which model, and where it is computed."""
+    """Add the options that choose a model, its dtype and its device."""
     about = "folder or Hugging Face id of a causal language model, or smollm2"
     about += "" if required else "; default a tiny one that comes with FlowKV"
     dtypes = ("float32", "bfloat16", "float16")
@@ -95,6 +95,6 @@ def model_arguments(parser: Parser, *, required: bool) -> None:
 
 
 def trace_argument(parser: Parser) -> None:
-    """Adds what has a trace written."""
+    """Add the option that writes a trace."""
     about = "write a Chrome trace of what was computed and loaded when, for Perfetto"
     parser.option("--trace", "FILE", about, type=Path)

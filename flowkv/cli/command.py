@@ -1,4 +1,4 @@
-"""The `flowkv` command: parsing, JSON, warnings, what becomes of errors, and every verb."""
+"""The `flowkv` command: parsing, JSON, warnings, error handling, and every verb."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REPORT = "flowkv-report.html"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `flowkv`; returns its exit status.
+    """Run `flowkv`, and return its exit status.
 
     Args:
         arguments: Words behind `flowkv`; default those of the process.
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status and never raises for a reason outside itself.
+    """Run a command and return its exit status; raise nothing for errors of the command itself.
 
     Args:
-        parser: Of its arguments; each verb says in `run` what it does.
+        parser: Parser of its arguments; each verb sets its function as `run`.
         arguments: Words behind the command; default those of the process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -73,7 +73,7 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _terminated)
     try:
         given = parser.parse_args(words)
-        # Whatever a library prints belongs to standard error: standard output is the result.
+        # Output of libraries belongs to standard error: standard output is the result.
         result_stream = sys.stdout
         with contextlib.ExitStack() as stack:
             if as_json:
@@ -93,7 +93,7 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has seen enough, as in `flowkv inspect DIR | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `flowkv inspect DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -117,7 +117,7 @@ def _complain(as_json: bool, text: str, *, usage: str = "", status: int = 2) -> 
 
 
 def _print_json(result: Any, stream: Any) -> None:
-    try:  # msgspec writes NaN as null, which JSON knows
+    try:  # msgspec writes NaN as null, which is valid JSON
         text = msgspec.json.encode(result, enc_hook=str).decode()
         text.encode(getattr(stream, "encoding", None) or "utf-8")
     except UnicodeEncodeError:  # as \uXXXX, which every stream takes
@@ -128,7 +128,7 @@ def _print_json(result: Any, stream: Any) -> None:
 
 @contextlib.contextmanager
 def _plain_warnings(debug: bool) -> Iterator[None]:
-    """Shows FlowKV's own warnings as sentences, and others only to those who debug."""
+    """Show FlowKV's own warnings as sentences, and all other warnings only with `--debug`."""
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if debug or category is UserWarning:
@@ -173,7 +173,7 @@ def _add_demo(verb: AddVerb) -> None:
 _AMOUNTS = {
     "turns": (4, 3, "the conversation"),
     "rows": (3, 2, "the batch"),
-    "repeats": (3, 1, "what is timed"),
+    "repeats": (3, 1, "each measurement"),
     "max_new_tokens": (24, 40, "an answer"),
 }
 
@@ -188,7 +188,7 @@ def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             setattr(given, name, amounts[bool(given.model)])
     if given.turns < 2:
         raise ConfigError("a conversation of one turn has no past", "Give --turns 2 or more")
-    load_config(disk=given.store or None)  # better before a model is loaded than after it
+    load_config(disk=given.store or None)  # checks the place before a model is loaded
     report = given.report or Path(REPORT)
     try:
         check_installed()
@@ -214,7 +214,7 @@ def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     return (0 if summary.tokens_identical else 1), summary
 
 
-# `flowkv generate`: prompts of a file, answered with a store on disk.
+# `flowkv generate`: answers prompts of a file with a store on disk.
 
 
 def _add_generate(verb: AddVerb) -> None:
@@ -270,17 +270,17 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
 
 def read_prompts(name: str) -> list[str]:
-    r"""Prompts of a file: one per line, or JSON lines with {"prompt": "..."}.
+    r"""Return the prompts of a file: one per line, or JSON lines with {"prompt": "..."}.
 
-    Lines end with "\n" or "\r\n", and with nothing else that Unicode takes for an end; a byte order
-    mark before the first one is left out.
+    Lines end with "\n" or "\r\n", not with any other line end of Unicode; a byte order mark before
+    the first one is left out.
 
     Args:
-        name: The file; "-" for standard input. It is read as JSON lines if it ends in ".jsonl", or
-            if its first line is a JSON object.
+        name: The file; "-" for standard input. The file is read as JSON lines if its name ends in
+            ".jsonl", or if its first line is a JSON object.
 
     Raises:
-        ConfigError: It cannot be read, holds no prompt, or a line is malformed.
+        ConfigError: The file cannot be read, has no prompt, or a line is malformed.
     """
     every = enumerate(_text(name).replace("\r\n", "\n").split("\n"), 1)
     lines = [(number, line) for number, line in every if line.strip()]
@@ -328,7 +328,7 @@ def _prompt(name: str, number: int, line: str) -> str:
     return prompt
 
 
-# `flowkv inspect` and `flowkv scrub`: what lies in the directory of a disk tier.
+# `flowkv inspect` and `flowkv scrub`: show, check and repair the directory of a disk tier.
 
 
 def _add_stores(verb: AddVerb) -> None:
@@ -341,13 +341,13 @@ def _add_stores(verb: AddVerb) -> None:
         "--drop",
         metavar="NAMESPACE",
         help="erase the frames of one model: the first digits of its namespace, its name, or"
-        " 'unknown' for all that no model in use has named; nobody may have the store open",
+        " 'unknown' for all that no model in use has named; no process may have the store open",
     )
     change.add_argument(
         "--repair",
         action="store_true",
-        help="drop damaged frames, find those that a damaged journal lost, and write it anew;"
-        " nobody may have the store open",
+        help="drop damaged frames, find those that a damaged journal lost, and write it again;"
+        " no process may have the store open",
     )
     check.option("--config", "FILE", "has the secret of encrypted frames, as TOML", type=Path)
 
@@ -362,7 +362,7 @@ def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     rows.append(["all frames", f"{found.frames:,}", format_size(found.bytes)])
     screen.table(["", "frames", "bytes"], rows, title=f"Store {given.directory.absolute()}")
     full = f"{format_size(found.disk_bytes)} of {format_size(found.capacity_bytes)}"
-    owner = "in use by a process" if found.owned else "in use by nobody"
+    owner = "in use by a process" if found.owned else "not in use"
     screen.say(f"Format {found.format}, {full} on disk, {owner}.")
     for frames, what in ((found.encrypted, "encrypted"), (found.compressed, "compressed")):
         if frames:
@@ -382,7 +382,7 @@ def _rows(shares: dict[str, FrameShare]) -> list[list[str]]:
 
 
 def _namespaces(found: Inspection | ScrubReport) -> list[list[str]]:
-    """A row for each namespace: what `--drop` takes, and the model, if any said its name."""
+    """Return a row for each namespace: its digits for `--drop`, and the model's name if known."""
     names, shares = found.names, found.namespaces
     return _rows({f"namespace {d[:16]} ({names.get(d, 'unknown')})": s for d, s in shares.items()})
 
@@ -439,7 +439,7 @@ def _keyring(path: Path | None) -> Keyring | None:
     return Keyring(config.secret_bytes) if wanted else None
 
 
-# `flowkv sim replay` and `sweep`: traces of requests, through policies.
+# `flowkv sim replay` and `sweep`: replay traces of requests through policies.
 
 SIZES = ("0.5%", "1%", "2%", "5%", "10%", "30%")
 POLICIES = ("lru", "auto", "opt")
@@ -455,7 +455,7 @@ def _add_replays(verb: AddVerb) -> None:
     many.add_argument("traces", nargs="+", metavar="TRACE", help=TRACE)
     several = f"names of the catalogue; default {','.join(POLICIES)}, with --tiers all but opt"
     room = "room, as shares of the trace's different blocks; default"
-    sure = "the application says when each conversation goes on, off by a factor whose logarithm"
+    sure = "the application predicts when each conversation goes on, with an error whose logarithm"
     for parser in (one, many):
         parser.option("--policy", "A,B", several, type=names)
         about = f"{room} {','.join(SIZES).replace('%', '%%')}"
@@ -482,10 +482,10 @@ def _add_replays(verb: AddVerb) -> None:
 
 
 def load_trace(text: str) -> Trace:
-    """A trace from the name of a file, or of a generator: "agents", "agents:seed=3,requests=99".
+    """Load the trace of a file, or generate one: "agents", "agents:seed=3,requests=99".
 
     Raises:
-        ConfigError: If it is neither.
+        ConfigError: The text is neither a file nor a generator.
     """
     from flowkv.sim import generate, read_trace
     from flowkv.sim.generate import KINDS
@@ -516,7 +516,7 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     stacks = [[] if tiers == ["none"] else tiers for tiers in given.tiers] or [[]]
     policies = given.policy or [name for name in POLICIES if name != "opt" or not any(stacks)]
     for name in policies:
-        make_policy(name)  # better refused now than after the first replays
+        make_policy(name)  # refuses wrong names before the first replay
     if given.html is not None:
         if not given.html.absolute().parent.is_dir():
             raise ConfigError(f"there is no directory for {given.html}", "Make it first")
@@ -555,7 +555,7 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         footer = f"FlowKV {flowkv.__version__}, Python {platform.python_version()}."
         write_replay_report(given.html.absolute(), results, footer=footer)
         screen.say(f"Report: {given.html.absolute()}")
-    # For scripts: the policy by its name alone, and what it was told beside it.
+    # For scripts: the policy by its name alone, with its hints in fields of their own.
     names = [result.policy.partition("+")[0] for result in results]
     return 0, [
         {**result.row(), "policy": name, **(_UNTOLD if name == "opt" else told)}
@@ -563,7 +563,7 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     ]
 
 
-_UNTOLD = {"hints": None, "queue_s": 0.0, "prefetch": False}  # the bound needs to be told nothing
+_UNTOLD = {"hints": None, "queue_s": 0.0, "prefetch": False}  # the bound needs no hints
 
 
 def _results(
@@ -575,20 +575,20 @@ def _results(
     *,
     named: bool,
 ) -> list[Result]:
-    """Replays a trace with all policies at all sizes, with progress on standard error.
+    """Replay a trace with all policies at all sizes, with progress on standard error.
 
     Args:
         given: The arguments.
-        trace: What to replay.
+        trace: The trace.
         tiers: The places below the first.
-        policies: Their names.
-        told: What policies are told.
-        named: Results say which tiers they are of.
+        policies: Names of policies.
+        told: Hints, queue and prefetch options of the policies.
+        named: Name the tiers in the results.
     """
     from flowkv.sim.replay import share_of, sweep
 
     shares = {size: share_of(size) for size in given.sizes}
-    hardware = given.hardware or ("h100" if named else None)  # times are there to be compared
+    hardware = given.hardware or ("h100" if named else None)  # tiers are compared by times
     common: dict[str, Any] = {"hardware": hardware, "model": given.model}
     if tiers:
         common |= {"tiers": tiers, "codec": given.codec}
@@ -643,7 +643,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Columns and lines of what a model of the hardware adds."""
+    """Return columns and rows of the times and prices that a hardware model adds."""
     places = _places(results)
     columns = ["policy", "size", *(f"from {name[10:]}" for name in places)]
     columns += ["TTFT ms, mean", "p99", "without", "$/Mtok"]
@@ -664,32 +664,32 @@ def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
 
 
 def _places(results: Sequence[Result]) -> list[str]:
-    """Fields with the share of each place in the hits."""
+    """Return the names of fields with the share of each place in the hits."""
     found = dict.fromkeys(name for result in results for name in result.extra)
     return [name for name in found if name.startswith("hit_ratio_")]
 
 
-# Replays as one HTML file: hit ratio, closure and times against size, and the tables.
+# Report of replays in one HTML file: hit ratio, closure and times by size, and tables.
 
 BOUND = "opt"
 BASE = "lru"
 
 
 def write_replay_report(path: Path, rows: Sequence[Result], *, footer: str = "") -> Path:
-    """Writes the report and returns its path.
+    """Write the report, and return its path.
 
     Args:
         path: The HTML file.
-        rows: What was replayed, on one trace or several.
+        rows: Results of replays, on one trace or several.
         footer: Versions, machine, date.
 
     Raises:
-        ConfigError: If there are more policies than curves can be told apart.
+        ConfigError: There are more policies than distinguishable curves.
         OSError: The file cannot be written.
     """
     traces = list(dict.fromkeys(row.trace for row in rows))
     colours = {name: n for n, name in enumerate(dict.fromkeys(row.policy for row in rows))}
-    title = "What a policy keeps" if len(traces) > 1 else f"What a policy keeps of {traces[0]}"
+    title = "Replays of policies" if len(traces) > 1 else f"Replays of policies on {traces[0]}"
     sections: list[Section] = []
     for trace in traces:
         sections += _replay_sections(trace, [row for row in rows if row.trace == trace], colours)
@@ -703,7 +703,7 @@ def write_replay_report(path: Path, rows: Sequence[Result], *, footer: str = "")
 def _replay_sections(
     trace: str, rows: Sequence[Result], colours: Mapping[str, int]
 ) -> tuple[Section, Section]:
-    """Curves over sizes; and a table per figure: a policy a line, a size a column."""
+    """Return curves over sizes, and a table per figure with a row a policy and a column a size."""
     sizes = sorted({row.size for row in rows})
     at = {(row.policy, row.size): row.row() for row in rows}
     shown = sorted({row.policy for row in rows}, key=colours.__getitem__)
@@ -741,8 +741,8 @@ def _replay_sections(
         ("Prefix hit ratio, percent", "prefix_hit_ratio", 2, 100.0),
         *((f"Hits from {name[10:]}, percent of all blocks", name, 2, 100.0) for name in places),
         ("Mean time to the first token, ms", "ttft_ms_mean", 1, 1.0),
-        ("The same without any cache", "ttft_ms_mean_without", 1, 1.0),
-        ("What is saved of it, percent", "ttft_saved_ratio", 1, 100.0),
+        ("Mean time to the first token without a cache, ms", "ttft_ms_mean_without", 1, 1.0),
+        ("Saved time to the first token, percent", "ttft_saved_ratio", 1, 100.0),
         ("99th percentile of the time to the first token, ms", "ttft_ms_p99", 1, 1.0),
         *((f"GiB read from {n[10:]}", n.replace("hit_ratio", "read_gib"), 1, 1.0) for n in places),
         *((f"GiB of room in {n[10:]}", n.replace("hit_ratio", "room_gib"), 1, 1.0) for n in places),
@@ -767,7 +767,7 @@ def _rounded(value: float | None, unit: float, digits: int) -> str | None:
     return None if value is None else f"{unit * value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-# `flowkv sim characterise`: what a trace is like, before any policy.
+# `flowkv sim characterise`: statistics of a trace, without any policy.
 
 
 def _add_characterise(verb: AddVerb) -> None:
@@ -817,7 +817,7 @@ def _characterise(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     return 0, found
 
 
-# `flowkv sim record`: a trace of an engine in production, from its KV events.
+# `flowkv sim record`: records a trace of an engine in production, from its KV events.
 
 ENGINES = ("vllm", "sglang", "dynamo", "flowkv")
 

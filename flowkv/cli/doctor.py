@@ -1,6 +1,6 @@
-"""`flowkv doctor`: what this machine offers: versions, GPU, kernel interfaces, limits, room.
+"""`flowkv doctor`: examine this machine: versions, GPU, kernel interfaces, limits, free space.
 
-Nothing is changed and nothing is loaded that could fail: a probe that cannot answer says so.
+Nothing is changed and nothing is loaded that could fail: a probe that fails becomes a finding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 State = Literal["ok", "note", "warn", "bad"]
 
-EXTRAS = {  # extra -> (distribution, oldest version, what it is for)
+EXTRAS = {  # extra -> (distribution, oldest version, purpose)
     "hf": ("transformers", "5.17", "Hugging Face models"),
     "cli": ("rich", "13", "tables and progress bars"),
     "aead": ("cryptography", "47", "encrypted frames"),
@@ -55,21 +55,21 @@ _CORE = {  # distribution -> oldest version
     "xxhash": "3.5",
 }
 _ALIKE = {"mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
-"""Distributions that bring the same under another name."""
+"""Distributions with the same contents under another name."""
 _SHAPES = ((8, 32, 128), (8, 64, 128), (4, 32, 128), (8, 16, 128), (8, 32, 64), (2, 14, 64))
 """Key heads, query heads and head dimension of many decoders."""
 _IO_URING_SETUP = 425  # the same number on every architecture that Linux gained since 2019
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """Result of one probe.
 
     Attributes:
-        name: What.
-        state: "ok"; "note" if something optional is not there; "warn" if it costs speed or safety;
+        name: Name of the subject.
+        state: "ok"; "note" if something optional is missing; "warn" if that costs speed or safety;
             "bad" if FlowKV does not work without.
-        value: What was found.
-        advice: What to do, if anything.
+        value: Description of the result.
+        advice: Remedy, if one is needed.
         data: The same as plain values, for programs.
     """
 
@@ -81,10 +81,10 @@ class Finding(NamedTuple):
 
 
 def examine(directory: str | os.PathLike[str] = ".") -> list[Finding]:
-    """Looks at everything; takes as long as importing torch.
+    """Run all probes and return their findings; takes as long as importing torch.
 
     Args:
-        directory: Where a store would lie; it need not exist.
+        directory: Directory of a store, which need not exist.
     """
     found: list[Finding] = []
     probes: dict[str, Callable[[], Iterator[Finding]]] = {
@@ -111,14 +111,14 @@ def examine(directory: str | os.PathLike[str] = ".") -> list[Finding]:
 
 
 def version_of(distribution: str) -> str:
-    """Version of an installed distribution; "" if it is not installed."""
+    """Return the version of an installed distribution; "" if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
     return ""
 
 
 def older(version: str, oldest: str) -> bool:
-    """Whether a version such as "2.13.0+cpu" is older than "2.11"."""
+    """Return whether a version such as "2.13.0+cpu" is older than "2.11"."""
     return _numbers(version) < _numbers(oldest)
 
 
@@ -262,7 +262,7 @@ def _locked() -> Iterator[Finding]:
         yield Finding("locked memory", "ok", "unlimited", data={"bytes": None})
         return
     few = soft < 64 << 20
-    advice = "Registered I/O buffers want more: raise `ulimit -l`" if few else ""
+    advice = "Registered I/O buffers need more: raise `ulimit -l`" if few else ""
     text = f"up to {format_size(soft)}"
     yield Finding("locked memory", "note" if few else "ok", text, advice, {"bytes": soft})
 
@@ -335,7 +335,7 @@ _ALLOW_IO_URING = "Allow it in the container's seccomp profile and in kernel.io_
 
 
 def _probe_io_uring() -> int:
-    """Asks for a ring of one entry and gives it back; returns 0 or the error number."""
+    """Create and close a ring of one entry; return 0 or the error number."""
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
     ring = libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), ctypes.byref(parameters))
@@ -356,7 +356,7 @@ def _read(path: str) -> str:
 
 
 def add_verb(verb: AddVerb) -> None:
-    """Adds the verb."""
+    """Add the verb `doctor`."""
     doctor = verb("doctor", _doctor, "show what this machine offers")
     doctor.option("--store", "DIR", "look at its disk", type=Path, default=Path())
     doctor.add_argument(
@@ -367,7 +367,7 @@ def add_verb(verb: AddVerb) -> None:
 
 
 def compile_all() -> Finding:
-    """Uses once, in small caches of its own, what is compiled on its first use, and kept."""
+    """Compile code that is cached on disk, by running small caches of its own through each path."""
     from flowkv import KV, Geometry
     from flowkv.core.geometry import CODECS
     from flowkv.policy.warming import main as compile_policy
@@ -378,7 +378,7 @@ def compile_all() -> Finding:
         with tempfile.TemporaryDirectory() as folder:
             tiers = ["gpu:2MiB", f"disk:{folder}:64MiB"]
             with KV(shape, namespace="flowkv-doctor", tiers=tiers, codec=codec) as kv:
-                for prompt in (*range(40), 0):  # more than fits, and what was given up again
+                for prompt in (*range(40), 0):  # more than fits, and then an evicted one
                     _answer(kv, [prompt] * 200)
                 kv.flush()
     compile_policy("auto")
@@ -388,10 +388,10 @@ def compile_all() -> Finding:
 
 
 def _compile_for_gpu() -> None:
-    """Compile for the first GPU, if there is one, the shapes that most models have.
+    """Compile the kernels of the most frequent shapes for the first GPU, if there is one.
 
-    As many processes run at once as there are processors. `flowkv.attach` compiles what other
-    shapes need, beside the first calls.
+    As many processes run at once as there are processors. `flowkv.attach` compiles kernels of
+    other shapes beside the first calls.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Doors for engines: the keeper that all of them stand on, and a module for each engine."""
+"""Connectors of engines: the keeper that all of them use, and a module for each engine."""
 
 from __future__ import annotations
 

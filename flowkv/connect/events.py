@@ -1,10 +1,10 @@
-"""KV events: which blocks a cache has stored and removed, as engines publish them over ZeroMQ.
+"""KV events: blocks that a cache has stored and removed, as engines publish them over ZeroMQ.
 
 A message has three parts: a topic, a number that counts up (u64, big-endian), and msgpack of a
 batch, `[time, [event, ...], rank]`. Events are maps with a "type" (vLLM 0.32,
 `vllm/distributed/kv_events.py`) or arrays that begin with it (earlier vLLM, SGLang, Dynamo); both
-are read, maps are written. A publisher may answer requests for what was missed: a socket that is
-sent a number answers with all messages from there on that it still has, and ends with -1.
+are read, maps are written. A publisher may replay missed messages: a socket that is sent a number
+answers with all messages from that number on that it still has, and ends with -1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 Hash: TypeAlias = bytes | int
-"""How an engine names a block and all above it; of one publisher, never of two kinds."""
+"""An engine's name of a block and all above it; a publisher uses one of the two types."""
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -58,21 +58,21 @@ DEVICE = "GPU"
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
-    """Blocks of one chain, root to leaf, are there now.
+    """Blocks of one chain, root to leaf, were stored.
 
     Attributes:
         block_hashes: Their names.
         parent_block_hash: The block above the first; None if that is a root.
-        token_ids: Tokens of all of them.
-        block_size: Tokens of each.
+        token_ids: Tokens of all blocks.
+        block_size: Tokens of each block.
         lora_id: No longer used.
-        medium: Where: `DEVICE`, "CPU", "STORAGE"; None if that is not said.
+        medium: Medium of the blocks: `DEVICE`, "CPU", "STORAGE"; None if unknown.
         lora_name: Adapter.
-        extra_keys: What else tells each block from those of the same tokens: adapter, images, salt.
+        extra_keys: Further identity of each block beside its tokens: adapter, images, salt.
         group_idx: Layer group.
-        kv_cache_spec_kind: How the group attends.
+        kv_cache_spec_kind: Kind of attention of the group.
         kv_cache_spec_sliding_window: Its window in tokens.
-        session_id: Conversation that they were stored for.
+        session_id: Conversation that the blocks were stored for.
     """
 
     block_hashes: list[Hash]
@@ -90,7 +90,7 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):
-    """Blocks are not there any more; see `BlockStored`."""
+    """Blocks were removed; see `BlockStored`."""
 
     block_hashes: list[Hash]
     medium: str | None = None
@@ -98,7 +98,7 @@ class BlockRemoved(msgspec.Struct, tag=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """No block is there any more."""
+    """All blocks were removed."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -113,7 +113,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     Attributes:
         ts: Seconds since 1970.
         events: `KVEvent`s.
-        rank: Which of the engine's replicas of its data.
+        rank: Number of the engine's data-parallel replica.
     """
 
     ts: float
@@ -122,24 +122,24 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 MOST_S = 2.0**32
-"""Times are before the year 2106, so that nanoseconds fit into a recording."""
+"""Upper bound of times (year 2106), so that nanoseconds fit into a recording."""
 
 
 def encode(batch: EventBatch) -> bytes:
-    """The third part of a message."""
+    """Return a batch as the third part of a message."""
     return msgspec.msgpack.encode(batch)
 
 
 def decode(payload: bytes) -> EventBatch:
-    """The batch of a message; events of unknown kinds are left out.
+    """Return the batch in a message; events of unknown kinds are left out.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The payload is no batch of events.
     """
     try:
         batch = msgspec.msgpack.decode(payload, type=EventBatch)
         batch.events = [event for raw in batch.events if (event := _event(raw)) is not None]
-        if not 0 <= batch.ts < MOST_S:  # nor NaN
+        if not 0 <= batch.ts < MOST_S:  # refuses NaN, too
             raise ValueError(f"its time is {batch.ts}")
     except (*MALFORMED, TypeError) as error:
         raise ConfigError(
@@ -167,22 +167,22 @@ def _event(raw: Any) -> KVEvent | None:
     return event
 
 
-# Reading them.
+# Subscriptions.
 
 _NUMBER_BYTES = 8
 
 
 class EventSubscription:
-    """The events of a publisher from now on. For one thread.
+    """Subscription to the events of a publisher from now on. For one thread.
 
-    A gap in the numbers is asked for again where the publisher answers that. What stays unknown, or
-    is no batch of events, may have been anything, so it is handed out as an `AllBlocksCleared`, and
-    so is a new beginning.
+    Messages missing in the sequence are requested again if the publisher replays them. A message
+    that stays missing, or is no batch of events, may have removed any block, so it is replaced by
+    an `AllBlocksCleared`, and so is a restart of the publisher.
 
     Args:
         endpoint: "tcp://host:5557".
-        replay: Where missed messages are asked for; "" for nowhere.
-        topic: Only messages of topics that begin so.
+        replay: Address to request missed messages from; "" for none.
+        topic: Prefix of the topics to receive.
         patience_s: Longest wait for missed messages.
 
     Attributes:
@@ -190,7 +190,7 @@ class EventSubscription:
 
     Raises:
         MissingDependencyError: pyzmq is not installed.
-        ConfigError: The address is none.
+        ConfigError: The address is invalid.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class EventSubscription:
             ) from None
 
     def poll(self, timeout_s: float = 0.0) -> list[EventBatch]:
-        """Batches that have come, in their order; waits up to `timeout_s` for the first."""
+        """Return the batches received, in order; wait up to `timeout_s` for the first."""
         found: list[EventBatch] = []
         while self._socket.poll(0 if found else round(timeout_s * 1e3)):
             parts = self._socket.recv_multipart()
@@ -221,7 +221,7 @@ class EventSubscription:
         return found
 
     def close(self) -> None:
-        """Ends it; a second call does nothing."""
+        """Close the subscription; a second call does nothing."""
         self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
@@ -234,7 +234,7 @@ class EventSubscription:
         batch = self._read(payload)
         due, self._next = self._next, number + 1
         if due is None and self._replay:
-            due = 0  # what was said before we came
+            due = 0  # request messages from before the subscription
         if due is not None and number > due:
             missed = self._ask(due, number)
             yield from (self._read(missed[n]) for n in sorted(missed))
@@ -243,12 +243,12 @@ class EventSubscription:
             lost = 0
         if lost and due:
             self.lost += lost
-        if lost or (due is not None and number < due):  # unknown, or a publisher that begins anew
+        if lost or (due is not None and number < due):  # lost messages, or a publisher restart
             batch.events.insert(0, AllBlocksCleared())
         yield batch
 
     def _read(self, payload: bytes) -> EventBatch:
-        """The batch of a message; of what is none, that nothing is known any more."""
+        """Return the batch in a message, or an `AllBlocksCleared` if it is damaged."""
         try:
             return decode(payload)
         except ConfigError:
@@ -256,7 +256,7 @@ class EventSubscription:
             return EventBatch(time.time(), [AllBlocksCleared()])
 
     def _ask(self, first: int, last: int) -> dict[int, bytes]:
-        """Messages of the numbers from `first` to before `last` that the publisher still has."""
+        """Request messages from `first` to before `last`; return those the publisher still has."""
         found: dict[int, bytes] = {}
         if not self._replay:
             return found
@@ -284,32 +284,32 @@ def _zmq() -> Any:
     return zmq
 
 
-# Writing them: what a cache of FlowKV knows.
+# Publishing the blocks of a FlowKV cache.
 
 MOST_QUEUED = 1 << 16
 MOST_EVENTS = 1 << 10
-"""Of a batch."""
+"""Most events of a batch."""
 _TICK_S = 0.05
 
 
 class EventPublisher:
-    """Publishes which pages a cache knows, on the device or in a tier, until it is closed.
+    """Publisher of the pages in a cache's index, on the device or in a tier, until it is closed.
 
-    A page is stored when its tokens are known here, and removed when the cache forgets it: not
-    when it merely moves from tier to tier. Names of blocks are chain keys, so replicas of one model
-    name equal pages alike. Callers wait for nothing: a thread sends, in a twentieth of a second.
-    Token ids leave the process: bind to an address that only those see who may.
+    A page counts as stored once its tokens are known here, and as removed when the cache forgets
+    it; moves between tiers are no events. Names of blocks are chain keys, so replicas of one model
+    name equal pages alike. Callers never wait: a thread sends within a twentieth of a second.
+    Token ids leave the process: bind to an address that only trusted processes can reach.
 
     Args:
         kv: The cache.
         endpoint: "tcp://*:5557" binds; an address without a star or "ipc://" connects.
-        replay: Where to answer requests for messages that were missed; "" for nowhere.
-        topic: Of the messages.
-        kept: Messages kept for that.
+        replay: Address to replay missed messages at; "" for none.
+        topic: Topic of the messages.
+        kept: Most messages kept for replay.
 
     Attributes:
-        endpoint: Where it was bound: with the port, if that was 0.
-        replay: Likewise.
+        endpoint: Bound address, with the port that was chosen for port 0.
+        replay: Bound address of the replay socket, likewise.
 
     Raises:
         MissingDependencyError: pyzmq is not installed.
@@ -345,7 +345,7 @@ class EventPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what is left, and ends; a second call does nothing."""
+        """Send the remaining events and close; a second call does nothing."""
         with self._guard:
             if not self._open:
                 return
@@ -372,10 +372,10 @@ class EventPublisher:
         return socket, endpoint
 
     def _note(self, block: Block, there: bool) -> None:
-        """Called by the index, under the lock of the cache."""
+        """Queue a block that was stored or removed; the index calls this under the cache's lock."""
         if block.kind != "page" or block.tokens is None:
             return
-        if len(self._queue) >= MOST_QUEUED:  # nobody could say what is missing
+        if len(self._queue) >= MOST_QUEUED:  # too many: clear the receivers, and go on from here
             self._queue.clear()
             self._queue.append(None)
         self._queue.append((block, there))
@@ -387,7 +387,7 @@ class EventPublisher:
             if self._wake.wait(_TICK_S):
                 self._wake.clear()
                 if self._open:
-                    time.sleep(_TICK_S)  # what belongs together comes together
+                    time.sleep(_TICK_S)  # collect events that belong together
             while events := self._events():
                 payload = encode(EventBatch(time.time(), events, 0))
                 self._past.append((self._number, payload))
@@ -402,11 +402,11 @@ class EventPublisher:
 
     def _send(self, socket: Any, number: int, payload: bytes, *before: bytes) -> None:
         numbered = number.to_bytes(_NUMBER_BYTES, "big", signed=True)
-        with contextlib.suppress(self._zmq.ZMQError):  # whoever asked is gone
+        with contextlib.suppress(self._zmq.ZMQError):  # the receiver may be gone
             socket.send_multipart([*before, self._topic, numbered, payload])
 
     def _events(self) -> list[KVEvent]:
-        """The next events; pages that follow each other become one."""
+        """Return the next events; consecutive pages are merged into one event."""
         events: list[KVEvent] = []
         with contextlib.suppress(IndexError):
             while len(events) < MOST_EVENTS:
@@ -452,16 +452,16 @@ def _tokens(block: Block) -> list[int]:
     return [] if block.tokens is None else block.tokens.tolist()
 
 
-# Traces of them, for the simulator.
+# Recordings made of events, for the simulator.
 
 ANSWERING_S, CHUNK_S = 30.0, 2.0
 MOST_KNOWN = 1 << 20
 MOST_TOKENS = (1 << 31) - 1
-"""Of a prompt or answer in a recording."""
+"""Most tokens of a prompt or an answer in a recording."""
 
 
 class _Request:
-    """A request that may not be over."""
+    """Request that may not be over."""
 
     __slots__ = ("answered", "began_s", "chain", "last_s", "session")
 
@@ -471,12 +471,12 @@ class _Request:
 
 
 class Recorder:
-    """Writes what an engine was asked for as a recording, from the events of its device blocks.
+    """Writer of a recording of an engine's requests, from the events of its device blocks.
 
-    Events name no requests, so these are told from how blocks follow each other: a request is its
-    new blocks and all those above them. More blocks right below its last, within `CHUNK_S`, are the
-    next chunk of its prompt; a single one, within `ANSWERING_S`, is a block of its answer. What
-    cannot be seen: a request that needed no new block at all, and the tokens that fill none.
+    Events name no requests, so these are inferred from chains of blocks: a request is its new
+    blocks and all those above them. More blocks right below its last, within `CHUNK_S`, are the
+    next chunk of its prompt; a single one, within `ANSWERING_S`, is a block of its answer. Requests
+    without any new block, and tokens that fill no block, are not visible.
 
     Args:
         path: A new file; an old one is replaced. `flowkv.sim.read_trace` reads it.
@@ -492,12 +492,12 @@ class Recorder:
         self.path, self.requests = Path(path), 0
         self._writer: Writer | None = None
         self._above: dict[bytes, bytes | None] = {}
-        self._open: dict[bytes, _Request] = {}  # by their last block, silent for longest first
+        self._open: dict[bytes, _Request] = {}  # by their last block; the longest idle one first
         self._now_s, self._group = 0.0, 0
         self.path.touch()
 
     def feed(self, batches: Iterable[EventBatch]) -> None:
-        """Takes the next events."""
+        """Apply the next events, and write requests that are over."""
         for batch in batches:
             self._now_s = max(self._now_s, batch.ts)
             for event in batch.events:
@@ -515,7 +515,7 @@ class Recorder:
                 self._write(self._open.pop(first.chain[-1]))
 
     def close(self) -> None:
-        """Writes the rest; a second call does nothing."""
+        """Write the remaining requests and close the file; a second call does nothing."""
         while self._open:
             self._write(self._open.pop(next(iter(self._open))))
         if self._writer is not None:
@@ -535,7 +535,7 @@ class Recorder:
         parent = None if event.parent_block_hash is None else _name(event.parent_block_hash)
         names, above = [*map(_name, event.block_hashes)], parent
         for name in names:
-            self._above.pop(name, None)  # those stored last are forgotten last
+            self._above.pop(name, None)  # reinserted, so that the oldest block goes first
             self._above[name], above = above, name
         while len(self._above) > MOST_KNOWN:
             del self._above[next(iter(self._above))]
@@ -576,6 +576,6 @@ class Recorder:
 
 
 def _name(block: Hash) -> bytes:
-    """16 bytes for a block's hash."""
+    """Return 16 bytes for a block's hash."""
     raw = (block & (1 << 64) - 1).to_bytes(8, "little") if isinstance(block, int) else block
     return hashlib.blake2b(raw, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Names for an engine's bytes: its model by content, and all that decides what a frame holds."""
+"""Names for an engine's KV bytes: the model by content, and all settings that shape the bytes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from flowkv.core.keys import Namespace
 _READ_BYTES = 1 << 24
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _USES = ("config.json", "*quant*.json", "params.json", "*.py")
-"""What says how weights are used, beside them."""
+"""Files beside the weights that define how they are used."""
 
 
 def identify(
     model: str, made_by: Mapping[str, Any], weights: str = "", revision: str = ""
 ) -> tuple[bytes, bytes]:
-    """Names what an engine computes with a model.
+    """Return a name for an engine's KV bytes of a model.
 
     Args:
-        model: As the engine calls it: a path or a name.
-        made_by: Everything but weights and tokens that decides which bytes there are; for JSON.
-        weights: Names the weights; default `fingerprint(model)`.
-        revision: Of the model, where that says more.
+        model: The engine's name of the model: a path, or a name.
+        made_by: All settings but weights and tokens that the bytes depend on; serializable to JSON.
+        weights: Name of the weights; default `fingerprint(model)`.
+        revision: Revision of the model, if the weights alone do not identify it.
 
     Returns:
         A namespace of 32 bytes, and a layout of 16.
 
     Raises:
-        ConfigError: The weights have no name.
+        ConfigError: The weights cannot be identified.
     """
     geometry = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()
     namespace = Namespace(
@@ -49,15 +49,14 @@ def identify(
 
 
 def fingerprint(model: str, revision: str | None = None) -> str:
-    """Names a model by all bytes of its weights, configuration and code: hex.
+    """Return a digest over all bytes of a model's weights, configuration and code: hex.
 
     Args:
-        model: A directory, a file, or a name whose files lie in Hugging Face's cache.
-        revision: Which of those in the cache; without it there must be one alone.
+        model: A directory, a file, or a name with files in Hugging Face's cache.
+        revision: The revision in that cache; without it there must be only one.
 
     Raises:
-        ConfigError: They are not on this machine, or in several revisions, so nobody can say
-            which they are.
+        ConfigError: The files are not on this machine, or there in several revisions.
     """
     path = Path(model)
     if not path.exists():
@@ -65,7 +64,7 @@ def fingerprint(model: str, revision: str | None = None) -> str:
             from huggingface_hub import snapshot_download
 
             path = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        except Exception as error:  # of a library that may be anything
+        except Exception as error:  # the library documents no base class of its errors
             raise _nameless(model) from error
         if revision is None and len(list(path.parent.iterdir())) > 1:
             raise _nameless(model)
@@ -90,7 +89,7 @@ def fingerprint(model: str, revision: str | None = None) -> str:
 
 def _nameless(model: str) -> ConfigError:
     return ConfigError(
-        f"the weights of {model!r} cannot be found, or lie here in several revisions, and its name "
-        "alone does not say which they are",
-        'Give its path, or set "weights" to something that changes with them, such as a commit',
+        f"the weights of {model!r} cannot be found, or exist in several revisions, and the name "
+        "alone does not identify them",
+        'Pass its path, or set "weights" to a value that changes with them, such as a commit',
     )

@@ -1,9 +1,9 @@
 """FlowKV inside LMCache, by configuration: an L2 adapter, and a serde with FlowKV's codecs.
 
-`FlowKVL2Adapter` is a `plugin` adapter: what LMCache's server evicts to L2 is kept on the places of
-a `Keeper`, verified before LMCache sees it, and found again by later processes. The serde `flowkv`
-encodes K and V in INT8 or INT4 on the way to any L2 adapter. See docs/guides/lmcache.md. Importing
-this module imports LMCache and torch.
+`FlowKVL2Adapter` is a `plugin` adapter: objects that LMCache's server evicts to L2 are stored on
+the places of a `Keeper`, verified before LMCache reads them, and found again by later processes.
+The serde `flowkv` encodes K and V in INT8 or INT4 on the way to any L2 adapter. See
+docs/guides/lmcache.md. Importing this module imports LMCache and torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flowkv.residency.keeper import open_keeper
 from flowkv.tiers.base import UNBOUNDED, FrameInfo, Load, Outcome, Store, TierAnswer
 
 TESTED = "0.5"
-"""The version of LMCache that this door was tested with."""
+"""The version of LMCache that this connector was tested with."""
 
 try:
     from lmcache import __version__ as lmcache_version
@@ -51,8 +51,8 @@ try:
     from lmcache.v1.platform import create_event_notifier
 except ImportError as error:
     raise ConfigError(
-        f"LMCache is not here, or not as FlowKV knows it ({error})",
-        f"Install LMCache {TESTED}, or a FlowKV that knows yours",
+        f"LMCache is missing, or its interface is not the tested one ({error})",
+        f"Install LMCache {TESTED}, or a FlowKV version for yours",
     ) from error
 
 experimental(__name__, "LMCache changes the interfaces below it with its own releases")
@@ -70,16 +70,16 @@ if not lmcache_version.startswith(f"{TESTED}."):
 
 
 class _Transfer:
-    """A store or a load of LMCache's, as far as it was answered."""
+    """Store or load of LMCache's, with its answers so far."""
 
     def __init__(self, keys: Sequence[Any], names: list[bytes], *, loads: bool) -> None:
         self.keys, self.names, self.loads = keys, names, loads
         self.left, self.sizes = len(keys), dict[int, int]()
-        """Bytes of what was served, by its index."""
+        """Bytes of each object that was served, by its index."""
 
 
 class _Question(NamedTuple):
-    """A look-up that a remote tier has not answered yet."""
+    """Look-up that a remote tier has not answered yet."""
 
     task: int
     names: list[bytes]
@@ -87,26 +87,26 @@ class _Question(NamedTuple):
 
 
 class FlowKVL2Adapter(L2AdapterInterface):
-    """An L2 adapter of LMCache's over a keeper. Only the constructor, delete and close wait.
+    """L2 adapter of LMCache's over a keeper. Only the constructor, `delete` and `close` wait.
 
     Args:
         params: `adapter_params` of LMCache's configuration:
             places: "disk:/nvme/kv:200GiB", or several, fastest first.
-            models: Where the files of models lie, by the names that LMCache has for them; others
-                are looked for under their names, and what cannot be found is not kept.
-            weights: Names the weights instead: of all models, or by their names.
-            revision: Of the models, where that says more.
+            models: Paths of models, by LMCache's names of them. The name of any other model is its
+                path; objects of a model that cannot be found are not stored.
+            weights: Name of the weights in place of a digest: of all models, or by model name.
+            revision: Revision of the models, if the weights alone do not identify them.
             load_deadline_s: A load that takes longer is a miss.
-            lookup_deadline_s: A remote place that takes longer to say what it has, has nothing.
-            And what `open_keeper` takes: policy, quotas (by cache salt), durability, integrity,
+            lookup_deadline_s: A look-up in a remote place that takes longer is a miss.
+            And options of `open_keeper`: policy, quotas (by cache salt), durability, integrity,
             secret, lossless.
         l1_memory_desc: LMCache's.
 
     Attributes:
-        keeper: What lies where.
+        keeper: The keeper of the frames.
 
     Raises:
-        ConfigError: A parameter is missing or none.
+        ConfigError: A parameter is missing or invalid.
         StoreError: A place cannot be used.
     """
 
@@ -126,7 +126,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         self._load_deadline_s = float(options.pop("load_deadline_s", 5.0))
         self._lookup_deadline_s = float(options.pop("lookup_deadline_s", 1.0))
         self._secret = bytes.fromhex(options.get("secret", ""))
-        self._namespaces: dict[str, bytes | None] = {}  # None: being looked for, or without a name
+        self._namespaces: dict[str, bytes | None] = {}  # None: in search, or not identified
         for model in self._models:
             self._namespaces[model] = self._identify(model)
         self.keeper = open_keeper(*([places] if isinstance(places, str) else places), **options)
@@ -140,14 +140,14 @@ class FlowKVL2Adapter(L2AdapterInterface):
         self._questions: list[_Question] = []
         self._done: tuple[dict[int, Any], ...] = ({}, {}, {})  # stores, look-ups, loads
         self._locks: Counter[bytes] = Counter()
-        self._known: dict[bytes, _Known] = {}  # what LMCache was told of: key and size
+        self._known: dict[bytes, _Known] = {}  # objects that LMCache was notified of: key, size
         self._gone: SimpleQueue[bytes] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open = True
         self._thread = threading.Thread(target=self._run, name="flowkv lmcache", daemon=True)
         self._thread.start()
 
-    # ---- which bytes are meant
+    # ---- identity of the bytes
 
     def _identify(self, model: str) -> bytes:
         named = self._weights
@@ -157,7 +157,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         return identify(model, made_by, weights, self._revision)[0]
 
     def _namespace(self, model: str) -> bytes | None:
-        """Whose bytes; None while that is being found out, which may take long, or in vain."""
+        """Return a model's namespace; None while it is being computed, or if that failed."""
         if model not in self._namespaces:
             self._namespaces[model] = None
             threading.Thread(target=self._meet, args=(model,), daemon=True).start()
@@ -167,7 +167,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         try:
             self._namespaces[model] = self._identify(model)
         except ConfigError as error:
-            _log.warning("nothing of this model is kept: %s", error)
+            _log.warning("a model is not identified, and its objects are not stored: %s", error)
 
     def _name(self, key: Any) -> bytes | None:
         namespace = self._namespace(key.model_name)
@@ -184,7 +184,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
             codec=0,
             fidelity=0,
             layout=layout,
-            parent=ROOT,  # LMCache does not tell
+            parent=ROOT,  # LMCache does not pass it
             namespace=self._namespace(key.model_name) or ROOT,
             group=key.object_group_id,
             tokens=0,
@@ -192,22 +192,22 @@ class FlowKVL2Adapter(L2AdapterInterface):
             tenant=tenant_salt(salt, self._secret) if salt else ROOT,
         )
 
-    # ---- what LMCache asks
+    # ---- calls of LMCache
 
     def get_store_event_fd(self) -> int:
-        """Readable once stores are over."""
+        """Return a descriptor that is readable once stores are over."""
         return int(self._stored.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Readable once look-ups are over."""
+        """Return a descriptor that is readable once look-ups are over."""
         return int(self._looked_up.fileno())
 
     def get_load_event_fd(self) -> int:
-        """Readable once loads are over."""
+        """Return a descriptor that is readable once loads are over."""
         return int(self._loaded.fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Starts to store objects; they are LMCache's again once the task is over."""
+        """Start to store objects, which LMCache may reuse once the task is over."""
         names = [self._name(key) for key in keys]
         stores = [
             Store(name, self._info(key, body.nbytes, _layout(each)), body)
@@ -217,7 +217,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         return self._submit(keys, stores, self._caller.submit_store, loads=False)
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Starts to fill objects; what is not served may hold anything."""
+        """Start to fill objects; an object that is not served may have any contents."""
         names = [self._name(key) for key in keys]
         loads = [
             Load(name, _bytes(each), _layout(each))
@@ -236,7 +236,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         with self._lock:
             task = self._new_task()
             transfer = _Transfer(list(keys), [item.key for item in items], loads=loads)
-            if len(items) < len(keys) or not keys:  # of a model without a name, and so are all
+            if len(items) < len(keys) or not keys:  # their model is not identified
                 self._finish(task, transfer)
             else:
                 self._tasks[start(items)] = task
@@ -246,7 +246,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Starts to find out what is there, which then stays until it is unlocked."""
+        """Start a look-up of objects; found ones are held until they are unlocked."""
         names = [self._name(key) or b"" for key in keys]
         with self._lock:
             task = self._new_task()
@@ -259,35 +259,35 @@ class FlowKVL2Adapter(L2AdapterInterface):
             return task
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """What was looked up may go."""
+        """Release objects that were looked up."""
         with self._lock:
             self._unlock([self._name(key) or b"" for key in keys])
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """What became of stores since the last call."""
+        """Return the results of stores that ended since the last call."""
         with self._lock:
             done = dict(self._done[0])
             self._done[0].clear()
             return done
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """What is there, once; None while that is not known."""
+        """Return a bitmap of the objects found, once; None while the look-up is under way."""
         with self._lock:
             return self._done[1].pop(task_id, None)
 
     def query_load_result(self, task_id: int) -> Any:
-        """What was served, once; None while it is not over."""
+        """Return a bitmap of the objects served, once; None while the load is under way."""
         with self._lock:
             return self._done[2].pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
-        """Forgets objects."""
+        """Delete objects."""
         names = [name for key in keys if (name := self._name(key)) is not None]
         self._caller.delete(names)
         self._evicted(names)
 
     def get_usage(self) -> Any:
-        """Bytes in all places, those from before a restart among them; by salt, those since."""
+        """Return bytes in all places, with those from before a restart; by salt, bytes since."""
         usage, capacity = super().get_usage(), self._caller.capacity_bytes
         return dataclasses.replace(
             usage,
@@ -296,15 +296,15 @@ class FlowKVL2Adapter(L2AdapterInterface):
         )
 
     def report_status(self) -> dict[str, Any]:
-        """What the keeper reports."""
+        """Return the health of the adapter, and the keeper's report."""
         healthy = self.keeper.open and self._thread.is_alive()
         return {"is_healthy": healthy, **self.keeper.report()}
 
     def close(self) -> None:
-        """Ends what is under way and closes the places. Safe to call again."""
+        """End all transfers and close the places. Safe to call again."""
         if not self._open:
             return
-        self.keeper.close()  # answers all that it was asked
+        self.keeper.close()  # answers all requests
         self._open = False
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -313,14 +313,14 @@ class FlowKVL2Adapter(L2AdapterInterface):
             notifier.close()
         os.close(self._wake)
 
-    # ---- the thread that fans out
+    # ---- the thread that delivers answers
 
     def _run(self) -> None:
         ready = select.poll()
         for fd in (self._wake, self._caller.fileno()):
             ready.register(fd, select.POLLIN)
         more = True
-        while more or self._open:  # and once more, for what closing has answered
+        while more or self._open:  # and once more, for answers that closing has made
             more = self._open
             ready.poll(1000 * more * (_ASK_AGAIN_S if self._questions else _IDLE_S))
             with suppress(BlockingIOError):
@@ -331,7 +331,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
                     self._settle(answer, stored, served, over)
                 gone = self._news()
                 self._questions = [each for each in self._questions if not self._answer(each)]
-            try:  # of listeners that may be anybody's
+            try:  # listeners may be foreign code
                 if stored:
                     self._notify_keys_stored(*map(list, zip(*stored, strict=True)))
                 if served:
@@ -339,7 +339,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
                 if gone:
                     self._notify_keys_deleted(*map(list, zip(*gone, strict=True)))
             except Exception:
-                _log.exception("LMCache could not be told what is there")
+                _log.exception("LMCache's listeners failed")
             with self._lock:
                 for task in over:
                     self._finish(task, self._transfers.pop(task))
@@ -360,7 +360,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
                 self._known[name] = key, answer.n_bytes
                 stored.append(self._known[name])
         elif answer.outcome is Outcome.MISS:
-            if answer.reason == "layout":  # of another dtype: what comes next replaces it
+            if answer.reason == "layout":  # another dtype: the next store replaces it
                 self._caller.delete([name])
             self._gone.put(name)
         if not transfer.left:
@@ -377,7 +377,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
             self._stored.notify()
 
     def _answer(self, question: _Question) -> bool:
-        """Whether a look-up could be answered."""
+        """Answer a look-up if all tiers have, or its time is up; return whether it was answered."""
         known = [name and self._caller.lookup([name], name)[0] for name in question.names]
         if None in known and time.monotonic() < question.until_s:
             return False
@@ -406,8 +406,8 @@ class FlowKVL2Adapter(L2AdapterInterface):
             os.eventfd_write(self._wake, 1)
 
     def _news(self) -> list[_Known]:
-        """What LMCache knows of and is there no more; what was stored again since is."""
-        # no more than there are now: who deletes without a pause would keep us here for ever
+        """Return objects known to LMCache that are gone, and not stored again since."""
+        # The number is fixed at the start: an endless stream of deletions must not hold the loop.
         names = dict.fromkeys(self._gone.get_nowait() for _ in range(self._gone.qsize()))
         there = [name for name in names if name in self._known]
         return [self._known.pop(name) for name in there if not self.keeper.knows(name)]
@@ -425,7 +425,7 @@ def _bitmap(size: int, ones: Any) -> Any:
 
 
 def _layout(each: Any) -> bytes:
-    """Of an object; what a serde made is told apart by what the serde wrote into it."""
+    """Return an object's layout digest; one for all objects of serdes, which record their own."""
     shapes = [list(map(int, shape)) for shape in each.get_shapes()]
     dtypes = [str(dtype) for dtype in each.get_dtypes()]
     flat = dtypes == ["torch.uint8"] and len(shapes[0]) == 1
@@ -440,14 +440,14 @@ _MAGIC = b"flowkv/1"
 
 
 class ObjectHead(NamedTuple):
-    """The head of an object that the serde made.
+    """Head of an object that the serde made.
 
     Attributes:
         codec: One of FlowKV's, such as "kv8".
-        n_bytes: Of the pages behind the head.
-        most_lost_k: Most by which any element of K that is decoded differs from what it was.
-        most_lost_v: Of V.
-        layout: Of the pages, by fingerprint: shape, dtype and codec.
+        n_bytes: Bytes of the pages behind the head.
+        most_lost_k: Greatest difference of a decoded element of K from the original.
+        most_lost_v: The same of V.
+        layout: Fingerprint of the pages' shape, dtype and codec.
     """
 
     codec: str
@@ -458,18 +458,18 @@ class ObjectHead(NamedTuple):
 
     @classmethod
     def of(cls, blob: bytes | bytearray | memoryview) -> ObjectHead:
-        """Reads the head.
+        """Read the head of an object.
 
         Raises:
-            ConfigError: FlowKV's serde did not make this, or another version of it.
+            ConfigError: The object was not made by this version of FlowKV's serde, or is damaged.
         """
         if len(blob) < _HEADER.size or bytes(blob[: len(_MAGIC)]) != _MAGIC:
             raise ConfigError(
-                "an object that FlowKV's serde did not make", "Give each serde places of its own"
+                "the object was not made by FlowKV's serde", "Give each serde places of its own"
             )
         _, codec, n_bytes, lost_k, lost_v, layout, _ = _HEADER.unpack_from(blob)
         if codec >= len(CODECS) or len(blob) < _HEADER.size + n_bytes:
-            raise ConfigError("the head of an object is damaged", "It is computed and stored anew")
+            raise ConfigError("the head of an object is damaged", "It is computed and stored again")
         return cls(CODECS[codec], n_bytes, lost_k, lost_v, layout)
 
 
@@ -477,12 +477,12 @@ class ObjectHead(NamedTuple):
 def _layouts(
     shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, codec: str
 ) -> tuple[PageLayout, PageLayout]:
-    """Of `[2, layers, tokens, heads * head_dim]` as one page, raw and encoded."""
+    """Return the layouts of `[2, layers, tokens, heads * head_dim]` as a page, raw and encoded."""
     if len(shape) != 4 or shape[0] != 2 or shape[3] % head_dim:
         raise ConfigError(
-            f"objects of {list(shape)} with heads of {head_dim}",
+            f"objects of shape {list(shape)} have no heads of size {head_dim}",
             "The serde takes [2, layers, tokens, heads * head_dim]: set head_dim to the model's; "
-            "of latents (MLA) and states there is no codec, leave the serde out",
+            "for latents (MLA) and states there is no codec, leave the serde out",
         )
     _, layers, tokens, width = shape
     name = str(dtype).removeprefix("torch.")
@@ -497,7 +497,7 @@ def _layouts(
 
 
 class _Codec:
-    """Objects of one model between LMCache's layout and pages of FlowKV's."""
+    """Conversion of one model's objects between LMCache's layout and FlowKV pages."""
 
     def __init__(self, codec: str, head_dim: int) -> None:
         self.codec, self.head_dim = codec, head_dim
@@ -506,7 +506,7 @@ class _Codec:
         return _layouts(tuple(map(int, shape)), dtype, self.head_dim, self.codec)
 
     def digest(self, head: bytes, pages: torch.Tensor, key: Any) -> bytes:
-        """Over all that is said of an object, and whose it is."""
+        """Return a digest over the head, the pages and the key of an object."""
         whose = (key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
         digest = xxhash.xxh3_128(repr(whose).encode())
         digest.update(head[:-16])
@@ -515,7 +515,7 @@ class _Codec:
 
 
 def _heads(arena: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """K and V of a raw page at the start of an arena: `[2, layers, tokens, heads, head_dim]`."""
+    """Return K and V of a raw page in an arena as a view `[2, layers, tokens, heads, head_dim]`."""
     dtype = getattr(torch, layout.dtype)
     size = (2, layout.layers, layout.page_size, layout.kv_heads, layout.head_dim)
     strides = (
@@ -533,34 +533,34 @@ def _granule(layout: PageLayout | None = None) -> torch.Tensor:
 
 
 class FlowKVSerializer(Serializer):
-    """Encodes `[2, layers, tokens, heads * head_dim]` as one page of FlowKV's, behind a head.
+    """Serializer of `[2, layers, tokens, heads * head_dim]` as a head and one FlowKV page.
 
     Args:
         codec: "kv8", "k8v4", "kv4c" or "kv4h"; docs/explain/codecs.md.
-        head_dim: Of the model.
+        head_dim: Head dimension of the model.
     """
 
     def __init__(self, codec: str, head_dim: int) -> None:
         self._codec = _Codec(codec, head_dim)
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
-        """Bytes of an object: exactly.
+        """Return the exact size of an object in bytes.
 
         Raises:
             ConfigError: There is no codec for such objects.
         """
         if len(layout_desc.shapes) != 1:
             raise ConfigError(
-                "an object of several tensors", "Leave the serde out: its codecs take one, K and V"
+                "an object has several tensors", "Leave the serde out: its codecs take one, K and V"
             )
         _, coded = self._codec.layouts(layout_desc.shapes[0], layout_desc.dtypes[0])
         return _HEADER.size + coded.page_bytes
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
-        """Encodes, and decodes again to say what is lost at most.
+        """Encode an object, decode it again to measure the loss, and return its size.
 
         Raises:
-            ConfigError: A number is not finite, or beyond what the codec can hold: not stored.
+            ConfigError: A number is not finite, or out of the codec's range: it is not stored.
         """
         values = src.tensor
         raw, coded = self._codec.layouts(values.shape, values.dtype)
@@ -570,8 +570,8 @@ class FlowKVSerializer(Serializer):
         page.copy_(values.view(shape))
         if transcode(arena, _granule(), _granule(raw), raw, coded).any():
             raise ConfigError(
-                f"an object with numbers that {self._codec.codec} cannot hold",
-                "It is not stored; if this is frequent, use another codec, or none",
+                f"an object has numbers that {self._codec.codec} cannot hold, and is not stored",
+                "If this is frequent, use another codec, or none",
             )
         transcode(arena, _granule(raw), _granule(), coded, raw)
         lost = (page.float() - values.view(shape).float()).abs().flatten(1).amax(1).tolist()
@@ -589,13 +589,13 @@ class FlowKVSerializer(Serializer):
 
 
 class FlowKVDeserializer(Deserializer):
-    """Decodes what `FlowKVSerializer` made, and nothing else. Arguments are the same."""
+    """Deserializer of objects that `FlowKVSerializer` made. Arguments are the same."""
 
     def __init__(self, codec: str, head_dim: int) -> None:
         self._codec = _Codec(codec, head_dim)
 
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
-        """Decodes into `dst`, which is not touched if anything is wrong.
+        """Decode into `dst`, which is not changed if anything is wrong.
 
         Raises:
             ConfigError: The object is damaged, another key's, or of another model, dtype or codec.
@@ -608,15 +608,15 @@ class FlowKVDeserializer(Deserializer):
         pages = blob[_HEADER.size : _HEADER.size + said.n_bytes]
         if said.layout != coded.fingerprint() or said.n_bytes != coded.page_bytes:
             raise ConfigError(
-                f"an object in {said.codec} of another shape, dtype or codec than {coded.codec}",
+                f"an object in {said.codec} has another shape, dtype or codec than {coded.codec}",
                 "Give each configuration places of its own",
             )
         if head[-16:] != self._codec.digest(head, pages, key):
-            raise ConfigError("an object is damaged, or another one's", "It is computed anew")
+            raise ConfigError("an object is damaged, or of another key", "It is computed again")
         arena = torch.empty(raw.page_bytes + coded.page_bytes, dtype=torch.uint8)
         arena[raw.page_bytes :].copy_(pages)
         if transcode(arena, _granule(raw), _granule(), coded, raw).any():
-            raise ConfigError("an object holds no numbers", "It is computed anew")
+            raise ConfigError("an object holds no numbers", "It is computed again")
         page = _heads(arena, raw)
         values.view(page.shape).copy_(page)
 
@@ -627,7 +627,7 @@ def _serde(kwargs: Mapping[str, Any]) -> Any:
     workers = int(options.pop("max_workers", 1))
     if options or not isinstance(head_dim, int) or codec not in CODECS[1:]:
         raise ConfigError(
-            f"a serde of FlowKV's with {dict(kwargs)}",
+            f"FlowKV's serde has no options {dict(kwargs)}",
             'Set "serde": {"type": "flowkv", "codec": "kv8", "head_dim": 128}, with a codec of '
             f"{', '.join(CODECS[1:])} and, where one thread is not enough, max_workers",
         )

@@ -1,6 +1,6 @@
-"""Ray Serve: requests go to the replica that knows most of their prompt, unless others are free.
+"""Prefix-aware routing on Ray Serve: replicas that cache most of a prompt, unless others are free.
 
-Give `PrefixRouter` to a deployment whose replicas publish KV events and say where:
+Give `PrefixRouter` to a deployment with replicas that publish KV events and report the address:
 
     @serve.deployment(num_replicas=2, request_router_config=RequestRouterConfig(
         request_router_class=PrefixRouter, request_routing_stats_period_s=1.0))
@@ -8,7 +8,7 @@ Give `PrefixRouter` to a deployment whose replicas publish KV events and say whe
         def record_routing_stats(self):
             return event_address(self.publisher)
 
-and call it through `ask`, which asks another replica where one died. Needs the extra `ray`; written
+and call it through `ask`, which calls another replica if one died. Needs the extra `ray`; written
 for Serve 2.49 and later (`ray.serve.request_router`, tried with 2.60).
 """
 
@@ -40,7 +40,7 @@ _EVENTS, _REPLAY = "flowkv_events", "flowkv_replay"
 
 
 def event_address(publisher: EventPublisher) -> dict[str, str]:
-    """What `record_routing_stats` of a replica returns, so that routers hear its KV events.
+    """Return the addresses of KV events for a replica's `record_routing_stats`.
 
     Args:
         publisher: Bound to any address of this node: `EventPublisher(kv, "tcp://*:*",
@@ -52,19 +52,19 @@ def event_address(publisher: EventPublisher) -> dict[str, str]:
 
 
 async def ask(handle: Any, prompt: Sequence[int], *said: Any, tries: int = 5, **fields: Any) -> Any:
-    """Calls a deployment, and another replica of it where one died before it answered.
+    """Call a deployment, and another replica of it if one dies before it answers.
 
     Only for calls that may be made twice, such as generation.
 
     Args:
         handle: A `DeploymentHandle`, or a method of one.
-        prompt: Token ids; what `PrefixRouter` looks at.
+        prompt: Token ids, which `PrefixRouter` reads.
         *said: Further arguments.
-        tries: Most replicas to ask.
+        tries: Most replicas to call.
         **fields: Further arguments by name.
 
     Raises:
-        RayActorError: So many replicas died.
+        RayActorError: All `tries` replicas died.
     """
     for left in reversed(range(tries)):
         try:
@@ -72,22 +72,22 @@ async def ask(handle: Any, prompt: Sequence[int], *said: Any, tries: int = 5, **
         except RayActorError:
             if not left:
                 raise
-            await asyncio.sleep(0.1)  # until Serve knows of it as well
+            await asyncio.sleep(0.1)  # Serve needs a moment to notice the death
     raise ConfigError(f"tries={tries}", "Ask one replica at least")
 
 
 class PrefixRouter(RequestRouter):
-    """A request router of Ray Serve over `flowkv.connect.routing.Router`.
+    """Request router of Ray Serve over `flowkv.connect.routing.Router`.
 
     The first argument of a request, or the one named `prompt`, is its token ids; one named `salt`
-    tells tenants apart. Requests without go where least is to be computed. Replicas that say no
-    address are taken for ones that know nothing.
+    separates tenants. Requests without token ids go to the replica with the least work. Replicas
+    that report no address count as empty.
 
     Options, in `request_router_kwargs`: `compute` and `fetch`, see `ReplicaRates`.
     """
 
     def initialize_state(self, compute: float = 5_000.0, fetch: float = 0.0) -> None:
-        """Called by Serve with `request_router_kwargs`."""
+        """Set up the router; called by Serve with `request_router_kwargs`."""
         self._prefixes = Router(rates=ReplicaRates(compute, fetch))
         self._heard: dict[Hashable, tuple[Mapping[str, Any], EventSubscription]] = {}
         self._requests: dict[str, contextlib.ExitStack] = {}
@@ -97,21 +97,21 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Candidates, the one where the first token is expected soonest first."""
+        """Return the candidates, ordered by the expected time of the first token."""
         self._listen(candidate_replicas)
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
         ranked = self._prefixes.ranked(*_prompt(pending_request))
         return [[candidates[name]] for name in ranked if name in candidates]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Listens to them before the first request comes."""
+        """Subscribe to the events of replicas before the first request comes."""
         super().update_replicas(replicas)
         self._listen(replicas)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """The replica has this to compute."""
+        """Count a request as work of its replica."""
         prompt, salt = _prompt(pending_request)
         if replica_id in self._prefixes.replicas:
             work = contextlib.ExitStack()
@@ -119,17 +119,17 @@ class PrefixRouter(RequestRouter):
             self._requests[pending_request.metadata.internal_request_id] = work
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It is done, well or not."""
+        """End the work of a request, which succeeded or failed."""
         if (work := self._requests.pop(internal_request_id, None)) is not None:
             work.close()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """What it knew is gone."""
+        """Forget a replica and its blocks."""
         super().on_replica_actor_died(replica_id)
         self._leave(replica_id)
 
     def _listen(self, replicas: Sequence[RunningReplica]) -> None:
-        """Takes in what replicas have said since the last request."""
+        """Read the events of replicas since the last request."""
         here = {replica.replica_id for replica in replicas}
         for gone in (
             set(self._prefixes.replicas) - here - {r.replica_id for r in self._replicas_list}

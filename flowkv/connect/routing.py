@@ -1,8 +1,8 @@
-"""Which replica a prompt should go to: where most of it is known, unless others are much less busy.
+"""Routing of prompts to the replica that caches most of them, unless others are much less busy.
 
-An index of all replicas is fed by KV events (`flowkv.connect.events`). What a request would cost is
-estimated in seconds for each of them: what it has to compute before it, then, of this prompt, what
-it does not know, a part of which it may fetch from a tier that all of them share.
+An index of all replicas is fed by KV events (`flowkv.connect.events`). The cost of a request is
+estimated in seconds for each replica: its queued tokens, and the tokens of the prompt that it does
+not have, a part of which it may fetch from a tier that all replicas share.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Replica: TypeAlias = Hashable
 
 
 class Score(NamedTuple):
-    """What a request would find at a replica.
+    """Estimated cost of a request at a replica.
 
     Attributes:
-        seconds: Until its first token, as estimated.
-        known: Tokens of the prompt that it has.
-        fetched: Further ones that it would fetch from the shared tier.
-        computed: The others.
-        queued: Tokens that it has to compute before them, as expected.
+        seconds: Estimated time to its first token.
+        known: Tokens of the prompt that the replica has.
+        fetched: Further tokens that it would fetch from the shared tier.
+        computed: Tokens that it would compute.
+        queued: Tokens that it is expected to compute before them.
     """
 
     seconds: float
@@ -45,11 +45,11 @@ class Score(NamedTuple):
 
 
 class ReplicaRates(NamedTuple):
-    """How fast a replica is.
+    """Speed of a replica.
 
     Attributes:
         compute: Prompt tokens a second.
-        fetch: Tokens a second from the tier that all share; 0 if there is none.
+        fetch: Tokens a second from the shared tier; 0 if there is none.
     """
 
     compute: float = 5_000.0
@@ -60,7 +60,7 @@ _USUAL = ReplicaRates()
 
 
 class _Queue:
-    """Requests of a replica, which computes one after the other."""
+    """Queue of a replica, which computes one request after the other."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._numbers = clock, itertools.count()
@@ -78,7 +78,7 @@ class _Queue:
         del self._left_s[number]
 
     def left_s(self) -> float:
-        """Until it has computed them all."""
+        """Return the time until all requests are computed."""
         now_s = self._clock()
         done_s, self._at_s = now_s - self._at_s, now_s
         for number, left_s in self._left_s.items():
@@ -88,15 +88,15 @@ class _Queue:
 
 
 class Router:
-    """Knows which replica has which prefix, and how busy each is. Thread-safe.
+    """Index of the prefixes and the queued work of replicas. Thread-safe.
 
-    Blocks are named by their tokens and all before them, so replicas may name theirs as they like;
-    blocks of several sizes are told apart. Memory: some 250 bytes a block and replica.
+    Blocks are named by their tokens and all before them, so replicas may use names of their own;
+    block sizes are kept apart. Memory: some 250 bytes a block and replica.
 
     Args:
         replicas: Names of replicas, in the order in which equals are chosen; more may be added.
-        rates: How fast they are.
-        clock: Seconds.
+        rates: Speed of every replica.
+        clock: Clock in seconds.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Router:
             raise ConfigError(f"{rates} are no rates", "Give tokens a second above 0")
         self.rates, self._lock, self._clock = rates, threading.RLock(), clock
         self._holders: dict[bytes, set[Replica]] = {}
-        # Of each replica: its name of a block -> ours, and where that is stored.
+        # By replica: its name of a block -> our name, and the media that store the block.
         self._names: dict[Replica, dict[Hash, tuple[bytes, set[str]]]] = {}
         self._queues: dict[Replica, _Queue] = {}
         self._sizes: dict[int, None] = {}
@@ -119,22 +119,22 @@ class Router:
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those that requests may go to."""
+        """Return the replicas that requests may go to."""
         return list(self._queues)
 
     def add(self, replica: Replica) -> None:
-        """A replica takes requests from now on; it is not known to have anything."""
+        """Add a replica, with no known blocks."""
         with self._lock:
             self._queues.setdefault(replica, _Queue(self._clock))
 
     def remove(self, replica: Replica) -> None:
-        """A replica is gone, and with it what it knew. Requests under way there may end later."""
+        """Remove a replica and its blocks. Requests under way there may end later."""
         with self._lock:
             self._queues.pop(replica, None)
             self._clear(replica)
 
     def feed(self, replica: Replica, batches: Iterable[EventBatch]) -> None:
-        """Takes events of a replica, in their order; one that was removed is not added again."""
+        """Apply events of a replica, in their order; a removed replica is not added again."""
         with self._lock:
             if replica not in self._queues:
                 return
@@ -142,18 +142,18 @@ class Router:
                 if isinstance(event, AllBlocksCleared):
                     self._clear(replica)
                 elif event.group_idx:
-                    continue  # other groups of layers hold the same tokens
+                    continue  # other layer groups hold the same tokens
                 elif isinstance(event, BlockStored):
                     self._stored(replica, event)
                 elif isinstance(event, BlockRemoved):
                     self._removed(replica, event)
 
     def known(self, tokens: ArrayLike, salt: str = "") -> dict[Replica, int]:
-        """How many tokens of a prompt, from its beginning, each replica has.
+        """Return how many tokens of a prompt, from its beginning, each replica has.
 
         Args:
             tokens: Ids of the prompt.
-            salt: What else its blocks are told apart by: a cache salt, an adapter.
+            salt: Further identity of its blocks: a cache salt, an adapter.
         """
         ids = np.asarray(tokens, np.int64).ravel()
         with self._lock:
@@ -169,7 +169,7 @@ class Router:
         return found
 
     def scores(self, tokens: ArrayLike, salt: str = "") -> dict[Replica, Score]:
-        """What a request for this prompt would find at each replica."""
+        """Return the estimated cost of a request for this prompt at each replica."""
         ids = np.asarray(tokens, np.int64).ravel()
         with self._lock:
             known = self.known(ids, salt)
@@ -177,7 +177,7 @@ class Router:
             return {one: self._score(one, len(ids), known[one], shared) for one in known}
 
     def choose(self, tokens: ArrayLike, salt: str = "") -> Replica:
-        """The replica where the first token is expected soonest, see `ranked`.
+        """Return the replica with the earliest expected first token, see `ranked`.
 
         Raises:
             ConfigError: There is no replica.
@@ -187,10 +187,10 @@ class Router:
         raise ConfigError("there is no replica to choose", "Add one first")
 
     def ranked(self, tokens: ArrayLike, salt: str = "") -> list[Replica]:
-        """All replicas, the one where the first token is expected soonest first.
+        """Return all replicas, ordered by the expected time of the first token.
 
-        Of equals the least busy one is the first, then the one that has least, so that they share
-        what is to be known.
+        Among equals the least busy one comes first, then the one with fewest blocks, so that
+        prefixes spread over replicas.
         """
         with self._lock:
             scores = self.scores(tokens, salt)
@@ -201,15 +201,15 @@ class Router:
     def request(
         self, tokens: ArrayLike, salt: str = "", *, replica: Replica | None = None
     ) -> Iterator[Replica]:
-        """Chooses a replica and counts the request as its work until the block ends.
+        """Choose a replica, and count the request as its work until the block ends.
 
-        Work goes by at the rate that `ReplicaRates` has, so a block may end late: after what is
-        decoded, or because the news travels.
+        Work is assumed to progress at the rate of `ReplicaRates`, so a block may end late: after
+        decoding, or because messages take time.
 
         Args:
             tokens: Ids of the prompt.
             salt: See `known`.
-            replica: The one that was chosen already.
+            replica: A replica that was chosen already.
 
         Raises:
             ConfigError: There is no replica, or none of that name.
@@ -230,11 +230,11 @@ class Router:
         rates = self.rates
         queued = round(self._queues[replica].left_s() * rates.compute)
         more = shared - known if shared > known and rates.fetch > rates.compute else 0
-        computed = max(1, total - known - more)  # of a prompt that is all known, the last token
+        computed = max(1, total - known - more)  # at least the last token
         seconds = (queued + computed) / rates.compute + (more / rates.fetch if more else 0.0)
         return Score(seconds, known, more, computed, queued)
 
-    # ---- what events say
+    # ---- events
 
     def _stored(self, replica: Replica, event: BlockStored) -> None:
         size, names = event.block_size, self._names.setdefault(replica, {})
@@ -244,7 +244,7 @@ class Router:
         if event.parent_block_hash is not None:
             parent = names.get(event.parent_block_hash)
             if parent is None:
-                return  # what lies above was never heard of, or is gone: no prompt gets there
+                return  # the parent is unknown or gone, so no prompt can reach these blocks
             above = parent[0]
         self._sizes[size] = None
         ids = np.array(event.token_ids, np.int64).reshape(-1, size)
@@ -275,7 +275,7 @@ class Router:
 
 
 def _chain(ids: NDArray[np.int64], size: int, salt: str) -> Iterator[bytes]:
-    """Names of the whole blocks of a prompt, root to leaf."""
+    """Yield the names of the whole blocks of a prompt, root to leaf."""
     above = b""
     for row in ids[: len(ids) // size * size].reshape(-1, size):
         above = _below(above, row, salt)
@@ -284,7 +284,7 @@ def _chain(ids: NDArray[np.int64], size: int, salt: str) -> Iterator[bytes]:
 
 
 def _below(above: bytes, row: NDArray[np.int64], salt: str) -> bytes:
-    """The name of a block: of what lies above it, its tokens, and what else tells it apart."""
+    """Return the name of a block: a digest of its parent's name, its tokens and its salt."""
     name = hashlib.blake2b(above, digest_size=16, person=b"flowkv.route/1")
     name.update(len(row).to_bytes(4, "little") + row.tobytes())
     name.update(salt.encode())
@@ -292,5 +292,5 @@ def _below(above: bytes, row: NDArray[np.int64], salt: str) -> bytes:
 
 
 def _salt(keys: Sequence[object] | None, *, root: bool) -> str:
-    """What tells a block apart, less what its root says already: adapters and cache salts."""
+    """Return a block's own salt: adapters and cache salts (text) belong to the root alone."""
     return "\0".join(str(key) for key in keys or () if root or not isinstance(key, str))

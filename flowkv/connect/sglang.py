@@ -1,8 +1,8 @@
 """FlowKV inside SGLang, by configuration: a `dynamic` storage backend of HiCache.
 
-What SGLang backs up from its host memory is kept on the places of a `Keeper`, verified before
-SGLang sees it, and found again by later processes. See docs/guides/sglang.md. Importing this module
-imports SGLang and torch.
+Pages that SGLang backs up from host memory are stored on the places of a `Keeper`, verified before
+SGLang reads them, and found again by later processes. See docs/guides/sglang.md. Importing this
+module imports SGLang and torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flowkv.residency.keeper import HOLD_S, Caller, open_keeper
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 
 TESTED = "0.5"
-"""The version of SGLang that this door was tested with."""
+"""The version of SGLang that this connector was tested with."""
 
 try:
     from sglang.srt import runtime_context
@@ -38,41 +38,41 @@ try:
     from sglang.version import __version__ as sglang_version
 except ImportError as error:
     raise ConfigError(
-        f"SGLang is not here, or not as FlowKV knows it ({error})",
-        f"Install SGLang {TESTED}, or a FlowKV that knows yours",
+        f"SGLang is missing, or its interface is not the tested one ({error})",
+        f"Install SGLang {TESTED}, or a FlowKV version for yours",
     ) from error
 
 experimental(__name__, "SGLang changes the interfaces below it with its own releases")
 
 _log = logging.getLogger("flowkv")
-_MOST_RUNS = 4  # in which a page may lie in memory; beyond that a copy costs less than the frames
+_MOST_RUNS = 4  # memory runs of a page; with more, a copy costs less than the frames
 _ASK_AGAIN_S = 0.002
 _SHAPE = (
     "dtype layout page_size logical_page_size layer_num start_layer end_layer head_num head_dim "
     "v_head_dim kv_lora_rank qk_rope_head_dim kv_cache_dim storage_format_tag size_per_token "
     "num_mamba_layers temporal_state_shape temporal_dtype conv_state_shapes conv_dtype"
 ).split()
-"""What host pools say of the bytes of a page, as far as they have it."""
+"""Attributes of host pools that describe the bytes of a page, as far as a pool has them."""
 _USES = (
     "dtype quantization quantization_param_path kv_cache_dtype json_model_override_args model_impl "
     "load_format modelopt_quant custom_weight_loader qsa_indexer_dtype speculative_algorithm "
     "speculative_draft_kv_cache_dtype speculative_draft_model_quantization"
 ).split()
-"""What SGLang's arguments say of how weights are used."""
+"""Arguments of SGLang's server that define how weights are used."""
 
 if not sglang_version.startswith(f"{TESTED}."):
     _log.warning("SGLang %s: FlowKV's storage was tested with %s", sglang_version, TESTED)
 
 
 class _Pool:
-    """Pages of one of SGLang's host pools: as they lie in its memory, or as copies.
+    """Pages of one of SGLang's host pools, in place in its memory or as copies.
 
     Attributes:
-        name: SGLang's, such as "kv" or "mamba".
-        namespace: Whose bytes.
-        layout: Of a page, by fingerprint.
-        page_size: Tokens.
-        sizes: Bytes of each run of a page, which is a frame; one run is all of a copy.
+        name: SGLang's name of the pool, such as "kv" or "mamba".
+        namespace: Namespace of its frames.
+        layout: Fingerprint of a page's layout.
+        page_size: Tokens of a page.
+        sizes: Bytes of each run of a page, which is a frame; a copy is a single run.
     """
 
     def __init__(self, pool: Any, name: str, *, in_place: bool) -> None:
@@ -86,7 +86,7 @@ class _Pool:
         self.namespace, self.layout = ROOT, bytes(16)
 
     def _runs(self) -> tuple[int, ...]:
-        """Bytes of the runs in which a page lies, if they are few."""
+        """Return the bytes of a page's runs in memory; empty if there are too many."""
         try:
             _, sizes = self.pool.get_page_buffer_meta(torch.arange(self.page_size))
         except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError):
@@ -94,12 +94,12 @@ class _Pool:
         return tuple(map(int, sizes)) if 0 < len(sizes) <= _MOST_RUNS else ()
 
     def said(self) -> dict[str, str]:
-        """What decides which bytes a page has."""
+        """Return all properties that the bytes of a page depend on."""
         shape = {of: str(getattr(self.pool, of)) for of in _SHAPE if hasattr(self.pool, of)}
         return {**shape, "pool": type(self.pool).__qualname__, "runs": str(self.sizes)}
 
     def pages(self, indices: torch.Tensor) -> list[memoryview]:
-        """The runs of pages, to be read."""
+        """Return the runs of pages, for reading."""
         if self.in_place:
             return self._in_place(indices)
         first = indices[:: self.page_size].tolist()
@@ -108,7 +108,7 @@ class _Pool:
     def filled(
         self, indices: torch.Tensor, fill: Callable[[list[memoryview]], list[bool]]
     ) -> list[bool]:
-        """Has the runs of pages filled; which pages have what is theirs, and the pool has it."""
+        """Fill pages by `fill`, and put copies into the pool; return which pages were filled."""
         if self.in_place:
             return self.whole(fill(self._in_place(indices)))
         first = indices[:: self.page_size].tolist()
@@ -125,12 +125,12 @@ class _Pool:
         return [memoryview(run).cast("B") for run in runs]
 
     def whole(self, runs: Sequence[bool]) -> list[bool]:
-        """Which pages all runs speak for."""
+        """Return for each page whether all of its runs are true."""
         n = len(self.sizes)
         return [all(runs[i : i + n]) for i in range(0, len(runs), n)]
 
     def names(self, keys: Sequence[str]) -> list[bytes]:
-        """Of the frames of pages, run by run."""
+        """Return the names of the frames of pages, run by run."""
         digests = [hashlib.sha256(self.namespace + key.encode()) for key in keys]
         found = []
         for digest in digests:
@@ -142,7 +142,7 @@ class _Pool:
 
 
 def _uses() -> dict[str, str]:
-    """What a server of SGLang's was told of its model; nothing outside of one."""
+    """Return SGLang's server arguments that define the model; empty outside a server."""
     try:
         args = runtime_context.get_server_args()
     except (AttributeError, ValueError):
@@ -164,22 +164,22 @@ class FlowKVStorage(HiCacheStorage):
     """Storage of SGLang's HiCache over a keeper. Calls wait, for their deadline at most.
 
     Args:
-        storage_config: SGLang's; its `extra_config["flowkv"]` may say
+        storage_config: SGLang's; its `extra_config["flowkv"]` may have
             places: "disk:/nvme/kv-{rank}:200GiB", or several, fastest first; "{rank}" becomes the
                 rank of the process.
-            model: Where the files of the model lie, if not under the name that SGLang has for it.
-            weights: Names the weights instead.
-            revision: Of the model, where that says more.
+            model: Path of the model's files, if SGLang's name of the model is not that path.
+            weights: Name of the weights, in place of a digest of their files.
+            revision: Revision of the model, if the weights alone do not identify it.
             load_deadline_s: A load that takes longer is a miss.
-            lookup_deadline_s: A remote place that takes longer to say what it has, has nothing.
-            And what `open_keeper` takes: policy, durability, integrity, secret, lossless.
+            lookup_deadline_s: A look-up in a remote place that takes longer is a miss.
+            And options of `open_keeper`: policy, durability, integrity, secret, lossless.
         kwargs: SGLang's.
 
     Attributes:
-        keeper: What lies where.
+        keeper: The keeper of the frames.
 
     Raises:
-        ConfigError: An option is missing or none, or the weights have no name.
+        ConfigError: An option is missing or invalid, or the weights cannot be identified.
         StoreError: A place cannot be used.
     """
 
@@ -205,7 +205,7 @@ class FlowKVStorage(HiCacheStorage):
         self.keeper = open_keeper(*self._places(places), **options)
         self._looker, self._callers = self.keeper.caller(), threading.local()
         self._looked: dict[bytes, tuple[int, float]] = {}
-        """Loads to come for which a frame is kept, and when it was looked up last; oldest first."""
+        """Expected loads of a held frame, and time of its last look-up; oldest first."""
         self._lock = threading.Lock()
         self._pools: dict[str, _Pool] = {}
 
@@ -220,30 +220,30 @@ class FlowKVStorage(HiCacheStorage):
         on_disk = any(place.startswith("disk:") for place in asked)
         if on_disk and of.is_mla_model and of.tp_size > 1:
             raise ConfigError(
-                "a directory for ranks that hold the same, of which SGLang has one alone store",
-                'Use a place that all reach: "redis://...", "s3://..."',
+                "a directory serves one rank, but all ranks load pages that SGLang stores from one",
+                'Use a place that all ranks reach: "redis://...", "s3://..."',
             )
         ranks = (of.tp_rank, of.pp_rank, of.attn_cp_rank, of.dp_rank)
         alone = of.tp_size * of.pp_size * of.attn_cp_size == 1 and not of.dp_rank
         for place in asked:
             if place.startswith("disk:") and "{rank}" not in place and not alone:
                 raise ConfigError(
-                    f"{place!r} for several ranks, of which one alone could write there",
-                    "Give each a directory of its own: disk:/nvme/kv-{rank}:200GiB",
+                    f"{place!r} is one directory for several ranks, but only one can write there",
+                    "Give each rank a directory of its own: disk:/nvme/kv-{rank}:200GiB",
                 )
         return [place.replace("{rank}", "-".join(map(str, ranks))) for place in asked]
 
-    # ---- which bytes are meant
+    # ---- identity of the bytes
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Where pages of K and V lie."""
+        """Register the host pool of K and V."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(mem_pool_host, str(PoolName.KV))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Where pages of another kind lie: states, windows, indices."""
+        """Register a host pool of another kind: states, windows, indices."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if host_pool_name != PoolName.KV:  # which is registered, as what calls of v1 mean
+        if host_pool_name != PoolName.KV:  # K and V are registered already, for calls of v1
             self._register(host_pool, str(host_pool_name))
 
     def _register(self, host_pool: Any, name: str) -> None:
@@ -251,11 +251,11 @@ class FlowKVStorage(HiCacheStorage):
         pool = _Pool(host_pool, name, in_place=self._in_place)
         if "uint8" in str(getattr(host_pool, "dtype", "")) and not (self._uses or self._revision):
             raise ConfigError(
-                "a cache of bytes, and no word from SGLang on what they mean",
-                'Set "revision" to something that changes with --kv-cache-dtype',
+                "the cache has uint8 elements, and SGLang does not report their encoding",
+                'Set "revision" to a value that changes with --kv-cache-dtype',
             )
         split = isinstance(host_pool, MHATokenToKVPoolHost) or name == PoolName.MAMBA
-        shared = of.is_mla_model and not split  # every rank holds the same
+        shared = of.is_mla_model and not split  # every rank holds the same bytes
         said = {
             "engine": "sglang",
             "name": name,
@@ -273,18 +273,18 @@ class FlowKVStorage(HiCacheStorage):
             return self._pools[str(name)]
         except KeyError:
             raise ConfigError(
-                f"pages of {name}, whose pool SGLang has not registered",
+                f"SGLang has not registered the pool of {name} pages",
                 "Report this with the versions of SGLang and FlowKV",
             ) from None
 
-    # ---- what is there
+    # ---- look-ups
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there."""
+        """Return whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many pages from the first on are there; those stay until they are loaded."""
+        """Return how many leading pages are stored; these are held until they are loaded."""
         there = self._there(self._pool(), keys)
         n = there.index(False) if False in there else len(there)
         self._let_go(self._pool().names(keys[n:]))
@@ -293,7 +293,7 @@ class FlowKVStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> Any:
-        """Which prefixes can be restored: with every page, and what else each pool needs.
+        """Return the prefixes that can be restored: the pages that each pool needs are stored.
 
         Pools of policy "block_groups" are not reported, and gate nothing.
         """
@@ -305,7 +305,7 @@ class FlowKVStorage(HiCacheStorage):
                 continue
             pool = self._pool(transfer.name)
             there = self._there(pool, keys[:n_pages])
-            self._let_go(pool.names(keys[:n_pages]))  # which of them will be loaded nobody says
+            self._let_go(pool.names(keys[:n_pages]))  # which pages will be loaded is unknown
             window = n_pages
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
@@ -362,22 +362,22 @@ class FlowKVStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Fills pages of K and V; which of them were."""
+        """Fill pages of K and V; return for each whether it was filled."""
         return self._load(self._pool(), keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Stores pages of K and V; which of them are there."""
+        """Store pages of K and V; return for each whether it is stored."""
         before = list(getattr(extra_info, "prefix_keys", None) or ())[-1:]
         return self._store(self._pool(), keys, self._pool().pages(host_indices), before)
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Fills pages of several pools; which of them were."""
+        """Fill pages of several pools; return for each whether it was filled."""
         return self._each(transfers, self._load)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Stores pages of several pools; which of them are there."""
+        """Store pages of several pools; return for each whether it is stored."""
         return self._each(transfers, lambda p, keys, at: self._store(p, keys, p.pages(at)))
 
     def _each(
@@ -391,20 +391,20 @@ class FlowKVStorage(HiCacheStorage):
             if transfer.host_indices is not None:
                 indices = transfer.host_indices
             if indices is None or indices.numel() != len(keys) * pool.page_size:
-                _log.error("%s: %d pages with other indices", transfer.name, len(keys))
+                _log.error("%s: the indices do not fit %d pages", transfer.name, len(keys))
                 done[transfer.name] = [False] * len(keys)
             else:
                 done[transfer.name] = move(pool, keys, indices)
         return done
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """A page, in `target_location` where that is given; None if it is not there."""
+        """Return a page, in `target_location` if given; None if it is not stored."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """Pages, each flat; None for those that are not there."""
+        """Return pages, each flat; None for those that are not stored."""
         pool = self._flat()
         given = list(target_locations or [None] * len(keys))
         pages = [pool.pool.get_dummy_flat_data_page() if at is None else at for at in given]
@@ -414,7 +414,7 @@ class FlowKVStorage(HiCacheStorage):
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Stores a page, flat; whether it is there."""
+        """Store a flat page; return whether it is stored."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -424,7 +424,7 @@ class FlowKVStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Stores pages, each flat; whether all are there."""
+        """Store flat pages; return whether all are stored."""
         pool, bodies = self._flat(), [_bytes(value.contiguous()) for value in values or ()]
         if any((body.nbytes,) != pool.sizes for body in bodies):
             return False
@@ -433,7 +433,7 @@ class FlowKVStorage(HiCacheStorage):
     def _flat(self) -> _Pool:
         if self._pool().in_place:
             raise ConfigError(
-                "flat pages, where pages are stored as they lie in memory",
+                "flat pages were requested, but pages are stored in the pool's memory layout",
                 'Leave "interface_v1" out, or call batch_get_v1 and batch_set_v1',
             )
         return self._pool()
@@ -459,7 +459,7 @@ class FlowKVStorage(HiCacheStorage):
         before: Sequence[str] = (),
     ) -> list[bool]:
         names, n = pool.names(keys), len(pool.sizes)
-        above = [*(pool.names(before) or [ROOT] * n), *names]  # of K and V, pages make a chain
+        above = [*(pool.names(before) or [ROOT] * n), *names]  # pages of K and V form a chain
         stores = [
             Store(name, self._info(pool, i % n, above[i]), run.toreadonly())
             for i, (name, run) in enumerate(zip(names, runs, strict=True))
@@ -482,7 +482,7 @@ class FlowKVStorage(HiCacheStorage):
         )
 
     def _done(self, items: Sequence[Any], start: Callable[[Caller], int]) -> list[bool]:
-        """What became of a job of this thread's: which items were served."""
+        """Run a job on this thread's caller, and return for each item whether it was served."""
         good = [False] * len(items)
         if not items or not self.keeper.open:
             return good
@@ -500,10 +500,10 @@ class FlowKVStorage(HiCacheStorage):
     # ---- the rest
 
     def clear(self) -> None:
-        """Forgets every page of this model, rank and configuration."""
+        """Delete every page of this model, rank and configuration."""
         mine = {pool.namespace for pool in self._pools.values()}
         self._looker.delete([e.key for e in self._looker.scan() if e.info.namespace in mine])
 
     def close(self) -> None:
-        """Ends what is under way and closes the places. Safe to call again."""
+        """End all transfers and close the places. Safe to call again."""
         self.keeper.close()

@@ -1,9 +1,9 @@
 """FlowKV inside vLLM, by configuration: a tier below its CPU cache, and policies in that cache.
 
-`FlowKVTier` is a secondary tier of vLLM's `TieringOffloadingSpec`: what vLLM offloads is kept on
-the places of a `Keeper`, verified before vLLM sees it, and found again by later processes.
-`flowkv_auto`, `flowkv_lfu_ttl`, ... are policies for `eviction_policy`: any name of FlowKV's
-catalogue. See docs/guides/vllm.md. Importing this module imports vLLM.
+`FlowKVTier` is a secondary tier of vLLM's `TieringOffloadingSpec`: chunks that vLLM offloads are
+stored on the places of a `Keeper`, verified before vLLM reads them, and found again by later
+processes. `flowkv_auto`, `flowkv_lfu_ttl`, ... are policies for `eviction_policy`: any name of
+FlowKV's catalogue. See docs/guides/vllm.md. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flowkv.residency.keyed import KeyedPolicy
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 
 TESTED = "0.32"
-"""The version of vLLM that this door was tested with."""
+"""The version of vLLM that this connector was tested with."""
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -54,8 +54,8 @@ try:
     from vllm.version import __version__ as vllm_version
 except ImportError as error:
     raise ConfigError(
-        f"vLLM is not here, or not as FlowKV knows it ({error})",
-        f"Install vLLM {TESTED}, or a FlowKV that knows yours",
+        f"vLLM is missing, or its interface is not the tested one ({error})",
+        f"Install vLLM {TESTED}, or a FlowKV version for yours",
     ) from error
 
 experimental(__name__, "vLLM changes the interfaces below it with its own releases")
@@ -71,26 +71,26 @@ if not vllm_version.startswith(f"{TESTED}."):
     _log.warning("vLLM %s: FlowKV's tier was tested with %s", vllm_version, TESTED)
 
 
-# ---- which bytes are meant
+# ---- identity of the bytes
 
 
 def _require_lasting_hashes() -> bool:
-    """Whether block hashes are known, by which all is found: the same in every process.
+    """Check that block hashes are the same in every process; return False if not chosen yet.
 
     Raises:
-        ConfigError: They are of a random seed, or of a pickle.
+        ConfigError: The hashes depend on a random seed, or on pickle.
     """
     seed = getattr(kv_cache_utils, "_NONE_HASH_SEED", None)
     if seed is not None and sha256_cbor(seed) != kv_cache_utils.NONE_HASH:
         raise ConfigError(
-            "vLLM names blocks by hashes that another process, or version, may not have",
+            "vLLM names blocks by hashes that differ between processes or versions",
             'Set prefix_caching_hash_algo="sha256_cbor"',
         )
     return seed is not None
 
 
 def describe(spec: Any, row_bytes: int) -> dict[str, Any]:
-    """Everything but weights and tokens that decides which bytes vLLM puts into a row."""
+    """Return all settings but weights and tokens that the bytes of a row depend on."""
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk)
     made_by = {
         **mapper.get_run_config(),  # groups, layers, dtype, parallel sizes, canonical format
@@ -98,7 +98,7 @@ def describe(spec: Any, row_bytes: int) -> dict[str, Any]:
         "row_bytes": row_bytes,
         "device": str(current_platform.device_name),
     }
-    if current_platform.is_cpu():  # attention packs keys as the instruction set likes them
+    if current_platform.is_cpu():  # the layout of keys depends on the instruction set
         import torch
 
         amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
@@ -110,7 +110,7 @@ def describe(spec: Any, row_bytes: int) -> dict[str, Any]:
 
 
 class _Job:
-    """A transfer of vLLM's, as far as it was answered."""
+    """Transfer of vLLM's, with its answers so far."""
 
     def __init__(self, job: Any, keys: list[bytes]) -> None:
         self.number, self.keys, self.loads = job.job_id, keys, job.is_promotion
@@ -129,7 +129,7 @@ class _Job:
 
 
 class _Accesses:
-    """Writes which chunks requests ask for, those too that vLLM has and its KV events leave out."""
+    """Recorder of the chunks of requests, including chunks in vLLM that its KV events leave out."""
 
     def __init__(self, path: str, group: int, tokens: int) -> None:
         self.writer, self._group = Writer(path, block_tokens=tokens), group
@@ -140,7 +140,7 @@ class _Accesses:
         self._open.setdefault(context.req_id, (time.time_ns(), context, None))
 
     def begin(self, requests: Iterable[str]) -> None:
-        """What is known of requests now is their prompt; what comes is their answer."""
+        """Count the known chunks of requests as their prompt, and later ones as their answer."""
         for request in requests:
             begun_ns, context, prompt = self._open.get(request, (0, None, 0))
             if prompt is None:
@@ -161,42 +161,42 @@ class _Accesses:
                 output_tokens=(len(chain) - prompt) * tokens,
                 tenant=str(tenant or "").encode(),
             )
-        except (OSError, StateError) as error:  # a full disk is no reason to stop serving
+        except (OSError, StateError) as error:  # a full disk must not stop serving
             if not self._failed:
-                _log.warning("%s is not written any more: %s", self.writer.path, error)
+                _log.warning("the recording %s ends here: %s", self.writer.path, error)
             self._failed = True
 
     def close(self) -> None:
-        with suppress(OSError, ValueError):  # of a file that closing could not write
+        with suppress(OSError, ValueError):  # the last requests could not be written
             self.writer.close()
 
     def _chain(self, req_context: Any) -> list[bytes]:
-        """A request's chunks, root to leaf."""
+        """Return a request's chunks, root to leaf."""
         found = _positions(req_context).items()
         mine = {key: at for key, at in found if _group(key) == self._group}
         return sorted(mine, key=mine.__getitem__)
 
 
 class FlowKVTier(SecondaryTierManager):
-    """A tier of vLLM's over a keeper. Nothing here waits but the constructor, drain and shutdown.
+    """Tier of vLLM's over a keeper. Only the constructor, `drain_jobs` and `shutdown` wait.
 
     Args:
         offloading_spec: vLLM's.
         primary_kv_view: Rows of vLLM's CPU cache.
-        tier_type: As vLLM calls it.
+        tier_type: vLLM's name of the tier.
         backpressure_detector: vLLM's.
         places: "disk:/nvme/kv:200GiB", or several, fastest first.
-        weights: Names the weights; default a digest of their files.
-        revision: Of the model, where that says more.
+        weights: Name of the weights; default a digest of their files.
+        revision: Revision of the model, if the weights alone do not identify it.
         load_deadline_s: A load that takes longer is a miss.
-        gate: Whether what would take longer to load than to compute is declined.
-        enable_kv_events: Whether vLLM's KV events tell what was stored, and what was given up.
-        record: A new file: what is asked for, for `flowkv sim replay`. No words, salted hashes.
+        gate: Whether to decline requests that are faster to compute than to load.
+        enable_kv_events: Whether stored and evicted chunks become KV events of vLLM.
+        record: New file that requests are recorded in for `flowkv sim replay`, as salted hashes.
         locality: "LOCAL" or "REMOTE", for `kv_load_tiers` of requests.
         **options: See `open_keeper`: policy, quotas, durability, integrity, secret, lossless.
 
     Raises:
-        ConfigError: Block hashes do not last, the weights have no name, or an option is none.
+        ConfigError: Block hashes vary, weights cannot be identified, or an option is invalid.
         StoreError: A place cannot be used.
     """
 
@@ -227,7 +227,7 @@ class FlowKVTier(SecondaryTierManager):
         model = str(made_by.pop("model_name"))
         self._namespace, self._layout = identify(model, made_by, weights, revision)
         layers = sum(len(group.layer_names) for group in config.groups) or 1
-        stripe, rest = divmod(self.block_size_bytes, layers)  # one a layer, where that is possible
+        stripe, rest = divmod(self.block_size_bytes, layers)  # one a layer if possible
         self._stripe = self.block_size_bytes if rest or stripe % _GRANULE else stripe
         numbers = [getattr(group, "group_id", i) for i, group in enumerate(config.groups)]
         sizes = [tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block]
@@ -238,13 +238,13 @@ class FlowKVTier(SecondaryTierManager):
         self._secret = bytes.fromhex(options.get("secret", ""))
         self._jobs: dict[int, _Job] = {}
         self._done: list[Any] = []
-        self._worth: dict[str, bool] = {}  # of requests that have something here
-        self._scheduled_s: dict[str, float] = {}  # of requests that have stored nothing yet
+        self._worth: dict[str, bool] = {}  # by request with a hit: whether loading pays
+        self._scheduled_s: dict[str, float] = {}  # by request that has stored nothing yet
         self._told: Counter[tuple[str, str]] = Counter()
         self._declined = 0
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[Any] | None = [] if events else None
-        self._keys: dict[bytes, bytes] = {}  # of what events told to be stored, by its name
+        self._keys: dict[bytes, bytes] = {}  # keys of chunks in stored events, by name
         self._gone: SimpleQueue[bytes] = SimpleQueue()
         self._accesses = _Accesses(record, *next(iter(self._tokens.items()))) if record else None
         asked = [places] if isinstance(places, str) else places
@@ -256,15 +256,15 @@ class FlowKVTier(SecondaryTierManager):
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Chunks are offloaded as they come."""
-        if not self._lasting:  # vLLM chooses its hashes after it made its tiers
+        """Return vLLM's default context: chunks are offloaded as they come."""
+        if not self._lasting:  # vLLM chooses its hashes after making its tiers
             self._lasting = _require_lasting_hashes()
         if self._accesses is not None:
             self._accesses.comes(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """HIT, MISS, or RETRY while a remote tier is asked; MISS once a load failed."""
+        """Return HIT, MISS, or RETRY while a remote tier is asked; MISS after a failed load."""
         request = req_context.req_id
         (there,) = self._caller.lookup([self._name(key)], request)
         if there is None:
@@ -277,7 +277,7 @@ class FlowKVTier(SecondaryTierManager):
         return LookupResult.HIT if self._worth.get(request, True) else LookupResult.MISS
 
     def _pays(self, key: bytes, req_context: Any) -> bool:
-        """Whether loading what is here of a request, from a key on, beats computing it."""
+        """Return whether loading a request's stored chunks, from a key on, beats computing them."""
         first = req_context.get_offload_key_position(key)
         if first is None:
             return True
@@ -290,11 +290,11 @@ class FlowKVTier(SecondaryTierManager):
         return self.keeper.worth(here, self.block_size_bytes, tokens)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Chunks were used from vLLM's own memory."""
+        """Record the use of chunks in vLLM's own memory."""
         self._caller.touch([self._name(key) for key in keys])
 
     def on_request_finished(self, req_context: Any) -> None:
-        """What was looked up for the request may go, and what failed is forgotten."""
+        """Release the chunks that the request looked up, and forget its failed loads."""
         self._caller.release(req_context.req_id)
         self._worth.pop(req_context.req_id, None)
         self._scheduled_s.pop(req_context.req_id, None)
@@ -302,14 +302,14 @@ class FlowKVTier(SecondaryTierManager):
             self._accesses.goes(req_context)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Requests begin to be computed."""
+        """Record the time at which requests begin to be computed."""
         now_s = time.monotonic()
         if self._accesses is not None:
             self._accesses.begin(context.new_req_ids)
         self._scheduled_s.update((request, now_s) for request in context.new_req_ids)
 
     def _computed(self, keys: Sequence[bytes], req_context: Any) -> None:
-        """What the first chunks of a request say about how long computing takes."""
+        """Measure the rate of computing by the first chunks that a request stores."""
         begun_s = self._scheduled_s.pop(req_context.req_id, None)
         spots = [req_context.get_offload_key_position(key) for key in keys]
         if begun_s is None or None in spots or not keys:
@@ -320,7 +320,7 @@ class FlowKVTier(SecondaryTierManager):
     # ---- transfers
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Starts to fill rows."""
+        """Start to fill rows."""
         keys = list(job_metadata.keys)
         self._scheduled_s.pop(job_metadata.req_context.req_id, None)
         loads = [
@@ -333,7 +333,7 @@ class FlowKVTier(SecondaryTierManager):
         self._jobs[number] = _Job(job_metadata, keys)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Starts to store rows; they are vLLM's again once the job is finished."""
+        """Start to store rows, which vLLM may reuse once the job is finished."""
         context, keys = job_metadata.req_context, list(job_metadata.keys)
         self._computed(keys, context)
         above = _parents(_positions(context))
@@ -350,19 +350,19 @@ class FlowKVTier(SecondaryTierManager):
         self._jobs[self._caller.submit_store(stores)] = _Job(job_metadata, keys)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Jobs that are over, each once."""
-        # vLLM asks again and again, and whoever asks without a pause keeps the interpreter from the
-        # threads that load: each of their turns would take the 5 ms after which Python lets go.
+        """Return the jobs that are over, each once."""
+        # vLLM polls in a loop, and polling without a pause keeps the interpreter from the loading
+        # threads: each of their turns would wait for Python's switch interval of 5 ms.
         self._collect(_PAUSE_S if any(job.loads for job in self._jobs.values()) else 0.0)
         done, self._done = self._done, []
         return done
 
     def drain_jobs(self) -> None:
-        """Waits until no row is used any more, and begins anew.
+        """Wait until no row is in use, and start a new namespace.
 
-        vLLM calls this when its cache is reset, for its weights may be others from then on: what is
-        stored after that has names that no other process has, and what was stored before is not
-        found here.
+        vLLM calls this when its cache is reset, after which its weights may have changed: chunks
+        stored later have names that no other process has, and chunks stored before are not found
+        here.
         """
         self._drain()
         self._namespace = hashlib.sha256(self._namespace + os.urandom(16)).digest()
@@ -389,7 +389,7 @@ class FlowKVTier(SecondaryTierManager):
                         self._tell(list(there.values()), removed=False)
 
     def shutdown(self) -> None:
-        """Ends what is under way and closes the places."""
+        """End all transfers and close the places."""
         self.keeper.close()
         self._drain()
         self._rows.release()
@@ -418,10 +418,10 @@ class FlowKVTier(SecondaryTierManager):
             **self._rank,
         )
 
-    # ---- what happened
+    # ---- events and statistics
 
     def take_events(self) -> Iterable[Any]:
-        """What was stored and given up since the last call, if vLLM wants to know."""
+        """Return events of chunks stored and evicted since the last call, if vLLM enables them."""
         news = dict.fromkeys(self._gone.get() for _ in range(self._gone.qsize()))
         gone = [name for name in news if name in self._keys and not self.keeper.knows(name)]
         if gone:
@@ -441,9 +441,9 @@ class FlowKVTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, tier_config: Mapping[str, Any]) -> dict[str, Any]:
-        """What `get_stats` counts, for vLLM's Prometheus."""
+        """Return the definitions of the metrics in `get_stats`, for vLLM's Prometheus."""
         answers = "Loads and stores of FlowKV by how they ended, such as hit or miss:digest."
-        declined = "Requests whose load would have taken longer than computing."
+        declined = "Requests with loads that would have taken longer than computing."
         return {
             _ANSWERS: OffloadingCounterMetadata(answers, ("tier", "answer")),
             _DECLINED: OffloadingCounterMetadata(declined, ("tier",)),
@@ -451,7 +451,7 @@ class FlowKVTier(SecondaryTierManager):
         }
 
     def get_stats(self) -> Any:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         stats, now = OffloadingConnectorStats(), Counter[tuple[str, str]]()
         now.update({(_ANSWERS, what): n for what, n in list(self.keeper.counts.items())})
         now[_DECLINED, ""] = self._declined
@@ -468,13 +468,13 @@ def _group(key: bytes) -> int:
 
 
 def _positions(req_context: Any) -> dict[bytes, int]:
-    """Where each of a request's chunks ends, in tokens; vLLM has no public name for all of them."""
+    """Return the end of each of a request's chunks in tokens, from a private attribute of vLLM."""
     found: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return found
 
 
 def _parents(positions: Mapping[bytes, int]) -> dict[bytes, bytes]:
-    """The chunk before each one in its group."""
+    """Return the chunk before each one in its group."""
     last: dict[int, bytes] = {}
     above = {}
     for key in sorted(positions, key=positions.__getitem__):
@@ -489,9 +489,9 @@ def _parents(positions: Mapping[bytes, int]) -> dict[bytes, bytes]:
 
 
 class FlowKVCachePolicy(CachePolicy):
-    """A policy of FlowKV's decides what vLLM's CPU cache gives up.
+    """Eviction policy of vLLM's CPU cache, by a policy of FlowKV.
 
-    vLLM tells it nothing but its capacity, so its name stands in the name of a subclass, which
+    vLLM passes nothing but the capacity, so the policy's name is in the name of a subclass, which
     this module makes on demand: `flowkv_auto`, `flowkv_lru`, `flowkv_cost_aware`, ...
     """
 
@@ -503,44 +503,44 @@ class FlowKVCachePolicy(CachePolicy):
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget all chunks."""
         self._book = KeyedPolicy(warming(self.policy_name))
         self._chunks: dict[bytes, Any] = {}
         self._above: dict[bytes, bytes] = {}
-        self._counted: dict[str, set[bytes]] = {}  # what requests under way use, each once
-        self._new: list[bytes] = []  # vLLM inserts one by one; the policy hears of all at once
+        self._counted: dict[str, set[bytes]] = {}  # chunks that requests under way have used
+        self._new: list[bytes] = []  # vLLM inserts one by one; the policy gets all at once
         self._now_ns = self.clock_ns()
 
     def get(self, key: bytes) -> Any:
-        """A chunk, or None."""
+        """Return a chunk, or None."""
         return self._chunks.get(key)
 
     def insert(self, key: bytes, chunk: Any) -> None:
-        """A chunk comes; it is not evictable until vLLM says so."""
+        """Insert a chunk; it is not evictable until vLLM marks it so."""
         self._chunks[key] = chunk
         self._new.append(key)
         if chunk.ref_cnt == 0:
             self.mark_evictable(key)
 
     def remove(self, key: bytes) -> None:
-        """A chunk whose store failed goes."""
+        """Remove a chunk after its store failed."""
         self._settle()
         del self._chunks[key]
         self._book.unpin([key])
         self._book.remove([key])
 
     def mark_evictable(self, key: bytes) -> None:
-        """Nobody uses a chunk any more."""
+        """Unpin a chunk that is no longer in use."""
         self._settle()
         self._book.unpin([key])
 
     def mark_non_evictable(self, key: bytes) -> None:
-        """Somebody uses a chunk."""
+        """Pin a chunk that is in use."""
         self._settle()
         self._book.pin([key])
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Chunks are used by a request, which counts once."""
+        """Record the use of chunks by a request, once for each request."""
         self._settle()
         counted = self._counted.setdefault(req_context.req_id, set())
         new = [key for key in keys if key not in counted]
@@ -549,9 +549,9 @@ class FlowKVCachePolicy(CachePolicy):
         self._book.access(self._now_ns, new)
 
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """What is inserted next: those that left not long ago teach the policy.
+        """Prepare the insertion of chunks: chunks evicted recently teach the policy.
 
-        What lies above them is used by then: what is inserted hangs from what is most recent.
+        The chunks above them count as used, since chunks are inserted below recently used ones.
         """
         positions, ends = _positions(req_context), dict[int, int]()
         for key in keys:
@@ -569,13 +569,13 @@ class FlowKVCachePolicy(CachePolicy):
         reused_keys: set[bytes],
         req_context: Any,
     ) -> None:
-        """What a request inserted was counted then."""
+        """Record the use of reused chunks; inserted ones were counted at insertion."""
         for keys in key_groups:
             self.touch((key for key in keys if key in reused_keys), req_context)
         self._counted.pop(req_context.req_id, None)
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
-        """Gives up exactly `n` chunks; None, nothing changed, else."""
+        """Evict exactly `n` chunks; otherwise return None, and change nothing."""
         if not n:
             return []
         self._settle()

@@ -1,1 +1,1 @@
-"""The demonstration: one process fills a store and exits, another one answers from it."""
+"""The demo: one process fills a store and exits, another one answers from it."""

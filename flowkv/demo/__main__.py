@@ -1,7 +1,7 @@
 """One process of the demo: `python -m flowkv.demo TASK.json`, started by `flowkv.demo.run`.
 
-It writes one JSON object per line on standard output: progress and notes, then what it found out,
-or why it gives up.
+The process writes one JSON object per line on standard output: progress and notes, then its
+findings, or the reason of its failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowkv.demo.findings import DemoMessage, DemoTask
 
 
 def main() -> int:
-    """Runs the task; returns the exit status."""
+    """Run the task, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m flowkv.demo")
     parser.add_argument("task", type=Path)
     given, pipe = parser.parse_args(), sys.stdout
@@ -30,10 +30,10 @@ def main() -> int:
         pipe.flush()
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        if category is UserWarning:  # such as FlowKV's own; the rest is for developers
+        if category is UserWarning:  # such as FlowKV's own; other kinds are for developers
             tell(DemoMessage(note=str(message)))
 
-    # Whatever a library prints goes to standard error: the pipe carries messages only.
+    # Output of libraries goes to standard error: the pipe carries messages only.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.showwarning = show
         tell(DemoMessage(total=1, doing="importing torch"))

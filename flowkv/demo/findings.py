@@ -1,4 +1,4 @@
-"""The demo's questions, the findings of its processes, their summary, and its report."""
+"""The demo's prompts, the findings of its processes, their summary, and its report."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from flowkv.report.account import restore_section
 from flowkv.report.page import Bars, Figures, Section, Table, Text, write_report
 from flowkv.report.words import seconds, times
 
-# What the demo asks: a conversation and a batch with a shared beginning, over real text.
+# Prompts of the demo: a conversation and a batch with a shared beginning, over real text.
 #
-# A model that chats is asked about a page that ships with FlowKV, others continue the source of
-# Python's standard library, which is wherever Python is. Conversation, batch and warm-up begin
+# A chat model is asked about a page that ships with FlowKV, other models continue the source of
+# Python's standard library, which comes with Python. Conversation, batch and warm-up begin
 # differently, so that none of them is served by another's pages.
 
 Encode = Callable[[str], list[int]]
@@ -39,14 +39,14 @@ QUESTIONS = (
     "What is the licence of the weights?",
     "What is the model good for?",
 )
-"""About the model card of the model that ships with FlowKV, `flowkv/data/tiny/README.md`."""
+"""Questions about the model card that ships with FlowKV, `flowkv/data/tiny/README.md`."""
 
 
 class DemoSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of the demo's questions, in tokens.
+    """Sizes of the demo's prompts, in tokens.
 
     Attributes:
-        context: About what the last turn of the conversation and the batch's prompts hold.
+        context: Approximate length of the conversation's last prompt and of the batch's prompts.
         turns: Turns of the conversation.
         rows: Prompts of the batch.
         answer: New tokens per answer.
@@ -59,22 +59,22 @@ class DemoSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def question(self) -> int:
-        """Tokens of a question: what follows the opening, the answers and questions, fits."""
+        """Return the tokens of a question, so that opening, questions and answers fit."""
         return max(64, self.context // 16)
 
     @property
     def opening(self) -> int:
-        """Tokens before the first answer."""
+        """Return the tokens before the first answer."""
         return self.context - (self.turns - 1) * (self.question + self.answer)
 
     @property
     def shared(self) -> int:
-        """Tokens that all prompts of the batch begin with."""
+        """Return the tokens that all prompts of the batch begin with."""
         return self.context * 2 // 3
 
     @property
     def ending(self) -> int:
-        """Tokens of each prompt of the batch that are its own."""
+        """Return the tokens of each prompt of the batch after the shared ones."""
         return max(32, self.context // 32)
 
 
@@ -82,10 +82,10 @@ class DemoCase(msgspec.Struct):
     """One request, with the answer of the model without FlowKV.
 
     Attributes:
-        name: Shown to people.
+        name: Displayed name.
         prompts: Rows of equal length.
         answers: New tokens of each row.
-        asked: What each row asks in words, of a model that chats.
+        asked: Question of each row in words, for a chat model.
     """
 
     name: str
@@ -95,7 +95,7 @@ class DemoCase(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts together."""
+        """Return the tokens of all prompts together."""
         return sum(map(len, self.prompts))
 
 
@@ -104,11 +104,11 @@ class DemoWorkload(msgspec.Struct):
 
     Attributes:
         opening: The conversation's first prompt.
-        questions: What each further turn appends to the answer before it.
+        questions: Tokens that each further turn appends to the answer before it.
         batch: Prompts with a shared beginning.
         warm_up: One prompt of the conversation's length and a batch of the other's shape, about
             other text.
-        asked: What turns, then rows of the batch, ask in words, of a model that chats.
+        asked: Questions of the turns, then of the batch's rows, in words, for a chat model.
     """
 
     opening: list[int]
@@ -121,13 +121,13 @@ class DemoWorkload(msgspec.Struct):
 def build_workload(
     encode: Encode, sizes: DemoSizes, *, most_tokens: int | None = None, chat: Chat | None = None
 ) -> DemoWorkload:
-    """Makes prompts out of source text, or questions about a document.
+    """Make prompts out of source text, or questions about a document.
 
     Args:
         encode: The model's tokenizer.
-        sizes: How much; questions are as long as they are, and the document is cut to fit.
+        sizes: Sizes of the prompts; questions keep their length, and the document is cut to fit.
         most_tokens: Longest sequence that the model takes.
-        chat: Its chat template, if it has one.
+        chat: The model's chat template, if it has one.
 
     Raises:
         ConfigError: The sizes do not fit each other or the model.
@@ -166,10 +166,10 @@ _MARK = "\N{SECTION SIGN}"
 
 
 def _interview(encode: Encode, chat: Chat, sizes: DemoSizes, text: _Text) -> DemoWorkload:
-    """Questions about a document, as the chat template puts them."""
+    """Return questions about a document, in the form of the chat template."""
 
     def around(*said: str) -> list[list[int]]:
-        """Tokens of a chat whose turns alternate, in parts between the marks."""
+        """Return the tokens of a chat with alternating turns, in parts between the marks."""
         roles = itertools.cycle(("user", "assistant"))
         turns = [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)]
         return [_bare(encode, part) for part in chat(turns).split(_MARK)]
@@ -190,7 +190,7 @@ def _interview(encode: Encode, chat: Chat, sizes: DemoSizes, text: _Text) -> Dem
     return DemoWorkload(
         opening=head + document + first,
         questions=questions,
-        # Rows of a batch are equally long: empty lines fill up what a question lacks.
+        # Rows of a batch are equally long: empty lines pad shorter questions.
         batch=[top + document + line * (ending - len(end)) + end for top, end in rows],
         warm_up=[
             [text.take(around_it + len(document))],
@@ -208,7 +208,7 @@ class _Text:
         self._text = "".join(_sources())
 
     def take(self, count: int, heading: str = "") -> list[int]:
-        """The next `count` tokens, heading included."""
+        """Return the next `count` tokens, heading included."""
         size = 2 * count  # characters; most tokens are longer than that
         while True:
             end = self._at + size
@@ -225,7 +225,7 @@ class _Text:
 
 
 def _sources() -> Iterator[str]:
-    """Source files of the standard library, by name; those of FlowKV where it comes without."""
+    """Yield source files of the standard library, by name; those of FlowKV if there are none."""
     library = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(library.glob("*.py")) if path.name[0] != "_"]
     for path in paths or sorted(Path(__file__).parents[1].rglob("*.py")):
@@ -233,26 +233,26 @@ def _sources() -> Iterator[str]:
 
 
 def _bare(encode: Encode, text: str) -> list[int]:
-    """Tokens of a text in the middle: without what the tokenizer puts at the beginning."""
+    """Return the tokens of a text without those that the tokenizer puts at the beginning."""
     tokens, before = encode(text), encode("")
     return tokens[len(before) :] if tokens[: len(before)] == before else tokens
 
 
-# What both processes are told, and what each of them finds out.
+# The plan of both processes, and the findings of each.
 
 
 class DemoPlan(msgspec.Struct, kw_only=True):
-    """The plan that both processes are given.
+    """Plan of the demo that both processes get.
 
     Attributes:
         model: Folder or id of the model.
         store: Directory of the disk tier, with a size if need be ("./kv:20GiB").
-        sizes: How much is asked.
-        repeats: How often everything is measured.
-        dtype: Of weights and cache.
-        device: Where the model computes; "" chooses.
+        sizes: Sizes of the prompts.
+        repeats: Number of measurements of each request.
+        dtype: Dtype of weights and cache.
+        device: Device of the model; "" chooses one.
         threads: Threads of torch; 0 leaves torch's choice.
-        trace: File that gets a Chrome trace of the restores that are watched; "" for none.
+        trace: File for a Chrome trace of the watched restores; "" for none.
     """
 
     model: str
@@ -266,7 +266,7 @@ class DemoPlan(msgspec.Struct, kw_only=True):
 
 
 class Sample(msgspec.Struct, kw_only=True):
-    """One request, measured.
+    """Measurement of one request.
 
     Attributes:
         way: "cold" (without FlowKV, first process), "first" (FlowKV attached, nothing stored),
@@ -277,9 +277,9 @@ class Sample(msgspec.Struct, kw_only=True):
         ttft_s: Time to the first token.
         tpot_s: Time per further token; 0 if only the first was asked for.
         identical: Whether the tokens are those of the model without FlowKV.
-        seen: Prompt tokens that FlowKV was asked for.
+        seen: Prompt tokens that FlowKV looked up.
         reused: Prompt tokens that were not computed.
-        loaded_bytes: Read from tiers, by kind.
+        loaded_bytes: Bytes read from tiers, by kind.
     """
 
     way: str
@@ -293,11 +293,11 @@ class Sample(msgspec.Struct, kw_only=True):
 
 
 class WatchedRestore(msgspec.Struct, kw_only=True):
-    """A restore of the conversation's last turn, as it went.
+    """Restore of the conversation's last turn, with its timeline.
 
     Attributes:
-        timeline: What was computed, what was loaded, and when they met.
-        bytes_per_s: Of the slow disk that was emulated; 0.0 for the disk as it is.
+        timeline: Computed and loaded pieces, and their meeting point.
+        bytes_per_s: Rate of the emulated slow disk; 0.0 for the real disk.
     """
 
     timeline: Timeline
@@ -305,18 +305,18 @@ class WatchedRestore(msgspec.Struct, kw_only=True):
 
 
 class Findings(msgspec.Struct, kw_only=True):
-    """The findings of one process.
+    """Findings of one process.
 
     Attributes:
-        samples: In the order they were measured.
-        pool_bytes: What the device pools held at the end.
+        samples: Measurements, in their order.
+        pool_bytes: Used bytes of the device pools at the end.
         machine: Device, threads and versions.
-        attach_s: How long attaching took, the store's opening included.
-        fresh: Whether the store knew nothing of this before.
+        attach_s: Time of attaching, with the opening of the store.
+        fresh: Whether the store had none of these prompts before.
         cases: The requests.
-        texts: What the last turn asked and what was answered, to be shown.
-        talk: Questions and answers of a model that chats, answered from the store.
-        restores: Those that were watched.
+        texts: Prompt and answer of the last turn, for display.
+        talk: Questions and answers of a chat model, answered from the store.
+        restores: Restores with their timelines.
     """
 
     samples: list[Sample]
@@ -331,13 +331,13 @@ class Findings(msgspec.Struct, kw_only=True):
 
 
 class DemoTask(msgspec.Struct):
-    """The task of one process.
+    """Task of one process.
 
     Attributes:
         phase: "store" or "restore".
-        plan: What is run.
+        plan: The plan of the demo.
         work: A directory of the demo's own.
-        cases: What the first process asked, with its answers.
+        cases: The requests of the first process, with their answers.
     """
 
     phase: str
@@ -347,7 +347,7 @@ class DemoTask(msgspec.Struct):
 
 
 class DemoMessage(msgspec.Struct, omit_defaults=True):
-    """A line of what a process says: how far it is, a note, why it gives up, or what it found."""
+    """Line that a process writes: its progress, a note, a failure, or its findings."""
 
     done: int = 0
     total: int = 0
@@ -358,24 +358,24 @@ class DemoMessage(msgspec.Struct, omit_defaults=True):
     found: Findings | None = None
 
 
-# What the demo's samples amount to: medians, factors, and whether the answers were the same.
+# Summary of the demo's samples: medians, factors, and the equality of answers.
 
 
 class CaseSummary(msgspec.Struct, kw_only=True):
-    """One request; times are medians in seconds, NaN where nothing was measured.
+    """Summary of one request; times are medians in seconds, NaN where nothing was measured.
 
     Attributes:
-        name: Shown to people.
-        rows: Prompts in it.
+        name: Displayed name.
+        rows: Prompts of the request.
         tokens: Tokens of all its prompts.
-        ttft_cold_s: Without FlowKV, first process.
-        ttft_first_s: FlowKV attached, empty store, what was asked before it being known.
-        reused_first_tokens: Prompt tokens reused then.
-        ttft_again_s: Asked again in the same process.
-        ttft_recompute_s: Without FlowKV, second process.
-        ttft_disk_s: Second process, pages on disk.
-        reused_tokens: Prompt tokens reused then.
-        loaded_bytes: Read then, by kind of tier.
+        ttft_cold_s: TTFT without FlowKV, first process.
+        ttft_first_s: TTFT with FlowKV, where the store began empty and has the earlier requests.
+        reused_first_tokens: Prompt tokens reused in that run.
+        ttft_again_s: TTFT of the same request again, same process.
+        ttft_recompute_s: TTFT without FlowKV, second process.
+        ttft_disk_s: TTFT in the second process, pages on disk.
+        reused_tokens: Prompt tokens reused in that run.
+        loaded_bytes: Bytes read in that run, by kind of tier.
         identical: Whether every answer was that of the model without FlowKV.
     """
 
@@ -394,39 +394,39 @@ class CaseSummary(msgspec.Struct, kw_only=True):
 
     @property
     def speedup(self) -> float:
-        """How many times faster than recomputing, both in the second process."""
+        """Return the factor between recomputing and restoring, both in the second process."""
         return self.ttft_recompute_s / self.ttft_disk_s if self.ttft_disk_s else math.nan
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """Everything that is shown, and the object of `--json`.
+    """Summary of the demo, as shown and as the object of `--json`.
 
     Attributes:
         tokens_identical: Whether all answers of both processes were the same.
         tokens_reused: Prompt tokens that the second process did not compute, asking once.
-        hit_rate: Their share of the prompt tokens.
-        ttft_cold_s: Last turn of the conversation: without FlowKV, first process.
+        hit_rate: Share of `tokens_reused` in the prompt tokens.
+        ttft_cold_s: TTFT of the conversation's last turn without FlowKV, first process.
         ttft_recompute_s: The same in the second process.
-        ttft_again_s: With FlowKV, asked again in the first process.
-        ttft_restored_s: With FlowKV in the second process, from disk.
+        ttft_again_s: TTFT with FlowKV, asked again in the first process.
+        ttft_restored_s: TTFT with FlowKV in the second process, from disk.
         tpot_plain_s: Time per further token without FlowKV.
         tpot_paged_s: The same with FlowKV, second process.
-        attach_s: What attaching takes once in a process, before any prompt.
+        attach_s: Time of attaching, once in a process, before any prompt.
         restored_from: Bytes that the second process read, asking once, by kind of tier.
-        store_bytes: What the store occupies on the disk at the end.
-        pool_bytes: What the device pools held at the end of the first process.
-        device: Where the model computed.
+        store_bytes: Bytes of the store on the disk at the end.
+        pool_bytes: Used bytes of the device pools at the end of the first process.
+        device: Device of the model.
         report: Path of the HTML report; "" if none was written.
         store: Directory of the store; "" if it was removed.
-        store_was_new: Whether it knew nothing of these prompts before.
-        restores: How restores of the last turn went that were watched, a line each.
-        talk: Questions and answers of a model that chats, answered from the store.
+        store_was_new: Whether the store had none of these prompts before.
+        restores: Descriptions of the watched restores of the last turn, a line each.
+        talk: Questions and answers of a chat model, answered from the store.
         repeats: Measurements behind each median.
         seconds: Duration of the whole demo.
-        model: What was asked for.
+        model: Folder or id of the model.
         machine: Device, threads and versions.
         cases: All requests.
-        processes: Process ids of the two.
+        processes: Process ids of both processes.
     """
 
     tokens_identical: bool
@@ -459,13 +459,13 @@ class Summary(msgspec.Struct, kw_only=True):
 def summarise(
     plan: DemoPlan, stored: Findings, restored: Findings, *, store_bytes: int = 0
 ) -> Summary:
-    """Puts the findings of both processes together.
+    """Summarise the findings of both processes.
 
     Args:
-        plan: What was run.
-        stored: Of the first process.
-        restored: Of the second.
-        store_bytes: What the store occupies on the disk.
+        plan: The plan of the demo.
+        stored: Findings of the first process.
+        restored: Findings of the second process.
+        store_bytes: Bytes of the store on the disk.
     """
     samples = [*stored.samples, *restored.samples]
     cases = [_case(case, samples) for case in stored.cases]
@@ -536,7 +536,7 @@ _WAYS = {
 
 
 def _worst(samples: Iterable[Sample], case: str) -> Sample:
-    """The restore that reused least: a claim must hold for every repeat."""
+    """Return the restore that reused least: a claim must hold for every repeat."""
     nothing = Sample(way="", case="", ttft_s=0.0, tpot_s=0.0)
     restored = [sample for sample in samples if (sample.way, sample.case) == ("disk", case)]
     return min(restored, key=lambda sample: sample.reused, default=nothing)
@@ -557,14 +557,14 @@ def write_demo_report(
     *,
     restores: Sequence[WatchedRestore] = (),
 ) -> Path:
-    """Writes the report and returns its path.
+    """Write the report, and return its path.
 
     Args:
         path: The HTML file.
-        plan: What was run.
-        summary: What came out.
+        plan: The plan of the demo.
+        summary: The summary of both processes.
         texts: The last turn's prompt and answer.
-        restores: How the last turn was restored.
+        restores: Restores of the last turn with their timelines.
     """
     talk, batch = summary.cases[-2:]
     first = "The conversation is taken up where it was left, with a new question at its end."
@@ -640,8 +640,8 @@ def _conversation(summary: Summary) -> Section:
     ]
     return Section(
         "Turn by turn, first process",
-        "Without a cache every turn pays for all turns before it. With FlowKV attached, only what"
-        " is new is computed; the first turn shows what attaching costs when nothing is known.",
+        "Without a cache every turn computes all turns before it. With FlowKV attached, only new"
+        " tokens are computed; the first turn shows the cost of an attached cache without any hit.",
         [
             Bars("Time to the first token", labels, ways, unit="ms"),
             Table(["turn", "prompt tokens", "of these reused"], reused),
@@ -663,7 +663,7 @@ def _bytes(summary: Summary) -> Section:
 
 def _method(plan: DemoPlan, summary: Summary) -> Section:
     first, second = summary.processes
-    empty = "" if summary.store_was_new else " The store knew these prompts before."
+    empty = "" if summary.store_was_new else " The store had these prompts before."
     prompts = "source text of Python's standard library"
     if summary.talk:
         prompts = "questions about the model card of the model that ships with FlowKV"
@@ -673,9 +673,9 @@ def _method(plan: DemoPlan, summary: Summary) -> Section:
         f" answered, stored and exited; process {second} was started afterwards and opened the same"
         f" directory.{empty} TTFT is the wall time from calling generate to the first new token;"
         f" attaching, once in a process, took {seconds(summary.attach_s)} and is not in it."
-        " Both processes warmed up with other prompts of the same shapes first. What is compared"
-        f" was measured in turns ({_of(summary)}). Before every restore the cache was opened"
-        " anew, and the operating system was asked to drop the files from its page cache."
+        " Both processes warmed up with other prompts of the same shapes first. Compared runs were"
+        f" interleaved ({_of(summary)}). Before every restore the cache was opened"
+        " again, and the operating system was asked to drop the files from its page cache."
     )
     if summary.machine["wait_policy"]:
         text += f" OMP_WAIT_POLICY was {summary.machine['wait_policy']} in all runs."

@@ -1,7 +1,7 @@
 """The demo's two processes: one answers and stores, the other restores and answers.
 
-Every figure is measured, here and now, by the protocol of `flowkv.demo.timing`: after a warm-up
-with other prompts, in turns with what it is compared to, several times over.
+Every figure is measured by the protocol of `flowkv.demo.timing`: after a warm-up with other
+prompts, interleaved with the runs it is compared to, and repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flowkv.tiers.disk import DiskTier
 
 
 class _Meter:
-    """Generates, measures and compares; one step of the progress per request."""
+    """Runner of requests that measures them and compares answers; one progress step per request."""
 
     def __init__(self, loaded: LoadedModel, plan: DemoPlan, tell: Tell, total: int) -> None:
         self.loaded, self.model, self.plan = loaded, loaded.model, plan
@@ -58,7 +58,7 @@ class _Meter:
     def ask(
         self, way: str, case: DemoCase, kv: flowkv.KV | None = None, *, whole: bool = False
     ) -> list[list[int]]:
-        """Answers with or without FlowKV; only the first token unless `whole`."""
+        """Answer with or without FlowKV; only the first token unless `whole`."""
         count = self.plan.sizes.answer if whole else 1
         before = Reuse.of(kv) if kv else NOTHING
         timing = timed_generate(self.model, case.prompts, max_new_tokens=count)
@@ -83,10 +83,10 @@ class _Meter:
 
 
 def run_task(task: DemoTask, tell: Tell) -> Findings:
-    """What a process of the demo does.
+    """Run the task of a process of the demo.
 
     Raises:
-        FlowKVError: What is asked for cannot be done.
+        FlowKVError: The task cannot be done.
     """
     if task.phase == "store":
         return store_phase(task.plan, Path(task.work), tell)
@@ -94,7 +94,7 @@ def run_task(task: DemoTask, tell: Tell) -> Findings:
 
 
 def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
-    """First process: answers without FlowKV, then with it, and leaves pages in the store."""
+    """Run the first process: answer without FlowKV, then with it, and leave pages in the store."""
     repeats = plan.repeats
     meter, workload = _prepare(plan, work, tell, repeats * 3 * (plan.sizes.turns + 1))
     loaded = meter.loaded
@@ -104,8 +104,8 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
         if repeat:
             for case in cases:
                 meter.ask("cold", case)
-        # Only the first repeat fills the store, with whole answers. What the others measure as
-        # unknown must be unknown.
+        # Only the first repeat fills the store, with whole answers. The others use scratch stores,
+        # so that prompts are unknown again.
         place = str(work / f"scratch-{repeat}") if repeat else plan.store
         with _attached(loaded.model, place) as kv:
             for way in ("first", "again"):
@@ -118,7 +118,7 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
         else:
             first = [sample for sample in meter.samples if sample.way == "first"]
             fresh = not first[0].reused
-            for sample in [] if fresh else first:  # a store of yours knew the opening before
+            for sample in [] if fresh else first:  # the user's store had the opening before
                 sample.way = "known"
     shown = cases[-2]
     texts = [loaded.decode(shown.prompts[0]), loaded.decode(shown.answers[0])]
@@ -133,7 +133,7 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
 
 
 def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell) -> Findings:
-    """Second process: takes the conversation up where the first left it, from disk."""
+    """Run the second process: continue the first one's conversation from disk."""
     asked, earlier = cases[-2:], cases[:-2]
     steps = (plan.repeats + 1) * 2 * len(asked) + len(earlier)
     meter, _ = _prepare(plan, work, tell, steps)
@@ -167,11 +167,11 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
 
 
 def _watch(meter: _Meter, asked: list[DemoCase]) -> list[WatchedRestore]:
-    """Restores the last turn twice more, with a look at how: from the disk, and from a slow one.
+    """Restore the last turn twice more with its timeline: from the disk, and from a slow one.
 
-    The slow one takes about as long to load a prompt as the model takes to compute it. No time of
-    this is among the figures, since being watched costs a little. Other cases go before, and teach
-    the cache the rates.
+    The slow disk takes about as long to load a prompt as the model takes to compute it. These times
+    are not among the figures, since recording a timeline costs a little. Other cases go before, so
+    that the cache measures the rates.
     """
     plan, (talk, *others) = meter.plan, asked
     said = [sample for sample in meter.samples if sample.case == talk.name]
@@ -179,7 +179,7 @@ def _watch(meter: _Meter, asked: list[DemoCase]) -> list[WatchedRestore]:
     slow = max(sum(sample.loaded_bytes.values()) for sample in said) / compute_s
     found = []
     _drop_page_cache(Path(parse_place(f"disk:{plan.store}").path))
-    # Without a rate nothing was restored, or other tiers have it.
+    # Without a rate nothing was loaded from the disk.
     for rate in (0.0, slow) if slow else (0.0,):
         place = _slow_disk(plan.store, rate) if rate else plan.store
         with _attached(meter.model, place) as kv, contextlib.ExitStack() as stack:
@@ -194,7 +194,7 @@ def _watch(meter: _Meter, asked: list[DemoCase]) -> list[WatchedRestore]:
 
 
 def _slow_disk(place: str, bytes_per_s: float) -> Slow:
-    """The store as a tier object, opened as the cache itself would."""
+    """Return the store as a slow tier object, opened as the cache itself would open it."""
     config = load_config(disk=place)
     (disk,) = (one for one in config.places(on_cpu=True) if one.kind == "disk")
     most = disk.size_bytes(shutil.disk_usage(disk.path).total) or UNBOUNDED
@@ -203,7 +203,7 @@ def _slow_disk(place: str, bytes_per_s: float) -> Slow:
 
 
 def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter, DemoWorkload]:
-    """The model, warmed up, and what it is asked in so many steps."""
+    """Return a warmed-up model's meter, and its workload."""
     total = 2 + 4 + steps
     tell(0, total, "loading the model")
     if plan.threads:
@@ -236,7 +236,7 @@ def _attached(model: Any, place: str | Tier) -> Iterator[flowkv.KV]:
 
 
 def _warm_up(meter: _Meter, workload: DemoWorkload, work: Path) -> None:
-    """Runs every path once, computing and loading, with prompts that are not asked for later."""
+    """Run every path once, computing and loading, with prompts that are not asked for later."""
     place = work / f"warm-up-{os.getpid()}"
     count = meter.plan.sizes.answer
     for prompts in workload.warm_up:
@@ -252,7 +252,7 @@ def _warm_up(meter: _Meter, workload: DemoWorkload, work: Path) -> None:
 
 
 def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
-    """Asks without FlowKV, and so makes the requests and their reference answers."""
+    """Answer without FlowKV, and return the requests with these reference answers."""
     cases = []
     prompt, turns = workload.opening, meter.plan.sizes.turns
     for turn in range(1, turns + 1):
@@ -262,7 +262,7 @@ def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
         cases.append(case)
         if turn <= len(workload.questions):
             (answer,), question = case.answers, workload.questions[turn - 1]
-            # An answer that came to its end has the token that a template puts there, too.
+            # A finished answer ends with the token that the template adds there, too.
             prompt = prompt + answer + question[answer[-1:] == question[:1] :]
     asked = workload.asked[turns:]
     case = DemoCase(f"batch of {len(workload.batch)}", workload.batch, asked=asked)
@@ -275,7 +275,7 @@ def _pool_bytes(kv: flowkv.KV) -> int:
 
 
 def _drop_page_cache(directory: Path) -> None:
-    """Asks the operating system to forget the files' contents, so that loads reach the disk."""
+    """Ask the operating system to drop the files' contents, so that loads reach the disk."""
     for path in directory.rglob("*"):
         if path.is_file() and hasattr(os, "posix_fadvise"):
             descriptor = os.open(path, os.O_RDONLY)
@@ -311,17 +311,17 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-# A tier made slower, so that on a fast disk, too, loading and computing can be seen to share.
+# A tier made slower, so that loading and computing overlap visibly on a fast disk, too.
 
 _PAUSE_S = 0.001
 
 
 class Slow:
-    """A tier that hands out what it loaded no faster than a link of some rate would.
+    """Tier with loads no faster than a link of some rate.
 
     Args:
-        tier: Does the work; closed with this one.
-        bytes_per_s: Of the link that is emulated.
+        tier: The tier that does the work; closed with this one.
+        bytes_per_s: Rate of the emulated link.
     """
 
     def __init__(self, tier: Tier, bytes_per_s: float) -> None:
@@ -332,12 +332,12 @@ class Slow:
         self._free_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "fileno":  # it would say when the fast tier is done
+        if name == "fileno":  # its descriptor would signal when the fast tier is done
             raise AttributeError(name)
         return getattr(self._tier, name)
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Answers that are ready; waits up to `timeout_s` for the first one."""
+        """Return the answers that are due; wait up to `timeout_s` for the first one."""
         end_s = time.monotonic() + timeout_s
         while True:
             with self._lock:

@@ -1,6 +1,6 @@
-"""Conducts the demo: two processes of their own, one after the other, and what they found out.
+"""Driver of the demo: runs two processes, one after the other, and shows their findings.
 
-This process needs no model, so it imports neither torch nor what works with it.
+This process needs no model, so it imports neither torch nor modules that need torch.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from flowkv.tiers.disk.inspect import inspect
 
 
 class DemoFailed(RuntimeError):
-    """A process of the demo died for a reason that it could not explain."""
+    """Error of a process of the demo that died without an explanation."""
 
 
 def run_demo(
     plan: DemoPlan, screen: Screen, *, report: Path | None, keep: bool = False, debug: bool = False
 ) -> Summary:
-    """Runs both processes, writes the report and shows a summary.
+    """Run both processes, write the report and show a summary.
 
     Args:
-        plan: What is asked of which model; an empty `store` makes a fresh temporary directory.
-        screen: Where people read.
+        plan: Model and sizes of the demo; an empty `store` makes a fresh temporary directory.
+        screen: Output for people.
         report: The HTML file to write, if any.
         keep: Keep the temporary directory of the store.
-        debug: Show what the processes write on standard error.
+        debug: Show the processes' standard error.
 
     Raises:
-        FlowKVError: What a process could explain.
-        DemoFailed: What it could not.
+        FlowKVError: A process failed with an explanation.
+        DemoFailed: A process failed without one.
     """
     if report is not None:
         _check_file(report, "the report", "--report")
@@ -82,7 +82,7 @@ def run_demo(
 
 
 def _check_file(path: Path, what: str, flag: str) -> None:
-    """Better before the work than after it."""
+    """Check that a file can be written, before the work rather than after it."""
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
         raise ConfigError(f"{what} {path} cannot be written", f"Choose another file with {flag}")
@@ -90,7 +90,7 @@ def _check_file(path: Path, what: str, flag: str) -> None:
 
 @contextlib.contextmanager
 def _directories(store: str, keep: bool) -> Iterator[tuple[Path, str]]:
-    """A working directory, and the store's: given, or fresh and removed unless it is kept."""
+    """Yield a working directory, and the store's: given, or fresh and removed unless it is kept."""
     with contextlib.ExitStack() as stack:
 
         def make(prefix: str) -> str:
@@ -112,15 +112,15 @@ def _directories(store: str, keep: bool) -> Iterator[tuple[Path, str]]:
 
 
 def _phase(task: DemoTask, label: str, screen: Screen, *, debug: bool) -> Findings:
-    """Runs one process; shows its progress and its notes."""
+    """Run one process, and show its progress and its notes."""
     file, log = (Path(task.work) / f"{task.phase}.{kind}" for kind in ("json", "log"))
     file.write_bytes(msgspec.json.encode(task))
-    # Started elsewhere, it must still import this very package.
+    # The process must import this very package, whatever its directory.
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-    # Threads that spin while they wait slow everything several times where cores are shared.
+    # Threads that spin while they wait slow everything several times if cores are shared.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path}
-    if threads := str(task.plan.threads or ""):  # pools of threads are sized when they are loaded
+    if threads := str(task.plan.threads or ""):  # thread pools are sized when libraries load
         environment |= {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
     command = [sys.executable, "-m", "flowkv.demo", str(file)]
     last, notes = DemoMessage(), dict[str, None]()  # notes: each once, in order
@@ -149,7 +149,7 @@ def _phase(task: DemoTask, label: str, screen: Screen, *, debug: bool) -> Findin
     if last.problem:
         raise FlowKVError(last.problem, last.remedy)
     if last.found is None:
-        lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
         said = "see above" if debug else lines[-1][:300]
         raise DemoFailed(f"the {label} ended with status {process.returncode}: {said}")
     return last.found
@@ -207,7 +207,7 @@ def _show(summary: Summary, plan: DemoPlan, screen: Screen) -> None:
     )
     if not summary.store_was_new:
         screen.say(
-            "The store knew these prompts: its pages served the first process, too.", style="dim"
+            "The store had these prompts: its pages served the first process, too.", style="dim"
         )
     if summary.store:
         screen.say(f"Store:  {summary.store}")

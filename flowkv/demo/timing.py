@@ -1,11 +1,11 @@
-"""The protocol of generation: time to the first token (TTFT) and per further token (TPOT).
+"""Measurement of generation: time to the first token (TTFT) and per further token (TPOT).
 
-A streamer stamps the clocks whenever `generate` hands it tokens. The first hand-over is the prompt
+A streamer reads the clocks whenever `generate` passes it tokens. The first call brings the prompt
 itself; TTFT ends with the second, TPOT is the mean gap between the rest. `generate` moves tokens to
-the CPU before it hands them over, so that a GPU has finished what is stamped.
+the CPU before it passes them, so that a GPU has finished them by then.
 
-Warm up with another prompt first, or compilers and allocators are measured; interleave what is
-compared, and compare medians.
+Warm up with another prompt first, or compilers and allocators are measured; interleave the compared
+runs, and compare medians.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flowkv.core.errors import ConfigError
 
 
 class Stamps:
-    """Streamer of Hugging Face's `generate` that notes when each token came.
+    """Streamer of Hugging Face's `generate` that records the time of each token.
 
     Attributes:
-        wall_s: `time.perf_counter` at each hand-over, the prompt's first.
-        cpu_s: `time.thread_time` at each hand-over: CPU time of the calling thread only.
+        wall_s: `time.perf_counter` at each call of `put`, the prompt's first.
+        cpu_s: `time.thread_time` at each call of `put`: CPU time of the calling thread only.
     """
 
     def __init__(self) -> None:
@@ -32,22 +32,22 @@ class Stamps:
         self.cpu_s: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by `generate` with the prompt, then with the new token of each row."""
+        """Record the time of the prompt or of a new token of each row; called by `generate`."""
         self.wall_s.append(time.perf_counter())
         self.cpu_s.append(time.thread_time())
 
     def end(self) -> None:
-        """Called by `generate` when it is done."""
+        """Do nothing; called by `generate` when it is done."""
 
 
 class Timing(NamedTuple):
-    """One call of `generate`.
+    """Times and answers of one call of `generate`.
 
     Attributes:
         prompt_tokens: Tokens of the prompt, all rows together.
         answers: New tokens of each row.
-        ttft_s: From the call to the first new token.
-        ttft_cpu_s: CPU time of the calling thread meanwhile; threads of a library are not in it.
+        ttft_s: Time from the call to the first new token.
+        ttft_cpu_s: CPU time of the calling thread in `ttft_s`, without threads of libraries.
         tpot_s: Mean time per further token; 0 if there was none.
     """
 
@@ -61,7 +61,7 @@ class Timing(NamedTuple):
 def timed_generate(
     model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options: Any
 ) -> Timing:
-    """Generates greedily and notes the times.
+    """Generate greedily, and measure the times.
 
     Args:
         model: A Hugging Face causal language model, with or without FlowKV attached.
@@ -99,12 +99,12 @@ def timed_generate(
 
 
 class Reuse(NamedTuple):
-    """A cache's counters of reuse; the difference of two is what lay between them.
+    """A cache's counters of reuse; their difference is the reuse between two points in time.
 
     Attributes:
         seen: Tokens of prompts.
-        reused: Those that were not computed.
-        loaded_bytes: Read from tiers below the device, by kind of tier.
+        reused: Tokens of prompts that were not computed.
+        loaded_bytes: Bytes read from tiers below the device, by kind of tier.
     """
 
     seen: int
@@ -113,7 +113,7 @@ class Reuse(NamedTuple):
 
     @classmethod
     def of(cls, kv: Any) -> Reuse:
-        """The counters of a `KV` now."""
+        """Return the counters of a `KV` now."""
         stats = kv.stats()
         loaded: dict[str, int] = {}
         for tier in stats["tiers"].values():
@@ -121,15 +121,15 @@ class Reuse(NamedTuple):
         return cls(stats["tokens_seen"], stats["tokens_reused"], loaded)
 
     def since(self, before: Reuse) -> Reuse:
-        """What was reused since `before`."""
+        """Return the reuse since `before`."""
         loaded = {k: n - before.loaded_bytes.get(k, 0) for k, n in self.loaded_bytes.items()}
         return Reuse(self.seen - before.seen, self.reused - before.reused, loaded)
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens that were not computed."""
+        """Return the share of the tokens that were not computed."""
         return self.reused / self.seen if self.seen else 0.0
 
 
 NOTHING = Reuse(0, 0, {})
-"""Before the first request, or without a cache."""
+"""Counters before the first request, or without a cache."""

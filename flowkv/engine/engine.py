@@ -1,4 +1,4 @@
-"""`Engine`: many requests at once over one model and its cache."""
+"""`Engine`: serve many requests at once over one model and its cache."""
 
 from __future__ import annotations
 
@@ -86,21 +86,21 @@ from flowkv.policy.scheduling import (
     make_scheduler,
 )
 
-# What other threads ask of the one that runs the engine.
+# Requests and cancellations from other threads.
 
 
 class Inbox:
-    """Requests and cancellations on their way to the engine. Thread-safe.
+    """Queue of requests and cancellations for the engine. Thread-safe.
 
     Args:
         limit: Most requests that wait.
 
     Attributes:
-        fresh: New requests, in order of submission, until the engine has `taken` them.
-        off: Numbers of requests that were called off; the engine takes them out.
-        waiting: Requests that the engine has taken, and that wait there; it says so.
-        closed: Nothing is taken any more.
-        now: What was taken is called off as well.
+        fresh: New requests in order of submission, until `taken` moves them.
+        off: Numbers of cancelled requests, until the engine removes them.
+        waiting: Number of requests that wait in the engine, as the engine sets it.
+        closed: Further requests are refused.
+        now: Accepted requests are cancelled as well.
     """
 
     def __init__(self, limit: int) -> None:
@@ -113,15 +113,15 @@ class Inbox:
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything that the engine has not taken yet."""
+        """Return whether requests or cancellations wait for the engine to take them."""
         return bool(self.fresh or self.off)
 
     def put(self, *lives: RunningRequest, limited: bool = True) -> None:
-        """Hands requests in, all or none.
+        """Add requests, all or none.
 
         Args:
             *lives: The requests.
-            limited: False takes them whatever waits.
+            limited: False ignores the limit of waiting requests.
 
         Raises:
             BusyError: Too many wait.
@@ -139,7 +139,7 @@ class Inbox:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Refuses as `put` would.
+        """Raise if further requests are refused.
 
         Raises:
             StateError: The engine is closed, or failed.
@@ -150,17 +150,17 @@ class Inbox:
             raise StateError(f"the engine failed: {self._why!r}", "Make a new one") from self._why
 
     def call_off(self, number: int) -> None:
-        """Asks for a cancellation."""
+        """Ask the engine to cancel a request."""
         with self._changed:
             self.off.append(number)
             self._changed.notify_all()
 
     def close(self, *, now: bool = False, why: BaseException | None = None) -> None:
-        """Takes nothing any more.
+        """Refuse further requests.
 
         Args:
-            now: What was taken is called off, too.
-            why: What the engine failed with.
+            now: Cancel accepted requests, too.
+            why: The error that the engine failed with.
         """
         with self._changed:
             self.closed, self.now = True, self.now or now
@@ -168,24 +168,24 @@ class Inbox:
             self._changed.notify_all()
 
     def taken(self) -> None:
-        """The engine has the first of `fresh`: it waits there now, and is counted all the time."""
+        """Remove the first of `fresh`, which the engine has, and count it as waiting there."""
         with self._changed:
             self.waiting += 1
             self.fresh.popleft()
 
     def wait(self) -> bool:
-        """Waits until there is something to do; False once nothing is taken any more."""
+        """Wait until there is something to do; return False once the inbox is closed and empty."""
         with self._changed:
             while not (self.pending or self.closed):
                 self._changed.wait()
             return self.pending
 
 
-# What an engine tells the bus. Events are made only if somebody listens.
+# Events of an engine; they are made only if the bus has a listener.
 
 
 def tell_queued(bus: Bus, live: RunningRequest, waiting: int) -> None:
-    """A request was taken in; so many wait now. Told in the context of its submission."""
+    """Emit `Queued` for a new request, in the context of its submission."""
     context, live.context = live.context, None
     if bus.wants(Queued):
         event = Queued(
@@ -194,14 +194,14 @@ def tell_queued(bus: Bus, live: RunningRequest, waiting: int) -> None:
             waiting=waiting,
             tenant=live.request.tenant or "",
         )
-        if context is None:  # whoever told it was interrupted
+        if context is None:  # an earlier call was interrupted
             bus.emit(event)
         else:
             context.run(bus.emit, event)
 
 
 def tell_finished(bus: Bus, live: RunningRequest, completion: Completion, reason: str) -> None:
-    """A request is over."""
+    """Emit `Finished` for a request that is over."""
     if bus.wants(Finished):
         bus.emit(
             Finished(
@@ -231,7 +231,7 @@ _PAUSE_S = 0.002
 
 
 class _Unread(NamedTuple):
-    """Tokens of a step that are not read yet: whose, and the place of each among its new ones."""
+    """Tokens of a step not read yet: their requests, and the place of each among its new ones."""
 
     lives: Items[RunningRequest]
     places: list[int]
@@ -239,29 +239,29 @@ class _Unread(NamedTuple):
 
 
 class Loop:
-    """Requests from their submission to their answer, turn after turn, on one thread at a time.
+    """The engine's loop: takes requests from submission to answer, on one thread at a time.
 
-    Where rows decode on a device that runs behind the host, the tokens of a step are read once
-    the next step was given to the device, which takes them from where they are. A row that ends by
-    one of them has computed one too many, which is dropped. Whatever needs to know all tokens reads
+    If rows decode on a device that runs behind the host, the tokens of a step are read after the
+    next step was queued on the device, which takes them from device memory. A row that ends by such
+    a token has computed one token too many, which is dropped. Operations that need all tokens read
     them first.
 
-    What is to be done stays where it is noted until it was done: whoever is interrupted in between
-    finds it there again (`reset`), and to do it twice does no harm.
+    A task stays in its queue until it is done: after an interrupt, `reset` finds it there again,
+    and doing a task twice does no harm.
 
     Args:
         runner: Runs the model.
         keeper: Keeps rows and pages.
-        turns: Decides who is served.
-        inbox: What other threads ask.
-        bus: Told what happens.
-        patience_s: How long a request that is alone waits for pages that others hold.
+        turns: Decides which requests are served.
+        inbox: Requests and cancellations of other threads.
+        bus: Receives events.
+        patience_s: Seconds that a request which is alone waits for pages that others hold.
 
     Attributes:
         waiting: Requests that wait or were set aside.
-        active: Requests that have part in steps.
-        source: What answers need of it.
-        drive: Held by the thread that runs turns.
+        active: Requests that take part in steps.
+        source: The engine's side of answers.
+        drive: Lock of the thread that runs turns.
     """
 
     def __init__(
@@ -281,30 +281,30 @@ class Loop:
         self.active: list[RunningRequest] = []
         self._lives: dict[int, RunningRequest] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._stuck = -1, 0.0  # number of who waits for pages of others, and since when
-        # Tokens that were chosen, and the places where they belong, until they are handed out.
+        self._stuck = -1, 0.0  # number of the request that waits for pages, and since when
+        # Chosen tokens and their places, until they are handed out.
         self._made: deque[tuple[RunningRequest, int, Drawn]] = deque()
-        # Tokens that the device was asked for: of the last step, and while another runs, of that.
+        # Tokens on the device: of the last step and, while another step runs, of that one.
         self._unread: deque[_Unread] = deque()
         self._gaps, self._given = list[float](), 0  # see `EngineStep`, of this turn
-        # Answers to be given, once everything else of the turn is in order.
+        # Answers to settle at the end of the turn.
         self._due: deque[tuple[Answer, Completion, BaseException | None]] = deque()
         self._told: list[Answer] = []
 
     @property
     def busy(self) -> bool:
-        """Whether a thread runs turns, or there is something to do for one."""
+        """Return whether a thread runs turns, or there is work for one."""
         return self.drive.locked() or not self.idle or self.inbox.pending
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Return whether no request is under way."""
         return not self._lives
 
-    # ---- who runs it
+    # ---- threads
 
     def serve(self) -> None:
-        """Runs turns on this thread until the inbox is closed and all is answered."""
+        """Run turns on this thread until the inbox is closed and all requests are answered."""
         with self.drive:
             self.source.driver = threading.get_ident()
             try:
@@ -317,13 +317,13 @@ class Loop:
                 self.source.driver = 0
 
     def drive_until(self, answers: Items[Answer]) -> None:
-        """Runs turns on this thread, which holds `drive`, until answers are made."""
+        """Run turns on this thread, which holds `drive`, until some answers are made."""
         self.source.driver = threading.get_ident()
         try:
             for answer in answers:
                 while not answer.done():
                     self.turn()
-            self._read()  # another thread may go on, and order its device's work otherwise
+            self._read()  # another thread may go on, with another order of device work
             self._answer()
         except Exception as error:
             self.fail(error)
@@ -334,7 +334,7 @@ class Loop:
             self.source.driver = 0
 
     def turn(self) -> None:
-        """Takes in what was asked, runs one step if there is anything to compute, answers."""
+        """Take in requests, run one step if there is anything to compute, and settle answers."""
         if self.keeper.closed:
             self.fail(StateError("the cache is closed", "Open a new one"))
             return
@@ -347,16 +347,16 @@ class Loop:
             self._admit(began_s)
         if self.active or self._unread:
             self._step(began_s)
-        if not self._lives:  # tokens one too many
+        if not self._lives:  # the rest are tokens after the end of their rows
             self._unread.clear()
         self._answer()
 
     # ---- in
 
     def _take_in(self, now_s: float) -> None:
-        """Takes what was asked since the last turn, and ends what comes too late."""
+        """Take in requests and cancellations, and end requests past their deadline."""
         inbox = self.inbox
-        off = len(inbox.off)  # before the others: whoever is called off was handed in before
+        off = len(inbox.off)  # read first: a cancelled request was submitted before
         self._take_fresh()
         for _ in range(off):
             self._call_off(inbox.off[0], "cancelled", now_s)
@@ -398,7 +398,7 @@ class Loop:
         reason: Reason = "cancelled",
         error: BaseException | None = None,
     ) -> None:
-        """Ends a request; its answer is given at the end of the turn."""
+        """End a request; its answer is settled at the end of the turn."""
         if live.number not in self._lives:
             return
         for some in (self.waiting, self.active):
@@ -414,15 +414,15 @@ class Loop:
     def _close(self, live: RunningRequest, now_s: float, stop: str = "") -> None:
         try:
             self.keeper.close(live, now_s, stop)
-        except Exception:  # its pages are the cache's to account for; others go on
+        except Exception:  # the cache accounts for the pages; other requests go on
             _log.exception("request %d could not be closed", live.number)
 
     def _answer(self) -> None:
-        """Wakes those who wait for tokens, and gives answers."""
+        """Wake the readers of new tokens, and settle answers."""
         if self._told:
             tell(self._told)
             self._told.clear()
-        while self._due:  # whatever a callback raises, the others are still to be called
+        while self._due:  # a callback that raises must not keep the others from being called
             answer, completion, error = self._due[0]
             try:
                 answer.settle(completion, error)
@@ -432,11 +432,11 @@ class Loop:
                 _log.exception("a callback of answer %d raised", answer.number)
             self._due.popleft()
 
-    # ---- when all goes wrong
+    # ---- failures
 
     def fail(self, error: BaseException) -> None:
-        """Ends everything: what decides about requests raised, and nothing is certain any more."""
-        if self.keeper.closed:  # whatever that led to
+        """End all requests after an error in the loop itself, and refuse further ones."""
+        if self.keeper.closed:  # the likely cause of `error`
             closed = StateError("its cache was closed", "Close an engine before its cache")
             closed.__cause__, error = error, closed
         self.inbox.close(now=True, why=error)
@@ -449,17 +449,17 @@ class Loop:
         self._answer()
 
     def reset(self, off: Iterable[Answer]) -> None:
-        """Begins requests anew after a turn was interrupted anywhere; their tokens stay.
+        """Restart all requests after a turn was interrupted anywhere; their tokens stay.
 
         Args:
-            off: Those whose requests are called off instead.
+            off: Answers of requests to cancel instead.
         """
         self._stuck = -1, 0.0
         self._read()
         self._hand_out()
         now_s = time.perf_counter()
         self._take_fresh()
-        for answer, _, _ in self._due:  # they ended, and nobody notes that again
+        for answer, _, _ in self._due:  # these ended; only their answers are outstanding
             self._lives.pop(answer.number, None)
         self.waiting, self.active = list(self._lives.values()), []
         for live in self.waiting:
@@ -472,11 +472,11 @@ class Loop:
         self.inbox.waiting = len(self.waiting)
         self._answer()
 
-    # ---- who is in
+    # ---- admission and preemption
 
     def _admit(self, now_s: float) -> None:
         while self.waiting and self._let_in(now_s):
-            pass  # what a prompt still needs is known once it is in: there may be room for more
+            pass  # a prompt's need is exact only once it is in: there may be room for more
         if not self.active and self.waiting:
             self._force(now_s)
         if self.waiting:
@@ -485,7 +485,7 @@ class Loop:
         self.inbox.waiting = len(self.waiting)
 
     def _let_in(self, now_s: float) -> bool:
-        """Has some leave and some enter; whether all of those entered, and nobody left."""
+        """Preempt and admit requests; return whether all chosen ones entered and none left."""
         turn = self.turns.admit(self.waiting, self.active, self.keeper.room(), now_s)
         for job, keep in turn.leave:
             self._leave(cast(RunningRequest, job), keep, now_s)
@@ -495,7 +495,7 @@ class Loop:
         return bool(turn.enter) and not turn.leave
 
     def _force(self, now_s: float) -> None:
-        """Nobody computes and nobody may enter: whoever is first has to, or who holds a line."""
+        """Admit the first request in rank, or the first one set aside, as no row is active."""
         order = sorted(self.waiting, key=lambda live: self.turns.scheduler.rank(live, now_s))
         aside = next((live for live in order if live.state == ASIDE), order[0])
         for live in dict.fromkeys((order[0], aside)):
@@ -506,7 +506,7 @@ class Loop:
             self._end(order[0], now_s, error=short)
 
     def _patient(self, live: RunningRequest) -> bool:
-        """Waits a moment for pages that others than the engine hold; False if it was long."""
+        """Wait a moment for pages that others hold; return False if the wait was too long."""
         now_s = compiling.now_s()
         if self._stuck[0] != live.number:
             self._stuck = live.number, now_s
@@ -517,12 +517,12 @@ class Loop:
         return False
 
     def _enter(self, live: RunningRequest, now_s: float) -> CapacityError | None:
-        """Lets a request in; why not, if there is no room."""
+        """Admit a request; return the error if there is no room."""
         try:
             self.keeper.enter(live, now_s)
         except CapacityError as error:
             return error
-        except Exception as error:  # the cache refuses it, or a tier of the user's own fails
+        except Exception as error:  # the cache refuses the request, or a user's own tier fails
             self._end(live, now_s, error=error)
             return None
         self.waiting.remove(live)
@@ -530,12 +530,12 @@ class Loop:
         return None
 
     def _leave(self, live: RunningRequest, keep: bool, now_s: float) -> None:
-        self._read()  # it goes on with all that it made
+        self._read()  # the request must keep all of its tokens
         if live.number not in self._lives:
             return
         try:
             self.keeper.leave(live, keep, now_s)
-        except Exception as error:  # the host has no memory for its pages, for instance
+        except Exception as error:  # for instance, the host has no memory for the pages
             self._end(live, now_s, error=error)
             return
         self.active.remove(live)
@@ -545,7 +545,7 @@ class Loop:
 
     def _step(self, began_s: float) -> None:
         if self._unread and not {*self.active} <= {*self._unread[-1].lives}:
-            self._read()  # others are in as well, with prompts
+            self._read()  # other requests have entered, with prompts
             self._answer()
         parts, forward_s = self._parts(began_s), time.perf_counter()
         outcome = self._follow(parts) if parts and self._unread else None
@@ -563,10 +563,10 @@ class Loop:
             self._stuck = -1, 0.0
         self._advance(outcome)
         told = self._bus.wants(EngineStep)
-        room = self.keeper.room() if told else None  # before rows that are over are closed
+        room = self.keeper.room() if told else None  # read before rows that are over are closed
         self._read(keep=1)
         chosen_s = time.perf_counter()
-        # Until tokens are chosen: before that, nobody waits for what a GPU has been asked.
+        # Measured until tokens are chosen: only that waits for work queued on a GPU.
         tokens = sum(count for _, count in done)
         if parts and (measured or not self._unread):
             self.keeper.worth.step(tokens, compiling.measured_s(forward_s, chosen_s))
@@ -594,7 +594,7 @@ class Loop:
         )
 
     def _follow(self, parts: Items[Part]) -> StepOutcome | None:
-        """Runs a step of rows that decode before their tokens are read; None if that cannot be."""
+        """Run a step of decoding rows before their tokens are read; None if not possible."""
         lives, _, tokens = self._unread[-1]
         if not tokens.sent or any(count != 1 for _, count in parts):
             return None
@@ -607,7 +607,7 @@ class Loop:
         return outcome
 
     def _attempt(self, parts: Items[Part]) -> StepOutcome:
-        """Runs a step, with as many rows as there is room for."""
+        """Run a step, with as many rows as there is room for."""
         outcome = attempt(self.runner, parts)
         while outcome.short is not None and not outcome.done and self._relieve(outcome.short):
             parts = [part for part in parts if part[0].active]
@@ -618,7 +618,7 @@ class Loop:
         for live, error in outcome.failed:
             self._end(live, now_s, error=error)
         behind = [self.keeper.coming.late(live, now_s) for live, _ in outcome.late]
-        if not any(behind):  # nobody waited for loads: who says so anyway would do it for ever
+        if not any(behind):  # no row waits for loads: the same error would come back for ever
             for live, error in outcome.late:
                 self._end(live, now_s, error=error)
         return outcome
@@ -630,11 +630,11 @@ class Loop:
             left = self.turns.limits.token_budget - sum(count for _, count in shares)
             shares += self.keeper.coming.parts(coming, left, alone=not shares, now_s=now_s)
         most = self.keeper.chunk(len(shares))
-        # Of those who made all they may, the last token is still to be read.
+        # Rows that have made all of their tokens only wait for the last one to be read.
         return [(live, min(count, most)) for live, count in shares if live.made < live.limit]
 
     def _relieve(self, short: CapacityError) -> bool:
-        """Makes room for rows that cannot grow; False if there is nobody who could."""
+        """Make room for rows that cannot grow; return False if there is no row to preempt."""
         now_s = time.perf_counter()
         gone = self.turns.relieve(self.active, now_s)
         if gone is not None:
@@ -645,7 +645,7 @@ class Loop:
         return False
 
     def _advance(self, outcome: StepOutcome) -> None:
-        """Counts what was computed, and draws the next token where all that is known is."""
+        """Count computed tokens, and draw the next token of rows with no known one left."""
         for parts, logits in outcome.done:
             ends, lives = [], []
             for place, (live, done) in enumerate(parts):
@@ -660,13 +660,13 @@ class Loop:
     def _ahead(
         self, parts: Items[Part], lives: Items[RunningRequest], logits: torch.Tensor
     ) -> bool:
-        """Whether all rows of a step decode, and their tokens are chosen where the logits are."""
+        """Return whether all rows of a step decode, and can choose tokens on the logits' device."""
         if not runs_behind(logits) or len(lives) < len(parts) or not hasattr(self.runner, "tell"):
             return False
         return all(n == 1 and getattr(live.choice, "ahead", False) for live, n in parts)
 
     def _draw(self, lives: Items[RunningRequest], logits: torch.Tensor, *, ahead: bool) -> None:
-        """Keeps each token as soon as it is chosen: no choice can be made again."""
+        """Choose tokens, keeping each at once: no choice can be made again."""
         if not ahead:
             self._read()
         before, places = len(self._made), [live.made for live in lives]
@@ -678,61 +678,61 @@ class Loop:
                     self._unread.append(_Unread(lives, places, tokens))
                     for live in lives:
                         live.made += 1
-                    with suppress(Exception):  # of the device: to read them raises it again
+                    with suppress(Exception):  # a device error: `read` raises it again
                         tokens.draw()
                 else:
                     drawn = draw(choices, logits)
                     self._made.extend(zip(lives, places, drawn, strict=True))
-        except Exception as error:  # nobody knows whose fault it is
+        except Exception as error:  # no single row is known to be at fault
             for live in lives[len(self._made) - before :]:
                 self._made.append((live, live.made, Drawn(-1, True, error)))
 
     def _read(self, keep: int = 0) -> None:
-        """Reads tokens that were left on the device, and hands them out.
+        """Read tokens that were left on the device, and hand them out.
 
         Args:
-            keep: Those of so many of the last steps stay there.
+            keep: Number of the latest steps with tokens that stay on the device.
         """
         while len(self._unread) > keep:
             lives, places, tokens = self._unread[0]
             try:
                 drawn = tokens.read()
-            except Exception as error:  # of the device
+            except Exception as error:  # a device error
                 drawn = [Drawn(-1, True, error)] * len(lives)
             each = [
                 (live, place, one)
                 for live, place, one in zip(lives, places, drawn, strict=True)
-                if one is not None and live.number in self._lives  # else it is one too many
+                if one is not None and live.number in self._lives  # else the row has ended
             ]
             self._made.extend(each)
-            if len(self._unread) > 1:  # the next step was run over them
+            if len(self._unread) > 1:  # the next step ran over these tokens
                 on = set(self._unread[1].lives)
                 self._tell([part for part in each if part[0] in on and not part[2].over])
             self._unread.popleft()
             self._hand_out()
 
     def _tell(self, parts: Items[tuple[RunningRequest, int, Drawn]]) -> None:
-        """Gives the cache tokens of rows that were stepped before those were read."""
+        """Pass tokens to the cache for rows that were stepped before the tokens were read."""
         rows = [live.open_row for live, _, _ in parts]
         places = [live.prompt + place for live, place, _ in parts]
         try:
             cast(PackedRunner, self.runner).tell(rows, places, [one.token for *_, one in parts])
-        except Exception as error:  # as if it had come of the step
+        except Exception as error:  # treated like an error of the step
             for live, _, _ in parts:
                 self._end(live, time.perf_counter(), error=error)
 
     def _hand_out(self) -> None:
-        """Gives tokens to those who wait for them, and ends what is over."""
+        """Append tokens to their answers, and end requests that are over."""
         now_s, waiting = time.perf_counter(), self._made
         while waiting:
             live, place, (token, over, error) = waiting[0]
             if error is not None:
                 self._end(live, now_s, error=error)
             elif live.number in self._lives:
-                if len(live.tokens) == place:  # else it was interrupted right behind
+                if len(live.tokens) == place:  # else an interrupt came right after the append
                     live.tokens.append(token)
                     self._given += 1
-                if live.made <= place:  # else it was asked for before it was read
+                if live.made <= place:  # else it was counted when the device was asked for it
                     live.made = place + 1
                 if not live.first_s:
                     live.first_s = now_s
@@ -746,7 +746,7 @@ class Loop:
             waiting.popleft()
 
 
-# What an engine can be told beside its model and cache, checked in one place.
+# Settings of an engine beside its model and cache, checked in one place.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -760,14 +760,14 @@ class EngineSettings:
         token_budget: Most tokens in one step; rows that decode come first, the rest is for prompts.
         watermark: Share of the device's pages that stays free when a request enters.
         max_waiting: Most requests that wait; `submit` refuses further ones.
-        context_tokens: Most tokens of a request, its new ones included; default what the model and
-            the device's pages allow.
+        context_tokens: Most tokens of a request, its new ones included; by default the limit of the
+            model and of the device's pages.
         swap: Most host memory for pages of preempted requests, in bytes or as "4GiB".
-        patience_s: Seconds that a request which is alone waits for pages that others than the
-            engine hold, before it fails.
-        seed: Of requests that have none.
-        invariant: A request's tokens do not depend on the others to the last bit, at the cost of
-            speed.
+        patience_s: Seconds that a request which is alone waits for pages held outside the engine,
+            before it fails.
+        seed: Seed from which those of requests without one are derived.
+        invariant: Make a request's tokens independent of other requests to the last bit, at the
+            cost of speed.
 
     Raises:
         ConfigError: A value is wrong.
@@ -806,16 +806,16 @@ class EngineSettings:
 
     @property
     def swap_bytes(self) -> int:
-        """Most host memory for pages of preempted requests."""
+        """Return the most host memory for pages of preempted requests."""
         return parse_size(self.swap)
 
     def order(self) -> Scheduler:
-        """The scheduler."""
+        """Return the scheduler, made from its name and options."""
         return make_scheduler(self.scheduler, **self.scheduler_options)
 
 
 def make_settings(**given: Any) -> EngineSettings:
-    """Settings from keywords.
+    """Return settings from keywords.
 
     Raises:
         ConfigError: A name or value is wrong.
@@ -830,7 +830,7 @@ def make_settings(**given: Any) -> EngineSettings:
     return EngineSettings(**given)
 
 
-# What an engine knows of the model that it serves: how it is run, and what it cannot take.
+# The served model: its runner and sampler, and the limits of its prompts.
 
 Check = Callable[[NDArray[np.uint32], Mapping[str, Any]], None]
 
@@ -840,11 +840,11 @@ class ServedModel(NamedTuple):
 
     Attributes:
         runner: Runs it.
-        sampler: Reads how requests choose their tokens.
+        sampler: Reads the sampling options of requests.
         positions: Most tokens of a request, its new ones included; None if there is no bound.
-        vocabulary: Token ids are below this; 2**32 where nobody knows.
+        vocabulary: Bound of token ids, exclusive; 2**32 if unknown.
         check: Refuses a prompt, with its options, that cannot be served.
-        refresh: Called before rows are opened, to notice that the model has changed.
+        refresh: Called before rows are opened, to detect a changed model.
     """
 
     runner: Runner
@@ -863,21 +863,21 @@ def serve(
     *,
     fixed: bool = False,
 ) -> ServedModel:
-    """How a model is served.
+    """Choose how to run a model: packed rows if it can, each row by itself otherwise.
 
     Args:
         model: A Hugging Face model that is attached to the cache, or your own: called with
             `(tokens [1, N], positions [1, N])`, it returns logits `[1, N, V]`.
         kv: The cache.
-        runner: Runs it in another way.
-        sampler: Reads options in another way.
-        fixed: What comes of a request is to be the same to the last bit whatever else runs.
+        runner: Another runner of the model.
+        sampler: Another reader of sampling options.
+        fixed: Make a request's result the same to the last bit, whatever other requests run.
 
     Raises:
-        ConfigError: The model is not attached to this cache, or no model at all; or steps of a
-            runner of your own, or over pages of a lossy codec, are to be fixed.
-        UnsupportedModelError: It cannot be continued from token ids alone, or its steps cannot be
-            fixed.
+        ConfigError: The model is not attached to this cache, or no model at all; or `fixed` with a
+            runner of your own, or with pages of a lossy codec.
+        UnsupportedModelError: The model cannot be continued from token ids alone, or its steps
+            cannot be made invariant.
         CapacityError: The cache has no room to try how rows of the model run together.
     """
     if runner is not None:
@@ -919,17 +919,17 @@ def _transformers(model: Any, kv: KV, sampler: Sampler | None, fixed: bool) -> S
     )
 
 
-# What a request has to be before an engine takes it: wrong ones are refused at submit.
+# Checks of requests at submission.
 
-_NUMBERS = count()  # of all engines: whoever watches a cache of several tells them apart
+_NUMBERS = count()  # shared by all engines, so that events of one cache have unique numbers
 _FIELDS = [one.name for one in fields(Request) if one.name != "prompt"]
 
 
 def make_request(prompt: Tokens | Request, fields: Mapping[str, Any]) -> Request:
-    """A request from a prompt, or another request, and further fields.
+    """Return a request made of a prompt or another request, and further fields.
 
     Raises:
-        ConfigError: There is no such field, or its value is none.
+        ConfigError: There is no such field, or its value is invalid.
     """
     for name in fields:
         if name not in _FIELDS:
@@ -969,7 +969,7 @@ def _check_identity(request: Request) -> None:
         raise ConfigError(f"a name that is no text: {error}", "Use valid Unicode") from None
 
 
-# Who runs an engine: a thread of its own, stopped before the interpreter goes, or a caller.
+# Threads of engines, which are stopped before the interpreter exits.
 
 _started: weakref.WeakKeyDictionary[Loop, threading.Thread] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -977,10 +977,10 @@ _lock = threading.Lock()
 
 @interrupts.unbroken
 def start(loop: Loop) -> threading.Thread:
-    """Runs a loop on a thread of its own.
+    """Start a loop on a thread of its own.
 
-    At the end of the process, what is under way is called off: a thread within a model must not
-    outlive the interpreter.
+    At the end of the process, its requests are cancelled: a thread within a model must not outlive
+    the interpreter.
     """
     thread = threading.Thread(target=loop.serve, name="flowkv-engine", daemon=True)
     with _lock:
@@ -1001,7 +1001,7 @@ def _stop() -> None:
 
 
 class Engine:
-    """Serves many requests at once: they join and leave at every step. Thread-safe.
+    """Server of many requests at once, which join and leave at every step. Thread-safe.
 
         with flowkv.Engine(model, kv, max_rows=16) as engine:
             for completion in engine.run(prompts):          # all of them, in order
@@ -1011,20 +1011,20 @@ class Engine:
                 ...
             answer.result()                                 # or `await answer`
 
-    Prompts are computed in chunks beside the tokens of those who decode, packed, without padding.
-    What the cache knows of a prompt is not computed again. Where device memory does not suffice,
-    requests make room for others, and go on later where they were.
+    Prompts are computed in chunks beside the tokens of rows that decode, packed, without padding.
+    Cached prefixes of prompts are not computed again. Where device memory does not suffice,
+    requests are preempted, and go on later where they were.
 
-    The model is run by one thread: the engine's own, from the first `submit` on, or the one that
+    One thread runs the model: the engine's own, from the first `submit` on, or the thread that
     calls `run` before that.
 
     Args:
         model: A Hugging Face model that is attached to `kv`; or your own, called with
-            `(tokens [1, N], positions [1, N])` and returning logits `[1, N, V]`, whose attention
-            calls `flowkv.attention`.
+            `(tokens [1, N], positions [1, N])` and returning logits `[1, N, V]`, with attention by
+            `flowkv.attention`.
         kv: Its cache. The engine does not close it.
         runner: Runs the model in another way.
-        sampler: Reads the options of requests in another way.
+        sampler: Another reader of the sampling options of requests.
         **settings: See `EngineSettings`: scheduler, max_rows, token_budget, ...
 
     Raises:
@@ -1062,45 +1062,45 @@ class Engine:
         self._places = count()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        # What was submitted is still computed when nobody holds the engine any more.
+        # Submitted requests are still computed when the engine itself is no longer referenced.
         weakref.finalize(self, _retire, self._loop).atexit = False
 
     # ---- requests
 
     def submit(self, prompt: Tokens | Request, **fields: Any) -> Answer:
-        """Hands in a request; returns at once. From any thread, event loops included.
+        """Submit a request, and return at once. Callable from any thread, event loops included.
 
         Args:
             prompt: Token ids, or a whole request.
             **fields: Further fields of `Request`: max_new_tokens, priority, deadline_s, options...
 
         Returns:
-            The answer, some day: a future that can be awaited and iterated, see `Answer`.
+            A future that can be awaited and iterated, see `Answer`.
 
         Raises:
             BusyError: Too many requests wait.
-            CapacityError: It can never fit.
-            ConfigError: A field or option of it is wrong.
+            CapacityError: The request can never fit.
+            ConfigError: A field or option of the request is wrong.
             StateError: The engine is closed, or failed, or belongs to a parent process.
-            TokenError: The prompt is empty, or holds what are no token ids of the model.
-            UnsupportedModelError: It needs more than token ids.
+            TokenError: The prompt is empty, or has ids that are no tokens of the model.
+            UnsupportedModelError: The request needs more than token ids.
         """
         live = self._hand_in(make_request(prompt, fields), limited=True)
         self._start()
         return live.answer
 
     def run(self, requests: Iterable[Tokens | Request], **fields: Any) -> list[Completion]:
-        """Serves requests, and waits for all of them. If one is refused, none is served.
+        """Serve requests, and wait for all of them. If one is refused, none is served.
 
         Args:
-            requests: Prompts, or whole requests; as many as there are, `max_waiting` or not.
-            **fields: Fields of all of them, see `submit`.
+            requests: Prompts, or whole requests; `max_waiting` does not limit their number.
+            **fields: Fields of all requests, see `submit`.
 
         Returns:
-            What became of them, in their order.
+            The completions, in the order of the requests.
 
         Raises:
-            Exception: What the first of them failed with; the others are served nevertheless.
+            Exception: The error of the first request that failed; the others are served.
             StateError: Called by the engine's own thread, for instance in a callback.
         """
         if self._loop.source.driver == threading.get_ident():
@@ -1113,7 +1113,7 @@ class Engine:
             return [answer.result() for answer in answers]
 
     async def arun(self, requests: Iterable[Tokens | Request], **fields: Any) -> list[Completion]:
-        """`run` for event loops: what it waits for, it awaits."""
+        """Serve requests like `run`, awaiting all waits, for event loops."""
         answers = self._all(requests, fields)
         self._start()
         with _together(answers):
@@ -1126,7 +1126,7 @@ class Engine:
         return live
 
     def _all(self, requests: Iterable[Tokens | Request], fields: dict[str, Any]) -> list[Answer]:
-        """Hands in all of them, or none."""
+        """Submit all requests, or none."""
         lives: list[RunningRequest] = []
         for place, one in enumerate(requests):
             try:
@@ -1184,16 +1184,16 @@ class Engine:
     # ---- threads
 
     def _drive(self, answers: list[Answer]) -> None:
-        """Sees to it that answers are made: here, unless another thread does already."""
+        """Ensure that answers are made: on this thread, unless another one runs the engine."""
         loop, held = self._loop, list[bool]()
         try:
-            if self._thread is None:  # in one call: no interrupt between taking it and noting that
+            if self._thread is None:  # one call: no interrupt between the acquire and its record
                 held.extend(filter(None, map(loop.drive.acquire, (False,))))
             if held:
                 loop.drive_until(answers)
                 return
         finally:
-            for _ in held:  # no call comes before the release, and so no interrupt
+            for _ in held:  # no other call before the release, and so no interrupt
                 loop.drive.release()
         self._start()
         wait(answers)
@@ -1204,20 +1204,20 @@ class Engine:
                 self._thread = start(self._loop)
             return self._thread
 
-    # ---- the end
+    # ---- closing
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
-        """Takes nothing any more, and ends once all is answered. Safe to call again.
+        """Refuse further requests, and return once all are answered. Safe to call again.
 
         Args:
-            drain: False calls off what is under way: it ends as "cancelled".
-            timeout_s: Seconds after which what is still under way is called off, too.
+            drain: False cancels the requests under way; they end as "cancelled".
+            timeout_s: Seconds after which the remaining requests are cancelled, too.
         """
         if os.getpid() != self._loop.source.pid:
             return
         self._inbox.close(now=not drain)
         if self._loop.source.driver == threading.get_ident():
-            return  # in a callback: it ends once this turn and the rest are over
+            return  # in a callback: the loop ends by itself after its remaining turns
         if self._thread is None and not self._loop.busy:
             return
         thread = self._start()
@@ -1227,7 +1227,7 @@ class Engine:
             thread.join()
 
     async def aclose(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
-        """`close` for event loops."""
+        """Close the engine like `close`, for event loops."""
         await asyncio.to_thread(self.close, drain=drain, timeout_s=timeout_s)
 
     def __enter__(self) -> Engine:
@@ -1250,7 +1250,7 @@ class Engine:
 
 @contextmanager
 def _together(answers: Items[Answer]) -> Iterator[None]:
-    """Calls off what is not over yet if one of them fails, or who waits is interrupted."""
+    """Cancel the remaining answers if one fails, or if the waiting thread is interrupted."""
     try:
         yield
     except BaseException:
@@ -1260,5 +1260,5 @@ def _together(answers: Items[Answer]) -> Iterator[None]:
 
 
 def _retire(loop: Loop) -> None:
-    if loop.source.pid == os.getpid():  # else a lock may be held by a thread that is not here
+    if loop.source.pid == os.getpid():  # a fork may have copied a lock that is held
         loop.inbox.close()

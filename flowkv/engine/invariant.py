@@ -1,10 +1,10 @@
-"""Batch-invariant steps: to the last bit, what comes of a token does not depend on other rows.
+"""Batch-invariant steps: a token's logits have the same bits whatever other rows are in the step.
 
-Nor on how its prompt was cut into chunks, on what of it was known, or on where its pages lie. Four
-things see to that. Matrix products run over blocks of fixed numbers of rows.
-Functions of single elements leave none over. Each new token attends by itself,
-as if it were decoded, however many there are (`Step.apart`). And pages computed this way are kept
-apart from others, by a salt. All else that decoders do with packed tokens happens within each one.
+They do not depend either on how the prompt was cut into chunks, on which part of it was reused, or
+on where its pages lie. Four rules ensure that. Matrix products run over blocks of fixed numbers of
+rows. Elementwise functions process whole vectors only. Each new token attends by itself, as in
+decoding, however many there are (`Step.apart`). Pages computed this way have a salt of their own.
+All other operations of a decoder on packed tokens work within a single token.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from flowkv.engine.sampling import UNEVEN, evenly
 
 # Matrix products in blocks of fixed numbers of rows.
 #
-# Which kernel a library takes for a product, and with it the order of additions in a row, depends
-# on how many rows there are. So in place of a product over all rows there are products over
-# blocks of a few fixed sizes, the last one padded; and of those sizes only those are used that
-# were seen to give a row the same bits, wherever it stands in the block. (He, "Defeating
-# nondeterminism in LLM inference", Thinking Machines 2025.)
+# A library chooses the kernel of a product, and with it the order of additions within a row, by
+# the number of rows. A product over all rows is therefore split into blocks of a few fixed sizes,
+# the last one padded, and only sizes are used that give a row the same bits at every place of the
+# block. (He, "Defeating nondeterminism in LLM inference", Thinking Machines 2025.)
 #
-# That is seen by computing it, once for each shape, dtype, device and number of threads: on a CPU
-# with AVX-512, all blocks of at least 16 rows agree in float32; in bfloat16, those of 64 and 256.
+# The sizes are tested once for each shape, dtype, device and number of threads: on a CPU with
+# AVX-512, all blocks of at least 16 rows agree in float32; in bfloat16, those of 64 and 256.
 
 SIZES = {torch.float32: (16, 64, 256), torch.float64: (16, 64, 256)}
-"""Rows of blocks, by dtype; the first one is what all others have to agree with."""
+"""Rows of a block, by dtype; all other sizes have to agree with the first one."""
 OTHERS = (64, 256)
-"""Those of all other dtypes: a tensor core's least product has about as many rows."""
+"""Rows of a block in other dtypes: the least product of a tensor core has about as many."""
 ALIGNED = 64
-"""Bytes: products over rows that lie otherwise may add up in another order."""
+"""Alignment in bytes: a product over rows at other addresses may add up in another order."""
 
 
 class ProductShape(NamedTuple):
-    """What the kernel of a product may depend on, beside its rows."""
+    """Properties that the kernel of a product may depend on, beside the number of rows."""
 
     dtype: torch.dtype
     device: torch.device
@@ -57,7 +56,7 @@ class ProductShape(NamedTuple):
 
 
 class Products:
-    """Products whose rows have the same bits, whatever other rows there are.
+    """Matrix product with the same bits of a row, whatever other rows there are.
 
     Example:
         >>> x, w = torch.randn(40, 24), torch.randn(24, 8)
@@ -74,7 +73,7 @@ class Products:
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x @ weight + bias`.
+        """Return `x @ weight + bias`.
 
         Args:
             x: `[M, K]`.
@@ -109,7 +108,7 @@ class Products:
         return torch.cat(parts)
 
     def _padded(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """A block that begins with `x`; what is below it is of no account."""
+        """Return a block of `rows` rows that begins with `x`; the rows below it are arbitrary."""
         key = x.dtype, x.device, x.shape[1]
         pad = self._pads.get(key)
         if pad is None or pad.shape[0] < rows:
@@ -120,7 +119,7 @@ class Products:
     def _agreeing(
         self, shape: ProductShape, rows: int, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> list[int]:
-        """Sizes of blocks that agree with each other, of those that so many rows could use."""
+        """Return the block sizes that agree with each other, of those that `rows` rows can use."""
         wanted = SIZES.get(shape.dtype, OTHERS)
         sizes = self._sizes.get(shape)
         if sizes is None:
@@ -135,7 +134,7 @@ class Products:
 
     @staticmethod
     def _is_free(size: int, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Whether a row has the same bits at every place of a block."""
+        """Return whether a row has the same bits at every place of a block."""
         x = _sample(size, weight)
         whole = _product(x, weight, bias)
         return all(
@@ -145,14 +144,14 @@ class Products:
 
 
 def _agree(least: int, size: int, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether rows have the same bits in a block of `size` as in blocks of `least`."""
+    """Return whether rows have the same bits in a block of `size` as in blocks of `least`."""
     x = _sample(size, weight)
     small = torch.cat([_product(part, weight, bias) for part in torch.split(x, least)])
     return torch.equal(small, _product(x, weight, bias))
 
 
 def _sample(rows: int, weight: torch.Tensor) -> torch.Tensor:
-    """Rows such as any, the same every time."""
+    """Return random rows `[rows, K]`, the same ones at every call."""
     draws = torch.Generator().manual_seed(rows)
     return torch.randn(rows, weight.shape[0], generator=draws, device="cpu").to(weight)
 
@@ -162,24 +161,24 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 MARK = Salt(0, hashlib.sha256(b"flowkv.invariant/1").digest())
-"""Keeps pages that were computed batch-invariantly apart from others."""
+"""Salt of pages that were computed batch-invariantly: only such requests share them."""
 
 _ALWAYS = frozenset({"einsum", "tensordot", "matmul", "__matmul__", "__rmatmul__"})
-"""Functions that multiply matrices for some operands, and not for others."""
+"""Functions that call a matrix product for some operands, and none for others."""
 _GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback"})
 _PRODUCTS = _GROUPED | {"mm", "bmm", "mv", "addmm", "baddbmm", "addmv"}
 
 
 def marked(request: Request) -> Request:
-    """A request whose pages are kept apart from those of steps that are not invariant."""
+    """Return the request with a salt that separates its pages from those of other steps."""
     return replace(request, salts=(MARK, *request.salts))
 
 
 def check_cache(kv: KV) -> None:
-    """Refuses caches whose pages hold something else once they are full.
+    """Refuse a cache with full pages that differ from the open ones.
 
     Raises:
-        ConfigError: They are encoded by a lossy codec: what a token sees depends on when.
+        ConfigError: A lossy codec encodes full pages: a token's result depends on when it runs.
     """
     codecs = {layout.codec for forms in kv._bound().store.forms for layout in forms.sealed}
     if codecs:
@@ -190,10 +189,10 @@ def check_cache(kv: KV) -> None:
 
 
 def invariant(forward: Forward) -> Forward:
-    """A forward whose rows have the same bits in any step.
+    """Return a forward that gives a row the same bits in any step.
 
     Args:
-        forward: Runs a model whose tokens meet in attention alone.
+        forward: Runs a model that mixes tokens in attention alone.
     """
     mode = Fixed()
 
@@ -206,9 +205,9 @@ def invariant(forward: Forward) -> Forward:
 
 
 class Fixed(TorchFunctionMode):
-    """Runs matrix products within it in blocks of fixed numbers of rows."""
+    """Torch mode in which matrix products run over blocks of fixed numbers of rows."""
 
-    names_flowkv_pages = True  # requests say it (`marked`), and pages are named by what they say
+    names_flowkv_pages = True  # by the salt of each request (`marked`)
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +218,7 @@ class Fixed(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Sees every torch function."""
+        """Replace matrix products and elementwise functions within a torch function call."""
         kwargs = kwargs or {}
         if func in self._plain:
             return func(*args, **kwargs)
@@ -247,10 +246,10 @@ class Fixed(TorchFunctionMode):
 
 
 class _Deep(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the products that other functions are made of.
+    """Dispatch mode that replaces the matrix products within other functions.
 
     Attributes:
-        met: Whether there was one.
+        met: Whether a product was called since the last reset.
     """
 
     names_flowkv_pages = True
@@ -262,7 +261,7 @@ class _Deep(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Sees every operation."""
+        """Replace an operation if it is a matrix product."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         self.met |= name in _PRODUCTS
         if name in ("mm", "bmm", "mv"):
@@ -276,7 +275,7 @@ class _Deep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _each(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        if left.shape[-1] == 1:  # nothing is added up
+        if left.shape[-1] == 1:  # no sum, hence no order of additions
             return left * right
         if right.dim() == 1:
             return self._pair(left, right[:, None])[:, 0]
@@ -287,7 +286,7 @@ class _Deep(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _pair(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         if isinstance(right, Parameter) or isinstance(right._base, Parameter):
             return self._products(left, right)
-        # Columns may be those of tokens as well.
+        # Columns may belong to tokens as well, and are split into blocks, too.
         least = SIZES.get(right.dtype, OTHERS)[0]
         padded = functional.pad(right, (0, -right.shape[1] % least))
         parts = torch.split(padded, least, 1)
@@ -302,7 +301,7 @@ class _Deep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Products of groups of rows `[S, K]` with a matrix each of `[E, K, N]`."""
+        """Multiply consecutive groups of rows `[S, K]` with one matrix each of `[E, K, N]`."""
         out = x.new_empty(x.shape[0], weight.shape[2])
         begin = 0
         for group, end in enumerate(offs.tolist()):

@@ -1,4 +1,4 @@
-"""Requests, their answers, and what became of them."""
+"""Requests of an engine, their answers and completions."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from flowkv.core.keys import Salt
 from flowkv.policy.base import Lease
 
 Reason = Literal["stop", "length", "cancelled", "deadline"]
-"""Why a completion ended: by itself; at `max_new_tokens`; called off; too late."""
+"""Why a request ended: a stop token, `max_new_tokens`, a cancellation, or its deadline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What an engine is asked to continue.
+    """Prompt that an engine continues, with its limits and sampling options.
 
     Attributes:
         prompt: Token ids.
         max_new_tokens: Most new tokens, at least 1.
         priority: Larger is more urgent; read by `scheduler="priority"`.
-        deadline_s: Seconds after submission at which it is of no use any more.
-        seed: Of sampling; None takes one from the engine. What is drawn depends on it alone.
-        options: How tokens are chosen, as `generate` of the model takes it (`do_sample`,
+        deadline_s: Seconds after submission at which the request ends with the tokens it has.
+        seed: Seed of sampling, on which draws depend alone; None takes one from the engine.
+        options: Options of sampling, as the model's `generate` takes them (`do_sample`,
             `temperature`, `top_p`, `repetition_penalty`, `eos_token_id`, `stopping_criteria`, ...).
         tenant: See `KV.open`.
         session: See `KV.open`.
@@ -60,20 +60,20 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What became of a request.
+    """Result of a request: its new tokens and its timings.
 
     Attributes:
         tokens: The new tokens.
         reason: Why it ended.
         prompt_tokens: Tokens of its prompt.
-        reused_tokens: Those of them that were not computed.
-        queued_s: From submission until it was first admitted.
-        ttft_s: From submission to the first new token; 0.0 if there was none.
+        reused_tokens: Tokens of its prompt that were not computed.
+        queued_s: Time from submission to the first admission.
+        ttft_s: Time from submission to the first new token; 0.0 if there was none.
         tpot_s: Mean time of a further token; 0.0 if there was none.
-        seconds: From submission to the end.
-        preempted: How often it made room for others.
-        restore_s: From the beginning of the load of its prefix to its end.
-        exposed_s: The part of that in which nothing of it was computed.
+        seconds: Time from submission to the end.
+        preempted: Number of preemptions.
+        restore_s: Duration of the restore of its prefix, from the begin of the wait to its end.
+        exposed_s: Part of `restore_s` in which none of the request's tokens were computed.
     """
 
     tokens: list[int]
@@ -89,20 +89,20 @@ class Completion:
     exposed_s: float = 0.0
 
 
-# What `submit` returns: a future of the completion, and its tokens as they come.
+# The answer that `submit` returns: a future of the completion, which streams its tokens.
 
 _log = logging.getLogger("flowkv")
 
 
 class AnswerSource:
-    """What answers need of an engine.
+    """Connection of answers to their engine.
 
     Args:
-        call_off: Cancels the request of a number; returns at once.
+        call_off: Cancels the request with a given number; returns at once.
 
     Attributes:
         driver: Identity of the thread that runs the model; 0 while none does.
-        pid: The process that it works in.
+        pid: The process of the engine.
     """
 
     def __init__(self, call_off: Callable[[int], None]) -> None:
@@ -110,43 +110,43 @@ class AnswerSource:
 
 
 _OVER = AnswerSource(lambda number: None)
-"""Of answers that are given: there is nothing to call off."""
+"""Source of finished answers: there is no request to cancel."""
 
 
 class Answer(Future[Completion]):
-    """A request's completion, some day. Thread-safe.
+    """Future of a request's completion. Thread-safe.
 
-    It is a `concurrent.futures.Future`, it can be awaited, and iterated: `for token in answer` and
-    `async for token in answer` give its tokens as they come, from the first one on, any number of
-    times. A request that was called off or came too late has a result like others, which says so;
-    one that failed raises.
+    An answer is a `concurrent.futures.Future` that can be awaited and iterated: `for token in
+    answer` and `async for token in answer` yield its tokens as they come, from the first one on,
+    any number of times. A request that was cancelled or ran past its deadline has a result like
+    others, with that reason; a failed request raises.
 
     Callbacks run on the engine's thread: they should be quick, and cannot wait for answers.
 
     Args:
         desk: Its engine.
-        number: Of its request, unlike that of any other in the process.
+        number: Number of its request, unique in the process.
     """
 
     def __init__(self, desk: AnswerSource, number: int) -> None:
         super().__init__()
         self._desk, self.number = desk, number
         self._made: list[int] = []
-        # Who waits for the next token; replaced whole, so that the engine needs no lock.
+        # Waiters for the next token; the tuple is replaced whole, so the engine needs no lock.
         self._ears: tuple[_Ear, ...] = ()
         self._ears_lock = threading.Lock()
         self.set_running_or_notify_cancel()
 
     @property
     def tokens(self) -> list[int]:
-        """The new tokens so far."""
+        """Return a copy of the new tokens so far."""
         return self._made.copy()
 
     def cancel(self) -> bool:
-        """Calls the request off, whatever it is doing; False if it is over.
+        """Cancel the request in any state; return False if it is over.
 
-        A step that is under way ends first. The result then says "cancelled", with the tokens that
-        there were.
+        A step that is under way ends first. The result then has the reason "cancelled", and the
+        tokens made until then.
         """
         if self.done():
             return False
@@ -154,7 +154,7 @@ class Answer(Future[Completion]):
         return True
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Waits for the completion.
+        """Wait for the completion; return it.
 
         Args:
             timeout: Longest wait in seconds.
@@ -168,7 +168,7 @@ class Answer(Future[Completion]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the end; what the request failed with, None if it did not.
+        """Wait for the end; return the error that the request failed with, or None.
 
         Args:
             timeout: Longest wait in seconds.
@@ -181,12 +181,12 @@ class Answer(Future[Completion]):
         return super().exception(timeout)
 
     def _may_wait(self) -> None:
-        desk = self._desk  # before: whoever gives the answer takes it away
+        desk = self._desk  # read first: `settle` replaces it
         if self.done():
             return
         if desk.pid != os.getpid():
             raise StateError(
-                "the answer is made in the parent process", "Wait for it there, or submit anew"
+                "the answer is made in the parent process", "Wait for it there, or submit it again"
             )
         if desk.driver == threading.get_ident():
             raise StateError(
@@ -247,19 +247,19 @@ class Answer(Future[Completion]):
         with self._ears_lock:
             self._ears = tuple(other for other in self._ears if other is not ear)
 
-    # ---- of the engine
+    # ---- called by the engine
 
     @property
     def heard(self) -> bool:
-        """Whether anybody waits for tokens."""
+        """Return whether a waiter reads tokens as they come."""
         return bool(self._ears)
 
     def settle(self, completion: Completion, error: BaseException | None = None) -> None:
-        """Ends it, once, and wakes whoever waits."""
+        """Set the result or the error, once, and wake all waiters."""
         if self.done():
             return
         if isinstance(error, StopIteration) or not isinstance(error, Exception | None):
-            # No event loop lets these pass: it would wait on, or end with all its tasks.
+            # Event loops mishandle these: they would wait on, or end with all their tasks.
             said = f"the model, or a function of yours, raised {error!r}"
             error, cause = RuntimeError(said), error
             error.__cause__ = cause
@@ -269,17 +269,17 @@ class Answer(Future[Completion]):
             else:
                 self.set_result(completion)
         finally:
-            self._desk = _OVER  # who keeps an answer keeps no engine, and no cache
+            self._desk = _OVER  # a kept answer must not keep the engine and its cache alive
             if self._ears:
                 tell([self])
 
 
 class _Ear:
-    """One who waits for tokens.
+    """Waiter for tokens of an answer.
 
     Args:
-        wake: Wakes it, on its event loop if it has one.
-        loop: Where it waits.
+        wake: Wakes the waiter; runs on its event loop if it has one.
+        loop: The event loop that the waiter runs on; None for a thread.
     """
 
     __slots__ = ("loop", "told", "wake")
@@ -288,11 +288,11 @@ class _Ear:
         self, wake: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self.wake, self.loop = wake, loop
-        self.told = False  # it was woken, and has not looked yet
+        self.told = False  # woken, and has not read the tokens yet
 
 
 def tell(answers: Iterable[Answer]) -> None:
-    """Wakes those who wait for the next token; each event loop is called once for all of them."""
+    """Wake the waiters for tokens of some answers; each event loop is called once for all."""
     loops: dict[asyncio.AbstractEventLoop, list[_Ear]] = {}
     for answer in answers:
         for ear in answer._ears:
@@ -306,7 +306,7 @@ def tell(answers: Iterable[Answer]) -> None:
     for loop, ears in loops.items():
         try:
             loop.call_soon_threadsafe(_wake, ears)
-        except RuntimeError:  # it was closed: nobody waits there any more
+        except RuntimeError:  # the loop was closed, and no waiter is left there
             _log.debug("an event loop was closed while answers were under way")
 
 
@@ -316,34 +316,34 @@ def _wake(ears: list[_Ear]) -> None:
 
 
 def yours(error: BaseException) -> bool:
-    """Whether an exception belongs to the code that raised it, and not to the thread it ran on.
+    """Return whether an exception was raised by the code itself, and not by a signal to its thread.
 
-    Signals interrupt the main thread only: elsewhere everything was raised by a model or a function
-    of the user's own.
+    Signals interrupt the main thread only: on other threads, all exceptions come from the model or
+    from a function of the user's own.
     """
     if isinstance(error, Exception) or threading.current_thread() is not threading.main_thread():
         return True
     return isinstance(error, SystemExit | GeneratorExit) and not interrupts.by_signal(error)
 
 
-# Numbers that users pass: whole ones, and any.
+# Checks of numbers that users pass.
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, of Python or numpy; True and False are none."""
+    """Return whether a value is an integer of Python or numpy; booleans are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, of Python or numpy; True and False are none."""
+    """Return whether a value is a number of Python or numpy; booleans are not."""
     return is_whole(value) or isinstance(value, float | np.floating)
 
 
 def whole(name: str, value: Any, least: float = -math.inf) -> None:
-    """Checks a whole number.
+    """Check that a value is an integer of at least `least`.
 
     Raises:
-        ConfigError: It is none, or smaller than `least`.
+        ConfigError: The value is no integer, or smaller than `least`.
     """
     if not is_whole(value) or value < least:
         bound = f", at least {least}" if least > -math.inf else ""

@@ -1,4 +1,4 @@
-"""How an engine runs a model: rows are opened, stepped together, and closed."""
+"""Runners: open rows of requests, step them through a model together, and close them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowkv.engine.request import Request
 
 
 class Runner(Protocol):
-    """Runs a model over rows.
+    """Interface of an object that runs a model over rows.
 
     Attributes:
         together: Rows of any lengths go through the model in one forward. Otherwise the engine
@@ -29,11 +29,11 @@ class Runner(Protocol):
     together: bool
 
     def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> OpenRow:
-        """Opens a row with its known prefix in place, or (`wait=False`) on its way.
+        """Open a row with its known prefix in place or, with `wait=False`, on its way.
 
         Args:
-            request: Whose row.
-            tokens: Its prompt, and what was made of it before it was dropped.
+            request: The request that the row serves.
+            tokens: Its prompt, and the tokens made before its row was last dropped.
             wait: See `KV.open`.
 
         Raises:
@@ -42,16 +42,16 @@ class Runner(Protocol):
         ...
 
     def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
-        """Runs the model over the next tokens of some rows.
+        """Run the model over the next tokens of some rows.
 
-        If it raises, no row has moved.
+        If the step raises, no row has moved.
 
         Args:
-            rows: Rows in no step; a single one unless `together`.
+            rows: Rows outside any step; a single one unless `together`.
             tokens: The next ids of each, one at least.
 
         Returns:
-            `[B, V]`: logits behind the last of them.
+            `[B, V]`: logits behind the last token of each row.
 
         Raises:
             CapacityError: The pages do not fit.
@@ -60,7 +60,7 @@ class Runner(Protocol):
 
 
 class OpenRow(Protocol):
-    """A request that is in the model's cache.
+    """Interface of a request's row in the model's cache.
 
     Attributes:
         seq: Its sequence.
@@ -69,15 +69,15 @@ class OpenRow(Protocol):
     seq: Sequence
 
     def suspend(self) -> int:
-        """Takes its pages off the device, see `KV.suspend`."""
+        """Move the row's pages off the device and return the bytes copied, see `KV.suspend`."""
         ...
 
     def resume(self) -> None:
-        """Puts them back, see `KV.resume`."""
+        """Put the row's pages back on the device, see `KV.resume`."""
         ...
 
     def close(self, stop: str = "") -> None:
-        """Gives its pages back; what is published stays known."""
+        """Release the row's pages; published pages stay known."""
         ...
 
 
@@ -86,12 +86,12 @@ Forward = Callable[[Step, torch.Tensor], torch.Tensor]
 
 
 class PackedRunner:
-    """Rows of any lengths, packed one after the other: no padding, no mask.
+    """Runner that packs rows of any lengths one after the other: no padding, no mask.
 
     Args:
         kv: The cache.
-        forward: Runs the model; it takes ids from the step alone.
-        blend: Puts known documents in place in a sequence, up to so many tokens of its prompt.
+        forward: Runs the model, with ids from the step alone.
+        blend: Puts known documents in place in a sequence, within the first n tokens of its prompt.
     """
 
     together = True
@@ -104,11 +104,11 @@ class PackedRunner:
     ) -> None:
         self._kv, self._forward, self._blend = kv, forward, blend
         self._last: Step | None = None
-        self._ends = torch.arange(0)  # of rows with one token each
+        self._ends = torch.arange(0)  # for steps with one token a row
 
     def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
-        """Opens a row with its known prefix in place, or (`wait=False`) on its way."""
-        self._last = None  # its pools may be those of a model that was another one
+        """Open a row with its known prefix in place or, with `wait=False`, on its way."""
+        self._last = None  # the model, and with it the pools, may have changed
         row = open_row(self._kv, request, tokens, wait=wait or self._blend is not None)
         if self._blend is not None:
             try:
@@ -119,17 +119,17 @@ class PackedRunner:
         return row
 
     def step(self, rows: Items[OpenRow], tokens: Items[Tokens] | torch.Tensor) -> torch.Tensor:
-        """Runs the model over the next tokens of some rows.
+        """Run the model over the next tokens of some rows.
 
         Args:
             rows: Rows in no step.
-            tokens: The next ids of each; or int64 `[B]`, one for each, that only their device
-                knows: those of rows that go on are to be given to `tell`, once they are read.
+            tokens: The next ids of each row; or int64 `[B]` on the device, one id a row, not read
+                yet: `PackedRunner.tell` must receive them later, for rows that go on.
         """
         unread, before = isinstance(tokens, torch.Tensor), self._last
         counts = [1] * len(rows) if unread else list(map(len, tokens))
         self._last = step = plan(self._kv, [row.seq for row in rows], counts, before)
-        if set(counts) == {1}:  # they decode
+        if set(counts) == {1}:  # all rows decode
             if isinstance(tokens, torch.Tensor):
                 step.give_later(tokens)
             else:
@@ -144,14 +144,16 @@ class PackedRunner:
             return self._forward(step, last)
 
     def tell(self, rows: Items[OpenRow], places: Items[int], tokens: Items[int]) -> None:
-        """Takes in tokens of rows that were stepped before they were read, see `Planner.tell`."""
+        """Record tokens of rows that were stepped before they were read, see `Planner.tell`."""
         seqs = [row.seq for row in rows]
         if seqs:
             Planner.of(seqs[0]).tell(seqs, places, tokens)
 
 
 def own_model(model: Callable[[torch.Tensor | None, torch.Tensor], Any]) -> Forward:
-    """The forward of your own model, `model(tokens [1, N], positions [1, N]) -> [1, N, V]`.
+    """Return the forward of your own `model(tokens [1, N], positions [1, N]) -> [1, N, V]`.
+
+    The model's attention calls `flowkv.attention`, or the model runs inside `flowkv.intercept()`.
 
     Its attention calls `flowkv.attention`, or it runs inside `flowkv.intercept()`.
     """

@@ -1,4 +1,4 @@
-"""How a request's next token is chosen, and when it ends by itself."""
+"""Sampling: choose the next token of a request, and decide whether a token ends it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from flowkv.engine.request import Request, is_number, is_whole, yours
 
 
 class Choice(Protocol):
-    """How one request chooses. It keeps what that depends on, and outlives rows that are dropped.
+    """Sampling rule of one request, with its state; it outlives rows that are dropped.
 
-    One with a true `ahead` has `draw`, too: `choose` that returns int64 `[]` on the device, without
-    waiting. Then the next draw may come before `take` is given the token, and after the last one.
+    A choice with a true `ahead` has a method `draw`, too: like `choose`, but it returns int64 `[]`
+    on the device without waiting. The next `draw` may then come before `take` gets the previous
+    token, and even after the last one.
 
     Attributes:
-        greedy: `choose` is not needed: it is the largest logit, the first of equals.
+        greedy: The choice is the largest logit, the first of equals; `choose` is not called.
     """
 
     greedy: bool
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token.
+        """Return the next token.
 
         Args:
             logits: `[V]`, any float dtype.
@@ -37,20 +38,20 @@ class Choice(Protocol):
         ...
 
     def take(self, token: int) -> bool:
-        """Notes the token that was chosen; True if the request ends with it."""
+        """Record the chosen token; return True if the request ends with it."""
         ...
 
 
 class Sampler(Protocol):
-    """Makes choices for requests."""
+    """Interface of an object that makes a `Choice` for each request."""
 
     def start(self, request: Request, prompt: NDArray[np.uint32], seed: int) -> Choice:
-        """Reads a request's options, at submit.
+        """Read a request's options at submission, and return its choice.
 
         Args:
-            request: Whose.
+            request: The request.
             prompt: Its tokens.
-            seed: What is drawn depends on it alone.
+            seed: Seed of the draws, which depend on nothing else.
 
         Raises:
             ConfigError: An option is unknown, out of range or not served by an engine.
@@ -59,12 +60,12 @@ class Sampler(Protocol):
 
 
 class Drawn(NamedTuple):
-    """What came of one row.
+    """Result of sampling for one row.
 
     Attributes:
         token: The next token; -1 with an error.
-        over: The request ends with it.
-        error: What its own choice raised; the other rows are not harmed.
+        over: The request ends with this token.
+        error: Error that the row's choice raised; the other rows go on.
     """
 
     token: int
@@ -73,7 +74,7 @@ class Drawn(NamedTuple):
 
 
 def draw(choices: Items[Choice], logits: torch.Tensor) -> Iterator[Drawn]:
-    """Chooses the next token of every row, one after the other; greedy rows in one pass.
+    """Choose the next token of every row, one after the other; greedy rows in one pass.
 
     Args:
         choices: One a row.
@@ -94,18 +95,18 @@ def _one(choice: Choice, logits: torch.Tensor | None, row: int, largest: int, be
     except BaseException as error:
         if not yours(error):
             raise
-        return Drawn(-1, True, error)  # it fails its request, not the step
+        return Drawn(-1, True, error)  # the error fails its request, not the step
 
 
 class UnreadTokens:
-    """The next tokens of some rows, chosen on their device, which is still at work.
+    """Next tokens of some rows, chosen on their device and not read yet.
 
     Args:
-        choices: One a row, all of which draw ahead.
+        choices: One a row, each with a true `ahead`.
         logits: `[B, V]`.
 
     Attributes:
-        ids: int64 `[B]`, on the device: once `draw` was called, the tokens.
+        ids: The tokens after `draw`, int64 `[B]` on the device.
     """
 
     def __init__(self, choices: Items[Any], logits: torch.Tensor) -> None:
@@ -115,7 +116,7 @@ class UnreadTokens:
         self._copy: Later | None = None
 
     def draw(self) -> None:
-        """Choose tokens, and send them to the host. What was drawn before an interrupt stays."""
+        """Choose the tokens, and start their copy to the host. Draws before an interrupt stay."""
         for row, choice in enumerate(self._choices):
             if not choice.greedy:
                 self._drawn[row] = self._draw(choice, row)
@@ -123,7 +124,7 @@ class UnreadTokens:
 
     def _draw(self, choice: Any, row: int) -> torch.Tensor | BaseException:
         try:
-            # A device fails for good where probabilities are NaN; the row fails once that is read.
+            # NaN probabilities break a device for good; the row fails when its token is read.
             logits = self._logits[row].nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
             return choice.draw(logits)  # type: ignore[no-any-return]
         except BaseException as error:
@@ -133,7 +134,7 @@ class UnreadTokens:
 
     @property
     def sent(self) -> bool:
-        """Whether all tokens are chosen: only then may a step be run over them."""
+        """Return whether all tokens are chosen: only then may a step run over them."""
         return self._copy is not None
 
     def _send(self) -> Later:
@@ -144,13 +145,13 @@ class UnreadTokens:
         return self._copy
 
     def of(self, rows: list[int]) -> torch.Tensor:
-        """Return int64 `[n]`, the tokens of some rows, on the device."""
+        """Return the tokens of some rows, int64 `[n]` on the device."""
         if rows == [*range(len(self.ids))]:
             return self.ids
         return torch.cat([self.ids[row : row + 1] for row in rows])
 
     def read(self) -> list[Drawn | None]:
-        """Wait for the tokens; None for a row that was interrupted before it had one."""
+        """Wait for the tokens and return them; None for a row interrupted before it had one."""
         tokens, best = (
             part.tolist() for part in (self._copy or self._send()).get() if part is not None
         )
@@ -164,12 +165,12 @@ class UnreadTokens:
 
 
 def runs_behind(logits: torch.Tensor) -> bool:
-    """Return whether logits may still have to be computed: reading them would wait."""
+    """Return whether logits may still be in computation, so that reading them would wait."""
     return logits.is_cuda
 
 
 def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Where the first of the largest logits of each row is, and what it is: NaN if any is."""
+    """Return place and value of the largest logit of each row, the first of equals; NaN wins."""
     if logits.is_cpu and logits.dtype is torch.float32:  # ten times as fast as torch's
         array = logits.detach().numpy()
         places = array.argmax(-1)
@@ -179,7 +180,7 @@ def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """A seed for a request that has none, from the engine's and its number (splitmix64)."""
+    """Derive the seed of a request that has none from the engine's and its number (splitmix64)."""
     mask = (1 << 64) - 1
     word = (int(seed) + (number + 1) * 0x9E3779B97F4A7C15) & mask
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -192,7 +193,7 @@ Chooser = Callable[[torch.Tensor, list[int]], int]
 
 
 class Largest:
-    """The most likely token.
+    """Choice of the most likely token.
 
     Args:
         stops: Tokens that end the request.
@@ -204,26 +205,26 @@ class Largest:
         self._stops = frozenset(stops)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token."""
+        """Return the most likely token."""
         return int(logits.argmax())
 
     def take(self, token: int) -> bool:
-        """Notes the token that was chosen; True if the request ends with it."""
+        """Record the chosen token; return True if the request ends with it."""
         return token in self._stops
 
 
 class Weighted(Largest):
-    """A token drawn by its probability, among the likeliest.
+    """Choice of a random token by its probability, among the likeliest.
 
-    The filters come in the order and with the rules of transformers, so that a seed draws what it
-    would draw there.
+    The filters have the order and the rules of transformers, so that a seed draws the same tokens
+    as there.
 
     Args:
-        seed: Of the draws.
+        seed: Seed of the draws.
         stops: Tokens that end the request.
         temperature: Divides the logits.
         top_k: Draws among the k likeliest; 0 for all.
-        top_p: Draws among the fewest whose probabilities add up to it.
+        top_p: Draws among the fewest tokens with probabilities that add up to it.
     """
 
     greedy = False
@@ -243,11 +244,11 @@ class Weighted(Largest):
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token."""
+        """Return the next token, drawn at random."""
         return int(self.draw(logits))
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token, on its device."""
+        """Draw the next token; return it on its device."""
         scores = logits.float()[None] / self._temperature
         if self._top_k:
             least = scores.topk(min(self._top_k, scores.shape[-1])).values[..., -1:]
@@ -263,7 +264,7 @@ class Weighted(Largest):
 
 
 class Chosen(Largest):
-    """A token that the user's own function chooses.
+    """Choice by a function of the user's own.
 
     Args:
         choose: See `Chooser`.
@@ -277,7 +278,7 @@ class Chosen(Largest):
         self._choose, self._made = choose, list[int]()
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token."""
+        """Return the token that the function chooses."""
         token = int(self._choose(logits.float(), self._made))
         if not 0 <= token < logits.shape[-1]:
             raise ConfigError(
@@ -287,13 +288,13 @@ class Chosen(Largest):
         return token
 
     def take(self, token: int) -> bool:
-        """Notes the token that was chosen; True if the request ends with it."""
+        """Record the chosen token; return True if the request ends with it."""
         self._made.append(token)
         return super().take(token)
 
 
 class OwnSampler:
-    """Choices for your own models.
+    """Sampler for your own models.
 
     Options of a request: `do_sample` (False), `temperature` (1.0), `top_k` (0: all), `top_p` (1.0),
     `eos_token_id` (one or several) and `choose` (a `Chooser`, in place of the others).
@@ -310,7 +311,7 @@ class OwnSampler:
         _own(options, 0)
 
     def start(self, request: Request, prompt: NDArray[np.uint32], seed: int) -> Choice:
-        """Reads a request's options, at submit."""
+        """Read a request's options at submission, and return its choice."""
         return _own({**self._defaults, **request.options}, seed)
 
 
@@ -355,35 +356,35 @@ def _stops(ids: Any) -> frozenset[int]:
     return frozenset(map(int, several))
 
 
-# Functions of single elements, computed for all of them by the same instructions.
+# Elementwise functions, computed for all elements by the same instructions.
 #
-# On a CPU, most elements of a tensor go through vector instructions, and what is left at the end of
-# each thread's part through the C library, whose `exp` rounds otherwise. Which elements those are
-# depends on how many there are. Where the tensor is filled up so that nothing is left, none are.
+# On a CPU, most elements of a tensor go through vector instructions, and the rest at the end of
+# each thread's part through the C library, where `exp` rounds differently. The number of elements
+# decides which ones are the rest. A tensor that is padded to whole vectors has no rest.
 
 UNEVEN = frozenset(
     {"celu", "elu", "exp2", "gelu", "glu", "mish", "pow", "rsqrt", "selu", "sigmoid", "silu"}
     | {"softplus", "swish"}
 )
-"""Functions whose two ways round differently; those of the others were seen to agree."""
+"""Functions that round differently in the two ways; all others were seen to agree."""
 EXACT_POWERS = (1, 2, 3, 0.5, -1, -2)
 """Powers that are products, quotients and square roots."""
 VECTORS = 64
 """Elements that a vector loop takes at once, at most."""
 GRAIN = 32768
-"""Elements from which torch has another thread help."""
+"""Elements that one thread processes before torch adds another."""
 GELU_GRAIN = 16000
-"""The same for `gelu`, which all threads share from there on."""
+"""Elements from which `gelu` is shared by all threads."""
 
 
 def evenly(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`, each element whatever the others.
+    """Return `func(*args, **kwargs)`, with bits of each element that do not depend on the others.
 
     Args:
-        func: A function of one tensor, or of one and numbers.
-        name: Its name, one of `UNEVEN`, or with "_" behind if it works in place.
+        func: Function of one tensor, or of one tensor and numbers.
+        name: Its name, one of `UNEVEN`; with "_" appended if it works in place.
         args: Its arguments, the tensor first.
-        kwargs: Likewise; the tensor may be `input`.
+        kwargs: Its keyword arguments; the tensor may be `input`.
     """
     given = dict(kwargs)
     x, *others = (given.pop("input"), *args) if "input" in given else args
@@ -406,7 +407,7 @@ def _is_even(x: Any, name: str, others: list[Any], given: dict[str, Any]) -> boo
     if not isinstance(x, torch.Tensor) or x.device.type != "cpu" or not x.is_floating_point():
         return True
     if any(isinstance(other, torch.Tensor) for other in (*others, *given.values())):
-        return True  # not of one tensor
+        return True  # a function of several tensors
     if name == "pow" and (others or [given.get("exponent")])[0] in EXACT_POWERS:
         return True
     if name == "rsqrt" and x.dtype is torch.float32:
@@ -416,7 +417,7 @@ def _is_even(x: Any, name: str, others: list[Any], given: dict[str, Any]) -> boo
 
 
 def _filled(n_elements: int, name: str) -> int:
-    """So many elements that each thread has whole vectors."""
+    """Return the next number of elements that gives each thread whole vectors."""
     while True:
         step = VECTORS * _threads(n_elements, name)
         filled = -(-n_elements // step) * step
@@ -426,7 +427,7 @@ def _filled(n_elements: int, name: str) -> int:
 
 
 def _threads(n_elements: int, name: str) -> int:
-    """How many threads torch takes."""
+    """Return how many threads torch uses for so many elements."""
     most = torch.get_num_threads()
     if name.startswith("gelu"):
         return most if n_elements > GELU_GRAIN else 1

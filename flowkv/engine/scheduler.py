@@ -1,4 +1,4 @@
-"""What an engine has in hand: rows with their pages, those on their way, those that wait."""
+"""Requests in an engine: their rows and pages, restores, prefetches while they wait, and steps."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ from flowkv.policy.scheduling.turns import Worth
 
 
 class RunningRequest(Job):
-    """A request, its row, and what was made of it. Belongs to the thread that runs the engine.
+    """A request with its row and its new tokens. Used only by the thread that runs the engine.
 
     Attributes:
-        request: What was asked.
-        answer: Where it goes.
-        choice: How its tokens are chosen.
-        due_s: Its deadline, as by `compiling.now_s`.
+        request: The request as submitted.
+        answer: The answer that `submit` returned.
+        choice: Its sampling rule.
+        due_s: Its deadline on the clock of `compiling.now_s`.
         begin: Its prompt.
-        known: Its prompt, and what was made of it before its row was dropped last.
+        known: Its prompt, and the tokens made before its row was last dropped.
         tokens: The new tokens.
         row: Its row; None while it has none.
-        reused: Tokens of its prompt that needed no computing.
-        queued_s: From submission until it was first admitted.
-        first_s: When its first token was there; 0.0 before.
-        last_s: When its latest token was there.
+        reused: Tokens of its prompt that were not computed.
+        queued_s: Time from submission to the first admission; -1.0 before.
+        first_s: Time of its first token; 0.0 before.
+        last_s: Time of its latest token.
         restore_s: See `Completion`.
         exposed_s: See `Completion`.
-        context: Where it was submitted, for those who are told that it was; None afterwards.
-        queued: What `KV.enqueue` returned, while it waits; None where nobody looked ahead.
+        context: Context of its submission, in which `Queued` is emitted; None afterwards.
+        queued: Result of `KV.enqueue` while it waits; None if it was not enqueued.
     """
 
     __slots__ = (
@@ -118,30 +118,30 @@ class RunningRequest(Job):
 
     @property
     def open_row(self) -> OpenRow:
-        """Its row."""
+        """Return the row of a request that has one."""
         assert self.row is not None
         return self.row
 
     def next(self, count: int) -> Any:
-        """Its next token ids, as `KV.step` takes them."""
+        """Return its next token ids, as `KV.step` takes them."""
         ready = self.ready
         if ready < self.known.size:
             return self.known[ready : ready + count]
         return self.tokens[-1:]
 
     def admitted(self, now_s: float) -> None:
-        """Notes the end of its first wait."""
+        """Record the end of its first wait."""
         if self.queued_s < 0.0:
             self.queued_s = now_s - self.arrived_s
 
     def dropped(self, now_s: float) -> None:
-        """Its row is gone; it is begun anew, with what it made."""
+        """Return to the queue without a row, and append the new tokens to `known`."""
         self.row, self.ready, self.pages = None, 0, 0
         self.known = np.concatenate([self.begin, np.asarray(self.tokens, np.uint32)])
         self.move(WAITING, now_s)
 
     def completion(self, reason: Reason, now_s: float) -> Completion:
-        """What became of it."""
+        """Return its result so far as a `Completion`."""
         further = len(self.tokens) - 1
         return Completion(
             tokens=self.tokens.copy(),
@@ -159,31 +159,32 @@ class RunningRequest(Job):
 
     @property
     def active(self) -> bool:
-        """Whether it has part in steps."""
+        """Return whether it takes part in steps."""
         return self.state in (COMING, RUNNING)
 
 
-# Rows whose known prefix is on its way: they join the others as soon as it is there.
+# Rows with a known prefix on its way: they join the others as soon as it is there.
 #
-# While it is loaded from its back, its front is computed in steps that run anyway. Nobody waits
-# for loads as long as anybody can compute: rows join once all of their prefix is there. Where
-# nobody else computes, what follows the prefix is computed behind the loads, layer by layer.
+# While the prefix is loaded from its back, its front is computed in steps that run anyway. No step
+# waits for loads while any row can compute: a row joins once all of its prefix is there. If no
+# other row computes, the tokens after the prefix are computed behind the loads, layer by layer.
 
 _PAUSE_S = 0.002
 _SHARE, _LONGEST_S = 0.05, 0.1
-"""Part of a turn that loads take from rows that decode; a turn that waited says nothing."""
+"""Share of a turn that loads may take from rows that decode; longest turn that is counted."""
 
 
 class _Wait:
-    """Since when a row waits for its prefix, and what for.
+    """Record of a row that waits for its prefix.
 
     Attributes:
-        begun_s: Since when.
-        exposed_s: How much of that nothing of it was computed.
-        computes: Something of it is computed in this turn.
-        tokens: That are not there.
-        n_bytes: To load.
-        loads: All of it is loaded in less time than it takes to compute.
+        begun_s: Begin of the wait.
+        exposed_s: Time of the wait in which no token of the row was computed.
+        computes: Tokens of the row are computed in this turn.
+        tokens: Tokens of the prefix that are not on the device.
+        n_bytes: Bytes to load.
+        loads: Loading the rest is estimated to be faster than computing it.
+        seen_s: End of the last turn that was accounted for.
     """
 
     __slots__ = ("begun_s", "computes", "exposed_s", "loads", "n_bytes", "seen_s", "tokens")
@@ -198,14 +199,14 @@ class _Wait:
             self.loads = kv.gate.worth({source.tier: self.n_bytes}, self.tokens)
 
     def see(self, now_s: float) -> None:
-        """A turn is over in which something of it was computed, or not."""
+        """Account for a turn that is over: exposed unless tokens of the row were computed."""
         if not self.computes:
             self.exposed_s += now_s - self.seen_s
         self.seen_s, self.computes = now_s, False
 
 
 class RestoreQueue:
-    """Rows in state `COMING`. Belongs to the thread that runs the engine.
+    """Rows in state `COMING`. Used only by the thread that runs the engine.
 
     Args:
         kv: The cache.
@@ -218,11 +219,11 @@ class RestoreQueue:
         self._budget, self._alone = 1, True
 
     def expect(self) -> None:
-        """A row is about to be opened, and to ask for what it lacks."""
+        """Allow loads for a row that is about to be opened."""
         self._allow(alone=self._alone)
 
     def begin(self, live: RunningRequest, now_s: float) -> None:
-        """A row was opened: its prefix is on its way, or there."""
+        """Wait for the prefix of a row that was opened, or run the row if it is there."""
         live.ready = live.open_row.seq.length
         restoration = RestoreJob.of(live.open_row.seq)
         if restoration is None:
@@ -232,23 +233,23 @@ class RestoreQueue:
         live.move(COMING, now_s)
 
     def forget(self, live: RunningRequest, now_s: float) -> None:
-        """A row is closed; what is on its way for it is called off with that."""
+        """End the wait of a row that is closed, which cancels its loads."""
         self._over(live, now_s)
         self._lift()
 
     def _lift(self) -> None:
-        """Where nothing is on its way for the engine, others of the cache are not held up."""
+        """Lift the limit on loads of other callers if the engine waits for none."""
         if not self._waits:
             self._allow(alone=True)
 
     def pace(self, now_s: float, *, alone: bool) -> None:
-        """A turn begins: loads may take a small part of what the last one took.
+        """Begin a turn: limit loads to a small share of the time that recent turns took.
 
-        Or more, if they take longer than computing the same in so many turns otherwise.
+        The limit is larger where loading would otherwise take more turns than computing.
 
         Args:
             now_s: The time.
-            alone: Nobody else computes, so that they may take all of it.
+            alone: No other row computes, so that loads may take the whole turn.
         """
         seconds = min(now_s - self._seen_s, _LONGEST_S)
         self._turn_s += (seconds - self._turn_s) / 4
@@ -273,16 +274,16 @@ class RestoreQueue:
     def parts(
         self, coming: Items[RunningRequest], budget: int, *, alone: bool, now_s: float
     ) -> list[tuple[RunningRequest, int]]:
-        """What they compute in the next step; those whose prefix is there run from now on.
+        """Return the tokens to compute of restoring rows; those with a whole prefix run now.
 
         Args:
             coming: Rows in state `COMING`.
-            budget: Most tokens, of all of them together.
-            alone: Nobody else computes: one of them may wait for its loads within the step.
+            budget: Most tokens of all these rows together.
+            alone: No other row computes: one of these may wait for its loads within the step.
             now_s: The time.
 
         Returns:
-            Tokens of each, from its `ready` on; rows that compute none are left out.
+            Tokens of each row, from its `ready` on; rows that compute none are left out.
         """
         shares: dict[RunningRequest, int] = {}
         self._budget = max(budget, 1)
@@ -293,7 +294,7 @@ class RestoreQueue:
             self._look(live, now_s)
             budget -= self._joined(live, budget, shares)
         budget -= self._fronts(self._due(coming, alone), budget, shares, now_s)
-        if alone and not shares:  # what follows is computed behind the loads
+        if alone and not shares:  # the tokens after the prefix are computed behind the loads
             for live in coming:
                 if live.state == COMING and self._settled(live) and budget > 0:
                     shares[live] = min(live.missing, budget)
@@ -304,10 +305,10 @@ class RestoreQueue:
         return list(shares.items())
 
     def late(self, live: RunningRequest, now_s: float) -> bool:
-        """A step found that loads of a row do not come: the rest of its prefix is computed.
+        """End the restore of a row after a load failed: the rest of its prefix is computed.
 
         Returns:
-            Whether it waited for any.
+            Whether the row was waiting for loads.
         """
         restoration = RestoreJob.of(live.open_row.seq)
         if restoration is None:
@@ -317,23 +318,23 @@ class RestoreQueue:
         return True
 
     def finish(self, live: RunningRequest) -> None:
-        """A row is over right after a step behind its loads: what came is known from now on."""
+        """End the restore of a row that is over, and count the pages that were loaded as reused."""
         restoration = RestoreJob.of(live.row.seq) if live.row is not None else None
         if restoration is not None and restoration.settled and restoration.poll():
             end(self._kv, restoration, ok=True)
             self._reuse(live)
 
     def rest(self) -> None:
-        """Waits a moment for what is on its way: there is nothing else to do."""
+        """Wait a moment for loads, as there is nothing else to do."""
         with self._kv.lock:
             files = self._kv.restores.files()
         rest(files, _PAUSE_S)
 
     def _due(self, coming: Items[RunningRequest], alone: bool) -> dict[RestoreJob, RunningRequest]:
-        """Those of whose front something should be computed now, if there is anything.
+        """Return the restores with a front that should be computed in this step.
 
-        Where others decode, computing would slow them down, and loading hardly does: as long as
-        loads go on, and all of it is loaded in less time than it takes to compute, it is loaded.
+        While other rows decode, computing a prefix would slow them down, and loading hardly does:
+        a prefix is loaded as long as its loads go on and are faster than computing it.
         """
         found = dict[RestoreJob, RunningRequest]()
         for live in coming:
@@ -352,11 +353,11 @@ class RestoreQueue:
         shares: dict[RunningRequest, int],
         now_s: float,
     ) -> int:
-        """Hands out what is computed from the front meanwhile; returns the tokens."""
+        """Give budget to fronts of prefixes that are being loaded; return the tokens used."""
         left = budget
         while fronts:
             found = choose(fronts, max(left, 1))
-            if found is None:  # all wait for loads, unless the policy has none under way
+            if found is None:  # all wait for loads, except restores with none left
                 found = next(((one, 0) for one in fronts if one.exhausted), None)
             if found is None:
                 break
@@ -372,13 +373,13 @@ class RestoreQueue:
                 live.ready = live.open_row.seq.length
                 shares[live] = min(tokens, left)
                 left -= shares[live]
-            elif restoration.quiet:  # it only waits for its turn, like others
+            elif restoration.quiet:  # no load is under way: compute the rest like any prompt
                 end(self._kv, restoration, ok=False)
                 self._join(live, now_s)
         return budget - left
 
     def _look(self, live: RunningRequest, now_s: float) -> None:
-        """Sees whether a settled prefix is there, or is not going to be."""
+        """End the restore of a row if its settled prefix is complete, or cannot be."""
         seq = live.open_row.seq
         restoration, there = RestoreJob.of(seq), None
         if restoration is not None and restoration.settled:
@@ -394,7 +395,7 @@ class RestoreQueue:
         return restoration is not None and restoration.settled
 
     def _joined(self, live: RunningRequest, budget: int, shares: dict[RunningRequest, int]) -> int:
-        """A row that runs now takes part at once, as far as the budget goes."""
+        """Give a row that runs now its share of the step, within the budget; return its tokens."""
         if live.state != RUNNING or budget <= 0 or live.missing <= 0:
             return 0
         shares[live] = min(live.missing, budget)
@@ -412,7 +413,7 @@ class RestoreQueue:
             live.reused = live.open_row.seq.reused
 
     def _over(self, live: RunningRequest, now_s: float) -> None:
-        """A row waits no longer for its prefix, be it that it is there."""
+        """End a row's wait for its prefix, if there is one, and add up its times."""
         wait = self._waits.pop(live, None)
         if wait is not None:
             wait.see(now_s)
@@ -420,14 +421,14 @@ class RestoreQueue:
             live.exposed_s += wait.exposed_s
 
 
-# Requests that wait: what is known of them comes nearer, and what they will share is looked up.
+# Requests that wait: their known pages are prefetched, and pages they will share are counted.
 
 _MOST, _EACH_TURN = 16, 2
-"""Requests whose pages come nearer while they wait, and those that one turn begins with."""
+"""Most requests that prefetch pages while they wait, and most that start to in one turn."""
 
 
 class QueuePrefetch:
-    """Looks at requests that wait. Belongs to the thread that runs the engine.
+    """Prefetcher for requests that wait. Used only by the thread that runs the engine.
 
     Args:
         kv: The cache.
@@ -441,11 +442,11 @@ class QueuePrefetch:
     def look(
         self, waiting: Iterable[RunningRequest], rank: Callable[[RunningRequest], Any]
     ) -> None:
-        """Tells the cache of a few requests that are to be served next: it may fetch their pages.
+        """Enqueue the next few requests in the cache, which may prefetch their pages.
 
         Args:
-            waiting: Who waits.
-            rank: Their order.
+            waiting: Requests that wait.
+            rank: Sort key of their order.
         """
         room = min(_EACH_TURN, _MOST - len(self._queued))
         if room <= 0:
@@ -457,12 +458,12 @@ class QueuePrefetch:
             self._queued.add(live)
 
     def opened(self, live: RunningRequest) -> None:
-        """A request has a row now: opening its prompt has served one that waited for it."""
+        """End the prefetch of a request that has a row now."""
         self._probes.pop(live, None)
         if live.queued is None:
             return
         self._queued.discard(live)
-        if live.queued.waiting:  # it served another request for the same prompt: they change places
+        if live.queued.waiting:  # opening the prompt served another entry with the same key: swap
             for other in self._queued:
                 served = other.queued
                 if served is not None and not served.waiting and served._key == live.queued._key:
@@ -473,7 +474,7 @@ class QueuePrefetch:
         live.queued = None
 
     def over(self, live: RunningRequest) -> None:
-        """A request will not be served."""
+        """Cancel the prefetch of a request that will not be served."""
         self._probes.pop(live, None)
         if live.queued is not None:
             live.queued.cancel()
@@ -481,10 +482,10 @@ class QueuePrefetch:
             live.queued = None
 
     def shared(self, live: RunningRequest, footprint: Footprint) -> int:
-        """Pages of what is known of a request that others hold now, so that it needs no room.
+        """Return how many known pages of a request are in use by others, and so need no room.
 
         Args:
-            live: It waits.
+            live: A request that waits.
             footprint: Counts pages of the cache's pools.
         """
         kv, known = self._kv, live.known.size
@@ -493,7 +494,7 @@ class QueuePrefetch:
                 seq = live.row.seq
             else:
                 seq = self._probe(live)
-            if Planner.of(seq) is not kv.planner:  # in pools of before the model changed
+            if Planner.of(seq) is not kv.planner:  # in pools from before the model changed
                 return 0
             return footprint.held(seq, min(known, live.ready or known - 1) // kv.page_size)
 
@@ -511,25 +512,25 @@ class QueuePrefetch:
         return probe
 
 
-# Carries out what turns decide: rows are opened, preempted, resumed, closed; pages are counted.
+# Carries out decisions of turns: opens, preempts, resumes and closes rows, and counts pages.
 
 _EVERY = 32
 """Turns in which the pages of every row are counted at least once."""
 
 
 class KVManager:
-    """Rows of requests, and the pages that they hold. Belongs to the thread that runs the engine.
+    """Rows of requests, and the pages that they hold. Used only by the thread that runs the engine.
 
     Args:
         kv: The cache.
         runner: Opens rows.
         swap_bytes: Most host memory for pages of preempted requests.
-        refresh: Notices that the model has changed, once in each turn that opens rows.
+        refresh: Detects a changed model; called once in each turn that opens rows.
 
     Attributes:
-        coming: Rows whose prefix is on its way.
-        ahead: Looks at requests that wait.
-        worth: Says whether pages are worth keeping, by what was measured.
+        coming: Rows with a prefix on its way.
+        ahead: Prefetches pages of requests that wait.
+        worth: Decides by measurements whether pages are worth keeping.
     """
 
     def __init__(
@@ -546,24 +547,24 @@ class KVManager:
         self.coming, self.ahead = RestoreQueue(kv), QueuePrefetch(kv)
         self._counted: dict[RunningRequest, int] = {}
         self._turns = 0
-        # Pools of before the model changed are not held.
+        # A weak reference, so that pools from before a model change are freed.
         self._longest: tuple[ref[Planner], int, int] = ref(self._planner), 0, 0
         self.worth = Worth(self._footprint.page_bytes)
 
     @property
     def closed(self) -> bool:
-        """Whether the cache is closed."""
+        """Return whether the cache is closed."""
         return self._kv.closed
 
     # ---- pages
 
     def room(self) -> Room:
-        """Pages as schedulers count them."""
+        """Return free and total pages as schedulers count them."""
         pages = self._pages()
         return Room(pages.room(), pages.total)
 
     def _pages(self) -> Footprint:
-        """Counts pages where rows are opened now: pools are made anew for a model that changed."""
+        """Return the page counter of the current pools, which a model change replaces."""
         planner = self._kv.planner
         if planner is not None and planner is not self._planner:
             self._planner, self._footprint = planner, Footprint(planner)
@@ -572,8 +573,8 @@ class KVManager:
         return self._footprint
 
     def longest(self, chunk: int) -> int:
-        """Tokens of the longest request that fits, computed in chunks of so many. Thread-safe."""
-        if self._kv.config.overflow:  # what does not fit goes below
+        """Return the tokens of the longest request that fits, computed in chunks. Thread-safe."""
+        if self._kv.config.overflow:  # pages that do not fit go to a tier below
             return sys.maxsize
         planner, known = self._kv.planner or self._planner, self._longest
         if known[0]() is not planner or known[1] != chunk:
@@ -581,17 +582,17 @@ class KVManager:
         return known[2]
 
     def chunk(self, rows: int) -> int:
-        """Most tokens that a step may add to each of so many rows."""
+        """Return the most tokens that a step may add to each of so many rows."""
         overflow = self._planner.overflow
         return sys.maxsize if overflow is None or not rows else overflow.chunk(rows)
 
     def count(self, active: Iterable[RunningRequest], *, exact: bool = True) -> None:
-        """Counts the pages that rows in progress would give back.
+        """Count the pages that rows in progress would free.
 
         Args:
             active: The rows.
-            exact: All of them, now. Otherwise those that have grown, and of the others, which may
-                share more or less than before, some in every turn.
+            exact: Count all rows now. Otherwise count rows that have grown, and in every turn some
+                of the others, which may share more or fewer pages than before.
         """
         self._turns += 1
         footprint, counted = self._pages(), self._counted
@@ -602,25 +603,25 @@ class KVManager:
                 again = exact or not (live.number + self._turns) % _EVERY
                 if again or live.state == COMING or counted.get(live) != pages:
                     seq, counted[live] = live.open_row.seq, pages
-                    # What is in pools of before makes no room for anybody.
+                    # Pages in pools from before a model change make no room.
                     live.pages = footprint.alone(seq) if Planner.of(seq) is self._planner else 0
 
     def share(self, live: RunningRequest) -> None:
-        """Counts the pages that a request which waits will share with those in progress."""
+        """Count the pages that a waiting request will share with those in progress."""
         live.shared = self.ahead.shared(live, self._pages())
 
     # ---- rows
 
     def enter(self, live: RunningRequest, now_s: float) -> None:
-        """Opens a request's row, or puts its pages back.
+        """Open a request's row, or put its pages back on the device.
 
         Args:
             live: The request.
-            now_s: When its turn began.
+            now_s: Begin of the turn.
 
         Raises:
-            CapacityError: There is no room for it now; it stays where it was.
-            Exception: What the cache refuses it for.
+            CapacityError: There is no room for the request now; its state is unchanged.
+            Exception: The cache refuses the request.
         """
         resumed = live.state == ASIDE
         queued_s = now_s - live.since_s
@@ -629,7 +630,7 @@ class KVManager:
             live.admitted(now_s)
             live.move(RUNNING, now_s)
         else:
-            if now_s != self._refreshed_s:  # rows of one turn are opened by the same model
+            if now_s != self._refreshed_s:  # once a turn: its rows are opened for the same model
                 self._refresh()
                 self._refreshed_s = now_s
             self.coming.expect()
@@ -657,10 +658,9 @@ class KVManager:
             )
 
     def leave(self, live: RunningRequest, keep: bool, now_s: float) -> None:
-        """Preempts a request: its pages go to host memory, or are dropped.
+        """Preempt a request: its pages go to host memory, or are dropped.
 
-        They are dropped where part of them is on its way, or more would lie in host memory than
-        it was given.
+        Pages are dropped if part of them is being loaded, or if they would exceed `swap_bytes`.
         """
         row, n_bytes, pages = live.open_row, 0, live.pages
         whole = row.seq.restoration is None and not row.seq.away
@@ -680,7 +680,7 @@ class KVManager:
             )
 
     def close(self, live: RunningRequest, now_s: float, stop: str = "") -> None:
-        """Gives back what a request holds."""
+        """Release the row, pages and prefetch of a request."""
         try:
             self.ahead.over(live)
             self.coming.finish(live)
@@ -698,7 +698,7 @@ class KVManager:
     def _fits(self, live: RunningRequest) -> bool:
         with self._kv.lock:
             seq = live.open_row.seq
-            open_rows = self._kv._open.values()  # of before the model changed, too
+            open_rows = self._kv._open.values()  # also from before a model change
             planners = {id(one.planner): Planner.of(one) for one in open_rows}.values()
             aside = sum(planner.aside_bytes for planner in planners)
             return aside + swap.weigh(Planner.of(seq), seq) <= self._swap_bytes
@@ -706,7 +706,7 @@ class KVManager:
     def _move(
         self, live: RunningRequest, move: Callable[[], int | None], *, out: bool
     ) -> int | None:
-        """Suspends or resumes a row, and measures what it copied."""
+        """Suspend or resume a row, and measure the copy."""
         planner = Planner.of(live.open_row.seq)
         before, begun_s = planner.copied_bytes, time.perf_counter()
         moved = move()
@@ -717,18 +717,18 @@ class KVManager:
         return moved
 
 
-# Turns over real rows: pages are counted, and sharing looked up, right where it is decided.
+# Turns over real rows: pages and sharing are counted right before each decision.
 
 
 class CountedTurns(Turns):
-    """`Turns` of an engine: what they look at is brought up to date first.
+    """`Turns` of an engine, which update the page counts of jobs before they decide.
 
-    No more than that: counting everything in every turn would cost more than deciding.
+    Only counts that the decision reads are updated: counting all would cost more than deciding.
 
     Args:
-        scheduler: The order.
-        limits: What may be done at once.
-        keeper: Counts, and says whose pages are worth keeping.
+        scheduler: The order of requests.
+        limits: Limits of rows, tokens and pages.
+        keeper: Counts pages, and estimates which are worth keeping.
     """
 
     def __init__(self, scheduler: Scheduler, limits: Limits, keeper: KVManager) -> None:
@@ -736,19 +736,19 @@ class CountedTurns(Turns):
         self._keeper = keeper
 
     def admit(self, waiting: Items[Job], active: Items[Job], room: Room, now_s: float) -> Turn:
-        """Who leaves and who enters now."""
-        # Who cannot be preempted is counted by its length alone.
+        """Decide which rows leave and which requests enter now."""
+        # Jobs that cannot be preempted are counted by their length alone.
         everybody = self.scheduler.preempts
         self._count([job for job in active if everybody or job.state == COMING], exact=False)
         return super().admit(waiting, active, room, now_s)
 
     def relieve(self, active: Items[Job], now_s: float) -> tuple[Job, bool] | None:
-        """Who goes where rows in progress cannot grow; None where only one is left."""
+        """Choose the row to preempt where rows cannot grow; None if only one is left."""
         self._count(active, exact=True)
         return super().relieve(active, now_s)
 
     def pages(self, job: Job) -> int:
-        """Pages that a job needs to enter: those of all that is known of it, and one to go on."""
+        """Return the pages that a job needs to enter: for all its known tokens and one more."""
         self._keeper.share(cast(RunningRequest, job))
         return super().pages(job)
 
@@ -757,20 +757,20 @@ class CountedTurns(Turns):
             self._keeper.count(cast("Items[RunningRequest]", jobs), exact=exact)
 
 
-# Runs a step, and finds out whose fault it is if it fails.
+# Runs a step and, if it fails, finds the request that is at fault.
 
 Part = tuple[RunningRequest, int]
-"""A row's part of a step: whose, and how many new tokens."""
+"""A row's part of a step: the request, and its number of new tokens."""
 
 
 class StepOutcome:
-    """What became of a step.
+    """Result of a step.
 
     Attributes:
         done: Parts that were computed, with logits `[B, V]` behind the last token of each.
-        failed: Requests that fail by themselves, and with what.
-        short: Why some of the other parts do not fit; None if they do.
-        late: Others whose step waited for loads that do not come, and what it raised.
+        failed: Requests that fail by themselves, each with its error.
+        short: The error if some of the other parts do not fit; None if they do.
+        late: Other requests, in a step that waited for failed loads, each with its error.
     """
 
     __slots__ = ("done", "failed", "late", "short")
@@ -783,15 +783,15 @@ class StepOutcome:
 
 
 def attempt(runner: Runner, parts: Items[Part]) -> StepOutcome:
-    """Runs a step; where it raises, as many of its rows as possible.
+    """Run a step; if it raises, run as many of its rows as possible.
 
-    A step that raises leaves its rows where they were (`Runner.step`); rows that it took further
-    all the same fail with what it raised. It is tried again without the rows that have no token
-    yet, then half by half, until who raises alone is known.
+    A step that raises leaves its rows unchanged (`Runner.step`); rows that it advanced all the same
+    fail with its error. The step is tried again without the rows that have no token yet, then half
+    by half, until the rows that raise alone are found.
 
     Args:
         runner: Runs the model.
-        parts: Of rows in no step.
+        parts: Parts of rows outside any step.
     """
     outcome = StepOutcome()
     suspects = [parts] if runner.together else [[part] for part in reversed(parts)]
@@ -812,12 +812,12 @@ def attempt(runner: Runner, parts: Items[Part]) -> StepOutcome:
 
 
 def follow(runner: Any, parts: Items[Part], ids: torch.Tensor) -> StepOutcome | None:
-    """Runs a step over tokens that are not read yet; None where it raises and changed nothing.
+    """Run a step over tokens that are not read yet; None if it raises and changed nothing.
 
     Args:
-        runner: Runs the model; a `PackedRunner`.
-        parts: Of rows that decode.
-        ids: int64 `[B]`: the token of each.
+        runner: A `PackedRunner`.
+        parts: Parts of rows that decode.
+        ids: The next token of each row, int64 `[B]` on the device.
     """
     outcome = StepOutcome()
     error, _ = _run(runner, parts, outcome, ids)
@@ -827,13 +827,13 @@ def follow(runner: Any, parts: Items[Part], ids: torch.Tensor) -> StepOutcome | 
 def _run(
     runner: Any, parts: Items[Part], outcome: StepOutcome, ids: torch.Tensor | None = None
 ) -> tuple[BaseException | None, Items[Part]]:
-    """Runs a step; what it raised, and the rows that are where they were then."""
+    """Run a step; return its error or None, and the parts of rows that did not move."""
     rows = [live.row for live, _ in parts]
     before = [*map(_length, parts)]
     try:
         given = [live.next(tokens) for live, tokens in parts] if ids is None else ids
         logits = runner.step(rows, given)
-    except BaseException as error:  # of the model, which may raise anything
+    except BaseException as error:  # the model may raise anything
         if not yours(error):
             raise
         _let_go(error)
@@ -845,13 +845,13 @@ def _run(
 
 
 def _length(part: Part) -> int:
-    """Return how many tokens of a row are in its pages."""
+    """Return the number of a row's tokens in its pages, -1 without a row."""
     row = part[0].row
     return -1 if row is None else row.seq.length
 
 
 def _newest(parts: Items[Part]) -> list[Items[Part]]:
-    """The rows that have no token yet, and the others, who come first; halves if all are alike."""
+    """Split parts into those without a token and the others, which run first; else in halves."""
     fresh = [part for part in parts if not part[0].tokens]
     others = [part for part in parts if part[0].tokens]
     return [fresh, others] if fresh and others else _halves(parts)
@@ -863,11 +863,11 @@ def _halves(parts: Items[Part]) -> list[Items[Part]]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Frees what the frames of a failed forward hold, activations above all; lines stay known."""
+    """Clear the frames of a failed forward, which hold activations; tracebacks keep their lines."""
     left, seen = [error], set[int]()
     while left:
         one = left.pop()
-        if one is not None and id(one) not in seen:  # they may be the cause of each other
+        if one is not None and id(one) not in seen:  # errors may cause each other
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
             left += [one.__cause__, one.__context__]

@@ -1,1 +1,1 @@
-"""Doors for models: one function call for your own, one line for Hugging Face models."""
+"""Attachment of models: one function call for your own, one line for Hugging Face models."""

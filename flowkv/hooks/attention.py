@@ -1,4 +1,4 @@
-"""The door for any model: `flowkv.attention` in place of scaled-dot-product attention."""
+"""`flowkv.attention` for any model, in place of scaled-dot-product attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attention(  # noqa: PLR0913 - the switches of attention belong to one call
     attn_mask: torch.Tensor | None = None,
     is_causal: bool = True,
 ) -> torch.Tensor:
-    """Causal attention that stores `k` and `v` in pages and reads them where they lie.
+    """Attend causally: write `k` and `v` into pages, and attend to all cached pages in place.
 
     Outside `with kv.step(...)` this is `torch.nn.functional.scaled_dot_product_attention`, so
     training and evaluation code needs no branch.
@@ -40,26 +40,26 @@ def attention(  # noqa: PLR0913 - the switches of attention belong to one call
         v: New values `[1, Hk, N, Dv]`. None in groups of kind "latent" (absorbed MLA), inside a
             step only: there `k` is `[1, 1, N, D]`, and its first Dv dims are the value.
         layer: Index of the layer, as in the cache's geometry.
-        scale: Of the logits; default `D ** -0.5`.
+        scale: Scale of the logits; default `D ** -0.5`.
         softcap: `tanh(logit / softcap) * softcap`, inside a step only.
         sinks: `[Hq]` extra logits that join the denominator, inside a step only.
-        window: Tokens that a token sees, itself included; default those of the layer's group.
+        window: Tokens that a token attends to, itself included; default that of the layer's group.
         alibi: `[Hq]` slopes: `slope * (key's position - query's)` is added to the logits
             (Press et al., arXiv 2108.12409).
-        attn_mask: Of the step's tokens among each other, `[..., N, N]`, bool or 0 and -inf: as
-            models without a cache build it. In a step it must say what pages serve anyway, the
-            causal rule or the window; biases are `alibi`.
-        is_causal: As models say it, `T > 1` say: False only with such a mask, or where each row has
-            one new token at most, which sees all of its past.
+        attn_mask: Mask among the step's tokens, `[..., N, N]`, bool or 0 and -inf, as models
+            without a cache build it. In a step it must equal the rule that pages serve, causal or
+            the window; biases go into `alibi`.
+        is_causal: As models pass it, such as `T > 1`: False only with such a mask, or if each row
+            has at most one new token, which attends to all of its past.
 
     Returns:
         `[1, Hq, N, Dv]` in the dtype of `q`.
 
     Raises:
-        GeometryError: Shapes or dtypes do not fit the step or the geometry, a mask asks for what
-            pages do not serve, or a window for more than they keep.
-        StateError: `softcap`, `sinks` or latents outside a step, or the step is over; gradients
-            are wanted inside one.
+        GeometryError: Shapes or dtypes do not fit the step or the geometry, a mask is not served
+            by pages, or a window is longer than the cached pages.
+        StateError: `softcap`, `sinks` or latents are used outside a step, or the step is over;
+            gradients are required inside one.
 
     Example:
         >>> with kv.step([seq], [tokens]) as step:  # doctest: +SKIP
@@ -81,8 +81,8 @@ def attention(  # noqa: PLR0913 - the switches of attention belong to one call
         )
     if not _sees(step, attn_mask, window or step.group(layer).window, causal=is_causal):
         raise GeometryError(
-            "attention in a step is to see other tokens than those before, or all those, in a row",
-            "Pages serve causal attention: say is_causal=True, window= or alibi=, or run it "
+            "attention in a step sees other tokens than all those before, in its row or window",
+            "Pages serve causal attention: pass is_causal=True, window= or alibi=, or call it "
             "outside the step",
         )
     options = dict(scale=scale, softcap=softcap, sinks=sinks, window=window, alibi=alibi)
@@ -98,7 +98,7 @@ def _bias(
     *,
     causal: bool,
 ) -> torch.Tensor:
-    """What torch adds to the logits in place of a window and slopes, `[..., T, S]`."""
+    """Return the bias `[..., T, S]` of logits for a window, slopes and a mask."""
     queries, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
     ahead = keys - queries.unsqueeze(1)
     hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
@@ -112,16 +112,16 @@ def _bias(
 
 
 def _sees(step: Step, mask: torch.Tensor | None, window: int | None, *, causal: bool) -> bool:
-    """Whether what a model says of who sees whom is what pages serve: all before, in its row."""
+    """Return whether a mask equals the rule that pages serve: all tokens before, in each row."""
     if mask is None:
         return causal or not (step.counts > 1).any()
     if mask.shape[-2:] != (int(step.counts.sum()),) * 2:
         return False
     seen = mask if mask.dtype is torch.bool else mask == 0
     if mask.dtype is not torch.bool and not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
-        return False  # it adds something
+        return False  # the mask adds a bias
     end = 0
-    for count in step.counts.tolist():  # rows never see each other, whatever the mask says of it
+    for count in step.counts.tolist():  # rows never attend to each other, whatever the mask
         start, end = end, end + count
         own = mask.new_ones(count, count, dtype=torch.bool).tril()
         if window is not None:
@@ -138,7 +138,7 @@ def _attend(
     inputs = [x for x in (*given, *options.values()) if isinstance(x, torch.Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise StateError(
-            "gradients are wanted in a step, and keys and values in pages pass none on",
+            "gradients are required in a step, but keys and values in pages pass none on",
             "Call the model under torch.no_grad(), or outside the step to train it",
         )
     if any(x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != n_tokens for x in given):
@@ -152,7 +152,7 @@ def _attend(
         raise GeometryError(
             f"keys and values are {', '.join(str(x.dtype) for x in given[1:])}, the geometry keeps "
             f"{dtype}",
-            "Say the dtype that the model computes in: LayerGroup(dtype=...)",
+            "Pass the dtype that the model computes in: LayerGroup(dtype=...)",
         )
     group = step.group(layer)
     q, k = q[0].transpose(0, 1), _once(k[0].transpose(0, 1), group.kv_heads)
@@ -161,27 +161,27 @@ def _attend(
 
 
 def _once(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """`[N, Hk, D]` of keys or values whose heads may each be repeated."""
+    """Return `[N, Hk, D]` of keys or values with heads that may each be repeated."""
     if x.shape[1] == heads or x.shape[1] % heads:
-        return x  # what does not fit is refused with the rest
+        return x  # a count that does not fit is refused with the other shapes
     every = x.reshape(len(x), heads, -1, x.shape[2])
     first = every[:, :, :1]
     if not torch.equal(every, first.expand_as(every)):
         raise GeometryError(
             f"{x.shape[1]} different heads of keys and values, the geometry has {heads}",
-            "Say how many the model has: LayerGroup(kv_heads=...)",
+            "Pass the model's number of heads: LayerGroup(kv_heads=...)",
         )
     return first.squeeze(2)
 
 
 class intercept(TorchFunctionMode):
-    """Routes a model's own causal `scaled_dot_product_attention` calls to pages, inside steps.
+    """Mode that routes causal `scaled_dot_product_attention` calls to pages, inside steps.
 
-    For models whose source is not to be changed. Layers are numbered by call order within a step,
-    so every attention layer must call it once per forward pass, in the same order, with
-    `is_causal=True`, or with a mask of the step's tokens among each other that says the causal rule
-    or the window of the layer's group; a single new token needs neither, as in `is_causal=T > 1`.
-    Other calls (cross-attention, encoders) are left alone.
+    Use it for models with source that should not change. Layers are numbered by call order within a
+    step, so every attention layer must call it once per forward pass, in the same order, with
+    `is_causal=True`, or with a mask among the step's tokens that is causal or has the window of the
+    layer's group; a single new token needs neither, as in `is_causal=T > 1`. Other calls
+    (cross-attention, encoders) are left alone.
 
     Example:
         >>> with flowkv.intercept(), kv.step([seq], [tokens]) as step:  # doctest: +SKIP
@@ -196,7 +196,7 @@ class intercept(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Sees every torch function; takes the causal attention of an open step."""
+        """Replace the causal attention of an open step, and pass on every other torch function."""
         kwargs = kwargs or {}
         step = CURRENT.get()
         if func is not _SDPA or step is None:
@@ -220,7 +220,7 @@ class intercept(TorchFunctionMode):
             return _attend(step, layer, q, k, v, scale=given.get("scale"))
 
     def _own(self, step: Step, layer: int, given: dict[str, Any]) -> bool:
-        """Whether a call is the causal attention of the step's tokens."""
+        """Return whether a call is the causal attention of the step's tokens."""
         mask, n_tokens = given.get("attn_mask"), int(step.counts.sum())
         if given.get("dropout_p"):
             return False
@@ -229,5 +229,5 @@ class intercept(TorchFunctionMode):
         if not given["query"].shape[2] == given["key"].shape[2] == n_tokens:
             return False
         if mask is None:
-            return n_tokens == 1  # it sees all of its past, and models do not call that causal
+            return n_tokens == 1  # a single token attends to all of its past without a mask
         return _sees(step, mask, step.group(layer).window, causal=False)

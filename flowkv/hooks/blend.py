@@ -1,9 +1,9 @@
-"""Documents that are known, behind another beginning than the one that they were computed behind.
+"""Reuse of cached documents behind another prefix than the one they were computed behind.
 
 K and V of a document are stored behind the first token of any text, as an exact sequence of their
-own. In a prompt that holds the document anywhere, its keys are turned to where they stand (a
-difference of positions, as RoPE allows), and a rule says which tokens are computed again, where
-they stand, to see what really comes before them. What is in between is always computed. All of it
+own. In a prompt with the document at any place, its keys are rotated to their new positions (by a
+difference of positions, as RoPE allows), and a rule chooses tokens that are computed again at their
+place, with attention to the true prefix. Tokens between documents are always computed. The result
 is approximate: the sequence is private from there on.
 """
 
@@ -33,19 +33,19 @@ __all__ = ["Blender", "KeyTurn"]
 
 Tokens = NDArray[np.uint32]
 LEAST_TOKENS = 32
-"""Of a document: shorter ones are computed."""
+"""Least tokens of a document that is looked for; shorter ones are computed."""
 _CHUNK = 512
 Advance = Callable[[Sequence, int], object]
-"""Computes so many next tokens of a sequence."""
+"""Function that computes so many next tokens of a sequence."""
 
 
 class KeyTurn(NamedTuple):
-    """How keys of a layer depend on their position: RoPE, see `kernels.Rotary`.
+    """Rotation of a layer's keys by their position: RoPE, see `kernels.Rotary`.
 
     Attributes:
-        inv_freq: float64 `[R/2]`.
-        interleaved: Pairs are neighbours.
-        start: First of the R dims.
+        inv_freq: Inverse frequencies, float64 `[R/2]`.
+        interleaved: Whether the two dims of a pair are neighbours.
+        start: First of the R rotated dims.
     """
 
     inv_freq: NDArray[np.float64]
@@ -53,12 +53,12 @@ class KeyTurn(NamedTuple):
     start: int = 0
 
     def angles(self, deltas: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 cos and sin `[N, 1, R/2]` for tokens that move so far."""
+        """Return float32 cos and sin `[N, 1, R/2]` for tokens that move by `deltas` positions."""
         angle = deltas.astype(np.float64)[:, None, None] * self.inv_freq
         return tuple(torch.from_numpy(f(angle).astype(np.float32)) for f in (np.cos, np.sin))  # type: ignore[return-value]
 
     def moved(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Keys `[N, Hk, D]`, turned in float32 and rounded once."""
+        """Return keys `[N, Hk, D]`, rotated in float32 and rounded once."""
         half = cos.shape[-1]
         own = k[..., self.start : self.start + 2 * half]
         if self.interleaved:
@@ -77,18 +77,18 @@ class KeyTurn(NamedTuple):
 
 
 class _Seen(Exception):
-    """A forward has come as far as it was asked to."""
+    """Signal that ends a forward after the layer it was needed for."""
 
 
 class Rewrite:
-    """Tokens of an open step that are computed where they stand; each sees all before it.
+    """Step that computes chosen tokens of an open step again; each attends to all before it.
 
-    To a model that runs packed it is a step of its own.
+    A packed model runs it like any other step.
 
     Args:
-        step: Its pages; of one row, whose new tokens are written already.
-        where: int64 `[n]`: which of the new tokens, ascending.
-        until: Model layer behind whose K and V the forward ends, or None.
+        step: A step of one row, with its new tokens in pages already.
+        where: Places of the chosen new tokens, int64 `[n]`, ascending.
+        until: Model layer after which the forward ends once its K and V are written, or None.
     """
 
     begins = fills = apart = False
@@ -104,7 +104,7 @@ class Rewrite:
         self._batches: dict[int, Ragged] = {}
 
     def batch(self, group: int = 0) -> Ragged:
-        """Each run of neighbours as a row that ends behind it."""
+        """Return each run of consecutive tokens as a row that ends behind it."""
         if group not in self._batches:
             whole = self.step.batch(group)
             at = self.positions[0].numpy()
@@ -126,22 +126,22 @@ class Rewrite:
         return self._batches[group]
 
     def decode(self, group: int) -> None:
-        """Nothing is prepared for it."""
+        """Do nothing: no decode is prepared."""
 
     def dtype(self, layer: int) -> torch.dtype:
-        """What a layer's K and V are kept in."""
+        """Return the dtype of a layer's K and V in pages."""
         return self.step.dtype(layer)
 
     def group(self, layer: int) -> LayerGroup:
-        """The layer group of a model layer."""
+        """Return the layer group of a model layer."""
         return self.step.group(layer)
 
     def pages(self, layer: int) -> Pages:
-        """The pages of a model layer."""
+        """Return the pages of a model layer."""
         return self.step.pages(layer)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes K and V over what stands there."""
+        """Overwrite K and V of the chosen tokens in pages."""
         planner = Planner.of(self.seqs[0])
         kernels.append(k, v, self.pages(layer), self.batch(planner.locate(layer)[0]))
         if layer == self._until:
@@ -151,19 +151,19 @@ class Rewrite:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any
     ) -> torch.Tensor:
-        """Both halves."""
+        """Write K and V, and attend."""
         self.write(layer, k, v)
         return self.read(layer, q, **how)
 
     def read(self, layer: int, q: torch.Tensor, **how: Any) -> torch.Tensor:
-        """Attends over all before each token."""
+        """Attend to all tokens before each chosen one."""
         batch = self.batch(Planner.of(self.seqs[0]).locate(layer)[0])
         found = kernels.paged_attention(q, self.pages(layer), batch, **how)
         return found  # type: ignore[return-value] # without return_lse it is one tensor
 
 
 class FoundDocument(NamedTuple):
-    """A known document in a prompt: `count` of its tokens, from token `first` of the prompt on."""
+    """Known document in a prompt: `count` of its tokens, from the prompt's token `first` on."""
 
     first: int
     count: int  # type: ignore[assignment]
@@ -171,20 +171,20 @@ class FoundDocument(NamedTuple):
 
 
 Forward = Callable[[Any, torch.Tensor], Any]
-"""Runs a model over the tokens of a step, packed: (step, int64 places of wanted logits)."""
+"""Runs a model over the tokens of a step, packed: (step, int64 places of requested logits)."""
 
 
 class Blender:
-    """Finds documents in prompts, and puts what is known of them in place. Thread-safe as `KV` is.
+    """Finder of documents in prompts that copies their cached pages. Thread-safe as `KV` is.
 
     Args:
-        kv: The cache; all of its layers see the whole context.
+        kv: The cache; all of its layers attend to the whole context.
         forward: Runs the model.
-        turns: How each layer's keys depend on their positions.
-        lead: The token that documents stand behind when they are computed.
-        rule: Which of their tokens are computed again.
-        compute: Computes a text for a tenant so that its pages are published, in another way than
-            by `KV.prefill` and packed forwards.
+        turns: Rotation of each layer's keys.
+        lead: The token in front of documents when they are computed.
+        rule: Chooses the tokens that are computed again.
+        compute: Computes a text for a tenant and publishes its pages; default by `KV.prefill` and
+            packed forwards.
 
     Documents are found by their first `LEAST_TOKENS` tokens, and compared whole.
     """
@@ -203,19 +203,19 @@ class Blender:
         self._known: dict[bytes, list[Tokens]] = {}
 
     def learn(self, documents: Items[Any], tenant: str | None = None) -> int:
-        """Has documents computed behind the first token of a text, as far as they are not known.
+        """Compute documents behind the first token of a text, unless their pages are cached.
 
         Args:
             documents: Token ids of each, without a first token of their own.
-            tenant: Whose pages.
+            tenant: Owner of the pages.
 
         Returns:
-            Tokens that were computed.
+            Number of tokens that were computed.
 
         Raises:
-            CapacityError: One does not fit the pool.
-            StateError: The model computes it so that nothing is kept.
-            TokenError: What is given are no token ids.
+            CapacityError: A document does not fit the pool.
+            StateError: The pages of a document were not published.
+            TokenError: A document has no valid token ids.
         """
         computed = 0
         for given in documents:
@@ -227,7 +227,7 @@ class Blender:
                 self._compute(ids, tenant)
                 if self._missing(ids, tenant):
                     raise StateError(
-                        f"a document of {len(document)} tokens was computed, and is not kept",
+                        f"a document of {len(document)} tokens was computed, but not published",
                         "Call model.eval(), outside of function and dispatch modes, and see that "
                         "the device pool holds it",
                     )
@@ -236,7 +236,7 @@ class Blender:
         return computed
 
     def _missing(self, ids: Tokens, tenant: str | None) -> int:
-        """Tokens that are not known."""
+        """Return the number of tokens that are not cached."""
         with self.kv.open(ids, tenant=tenant, limit=len(ids)) as seq:
             return len(ids) - seq.length
 
@@ -246,10 +246,10 @@ class Blender:
                 self.forward(step, torch.tensor([int(step.counts[0]) - 1]))
 
     def unlearn(self, tokens: Any, tenant: str | None) -> int:
-        """Erases a document, if these are the tokens of one, and looks for it no more.
+        """Erase a document with these tokens, if there is one, and stop looking for it.
 
         Returns:
-            Blocks erased.
+            Number of erased blocks.
         """
         document = as_tokens(tokens)
         near = self._known.get(document[:LEAST_TOKENS].tobytes(), [])
@@ -260,21 +260,21 @@ class Blender:
         return 0
 
     def note(self, document: Tokens) -> None:
-        """From now on it is looked for."""
+        """Look for a document from now on."""
         near = self._known.setdefault(document[:LEAST_TOKENS].tobytes(), [])
         if not any(np.array_equal(document, one) for one in near):
             near.append(document)
             near.sort(key=len, reverse=True)  # the longest that fits is taken
 
     def adopt(self, former: Blender) -> None:
-        """Takes over what the one before it looked for."""
+        """Take over the documents of the blender before this one."""
         self._known = former._known
 
     def _stored(self, document: Tokens) -> Tokens:
-        """Behind the first token of a text, and up to the end of a page: open pages are not kept.
+        """Return a document behind the lead token, padded to whole pages: only those are cached.
 
-        What comes behind a document changes nothing of it. Cut into whole pages, a document of any
-        length is found whole, for at most a page more; to copy its tail beside would cost as much.
+        Tokens behind a document do not change its K and V. With whole pages, a document of any
+        length is found whole, for at most a page more; to copy its tail would cost as much.
         """
         size = self.kv.page_size
         whole = np.full(-(-(1 + len(document)) // size) * size, self.lead, np.uint32)
@@ -284,12 +284,12 @@ class Blender:
     def find(
         self, tokens: Tokens, first: int = 0, without: Container[int] = ()
     ) -> list[FoundDocument]:
-        """Known documents in a prompt from token `first` on, the earliest and longest first.
+        """Find known documents in a prompt from token `first` on, the earliest and longest first.
 
         Args:
-            tokens: The prompt; of a document at its end, a part may be left out.
-            first: Where to begin.
-            without: Documents by `id` that are not looked for.
+            tokens: The prompt; a document at its end may be cut off.
+            first: First token of the search.
+            without: Documents, by `id`, to leave out.
         """
         found: list[FoundDocument] = []
         at, last = first, len(tokens) - LEAST_TOKENS
@@ -312,24 +312,25 @@ class Blender:
         return found
 
     def reach(self, seq: Sequence, most: int) -> int:
-        """Tokens of a sequence's prompt up to the end of the last document that may be known."""
+        """Return the tokens of a prompt up to the end of the last document that may be known."""
         places = self.find(seq.tokens[: max(most, 0)], seq.length)
         return places[-1].first + places[-1].count if places else seq.length
 
     def blend(self, seq: Sequence, most: int, advance: Advance | None = None) -> int:
-        """Puts what is known of documents in a sequence's prompt in place, and mends it.
+        """Copy cached documents into a sequence's prompt, and recompute the tokens of the rule.
 
         Args:
-            seq: In no step, nothing on its way. What is computed before the first document is
-                exact, and published in whole pages; from there on the sequence is private.
-            most: Tokens of its prompt that need not be left to others.
-            advance: Computes so many of its next tokens, in another way than a packed forward.
+            seq: A sequence outside any step, without loads on their way. Tokens before the first
+                document are computed exactly, and published in whole pages; from there on the
+                sequence is private.
+            most: Most tokens of the prompt to fill.
+            advance: Computes so many of its next tokens; default by packed forwards.
 
         Returns:
-            Tokens that it is longer.
+            Number of tokens that the sequence has grown by.
 
         Raises:
-            CapacityError: There is no room for it; the sequence is exact as far as it goes.
+            CapacityError: There is no room; the sequence is exact as far as it goes.
         """
         before, size = seq.length, self.kv.page_size
         prompt, sources = seq.tokens[: max(most, 0)], dict[int, Sequence]()
@@ -348,12 +349,12 @@ class Blender:
     def _sources(
         self, seq: Sequence, prompt: Tokens, sources: dict[int, Sequence]
     ) -> list[FoundDocument]:
-        """The documents of a prompt that are known whole to its model and tenant.
+        """Return the documents of a prompt that are cached whole for its model and tenant.
 
         Args:
             seq: The sequence.
-            prompt: Its tokens, as far as they count.
-            sources: Is given what holds each of them, by its `id`.
+            prompt: Its tokens that may be filled.
+            sources: Receives the open sequence of each document, by the document's `id`.
         """
         unknown = set[int]()
         while places := self.find(prompt, seq.length, unknown):
@@ -365,7 +366,7 @@ class Blender:
                 with self.kv.lock:  # tokens of one prompt count once
                     self.kv.tokens_seen -= len(ids)
                     self.kv.tokens_reused -= source.reused
-                if source.length < len(ids):  # a shorter one may be known that it hides
+                if source.length < len(ids):  # it may hide a shorter document that is cached
                     unknown.add(id(document))
                     source.close()
                 else:
@@ -391,7 +392,7 @@ class Blender:
         publishable, seq.publishable = seq.publishable, False
         try:
             with torch.no_grad(), plan(self.kv, [seq], [count]) as step:
-                step.audits = True  # what it takes says nothing of how fast prompts are computed
+                step.audits = True  # its time is no measure of computing prompts
                 step.give(seq.tokens[start:end])
                 old = self._put(step, places, sources, start)
                 deviation = self._deviation(step, old, taken) if self.rule.looks else None
@@ -411,7 +412,7 @@ class Blender:
         return count
 
     def _run(self, rewrite: Rewrite) -> None:
-        before = CURRENT.set(rewrite)  # type: ignore[arg-type] # what a model asks of a step
+        before = CURRENT.set(rewrite)  # type: ignore[arg-type] # has all that models use
         try:
             self.forward(rewrite, torch.tensor([rewrite.counts[0] - 1]))
         finally:
@@ -419,7 +420,7 @@ class Blender:
 
     @property
     def _second(self) -> int:
-        """The model's second layer with keys and values."""
+        """Return the model's second layer with keys and values."""
         return sorted(self.turns)[:2][-1]
 
     def _put(
@@ -429,9 +430,9 @@ class Blender:
         sources: Mapping[int, Sequence],
         start: int,
     ) -> torch.Tensor:
-        """Writes what is known, turned; returns the second layer's values, zeros between."""
+        """Write rotated K and V of documents; return the second layer's values, else zeros."""
         planner, count = Planner.of(step.seqs[0]), int(step.counts[0])
-        # A document that stands at several places is read once, as far as any of them goes.
+        # A document at several places is read once, up to the longest of them.
         counts = dict.fromkeys(sources, 0)
         for place in places:
             counts[id(place.document)] = max(counts[id(place.document)], place.count)
@@ -445,7 +446,7 @@ class Blender:
             tokens.append(own)
             rows.append(np.full(place.count, row))
             columns.append(np.arange(widest - held, widest - held + place.count))
-            deltas[own] = place.first - 1  # the lead stands at 0 there
+            deltas[own] = place.first - 1  # in its own sequence the lead is at 0
         at = torch.from_numpy(np.concatenate(tokens))
         taken = torch.from_numpy(np.concatenate(rows) * widest + np.concatenate(columns))
         moved = deltas[at.numpy()]
@@ -479,7 +480,7 @@ class Blender:
     def _deviation(
         self, step: Step, old: torch.Tensor, taken: NDArray[np.bool_]
     ) -> NDArray[np.floating]:
-        """How far the second layer's values are from those that the whole prompt would have."""
+        """Return the squared difference of each token's second-layer values from the exact ones."""
         look = Rewrite(step, np.arange(len(taken)), until=self._second)
         with contextlib.suppress(_Seen):
             self._run(look)

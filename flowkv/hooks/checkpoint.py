@@ -1,12 +1,12 @@
-"""Safetensors files read in place, and the manifest of digests that every read is held against.
+"""Safetensors files read in place, and the manifest of digests that verifies every read.
 
-A tensor is cut into parts of 1 MiB, and the manifest holds the digest of each. It is made in
-passing: the first read of a part, in whatever process, says what the part is from then on, so no
-file is read only to be named. A manifest belongs to one state of one file (path, size, inode, time
-of the last write, header); a file that was written to has another manifest, and no read that is
-under way goes on. Behind those digests stand the sums that name a model by its weights
-(`fingerprint`), of blocks of 4 MiB, once somebody has asked for them: the same as of the model in
-memory, without that anything is read again.
+A tensor is cut into parts of 1 MiB, and the manifest has the digest of each. The manifest is made
+in passing: the first read of a part, in any process, defines its digest for all later reads, so no
+file is read for its digests alone. A manifest belongs to one state of one file (path, size, inode,
+time of the last write, header); a file that was written to has another manifest, and reads under
+way fail. Behind those digests are the sums that name a model by its weights (`fingerprint`), of
+blocks of 4 MiB, if they were requested: equal to those of the model in memory, and stored so that
+the file is not read again for them.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from flowkv.tiers.io.engine import (
 )
 
 VERSION = 2
-"""Of manifests, which others are not found by: 2 has sums of blocks behind the digests of parts."""
+"""Version of manifests, part of their names: 2 has sums of blocks behind digests of parts."""
 PART_BYTES = 1 << 20
 _DIGEST_BYTES = 16
-_TENSOR_ALIGNMENT = 64  # of torch on the CPU
-_MOST_HEADER_BYTES = 100_000_000  # as in the library of the format
+_TENSOR_ALIGNMENT = 64  # as torch aligns memory on the CPU
+_MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _WAIT_S = 30.0
 _REMEDY = "Fetch or write the checkpoint again"
 
@@ -71,7 +71,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: where it lies, what it is, and its first part and block there."""
+    """Tensor in a file: its place, dtype and shape, and its first part and block there."""
 
     file: int
     offset: int
@@ -83,13 +83,13 @@ class StoredTensor(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How tensors that are read together lie in one buffer.
+    """Layout of tensors that are read together into one buffer.
 
     Attributes:
-        pieces: File, offset, length and place in the buffer of what is read, all aligned.
-        read_at: Where each tensor begins in the buffer when it was read.
-        places: Where it begins afterwards: as aligned as memory of torch's own, with which
-            libraries of the CPU add up in the same order.
+        pieces: File, offset, length and place in the buffer of each read, all aligned.
+        read_at: Offset of each tensor in the buffer after the read.
+        places: Final offset of each tensor: aligned like torch's own memory, so that libraries of
+            the CPU add up in the same order.
         read_bytes: Bytes that are read.
         n_bytes: Bytes that the buffer needs.
     """
@@ -106,11 +106,11 @@ class Checkpoint:
 
     Args:
         path: A file, or a directory with files or with an index of them.
-        manifests: Directory of manifests; it is made where it is missing.
+        manifests: Directory of manifests; created if it is missing.
 
     Attributes:
-        tensors: What is there.
-        verified_bytes: Bytes that were held against a digest that was known before.
+        tensors: All tensors, by name.
+        verified_bytes: Bytes of all tensors that were read and verified.
 
     Raises:
         StoreError: Files are missing, or are no safetensors files.
@@ -138,7 +138,7 @@ class Checkpoint:
             raise StoreError(f"{path} cannot be read ({error})", "Pass a readable one") from error
 
     def layout(self, tensors: Iterable[StoredTensor]) -> Layout:
-        """How tensors lie in a buffer: each aligned range of a file is read once."""
+        """Return the layout of tensors in a buffer: each aligned range of a file is read once."""
         tensors = list(tensors)
         runs: list[list[int]] = []  # file, start, end
         for t in sorted(tensors, key=lambda t: t[:3]):  # dtypes have no order
@@ -174,15 +174,15 @@ class Checkpoint:
     def fill(
         self, target: NDArray[np.uint8], layout: Layout, tensors: Iterable[StoredTensor]
     ) -> None:
-        """Reads tensors into memory, and verifies every byte of them.
+        """Read tensors into memory, and verify every byte of them.
 
         Args:
-            target: At least `layout.n_bytes`, aligned to 4096; undefined where this raises.
-            layout: What `layout(tensors)` gave.
+            target: At least `layout.n_bytes`, aligned to 4096; undefined after an error.
+            layout: Result of `layout(tensors)`.
             tensors: The tensors.
 
         Raises:
-            StoreError: The file was changed or cannot be read, or a part is not what it was.
+            StoreError: The file was changed or cannot be read, or a part has another digest.
         """
         engine = self._engine
         if engine is None:
@@ -194,13 +194,13 @@ class Checkpoint:
         for t, place in zip(tensors, layout.read_at, strict=True):
             self._files[t.file].verify(t, target[place : place + t.n_bytes])
             self.verified_bytes += t.n_bytes
-        # The last first: each only moves up, and where it comes from nothing else went before.
+        # The last first: each tensor only moves up, into memory that no other one still needs.
         for i in sorted(range(len(tensors)), key=layout.places.__getitem__, reverse=True):
             if layout.places[i] != layout.read_at[i]:
                 here = target.ctypes.data
                 to, at = here + layout.places[i], here + layout.read_at[i]
                 ctypes.memmove(to, at, tensors[i].n_bytes)
-        # A write that came while this was read shows in the time of the file.
+        # A write during the read shows in the time of the file.
         for number in {piece[0] for piece in layout.pieces}:
             self._files[number].check()
 
@@ -218,13 +218,13 @@ class Checkpoint:
             for tag, result in engine.wait(_WAIT_S).tolist():
                 file, offset, least = expected.pop(tag)
                 if result < least:
-                    said = os.strerror(-result) if result < 0 else "it ends there"
+                    said = os.strerror(-result) if result < 0 else "end of file"
                     failed = f"{file.path} cannot be read at byte {offset} ({said})"
         if failed:
             raise StoreError(failed, _REMEDY)
 
     def sums(self, tensor: StoredTensor) -> bytes:
-        """What names a tensor's content; it is read for that if it never was.
+        """Return the sums of a tensor's blocks, which name its content; read it if necessary.
 
         Raises:
             StoreError: As from `fill`.
@@ -250,18 +250,18 @@ class Checkpoint:
         return known
 
     def save(self) -> None:
-        """Writes manifests that have learned something."""
+        """Write manifests that have new digests."""
         for file in self._files:
             file.save()
 
     def unlink(self) -> None:
-        """Takes the files' names away: they go with the process, whatever ends it."""
+        """Remove the files' names: the files vanish with the process, however it ends."""
         for file in self._files:
             os.unlink(file.path)
             file.named = False
 
     def close(self) -> None:
-        """Saves manifests, and closes files. Safe to call again."""
+        """Save manifests, and close files. Safe to call again."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -273,7 +273,7 @@ class Checkpoint:
 
 
 class _File:
-    """One safetensors file, and the digests of its parts as far as they are known."""
+    """One safetensors file, and the known digests of its parts."""
 
     def __init__(self, path: str, manifests: Path) -> None:
         self.path, self.fd, self.named = path, -1, True
@@ -286,7 +286,7 @@ class _File:
         self._digests, self._sums, self._fresh = bytearray(), bytearray(), False
 
     def tensors(self, number: int) -> dict[str, StoredTensor]:
-        """What the header names.
+        """Return the tensors that the header names.
 
         Raises:
             StoreError: The header contradicts itself or the file.
@@ -303,7 +303,7 @@ class _File:
             except (KeyError, TypeError, *MALFORMED):
                 right = False
             if not right or end - first != n_bytes:
-                raise StoreError(f"{self.path} says of {name!r} what cannot be", _REMEDY)
+                raise StoreError(f"{self.path} describes {name!r} as it cannot be", _REMEDY)
             ranges.append((first, end))
             found[name] = StoredTensor(
                 number, self._data_at + first, n_bytes, dtype, shape, parts, blocks
@@ -318,7 +318,7 @@ class _File:
         return found
 
     def sums(self, tensor: StoredTensor) -> bytes | None:
-        """The sums of a tensor's blocks, if they are known."""
+        """Return the sums of a tensor's blocks, or None if they are unknown."""
         first, end = _range_of_sums(tensor)
         known = bytes(self._sums[first:end])
         unknown = bytes(_DIGEST_BYTES)
@@ -326,7 +326,7 @@ class _File:
         return None if unknown in each else known
 
     def learn_sums(self, tensor: StoredTensor, sums: bytes) -> None:
-        """Takes the sums of a tensor's blocks, which were read and verified."""
+        """Record the sums of a tensor's blocks, which were read and verified."""
         first, end = _range_of_sums(tensor)
         self._sums[first:end] = sums
         self._fresh = True
@@ -340,15 +340,15 @@ class _File:
         return bytearray(n_bytes)
 
     def check(self) -> None:
-        """Raises `StoreError` where the file is no longer what it was."""
+        """Raise `StoreError` if the file was changed."""
         if _state(os.fstat(self.fd)) != self._state:
             raise StoreError(
                 f"{self.path} was changed while its weights are in use",
-                "Attach the weights again: what was read before stays as it was",
+                "Attach the weights again: weights that were read before are unchanged",
             )
 
     def verify(self, tensor: StoredTensor, data: NDArray[np.uint8]) -> None:
-        """Holds a tensor's bytes against the digests of its parts; unknown ones are learned."""
+        """Compare a tensor's bytes with the digests of its parts; record unknown digests."""
         at = tensor.first_part * _DIGEST_BYTES
         for start in range(0, tensor.n_bytes, PART_BYTES):
             digest = xxhash.xxh3_128_digest(data[start : start + PART_BYTES].data)
@@ -358,8 +358,8 @@ class _File:
                 self._fresh = True
             elif known != digest:
                 raise StoreError(
-                    f"{self.path} is damaged at byte {tensor.offset + start}: it is not what was "
-                    "read there before",
+                    f"{self.path} is damaged at byte {tensor.offset + start}: it differs from what "
+                    "was read there before",
                     f"{_REMEDY}, or check the disk",
                 )
             at += _DIGEST_BYTES
@@ -373,8 +373,8 @@ class _File:
             self._fresh = False
         except OSError as error:
             warnings.warn(
-                f"{self._manifest} cannot be written ({error}): later processes will not know what "
-                "these weights were. Pass a directory that can be written to as disk=",
+                f"{self._manifest} cannot be written ({error}): later processes cannot verify "
+                "these weights. Pass a directory that can be written to as disk=",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -390,7 +390,7 @@ def _state(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _header(path: str, size: int) -> tuple[dict[str, Any], int, bytes]:
-    """The header of a file, where its data begins, and the header's bytes."""
+    """Return the header of a file, the offset of its data, and the header's bytes."""
     with open_regular(path) as file:
         n_bytes = int.from_bytes(file.read(8), "little")
         if size < 8 or n_bytes > min(size - 8, _MOST_HEADER_BYTES):
@@ -406,7 +406,7 @@ def _header(path: str, size: int) -> tuple[dict[str, Any], int, bytes]:
 
 
 def _paths(path: Path) -> list[Path]:
-    """The files of a checkpoint."""
+    """Return the files of a checkpoint."""
     if not path.is_dir():
         return [path]
     indexes = sorted(path.glob("*.safetensors.index.json"))
@@ -419,7 +419,7 @@ def _paths(path: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names."""
+    """Return the files that an index names."""
     try:
         with open_regular(index) as file:
             names = sorted(set(json.loads(file.read())["weight_map"].values()))
@@ -429,7 +429,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def _check_within(file: Path, folder: Path) -> None:
-    """Raises `StoreError` where a checkpoint's file lies outside its directory.
+    """Raise `StoreError` if a checkpoint's file is outside its directory.
 
     The Hugging Face hub's cache keeps files in `blobs`, beside the snapshots that link to them.
     """
@@ -439,17 +439,17 @@ def _check_within(file: Path, folder: Path) -> None:
         homes.append(os.path.join(above, "blobs"))
     try:
         real = os.path.realpath(file)
-    except ValueError:  # a name that no file has
+    except ValueError:  # an impossible file name
         real = ""
     if not any(real.startswith(os.path.join(home, "")) for home in homes):
-        raise StoreError(f"{file} lies outside of {folder}", "Copy the file into that directory")
+        raise StoreError(f"{file} is outside of {folder}", "Copy the file into that directory")
 
 
 def check_folder(folder: Path) -> None:
-    """Look at a folder that other libraries read: what is there, and what its indexes name.
+    """Check the files and indexes of a folder that other libraries read.
 
     Raises:
-        StoreError: Something is no regular file, or an index names a file outside.
+        StoreError: An entry is no regular file, or an index names a file outside.
         OSError: The folder or an index cannot be read.
     """
     for found in folder.iterdir():
@@ -461,23 +461,23 @@ def check_folder(folder: Path) -> None:
 
 
 def _engine(directory: str) -> IOEngine:
-    # Pieces of a MiB come as fast through threads as through a ring, which would first have to be
-    # loaded: a second that a process waits for its first token.
+    # Pieces of a MiB come as fast through threads as through a ring, which would have to be loaded
+    # first: a second until a process has its first token.
     try:
         return ThreadsEngine(direct=allows_direct(directory))
-    except OSError:  # it cannot be written to, so nobody knows whether O_DIRECT works there
+    except OSError:  # without write access, support of O_DIRECT cannot be tested
         return ThreadsEngine()
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a safetensors file, which appears whole or not at all.
+    """Write a safetensors file, which appears whole or not at all.
 
     Raises:
         StoreError: A tensor has no memory or a dtype unknown to the format, or the disk is full.
     """
     header: dict[str, Any] = {}
     end = 0
-    # The widest first, so that all lie aligned.
+    # The widest dtype first, so that all are aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in order:
         tensor = tensors[name]

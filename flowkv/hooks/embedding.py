@@ -1,7 +1,7 @@
-"""`attach_embedding`: an embedding whose table lies on disk, and whose hot rows lie in memory.
+"""`attach_embedding`: an embedding with its table on disk, and its hot rows in memory.
 
     rows = flowkv.attach_embedding(model.embed_tokens, disk="./table", host="64MiB")
-    model(...)                                  # the same bits; rows come from where they lie
+    model(...)                                  # the same bits; rows come from memory or disk
 
 The table is one file of blocks, each of whole rows, beside a manifest with a digest of every block:
 
@@ -9,9 +9,9 @@ The table is one file of blocks, each of whole rows, beside a manifest with a di
     manifest = magic 8 | length of the description u32 | description, JSON
              | xxh3_64 of each block, u64, little-endian | xxh3_128 of all before it
 
-A look-up takes the batch's different rows at once: hot ones from a pool in memory, the others from
-their blocks, which are read in one batch through the ring and verified before any row is used. What
-stays in the pool a policy decides (`residency.Ledger`), row by row, since hot rows lie scattered.
+A look-up takes the batch's distinct rows at once: hot ones from a pool in memory, the others from
+their blocks, which are read in one batch through the ring and verified before any row is used. A
+policy (`residency.Ledger`) decides row by row which ones stay, since hot rows are scattered.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from flowkv.tiers.io.engine import ALIGNMENT, OPERATION, READ, Arena
 MAGIC = b"FKVTABLE"
 VERSION = 1
 KNOWN_BYTES = 3 * (BLOCK.itemsize + NODE.itemsize + 4 * 16 + 24) // 2
-"""What ledger and policy remember of a row; half of it while they double."""
+"""Bytes of ledger and policy for each row; half of it while they double."""
 LEAST_KNOWN = 1 << 10
-"""Rows that they have room for at least; from there on they double."""
+"""Least rows that ledger and policy have room for; from there on they double."""
 
 _MANIFEST = "manifest"
 _STAGING_BYTES = 4 << 20
 _WRITE_BYTES = 16 << 20
 _READ_S = 30.0
-_AT_ONCE = 1 << 10  # rows that are decided about together
-_UNCHAINED = Meta(chained=False)  # any row may be used without the others
-_ANEW = "Delete the directory, and attach the embedding with its weights to write it anew"
+_AT_ONCE = 1 << 10  # rows in one decision of the policy
+_UNCHAINED = Meta(chained=False)  # rows are independent of each other
+_ANEW = "Delete the directory, and attach the embedding with its weights to write it again"
 
 
 class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of its table."""
+    """Description of a table in its manifest."""
 
     version: int
     table: str
@@ -78,7 +78,7 @@ class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sound(self) -> bool:
-        """Whether a table can be so; its file lies in the directory."""
+        """Return whether a table can have this description; its file must be in the directory."""
         counts = self.rows, self.width, self.block_rows, self.block_bytes
         dtype = getattr(torch, self.dtype, None)
         return (
@@ -92,18 +92,18 @@ class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> None:
-    """Writes a table that need not fit into memory, for `attach_embedding` to find.
+    """Write a table that need not fit into memory, for `attach_embedding` to find.
 
-    It appears whole or not at all: a reader finds the old table, or none, until the last part is
-    on the device.
+    The table appears whole or not at all: a reader finds the old table, or none, until the last
+    part is on the device.
 
     Args:
-        disk: A directory, made if it is not there.
+        disk: A directory, created if it is missing.
         parts: [rows, width] each, one after the other, of one width and dtype.
 
     Raises:
         ConfigError: There are no rows, or parts differ in width or dtype.
-        StoreError: The directory cannot be written to; nothing is left of it then.
+        StoreError: The directory cannot be written to; no part of the table is left then.
     """
     folder = Path(disk)
     name = f"table-{secrets.token_hex(8)}"
@@ -124,7 +124,7 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
             (folder / name).unlink(missing_ok=True)
             (folder / f".{_MANIFEST}.{name}").unlink(missing_ok=True)
             raise
-        for old in before:  # of an earlier table, or of a process that was killed
+        for old in before:  # files of an earlier table, or of a process that was killed
             (folder / old).unlink(missing_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -139,7 +139,7 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
 
 
 def _write(path: Path, parts: Iterable[torch.Tensor]) -> tuple[_Description, NDArray[np.uint64]]:
-    """The file of a table, whole and on the device; what it is, and the digests of its blocks."""
+    """Write a table's file to the device; return its description and its blocks' digests."""
     described, rows = _Description(VERSION, path.name, 0, 0, "", 1, ALIGNMENT), 0
     digests: list[int] = []
 
@@ -149,7 +149,7 @@ def _write(path: Path, parts: Iterable[torch.Tensor]) -> tuple[_Description, NDA
             width, dtype = part.shape[-1], str(part.dtype).removeprefix("torch.")
             if part.dim() != 2 or (rows and (width, dtype) != (described.width, described.dtype)):
                 raise ConfigError(
-                    f"a part of shape {tuple(part.shape)} and dtype {dtype} in a table",
+                    f"a part of shape {tuple(part.shape)} and dtype {dtype} does not fit the table",
                     "Pass [rows, width], of one width and dtype",
                 )
             if not rows:
@@ -165,7 +165,7 @@ def _write(path: Path, parts: Iterable[torch.Tensor]) -> tuple[_Description, NDA
             digests.append(xxhash.xxh3_64_intdigest(block, len(digests)))
             file.write(block)
         if not rows or not described.width:
-            raise ConfigError("a table without rows", "Pass at least one part with some")
+            raise ConfigError("the table has no rows", "Pass at least one part with rows")
         file.flush()
         os.fsync(file.fileno())
     return msgspec.structs.replace(described, rows=rows), np.array(digests, np.uint64)
@@ -174,7 +174,7 @@ def _write(path: Path, parts: Iterable[torch.Tensor]) -> tuple[_Description, NDA
 def _blocks(
     parts: Iterable[torch.Tensor], shape: Callable[[], _Description]
 ) -> Iterator[bytes | memoryview]:
-    """A table's bytes, block by block; of the last one the rest is zeros."""
+    """Yield a table's bytes, block by block; the last one is padded with zeros."""
     left = b""
     for part in parts:
         for some in _slices(part):
@@ -194,7 +194,7 @@ def _blocks(
 
 
 def _slices(part: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
-    """Bytes of rows, u8 [some, bytes of a row]."""
+    """Yield bytes of rows, u8 [some, bytes of a row]."""
     size = part.shape[1] * part.element_size()
     step = max(1, _WRITE_BYTES // max(1, size))
     for first in range(0, len(part), step):
@@ -203,25 +203,25 @@ def _slices(part: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
 
 
 class EmbeddingTable(Closing):
-    """A table on disk with its hot rows in memory; looks rows up. Thread-safe.
+    """Table on disk with its hot rows in memory. Thread-safe.
 
     Args:
         disk: The directory of the table.
-        host: Bytes for hot rows, what is remembered of them, digests of all blocks and staging, as
-            67108864 or "64MiB".
-        policy: Which rows stay; a name that `make_policy` knows.
-        bus: Is told of each look-up.
+        host: Bytes for hot rows, their records, digests of all blocks and staging, as 67108864 or
+            "64MiB".
+        policy: Eviction policy of rows; a name of `make_policy`.
+        bus: Receives an event of each look-up.
 
     Attributes:
         rows: Number of rows.
-        width: Elements of each.
-        dtype: Of the elements.
+        width: Elements of each row.
+        dtype: Dtype of the elements.
         pool_rows: Rows that memory holds.
-        bus: Where events go.
+        bus: Bus of the events.
 
     Raises:
         ConfigError: `host` does not hold a row, or the policy is unknown.
-        StoreError: There is no table, or it is not what its manifest says.
+        StoreError: There is no table, or it does not match its manifest.
     """
 
     def __init__(
@@ -250,10 +250,10 @@ class EmbeddingTable(Closing):
         self._free = np.arange(self.pool_rows)[::-1].copy()
         self._free_rows = self.pool_rows
         place = Place(make_policy(policy), self.pool_rows)
-        # What is remembered of rows that left takes more than the rows that could stay instead.
+        # No ghosts: records of evicted rows take more than the rows that could stay instead.
         self._ledger = Ledger([place], ghosts=0)
         self._space = self._ledger.namespace(b"rows")
-        self._at = np.full(1024, -1, np.int64)  # of the ledger's slots: where in the pool
+        self._at = np.full(1024, -1, np.int64)  # ledger's slot -> row of the pool
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("lookups", "rows", "hits", "blocks", "read_bytes"), 0)
         self._blocked_s, self._open = 0.0, True
@@ -269,12 +269,12 @@ class EmbeddingTable(Closing):
             raise StoreError(f"{path} cannot be read ({error.strerror})", _ANEW) from error
 
     def look_up(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
-        """Bytes of rows, u8 [n, bytes of a row], for numbers of rows, [n].
+        """Return the bytes of rows, u8 [n, bytes of a row], for numbers of rows, [n].
 
         Raises:
-            IndexError: A number is none of a row.
+            IndexError: A number is out of range.
             StateError: The table is closed.
-            StoreError: A block cannot be read, or is not what was written.
+            StoreError: A block cannot be read, or is damaged.
         """
         different, back = np.unique(np.asarray(ids, np.int64), return_inverse=True)
         found = np.empty((len(different), self.row_bytes), np.uint8)
@@ -300,11 +300,11 @@ class EmbeddingTable(Closing):
         return found[back.reshape(-1)]
 
     def all_rows(self) -> torch.Tensor:
-        """The whole table, [rows, width], verified.
+        """Return the whole table, [rows, width], verified.
 
         Raises:
             StateError: The table is closed.
-            StoreError: A block cannot be read, or is not what was written.
+            StoreError: A block cannot be read, or is damaged.
         """
         found = torch.empty(self.rows, self.width, dtype=self.dtype)
         target = found.view(torch.uint8).reshape(self.rows, -1).numpy()
@@ -320,7 +320,7 @@ class EmbeddingTable(Closing):
         return found
 
     def differs(self, weight: torch.Tensor) -> bool:
-        """Whether a table in memory is another one than this."""
+        """Return whether a table in memory differs from this one."""
         said = self._said
         if weight.dtype != self.dtype or weight.shape != (self.rows, self.width):
             return True
@@ -330,12 +330,12 @@ class EmbeddingTable(Closing):
         return False
 
     def absent(self, weight: torch.Tensor) -> torch.Tensor:
-        """What stands for a weight whose rows lie here, and holds none of them."""
+        """Return a placeholder for a weight with its rows in this table."""
         digest = hashlib.sha256(self._digests.data).hexdigest()
         return _Absent(weight, f"{self._said.block_rows} {digest}")
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON: of different rows of each look-up, those in memory."""
+        """Return plain numbers, ready for JSON; `hits` are distinct rows found in memory."""
         with self._lock:
             return {
                 **self._counts,
@@ -346,7 +346,7 @@ class EmbeddingTable(Closing):
             }
 
     def close(self) -> None:
-        """Closes the file and gives the memory back. Safe to call again."""
+        """Close the file and free the memory. Safe to call again."""
         with self._lock:
             fd, self._fd, self._open = self._fd, -1, False
             if fd < 0:
@@ -359,10 +359,10 @@ class EmbeddingTable(Closing):
 
     def _check(self) -> None:
         if not self._open:
-            raise StateError("the table is closed", "Load the model anew, and attach its embedding")
+            raise StateError("the table is closed", "Load the model again, and attach the module")
 
     def _rows_of(self, ids: NDArray[np.int64], found: NDArray[np.uint8]) -> tuple[int, int]:
-        """Fills in different rows; how many were in memory, and how many blocks were read."""
+        """Fill in distinct rows; return the rows found in memory, and the blocks read."""
         pairs = np.zeros((len(ids), 2), np.uint64)
         pairs[:, 0] = ids
         plan = self._ledger.serve(time.monotonic_ns(), self._space, pairs, _UNCHAINED)
@@ -370,7 +370,7 @@ class EmbeddingTable(Closing):
         if len(slots) and (top := int(slots.max())) >= len(self._at):
             more = np.full(max(top + 1, 2 * len(self._at)) - len(self._at), -1, np.int64)
             self._at = np.concatenate((self._at, more))
-        at = self._at[slots]  # of what the ledger has here; -1 also for what was never read
+        at = self._at[slots]  # -1 for rows that are not in the pool, or were never read
         here = at >= 0
         found[here] = self._pool[at[here]]
         gone = [move.slots for move in plan.moves]
@@ -389,9 +389,9 @@ class EmbeddingTable(Closing):
         return int(np.count_nonzero(here)), blocks
 
     def _drop(self, slots: NDArray[np.int64]) -> None:
-        """Rows leave the pool."""
+        """Remove rows from the pool."""
         at = self._at[slots]
-        free = at[at >= 0]  # others were never read, as something failed
+        free = at[at >= 0]  # others were never read, after a failure
         self._free[self._free_rows : self._free_rows + len(free)] = free
         self._free_rows += len(free)
         self._at[slots] = -1
@@ -399,7 +399,7 @@ class EmbeddingTable(Closing):
     def _bring(
         self, ids: NDArray[np.int64], found: NDArray[np.uint8], where: NDArray[np.int64]
     ) -> int:
-        """Reads rows from their blocks into `found[where]`; how many blocks those are."""
+        """Read rows from their blocks into `found[where]`; return the number of blocks."""
         blocks, back = np.unique(ids // self._said.block_rows, return_inverse=True)
         within, step = ids % self._said.block_rows, self._at_once
         for first in range(0, len(blocks), step):
@@ -410,16 +410,16 @@ class EmbeddingTable(Closing):
 
     @property
     def _at_once(self) -> int:
-        """Blocks that are read in one batch."""
+        """Return the number of blocks that are read in one batch."""
         return self._arena.n_bytes // self._said.block_bytes
 
     def _rows_in(self, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """u8 [blocks, rows of a block, bytes of a row] of u8 [blocks, bytes of a block]."""
+        """Return u8 [blocks, rows of a block, bytes of a row] of u8 [blocks, bytes of a block]."""
         held = blocks[:, : self._said.block_rows * self.row_bytes]
         return held.reshape(len(blocks), self._said.block_rows, self.row_bytes)
 
     def _read(self, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Verified blocks, in staging memory, until the next call."""
+        """Read and verify blocks; return them in staging memory, valid until the next call."""
         began_s, size = time.perf_counter(), self._said.block_bytes
         operations = np.zeros(len(blocks), OPERATION)
         operations["op"], operations["fd"], operations["length"] = READ, self._fd, size
@@ -431,7 +431,7 @@ class EmbeddingTable(Closing):
         while left:
             done = self._engine.wait(_READ_S, least=1)
             if not len(done):
-                self._open = False  # memory that is still read into is not used again
+                self._open = False  # the staging memory may still be written to
                 raise StoreError(f"{self._folder} does not answer", "Attach again once it does")
             failed += int(np.count_nonzero(done["result"] != size))
             left -= len(done)
@@ -449,9 +449,9 @@ class EmbeddingTable(Closing):
 
 
 def _room(n_bytes: int, row_bytes: int) -> tuple[int, int]:
-    """Rows that so much memory holds, and how many of a look-up are decided about at a time.
+    """Return the rows that so much memory holds, and the rows of one decision of the policy.
 
-    Those come before others leave, so there is room for them among what is remembered.
+    New rows come before others leave, so the ledger has room for both.
     """
     known, best = LEAST_KNOWN, (0, 1)
     while (left := n_bytes - known * KNOWN_BYTES) > 0:
@@ -462,10 +462,10 @@ def _room(n_bytes: int, row_bytes: int) -> tuple[int, int]:
 
 
 def _read_manifest(folder: Path) -> tuple[_Description, NDArray[np.uint64]]:
-    """What a directory's table is, and the digests of its blocks.
+    """Return the description of a directory's table, and the digests of its blocks.
 
     Raises:
-        StoreError: There is none, or it is damaged.
+        StoreError: There is no manifest, or it is damaged.
     """
     try:
         with open_regular(folder / _MANIFEST) as file:
@@ -477,7 +477,7 @@ def _read_manifest(folder: Path) -> tuple[_Description, NDArray[np.uint64]]:
         ) from error
     length = int.from_bytes(raw[8:12], "little")
     begin, end = 12 + length, len(raw) - 16
-    sound = raw.startswith(MAGIC) and begin <= end  # what follows copies nothing: it may be long
+    sound = raw.startswith(MAGIC) and begin <= end  # no copies below: the manifest may be long
     if sound and xxhash.xxh3_128_digest(memoryview(raw)[:end]) == raw[end:]:
         with contextlib.suppress(*MALFORMED):
             said = msgspec.json.decode(raw[12:begin], type=_Description)
@@ -487,10 +487,10 @@ def _read_manifest(folder: Path) -> tuple[_Description, NDArray[np.uint64]]:
 
 
 class _Absent(torch.Tensor):
-    """Stands for a table on disk, with its shape, dtype and device: models ask where they are.
+    """Placeholder for a table on disk, with its shape, dtype and device, which models read.
 
-    Whatever would read it raises. `content`, a digest of the table, is what it holds to those who
-    name a model by that.
+    Any other use raises. `content`, a digest of the table, stands for its content when the model
+    is named.
     """
 
     content: str
@@ -532,12 +532,12 @@ class _Absent(torch.Tensor):
 
 
 class AttachedEmbedding(Closing):
-    """An embedding that looks its rows up in a table; `attach_embedding` makes it.
+    """Embedding that looks its rows up in a table; `attach_embedding` makes it.
 
     Attributes:
-        table: Where the rows lie.
-        around: The forward of the module's own, instead of which it is called.
-        bus: Where `RowsRead` of each look-up goes; caches that are attached later hear it too.
+        table: The table.
+        around: The module's own forward, which is replaced.
+        bus: Bus of the `RowsRead` events; caches that are attached later receive them, too.
     """
 
     def __init__(self, module: torch.nn.Embedding, table: EmbeddingTable) -> None:
@@ -550,13 +550,13 @@ class AttachedEmbedding(Closing):
         module.forward = self.__call__  # type: ignore[method-assign]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., width], for numbers of rows of any shape, on their device.
+        """Return [..., width], for numbers of rows of any shape, on their device.
 
         Raises:
-            IndexError: A number is none of a row.
-            TypeError: Numbers are of another type.
-            StateError: The embedding is trained, was detached, or was given another weight.
-            StoreError: A block cannot be read, or is not what was written.
+            IndexError: A number is out of range.
+            TypeError: Numbers are not int32 or int64.
+            StateError: The embedding is trained, was detached, or has another weight.
+            StoreError: A block cannot be read, or is damaged.
         """
         if self._trains and self._module.training and torch.is_grad_enabled():
             raise StateError(
@@ -576,22 +576,22 @@ class AttachedEmbedding(Closing):
         return rows.reshape(*input.shape, table.width).to(input.device)
 
     def _stands(self) -> bool:
-        """Whether the module has no other weight than what stands for the table."""
+        """Return whether the module's weight is still the placeholder."""
         weight = self._module.weight
         return getattr(weight, "content", None) == self._content and not weight.data_ptr()
 
     def stats(self) -> dict[str, Any]:
-        """As `EmbeddingTable.stats`."""
+        """Return plain numbers, see `EmbeddingTable.stats`."""
         return self.table.stats()
 
     def detach(self) -> None:
-        """Puts the whole table back into the module, and closes. Safe to call again.
+        """Put the whole table back into the module, and close. Safe to call again.
 
-        A parameter that the module was given meanwhile stays instead.
+        A parameter that was set in the module meanwhile stays instead.
 
         Raises:
             StateError: The table is closed.
-            StoreError: A block cannot be read, or is not what was written.
+            StoreError: A block cannot be read, or is damaged.
         """
         if self._module.__dict__.get("forward") == self.__call__:
             if isinstance(self._module.weight, _Absent):
@@ -602,7 +602,7 @@ class AttachedEmbedding(Closing):
         self.close()
 
     def close(self) -> None:
-        """Closes the table; the module cannot be called any more. Safe to call again."""
+        """Close the table; the module cannot be called any more. Safe to call again."""
         self.table.close()
 
 
@@ -614,24 +614,24 @@ def attach_embedding(
     policy: str = "lfu-ttl",
     bus: Bus | None = None,
 ) -> AttachedEmbedding:
-    """Moves an embedding's table to disk; the module looks its rows up from then on, bit for bit.
+    """Move an embedding's table to disk; the module looks its rows up from then on, bit for bit.
 
     Args:
-        module: With its weights, which are written to `disk` unless they are there already; or on
-            the meta device, over a table that is there.
+        module: An embedding with weights, which are written to `disk` unless they are there
+            already; or on the meta device, over an existing table.
         disk: A directory of its own.
-        host: Bytes for hot rows, what is remembered of them, digests of all blocks and staging, as
-            67108864 or "64MiB".
-        policy: Which rows stay in memory; a name that `make_policy` knows.
-        bus: Is told of each look-up.
+        host: Bytes for hot rows, their records, digests of all blocks and staging, as 67108864 or
+            "64MiB".
+        policy: Eviction policy of rows in memory; a name of `make_policy`.
+        bus: Receives an event of each look-up.
 
     Returns:
-        What has figures, and puts the table back.
+        The attached embedding, which has statistics and can put the table back.
 
     Raises:
         ConfigError: The module renormalises or has sparse gradients, is attached already, or its
             shape, dtype or weights are not those of the table.
-        StoreError: There is no table and there are no weights, it is damaged, or it cannot be
+        StoreError: There are neither a table nor weights, or the table is damaged or cannot be
             written.
     """
     if not isinstance(module, torch.nn.Embedding):

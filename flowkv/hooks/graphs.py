@@ -1,9 +1,9 @@
 """Captured decode steps: one forward of a model, recorded once and replayed without Python.
 
 A decode step does the same work each time: one token a row, the same kernels in the same order.
-What changes are a few integers: token ids, positions, lengths, and the pages of each row. They lie
-in buffers of fixed addresses here, so that a recording of the step (a CUDA graph) can be replayed
-after they were written anew.
+Only a few integers change: token ids, positions, lengths, and the pages of each row. Here they have
+buffers of fixed addresses, so that a recording of the step (a CUDA graph) can be replayed after
+new ones were written.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from flowkv.hooks.identity import modes
 from flowkv.kernels.operands import Ragged
 
 EAGER_STEPS = 2
-"""Steps of a shape that run as they are before one is captured."""
+"""Steps of a shape that run eagerly before one is captured."""
 MOST_GRAPHS = 8
-"""Graphs of one model that are kept."""
+"""Most graphs of one model."""
 _STAGES = 4
 """Pinned buffers, so that a copy under way is not overwritten by the next step."""
 Call = Callable[[Step], torch.Tensor]
@@ -35,24 +35,24 @@ Call = Callable[[Step], torch.Tensor]
 
 
 class StepRecorder(Protocol):
-    """Records the device's work once, and does it again."""
+    """Interface of an object that records the device's work once, and replays it."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Record what `run` does; return its result, which each replay writes anew."""
+        """Record the work of `run`; return its result, which each replay overwrites."""
         ...
 
     def replay(self) -> None:
-        """Do the recorded work again, on the current stream."""
+        """Replay the recorded work on the current stream."""
         ...
 
     @property
     def n_bytes(self) -> int:
-        """Device memory that the recording holds."""
+        """Return the device memory that the recording holds."""
         ...
 
 
 class CudaRecorder:
-    """Records a CUDA graph.
+    """Recorder of a CUDA graph.
 
     Args:
         device: The device.
@@ -62,7 +62,7 @@ class CudaRecorder:
         self._device, self._graph, self.n_bytes = device, torch.cuda.CUDAGraph(), 0
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Record what `run` does; it runs once before, since libraries allocate on first use."""
+        """Record the work of `run`, after one run before: libraries allocate on first use."""
         side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device):
@@ -77,18 +77,18 @@ class CudaRecorder:
         return out
 
     def replay(self) -> None:
-        """Do the recorded work again, on the current stream."""
+        """Replay the recorded work on the current stream."""
         with torch.cuda.device(self._device):
             self._graph.replay()
 
 
 def recorder_of(device: torch.device) -> StepRecorder | None:
-    """Return what records steps on a device; None where nothing does."""
+    """Return a recorder of steps on a device; None if the device has none."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class StepShape(NamedTuple):
-    """The shape of a captured step.
+    """Shape of a captured step.
 
     Attributes:
         rows: Rows R; rows beyond those of the step have no tokens.
@@ -113,9 +113,9 @@ def shape_of(rows: int, pages: int, most_rows: int) -> StepShape:
 
 
 class StaticStep(Step):
-    """A step whose rows lie in buffers of fixed addresses.
+    """Step with rows in buffers of fixed addresses.
 
-    Layers write and read through it as through any step; what they launch can be recorded.
+    Layers use it like any step; their kernel launches can be recorded.
 
     Attributes:
         tokens: int64 `[1, R]`.
@@ -124,7 +124,7 @@ class StaticStep(Step):
     Args:
         planner: The planner of the rows.
         shape: R rows of so many pages.
-        device: Where the model runs, and all pages lie.
+        device: Device of the model and of all pages.
     """
 
     __slots__ = ("_buffer", "_held", "_numbers", "_stages", "_table", "_turn", "places", "shape")
@@ -181,16 +181,16 @@ class StaticStep(Step):
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 `[1, R]`: position of each new token, where a recording reads it."""
+        """Return the position of each new token, int64 `[1, R]`, where recordings read it."""
         return self.places
 
     @property
     def begins(self) -> bool:
-        """False: its tokens see what is in pages."""
+        """Return False: its tokens attend to pages."""
         return False
 
     def fill(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """Write what a step of single tokens is about into the buffers, without waiting.
+        """Write the tokens, positions, lengths and pages of a decode step into the buffers.
 
         Args:
             step: The step.
@@ -201,17 +201,17 @@ class StaticStep(Step):
         n, groups = len(advance.rows), len(advance.ends)
         for pool in self.planner.store.pools.values():
             if pool.copies is not None:
-                pool.copies.join()  # pages may have been asked for on another thread's stream
+                pool.copies.join()  # pages may have been requested on another thread's stream
         buffer, table, event = self._stages[self._turn]
         self._turn = (self._turn + 1) % len(self._stages)
         if event is not None:
-            event.synchronize()  # of the copy out of it several steps ago
+            event.synchronize()  # waits for the copy out of this buffer, several steps ago
         numbers = buffer[2 * rows :].view(torch.int32).numpy()
         lengths, starts = numbers[: groups * rows].reshape(groups, rows), numbers[groups * rows :]
         lengths[:, :n], lengths[:, n:] = advance.ends, 0
         starts[: n + 1], starts[n + 1 : rows + 1] = advance.starts, n
         given = (0, ids), (rows, positions)
-        for first, each in given:  # what the host knows goes in one copy
+        for first, each in given:  # tensors on the host go in one copy
             if each.device.type == "cpu":
                 buffer[first : first + n] = each.view(-1)
         self._buffer.copy_(buffer, non_blocking=True)
@@ -232,19 +232,19 @@ class StaticStep(Step):
             event.record()
 
     def __exit__(self, *_: object) -> None:
-        """Leave the context; nothing is committed."""
+        """Leave the context, without a commit."""
         if self._token is not None:
             CURRENT.reset(self._token)
             self._token = None
 
     def commit(self) -> None:
-        """Do nothing: the step whose rows it serves is committed."""
+        """Do nothing: the step that it serves is committed instead."""
 
     def rollback(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: the step that it serves is rolled back instead."""
 
     def __del__(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: there are no pages to roll back."""
 
 
 class _Graph(NamedTuple):
@@ -254,15 +254,15 @@ class _Graph(NamedTuple):
 
 
 class GraphedForward:
-    """Replays decode steps of one model. Thread-safe.
+    """Decode steps of one model, captured and replayed. Thread-safe.
 
     Args:
         call: Runs the model over a step.
-        state: Returns what the model is, an object that is the same as long as nothing of it was
-            replaced, moved, set or hooked; None if it is between two states.
-        config: Says how much memory graphs may hold.
-        report: Where it counts: "captured" and "replayed" steps, "bytes" that graphs hold, and why
-            steps stay "eager".
+        state: Returns the state of the model, an object that is the same as long as no part of it
+            was replaced, moved, set or hooked; None between two states.
+        config: Limits the memory of graphs.
+        report: Receives counts of "captured" and "replayed" steps, "bytes" of graphs, and the
+            reason why steps stay "eager".
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class GraphedForward:
             return self._serving(shape_of(rows, pages, planner.tables.max_rows)) is not None
 
     def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits `[n, V]` of a step by a graph; None where it has to run itself.
+        """Return the logits `[n, V]` of a step by a graph; None if no graph serves it.
 
         Args:
             step: The step, of one token a row.
@@ -310,10 +310,10 @@ class GraphedForward:
                 graph.step.fill(step, ids, positions)
                 graph.recorder.replay()
                 logits = graph.logits[0, : len(step.seqs)].clone()
-            except Exception as error:  # of the device or its driver: the model runs by itself
+            except Exception as error:  # an error of the device or driver: the model runs eagerly
                 self._refuse(f"a step cannot be replayed: {error}")
                 return None
-            # The device computes meanwhile; a step that is run again writes the same places.
+            # Checked while the device computes; a step that runs again writes the same places.
             if self._state() is not self._known:
                 self._forget()
                 return None
@@ -324,13 +324,13 @@ class GraphedForward:
     def learn(
         self, step: Step, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
     ) -> None:
-        """Note a step that ran by itself; capture its shape when it comes again.
+        """Count a step that ran eagerly; capture its shape when it comes again.
 
         Args:
             step: The step, still open.
             ids: The tokens, of n elements.
             positions: Their positions, likewise.
-            logits: What the model answered, `[n, V]`.
+            logits: The model's logits, `[n, V]`.
         """
         if not self._serves(step):
             return
@@ -344,14 +344,14 @@ class GraphedForward:
                 self._follow_stream(logits.device)
                 try:
                     graph = self._capture(step, shape, ids, positions, logits)
-                except Exception as error:  # whatever a model raises: its steps stay eager
+                except Exception as error:  # any error of the model: its steps stay eager
                     self._refuse(f"a step cannot be captured: {error}")
                 else:
                     if graph is not None:
                         self._keep(shape, graph)
 
     def _serves(self, step: Step) -> bool:
-        """Return whether graphs could serve a step, as things stand in this thread."""
+        """Return whether graphs can serve a step under this thread's modes and autocast."""
         if self._report["eager"] or not step.repeats:
             return False
         modal = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
@@ -360,7 +360,7 @@ class GraphedForward:
         return not (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"))
 
     def _follow_stream(self, device: torch.device) -> None:
-        """Wait, on the device, for steps that another stream replays from the same buffers."""
+        """Let the device wait for steps that another stream replays from the same buffers."""
         if device.type == "cuda":
             current = torch.cuda.current_stream(device)
             if self._stream is not None and self._stream != current:
@@ -382,7 +382,7 @@ class GraphedForward:
     def _serving(self, shape: StepShape) -> StepShape | None:
         """Return the shape of the graph that serves a step: its own, else the next longer one.
 
-        A prompt of 2048 tokens that is asked again needs fewer pages than the tokens behind it.
+        A repeated prompt of 2048 tokens needs fewer pages than the tokens decoded behind it.
         """
         if shape in self._graphs:
             return shape
@@ -406,7 +406,7 @@ class GraphedForward:
         recorder.replay()
         found = out[0, : len(step.seqs)]
         if found.shape != logits.shape or not _close(found, logits):
-            self._refuse("a captured step answers otherwise than the model does")
+            self._refuse("a captured step gives other logits than the model")
             return None
         return _Graph(static, recorder, out)
 
@@ -447,9 +447,9 @@ def graphed(model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], kv: KV)
     """Capture the decode steps of your own model, and replay them.
 
     Inside `kv.step`, steps of one token a row are replayed once such a step has run a few times.
-    The model must compute the same from the same tokens, positions and parameters each time: what
-    it does beside that (printing, counting, reading values back) happens in no replay. Elsewhere,
-    and where nothing is captured, the result is `model(tokens, positions)`.
+    The model must compute the same from the same tokens, positions and parameters each time: its
+    side effects (printing, counting, reading values back) do not happen in a replay. Outside steps,
+    and without a captured graph, the result is `model(tokens, positions)`.
 
     Args:
         model: `model(tokens [1, N], positions [1, N])` gives logits `[1, N, V]`; its attention is
@@ -457,7 +457,7 @@ def graphed(model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], kv: KV)
         kv: The cache.
 
     Returns:
-        What to call in place of the model.
+        A callable that replaces the model.
 
     Example:
         >>> run = flowkv.graphed(model, kv)  # doctest: +SKIP
@@ -468,7 +468,7 @@ def graphed(model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], kv: KV)
 
 
 class Own:
-    """A model of one's own whose decode steps are replayed; see `graphed`."""
+    """User's own model with replayed decode steps; see `graphed`."""
 
     def __init__(self, model: Any, kv: KV) -> None:
         self._model = model
@@ -476,7 +476,7 @@ class Own:
         self._last: tuple[Any, ...] = ()
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the tokens of the step that is under way, `[1, N, V]`."""
+        """Return the logits of the tokens of the current step, `[1, N, V]`."""
         step = CURRENT.get()
         if step is None or torch.is_grad_enabled():
             return self._model(tokens, positions)  # type: ignore[no-any-return]
@@ -493,7 +493,7 @@ class Own:
             return self._model(step.tokens, step.positions)  # type: ignore[no-any-return]
 
     def _state(self) -> object:
-        """Return the same object as long as all parameters are where they were."""
+        """Return the same object as long as all parameters are in place."""
         model = self._model
         if not isinstance(model, torch.nn.Module):
             return self

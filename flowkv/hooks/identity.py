@@ -381,7 +381,7 @@ class Proof:
     def _roll(self, seconds: float) -> bool:
         weights = self._identity.weights
         if not weights.rolling:
-            self._tell(lambda store: store.provisional.begin())
+            self._tell(lambda store: store.stack.provisional.begin())
         passes = weights.passes
         if not self._identity.roll(max(seconds, 0.0)):
             return False
@@ -400,7 +400,7 @@ class Proof:
     def watch(self) -> None:
         """From now on pages are proven or not as the identity, which is new, asks for."""
         proves = self._identity.n_bytes > SMALL_BYTES or bool(self._identity.foreign)
-        self._tell(lambda store: setattr(store.provisional, "active", proves))
+        self._tell(lambda store: setattr(store.stack.provisional, "active", proves))
 
     def reject(self) -> None:
         """Weights changed: forgets what may have been computed by others than it is named after."""
@@ -421,7 +421,7 @@ class Proof:
             return False
         try:
             planner = self._kv.planner
-            if planner is None or not planner.store.provisional or self._identity.foreign:
+            if planner is None or not planner.store.stack.provisional or self._identity.foreign:
                 return True
             self._identity.weights.restart()
             passes = self._identity.weights.passes
@@ -439,10 +439,10 @@ class Proof:
     def rest(self) -> None:
         """A call may be over: reads on in the background while nothing else runs."""
         planner = self._kv.planner
-        if planner is None or not planner.store.provisional.active or self._identity.foreign:
+        if planner is None or not planner.store.stack.provisional.active or self._identity.foreign:
             return
-        store = planner.store
-        if not store.provisional or not any(map(store.outlives, range(len(store.tiers)))):
+        stack = planner.store.stack
+        if not stack.provisional or not any(map(stack.outlives, range(len(stack.tiers)))):
             return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
@@ -454,7 +454,7 @@ class Proof:
     def step(self) -> bool:
         """Reads a part if the model is idle; whether there is more to prove."""
         planner = self._kv.planner
-        if planner is None or self._kv.closed or not planner.store.provisional:
+        if planner is None or self._kv.closed or not planner.store.stack.provisional:
             return False
         if self._running or time.monotonic() - self._ended_s < _IDLE_S:
             return True

@@ -1,11 +1,11 @@
-"""`memo` answers what an encoder has computed before by content, row by row of a batch.
+"""`memo` caches the results of an encoder by content, row by row of a batch.
 
     encoder = flowkv.memo(encoder, places="host:256MiB")
     features = encoder(pixel_values)            # rows seen before are loaded, the rest is computed
 
 A row is named by the computation (`hooks.identity`, as K and V are) and by the bytes, dtype and
-shape of its inputs. It lies in tiers as one verified frame (`residency.keeper`); what is missing,
-late, damaged or too old is computed, all such rows of a call in one smaller batch.
+shape of its inputs. It is stored in tiers as one verified frame (`residency.keeper`); rows that are
+missing, late, damaged or too old are computed, all of a call in one smaller batch.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from flowkv.tiers import FrameInfo, Load, Outcome
 
 _TAG = b"flowkv.memo/1\0\0\0"
 _LEAST_S = 0.002
-_REST_S = 1.0  # after tiers were late
+_REST_S = 1.0  # pause of loads after tiers were late
 _POLL_S = 0.001
 _MOST_SIZES = 1024
 _OPEN: weakref.WeakSet[Memo] = weakref.WeakSet()
 
 
 class _WallClock:
-    """Time that other processes have, too: rows outlive this one."""
+    """Wall clock, which other processes share: rows outlive this process."""
 
     now_ns = staticmethod(time.time_ns)
 
 
 class _Called(torch.nn.Module):
-    """A function as a module, so that it is named as modules are."""
+    """Function as a module, so that it is named like modules."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -75,22 +75,22 @@ class _Called(torch.nn.Module):
 
 
 class _Part(NamedTuple):
-    """A tenant, and what was asked for."""
+    """Tenant of a call."""
 
     salt: bytes
     tenant: str
 
 
 class _Question:
-    """The arguments of a call, and the names of its rows.
+    """Arguments of a call, and the names of its rows.
 
     Attributes:
-        arguments: Their form, a dict.
+        arguments: Form of the arguments, a dict.
         leaves: Their leaves.
-        batched: Which of them have the rows.
-        rows: How many.
+        batched: Indices of the leaves with rows.
+        rows: Number of rows.
         devices: Device of the first leaf on each type of device.
-        head: What all rows are named by, besides the computation.
+        head: Digest of all that the rows share, besides the computation.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class _Question:
                 self.batched.update(range(first, len(self.leaves)))
         self.arguments = ["dict", [*arguments], forms]
         if any(map(_classes, forms)):
-            raise UnnamedError("of a class with code of its own, which is in no name")
+            raise UnnamedError("of a class with code of its own, which no name covers")
         counts = {count_rows(self.leaves[i]) for i in self.batched}
         if batch is not False and (len(counts) != 1 or -1 in counts):
             raise ConfigError(
-                f"inputs of {sorted(counts)} rows",
+                f"inputs have {sorted(counts)} rows",
                 "Name those that have one row for each result, as in batch=('input_ids',), or "
                 "pass batch=False to remember whole calls",
             )
@@ -133,7 +133,7 @@ class _Question:
                 self.head.update(bytes_by_row(leaf, rows=False)[0])
 
     def keys(self, name: bytes, salt: bytes) -> list[bytes]:
-        """The name of each row: nobody else's, of whatever computation and tenant."""
+        """Return the name of each row, unique over all computations and tenants."""
         base = hashlib.sha256(_TAG + name + salt + self.head.digest())
         states = [base.copy() for _ in range(self.rows)]
         for i in sorted(self.batched):
@@ -142,7 +142,7 @@ class _Question:
         return [state.digest() for state in states]
 
     def some(self, index: Sequence[int]) -> dict[str, Any]:
-        """The arguments for some of the rows."""
+        """Return the arguments for some of the rows."""
         leaves = [
             rows_of(leaf, index) if i in self.batched else leaf
             for i, leaf in enumerate(self.leaves)
@@ -152,11 +152,11 @@ class _Question:
 
 
 class Memo(Closing):
-    """A function or module that remembers; `flowkv.memo` makes it. Thread-safe.
+    """Function or module with cached results; `flowkv.memo` makes it. Thread-safe.
 
     Attributes:
-        keeper: Where rows lie.
-        bus: Where events go: `Remembered` of each call, and what tiers do.
+        keeper: The keeper of the rows.
+        bus: Bus of events: `Remembered` of each call, and events of tiers.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class Memo(Closing):
         identity = Identity(self._target)
         if identity.foreign:
             raise UnsupportedModelError(
-                f"{self.name} cannot be named by what it computes ({identity.foreign})",
-                "Pass key='...', a name that you change whenever it computes something else",
+                f"{self.name} cannot be named by its content ({identity.foreign})",
+                "Pass key='...', a name that you change whenever the computation changes",
             )
         return identity
 
@@ -209,29 +209,29 @@ class Memo(Closing):
     # ---- use
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function gives; rows that were computed before are not computed again.
+        """Return the function's result, without computing cached rows again.
 
         Raises:
             ConfigError: Inputs have different numbers of rows.
-            UnsupportedModelError: The result has not one row for each row of the inputs, or one of
-                these is neither a tensor, an array, text nor a plain value.
+            UnsupportedModelError: The result does not have one row for each row of the inputs, or
+                an input is neither a tensor, an array, text nor a plain value.
         """
         return self._call(self._part, args, kwargs)
 
     def tenant(self, name: str) -> Callable[..., Any]:
-        """The function for one tenant, who sees only what was computed for the same one."""
+        """Return the function for one tenant, with rows of its own."""
         return functools.partial(self._of, self._part_of(name))
 
     def _of(self, part: _Part, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(part, args, kwargs)
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON.
+        """Return plain numbers, ready for JSON.
 
         `rows` of all `calls` were `found`, `computed`, or equal to another one of their call
         (`duplicates`). `declined` counts calls that were only computed, by reason; `expired` rows
-        were too old, `late` ones did not come in time, `dropped` ones were not stored because too
-        many were waiting.
+        were too old, `late` ones did not come in time, `dropped` ones were not stored because the
+        queue was full.
         """
         with self._lock:
             names = ("calls", "rows", "found", "computed", "duplicates", "expired", "late")
@@ -245,22 +245,21 @@ class Memo(Closing):
         }
 
     def flush(self) -> bool:
-        """Waits until what was computed is in the tiers; whether it is, after ten seconds."""
+        """Wait, at most ten seconds, until all rows are in the tiers; return whether they are."""
         return self._rows.flush()
 
     def forget(self, *args: Any, **kwargs: Any) -> int:
-        """Erases the rows of these inputs, or without inputs all rows of this tenant.
+        """Erase the rows of these inputs, or without inputs all rows of this tenant.
 
-        Rows of inputs are those of the computation as it is; without, also those of earlier ones.
-
-        Calls that began before it returned store nothing.
+        With inputs, rows of the present computation are erased; without, also those of earlier
+        ones. Calls that began before the method returned store nothing.
 
         Returns:
-            How many frames were there.
+            Number of erased frames.
 
         Raises:
-            StateError: With inputs: nothing can be named now, as the module trains.
-            StoreError: Some may still be there; the message says which tier and why.
+            StateError: With inputs: rows cannot be named now, for instance as the module trains.
+            StoreError: Some rows may still be stored; the message has the tier and the reason.
         """
         with self._lock:
             self._epoch += 1
@@ -283,7 +282,7 @@ class Memo(Closing):
         return caller.erase([*dict.fromkeys(keys)]) if keys else 0
 
     def close(self) -> None:
-        """Stores what waits, and closes the places that it opened. Safe to call again."""
+        """Store queued rows, and close the places that the memo opened. Safe to call again."""
         if os.getpid() != self._pid:
             return
         self._rows.close()
@@ -293,7 +292,7 @@ class Memo(Closing):
     # ---- a call
 
     def _call(self, part: _Part, args: Any, kwargs: Any) -> Any:
-        if os.getpid() != self._pid:  # its places and threads are the parent's
+        if os.getpid() != self._pid:  # places and threads belong to the parent
             return self._function(*args, **kwargs)
         began_s = time.perf_counter()
         try:
@@ -323,7 +322,7 @@ class Memo(Closing):
         epoch = self._epoch
         keys = question.keys(name, part.salt)
         rows = self._find(name, question, keys)
-        if rows and not self._same_content():  # its weights were written to without a count
+        if rows and not self._same_content():  # weights were written to without a count
             return self._answer(part, args, kwargs)
         first = {key: i for i, key in reversed([*enumerate(keys)])}
         missing = sorted(i for key, i in first.items() if key not in rows)
@@ -335,16 +334,16 @@ class Memo(Closing):
         if not missing:
             try:
                 return self._joined(question, keys, rows), len(keys), counts
-            except (TypeError, ValueError):  # a class or dtype of theirs is not there
+            except (TypeError, ValueError):  # a class or dtype of the rows is not loaded
                 missing = [*range(len(keys))]
         result, fresh = self._compute(question, missing, args, kwargs)
-        if fresh is None:  # it is the result for all rows, and to be remembered by nobody
+        if fresh is None:  # the result is for all rows, and must not be stored
             return result, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
         form, infos, leaves = fresh
         made = self._made([keys[i] for i in missing], form, infos, leaves)
         self._learn_size(question, next(iter(made.values())))
-        if self._still(name) and self._same_content():  # also what was written without a count
-            with self._lock:  # nothing that began before a `forget` is stored behind it
+        if self._still(name) and self._same_content():  # also checks writes without a count
+            with self._lock:  # rows of calls from before a `forget` are not stored
                 if epoch == self._epoch:
                     self._rows.add(made, self._info(name, part.salt))
         if len(missing) == len(keys):
@@ -355,10 +354,10 @@ class Memo(Closing):
         return whole, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
 
     def _may_answer(self) -> bytes:
-        """The computation's name at this moment.
+        """Return the present name of the computation.
 
         Raises:
-            _Declined: Nothing may be remembered now.
+            _Declined: Rows may not be reused or stored now.
         """
         if self._root is not None and any(one.training for one in self._root.modules()):
             raise _Declined("training")
@@ -373,7 +372,7 @@ class Memo(Closing):
         raise _Declined("unnamed")
 
     def _name(self) -> bytes:
-        """32 bytes that no other computation has; none if this one cannot be named now."""
+        """Return 32 bytes unique to the computation; empty if it cannot be named now."""
         if self._key is not None:
             said = self._key if isinstance(self._key, str) else self._key()
             return hashlib.sha256(_TAG + b"key" + said.encode("utf-8", "surrogatepass")).digest()
@@ -397,7 +396,7 @@ class Memo(Closing):
         names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), len(args)))]
         arguments = dict(zip(names, args, strict=False)) | kwargs
         if len(arguments) < len(args) + len(kwargs):
-            raise _Declined("arguments")  # the function says what is wrong with them
+            raise _Declined("arguments")  # the function itself raises the error
         try:
             tensors = () if self._root is None else self._root.parameters()
             places = {tensor.device.type for tensor in tensors}
@@ -410,7 +409,7 @@ class Memo(Closing):
             ) from None
 
     def _run(self, arguments: dict[str, Any], args: Any) -> Any:
-        """Calls the function with arguments by name; as many by position as there were."""
+        """Call the function with arguments by name, and as many by position as were passed so."""
         names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), len(args)))]
         first = [arguments.pop(name) for name in names[: len(args)]]
         return self._function(*first, **arguments)
@@ -427,7 +426,7 @@ class Memo(Closing):
     def _compute(
         self, question: _Question, missing: Sequence[int], args: Any, kwargs: Any
     ) -> tuple[Any, tuple[Any, tuple[LeafInfo, ...], list[Any]] | None]:
-        """Computes some rows; the result, and what it is made of if it may be remembered."""
+        """Compute some rows; return the result, and its parts if they may be stored."""
         whole = len(missing) == question.rows
         asks = self._identity is None or self._identity.draws
         before, began_s = drawn() if asks else (), time.perf_counter()
@@ -447,10 +446,10 @@ class Memo(Closing):
         return result, (form, infos, leaves)
 
     def _parts_of(self, result: Any, count: int) -> tuple[Any, tuple[LeafInfo, ...], list[Any]]:
-        """Form, leaves and what these are of a result that has so many rows.
+        """Return the form of a result with so many rows, its leaves, and their descriptions.
 
         Raises:
-            UnsupportedModelError: It has not.
+            UnsupportedModelError: The result has other rows, or parts without bytes.
         """
         leaves, rows = list[Any](), self._batch is not False
         try:
@@ -471,7 +470,7 @@ class Memo(Closing):
     def _made(
         self, keys: Sequence[bytes], form: Any, infos: tuple[LeafInfo, ...], leaves: Sequence[Any]
     ) -> dict[bytes, StoredRow]:
-        """What was computed, copied: whoever gets the result may write to it."""
+        """Return computed rows, copied, since the caller may write to the result."""
         rows, now = self._batch is not False, self._clock.now_ns()
         parts = [bytes_by_row(leaf, rows=rows, own=True) for leaf in leaves]
         return {
@@ -480,7 +479,7 @@ class Memo(Closing):
         }
 
     def _still(self, name: bytes) -> bool:
-        """Whether the computation is what it was when the call began; its own writes are noted."""
+        """Return whether the computation is the same as when the call began, own writes aside."""
         identity = self._identity
         if identity is None:
             return True
@@ -491,7 +490,7 @@ class Memo(Closing):
                 return False
 
     def _same_content(self) -> bool:
-        """Reads weights, before what was found is handed out: some may be written uncounted."""
+        """Return whether weights are unchanged by content: writes may be uncounted."""
         identity = self._identity
         if identity is None:
             return True
@@ -501,7 +500,7 @@ class Memo(Closing):
             return not self._changed
 
     def _proven(self, name: bytes) -> bool:
-        """Whether all weights, read from the beginning, are still what a name says."""
+        """Return whether all weights, read from the beginning, still fit a name."""
         identity = self._identity
         if identity is None:
             return True
@@ -527,7 +526,7 @@ class Memo(Closing):
     def _find(
         self, name: bytes, question: _Question, keys: Sequence[bytes]
     ) -> dict[bytes, StoredRow]:
-        """The rows that are known, and came in time."""
+        """Return the cached rows that came in time."""
         wanted = [*dict.fromkeys(keys)]
         rows = {key: row for key in wanted if (row := self._rows.get(key)) is not None}
         wanted = [key for key in wanted if key not in rows]
@@ -565,7 +564,7 @@ class Memo(Closing):
         request = object()
         known = caller.lookup(keys, request)
         try:
-            while None in known and time.monotonic() < until_s:  # somebody far away is asked
+            while None in known and time.monotonic() < until_s:  # a remote tier has not answered
                 time.sleep(_POLL_S)
                 known = caller.lookup(keys, request)
             there = [key for key, is_there in zip(keys, known, strict=True) if is_there]
@@ -583,15 +582,15 @@ class Memo(Closing):
     def _fetch(
         self, caller: Caller, sizes: Mapping[bytes, int], until_s: float
     ) -> tuple[dict[bytes, StoredRow], dict[bytes, int]]:
-        """Loads rows.
+        """Load rows.
 
         Args:
-            caller: Asks.
-            sizes: Bytes of each body; 0 where nobody knows: its first part says it.
-            until_s: Until when they have to be there.
+            caller: The keeper's caller.
+            sizes: Bytes of each body; 0 if unknown: its first part has the size.
+            until_s: Time by which they must come.
 
         Returns:
-            What came, and the sizes of those whose bodies are of another size.
+            The rows that came, and the true sizes of rows with another size.
         """
         targets = [memoryview(bytearray(size or PART_BYTES)) for size in sizes.values()]
         loads = [
@@ -609,13 +608,13 @@ class Memo(Closing):
         rows: dict[bytes, StoredRow] = {}
         longer: dict[bytes, int] = {}
         for answer in answers:
-            if answer.reason == "target":  # it is longer than its like
+            if answer.reason == "target":  # longer than other rows of such inputs
                 longer[answer.key] = 0
             if answer.outcome is not Outcome.HIT:
                 continue
             try:
                 row, end = decode_row(targets[answer.item][: answer.n_bytes])
-            except ValueError:  # verified, and no row: somebody else's frame
+            except ValueError:  # verified, but no row: a frame of other software
                 caller.delete([answer.key])
                 continue
             if row.parts or not row.infos:
@@ -644,7 +643,7 @@ class Memo(Closing):
         made: Mapping[bytes, StoredRow] | None = None,
         computed: Sequence[Any] = (),
     ) -> Any:
-        """The result for all rows, in order, of what was found and what was computed."""
+        """Return the result for all rows, in order, from found and computed ones."""
         order = {key: i for i, key in enumerate((*(made or {}), *rows))}
         index = [order[key] for key in keys]
         like = next(iter((made or rows).values()))
@@ -664,7 +663,7 @@ class Memo(Closing):
         return put(like.form, iter(leaves))
 
     def _device(self, question: _Question, info: LeafInfo) -> torch.device:
-        """Where a result lies: with the inputs, or else with the weights."""
+        """Return the device of a result: that of the inputs, or else of the weights."""
         if info.device in question.devices:
             return question.devices[info.device]
         tensors = () if self._root is None else self._root.parameters()
@@ -673,7 +672,7 @@ class Memo(Closing):
 
 
 class _Declined(Exception):
-    """Why a call is only computed."""
+    """Reason why a call is only computed."""
 
 
 def memo(
@@ -687,34 +686,34 @@ def memo(
     clock: Clock | None = None,
     **options: Any,
 ) -> Any:
-    """Remembers the results of a deterministic encoder, by content, row by row.
+    """Cache the results of a deterministic encoder, by content, row by row.
 
-    Of a batch, rows that were computed before are loaded, and the others computed in one smaller
-    batch, each once. Calls that train, want gradients or draw random numbers are only computed. A
-    row that was computed in a batch of another size may differ in its last bits, as it does without
-    `memo`; what was computed first is what is remembered.
+    Rows of a batch that were computed before are loaded, and the others computed in one smaller
+    batch, each once. Calls that train, require gradients or draw random numbers are only computed.
+    A row that was computed in a batch of another size may differ in its last bits, as it does
+    without `memo`; the first result is the one that is stored.
 
     Args:
-        function: A module, or a function whose result depends on nothing but its arguments and what
-            it refers to. Without one, a decorator is returned.
-        places: Where rows are kept, fastest first, as in "host:1GiB" or "disk:./memo:20GiB"; or a
+        function: A module, or a function with a result that depends only on its arguments and the
+            objects it refers to. Without one, a decorator is returned.
+        places: Places of rows, fastest first, as in "host:1GiB" or "disk:./memo:20GiB"; or a
             `flowkv.connect.Keeper` that several share.
         key: A name instead of the computation's own, which covers weights, code and settings; or
-            what gives the name at each call. Whoever names it changes the name with the function.
+            a function that returns the name at each call. A name must change with the function.
         ttl: Seconds after which a row is computed again; default never.
-        tenant: Whose rows these are. `memo(...).tenant("name")` is the same for somebody else.
+        tenant: Owner of the rows. `memo(...).tenant("name")` is the same for another tenant.
         batch: Whether dimension 0 of all tensors, and lists of texts, are the rows; the names of
-            the arguments of which that is so; or False: a call is one row.
+            the arguments with rows; or False: a call is one row.
         clock: Time for `ttl`, in nanoseconds that other processes share; default the time of day.
         **options: For the places: policy, policy_options, quotas, durability, integrity, secret,
             lossless, exclusive, bus.
 
     Returns:
-        A `Memo`, to be called as the function is. `close()` it, or use it in a `with` block.
+        A `Memo`, which is called like the function. `close()` it, or use it in a `with` block.
 
     Raises:
-        ConfigError: A place or an option is none.
-        UnsupportedModelError: The function cannot be named, and `key` is not given.
+        ConfigError: A place or an option is invalid.
+        UnsupportedModelError: The function cannot be named, and `key` is missing.
 
     Example:
         >>> encoder = flowkv.memo(encoder, places=["host:256MiB", "disk:./memo:2GiB"])
@@ -725,7 +724,7 @@ def memo(
         return functools.partial(memo, **made, batch=batch, clock=clock, **options)
     if isinstance(places, Keeper):
         if options:
-            raise ConfigError(f"options {sorted(options)}", "Give them to the keeper")
+            raise ConfigError(f"a keeper takes no {sorted(options)}", "Pass them to open_keeper")
         return Memo(function, places, key=key, ttl=ttl, tenant=tenant, batch=batch, clock=clock)
     said = {"secret": options["secret"]} if "secret" in options else {}
     secret = Config(**said).secret_bytes
@@ -764,7 +763,7 @@ def _nanoseconds(ttl: float | None) -> int | None:
 
 
 def _root(function: Any) -> torch.nn.Module | None:
-    """The module that a function is, or is a method of."""
+    """Return the module that a function is, or is a method of; None without one."""
     while isinstance(function, functools.partial):
         function = function.func
     for one in (function, getattr(function, "__self__", None)):
@@ -774,10 +773,10 @@ def _root(function: Any) -> torch.nn.Module | None:
 
 
 def _positional(function: Any) -> list[str]:
-    """Names of the parameters that may be passed by position."""
+    """Return the names of the parameters that may be passed by position."""
     try:
         known = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # a function in C
         return []
     by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     return [parameter.name for parameter in known if parameter.kind in by_place]
@@ -786,12 +785,12 @@ def _positional(function: Any) -> list[str]:
 def _autocasts(kind: str) -> bool:
     try:
         return torch.is_autocast_enabled(kind)
-    except RuntimeError:  # a device that has none
+    except RuntimeError:  # a device without autocast
         return False
 
 
 def _classes(form: Any) -> bool:
-    """Whether classes are in a form, whose own code is in no name."""
+    """Return whether a form has classes, which may have code that no name covers."""
     if form[0] in ("leaf", "plain", "dtype", "device"):
         return False
     named = form[0] not in ("tuple", "list", "dict")
@@ -799,12 +798,12 @@ def _classes(form: Any) -> bool:
 
 
 def _bare(form: Any) -> bool:
-    """Whether a form has nothing but leaves, and places without one."""
+    """Return whether a form has nothing but leaves, and None in their place."""
     if form[0] == "plain":
         return form[1] is None
     return form[0] == "leaf" or all(map(_bare, form[-1]))
 
 
 def _alike(rows: Sequence[StoredRow]) -> bool:
-    """Whether rows fit into one batch: others depend on what else was in theirs."""
+    """Return whether rows fit into one batch: others depend on the rest of their batch."""
     return all((row.form, row.infos) == (rows[0].form, rows[0].infos) for row in rows)

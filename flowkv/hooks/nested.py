@@ -1,8 +1,8 @@
-"""Tensors inside tuples, dicts and dataclasses: taken apart, put together again, kept as bytes.
+"""Tensors inside tuples, dicts and dataclasses: split into parts, joined again, stored as bytes.
 
-A value is a *form*, plain lists that any format can carry, and its *leaves*: tensors, arrays and,
-where they are asked for, lists of texts. A form says nothing of what its leaves hold, so rows of a
-batch have one form, and each has its own bytes.
+A value is split into a *form*, plain lists that any format can carry, and its *leaves*: tensors,
+arrays and, if requested, lists of texts. A form is independent of the contents of its leaves, so
+rows of a batch have one form, and each has its own bytes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SIZE_BYTES = 4
 
 
 def take(value: Any, leaves: list[Any], *, texts: bool = False) -> list[Any]:
-    """The form of a value, whose leaves are added to a list.
+    """Return the form of a value, and append its leaves to a list.
 
     Args:
         value: Tensors, arrays and plain values, in tuples, lists, dicts and dataclasses.
-        leaves: Gets the leaves, in order.
+        leaves: Receives the leaves, in order.
         texts: Lists of texts are leaves, too.
 
     Raises:
-        UnnamedError: It holds something else.
+        UnnamedError: The value has parts of another type.
     """
     kind = type(value)
     if kind in _TENSORS or kind is np.ndarray or (texts and _is_texts(value)):
@@ -61,7 +61,7 @@ def take(value: Any, leaves: list[Any], *, texts: bool = False) -> list[Any]:
 
 
 def _check(value: Any) -> None:
-    """Refuses what msgpack cannot hold: wide numbers, and texts that are no Unicode."""
+    """Refuse values that msgpack cannot hold: wide numbers, and texts that are no Unicode."""
     try:
         msgspec.msgpack.encode(value)
     except (OverflowError, UnicodeEncodeError) as error:
@@ -69,10 +69,10 @@ def _check(value: Any) -> None:
 
 
 def put(form: Any, leaves: Iterator[Any]) -> Any:
-    """The value with a form and these leaves.
+    """Return the value with a form and these leaves.
 
     Raises:
-        ValueError: It is no form, or names a class that is not there.
+        ValueError: The form is invalid, or names a class that is not loaded.
     """
     kind = form[0]
     if kind == "leaf":
@@ -90,7 +90,7 @@ def put(form: Any, leaves: Iterator[Any]) -> Any:
         return values
     made = _class(kind)(**values)
     if any(getattr(made, name) is not value for name, value in values.items()):
-        raise ValueError(f"{kind} changes what it is made of")
+        raise ValueError(f"{kind} changes its fields")
     return made
 
 
@@ -114,7 +114,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _class(name: str) -> Any:
-    """A class by name: one that is loaded and only holds fields; bytes may name no other."""
+    """Return a loaded class by its name, if it only has fields; bytes may name no other."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -128,12 +128,12 @@ def _class(name: str) -> Any:
 
 
 class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What a leaf is, but for what it holds.
+    """Description of a leaf, without its contents.
 
     Attributes:
         kind: "tensor", "array" or "texts".
-        dtype: As torch or numpy writes it.
-        shape: Of one row.
+        dtype: Name of the dtype in torch or numpy.
+        shape: Shape of one row.
         device: Type of the device.
     """
 
@@ -144,7 +144,7 @@ class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of one row."""
+        """Return the bytes of one row."""
         return math.prod(self.shape) * int(self._torch_or_numpy.itemsize)
 
     @property
@@ -157,10 +157,10 @@ class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
         return found
 
     def join(self, rows: Sequence[Any], device: torch.device) -> Any:
-        """A new leaf of rows given by their bytes.
+        """Return a new leaf of rows given by their bytes.
 
         Raises:
-            ValueError: Their bytes are not as many as they should be.
+            ValueError: A row has another number of bytes than its shape.
         """
         shape, dtype = (len(rows), *self.shape), self._torch_or_numpy
         data = np.empty((len(rows), self.n_bytes), np.uint8)
@@ -172,10 +172,10 @@ class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 def info_of(leaf: Any, *, rows: bool) -> LeafInfo:
-    """What a leaf, or one of its rows, is.
+    """Return the description of a leaf, or of one of its rows.
 
     Raises:
-        UnnamedError: Its bytes cannot be had.
+        UnnamedError: The leaf's bytes cannot be read.
     """
     if isinstance(leaf, (list, tuple)):
         return LeafInfo("texts", "", () if rows else (len(leaf),))
@@ -190,19 +190,19 @@ def info_of(leaf: Any, *, rows: bool) -> LeafInfo:
 
 
 def count_rows(leaf: Any) -> int:
-    """Rows of a leaf; -1 if it has none."""
+    """Return the number of rows of a leaf; -1 for a scalar."""
     if isinstance(leaf, (list, tuple)):
         return len(leaf)
     return int(leaf.shape[0]) if leaf.ndim else -1
 
 
 def bytes_by_row(leaf: Any, *, rows: bool, own: bool = False) -> list[Any]:
-    """The bytes of each row of a leaf, or of the whole of it as one row.
+    """Return the bytes of each row of a leaf, or of the whole leaf as one row.
 
     Args:
         leaf: The leaf.
-        rows: Whether it has rows.
-        own: They stay what they are when the leaf is written to.
+        rows: Whether the leaf has rows.
+        own: Copy the bytes, so that later writes to the leaf do not change them.
     """
     if isinstance(leaf, (list, tuple)):
         each = [_text(item) for item in leaf]
@@ -228,7 +228,7 @@ def _text(item: str | bytes) -> bytes:
 
 
 def rows_of(leaf: Any, index: Sequence[int]) -> Any:
-    """Some rows of a leaf."""
+    """Return some rows of a leaf."""
     if isinstance(leaf, (list, tuple)):
         return type(leaf)(leaf[i] for i in index)
     if isinstance(leaf, np.ndarray):
@@ -237,19 +237,19 @@ def rows_of(leaf: Any, index: Sequence[int]) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Leaves of one kind behind each other."""
+    """Concatenate leaves of one kind."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else torch.cat(tuple(parts))
 
 
 class StoredRow(NamedTuple):
-    """One remembered row.
+    """One row of results with its form.
 
     Attributes:
-        form: Of the value.
-        infos: What its leaves are.
-        made_ns: When it was computed, in nanoseconds since 1970.
+        form: Form of the value.
+        infos: Descriptions of its leaves.
+        made_ns: Time of its computation, in nanoseconds since 1970.
         parts: The bytes of each leaf.
     """
 
@@ -260,11 +260,11 @@ class StoredRow(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all leaves."""
+        """Return the bytes of all leaves."""
         return sum(info.n_bytes for info in self.infos)
 
     def encode(self) -> list[Any]:
-        """Bytes that `decode_row` reads, in pieces."""
+        """Return bytes that `decode_row` reads, in pieces."""
         head = msgspec.msgpack.encode([self.form, self.infos, self.made_ns])
         return [len(head).to_bytes(_SIZE_BYTES, "little"), head, *self.parts]
 
@@ -276,10 +276,10 @@ class _Head(msgspec.Struct, array_like=True):
 
 
 def decode_row(body: memoryview) -> tuple[StoredRow, int]:
-    """A row of its bytes, and how many those are; its leaves are missing if `body` is too short.
+    """Decode a row; return it and its length in bytes, without leaves if `body` is too short.
 
     Raises:
-        ValueError: They are no row.
+        ValueError: The bytes are no row.
     """
     size = int.from_bytes(body[:_SIZE_BYTES], "little")
     at = _SIZE_BYTES + size
@@ -289,7 +289,7 @@ def decode_row(body: memoryview) -> tuple[StoredRow, int]:
     except (*MALFORMED, TypeError) as error:
         raise ValueError(f"no row: {error}") from error
     if min(sizes, default=0) < 0 or at > len(body):
-        raise ValueError("a row whose sizes are none")
+        raise ValueError("a row with impossible sizes")
     end, parts = at + sum(sizes), []
     if end <= len(body):
         for n_bytes in sizes:

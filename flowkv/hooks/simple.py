@@ -1,8 +1,8 @@
-"""What small code of a user's own may do, so that a name can say all that it computes.
+"""Rules for small user code, such that a digest of it names all that it computes.
 
-Code is read by its instructions. It may use its arguments, its globals and what it closes over, as
-far as these are of known kinds, torch's functions of tensors, and a few builtins. It may not
-import, write globals, look attributes up by computed names, or reach what keeps state elsewhere.
+Code is read by its instructions. It may use its arguments, globals and closures of known kinds,
+torch's functions of tensors, and a few builtins. It may not import, write globals, look attributes
+up by computed names, or reach state elsewhere.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BUILTINS = frozenset(
     KeyError LookupError NotImplementedError RuntimeError StopIteration TypeError ValueError
     ZeroDivisionError""".split()
 )
-"""Builtins that give the same for the same, and reach nothing else."""
+"""Builtins that are deterministic, and reach nothing but their arguments."""
 MODULES = frozenset(
     """torch torch.nn torch.nn.functional torch.fft torch.linalg torch.special torch.nn.modules
     math""".split()
 )
-"""Python modules whose members code may use, as far as these are `pure`."""
+"""Python modules with members that code may use if they are `pure`."""
 _BARRED_STEPS = {
     "IMPORT_NAME": "imports",
     "IMPORT_STAR": "imports",
@@ -43,7 +43,7 @@ _BARRED = frozenset(
     gi_frame cr_frame tb_frame func_globals format format_map seed initial_seed share_memory_ set_
     resize_""".split()
 )
-"""Attributes that lead to what no name says, or write where nothing counts."""
+"""Attributes that lead to state outside of any name, or to writes that are not counted."""
 _BARRED_TORCH = frozenset(
     """from_file frombuffer from_dlpack load save seed initial_seed set_rng_state get_rng_state
     set_default_dtype set_default_device set_flush_denormal set_num_threads get_num_threads
@@ -61,7 +61,7 @@ _CLASSES = (
 
 
 def pure(value: Any) -> bool:
-    """Whether a function or class of torch's or of `math` computes from its arguments alone."""
+    """Return whether a function or class of torch or `math` computes from its arguments alone."""
     if isinstance(value, type):
         return value in _CLASSES or (
             issubclass(value, torch.nn.Module) and value.__module__.startswith("torch.nn.modules.")
@@ -78,7 +78,7 @@ def pure(value: Any) -> bool:
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of the functions and classes in it."""
+    """Yield a code object, and those of the functions and classes in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -87,10 +87,10 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.lru_cache(maxsize=4096)
 def uses(code: types.CodeType) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """What code of a user's does.
+    """Return the forbidden operations and the globals of user code.
 
     Returns:
-        (what it may not do, with what) or ("", a global, attributes that are asked of it).
+        (forbidden operation, its object, ()) or ("", a global, attributes read from it), each once.
     """
     found: list[tuple[str, str, tuple[str, ...]]] = []
     for part in codes(code):
@@ -120,7 +120,7 @@ _SILENT = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "PUSH_NULL", "RESUME"})
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: types.CodeType) -> frozenset[str]:
-    """Names that code mentions, attributes included."""
+    """Return the names that code mentions, attributes included."""
     found = set[str]()
     for part in codes(code):
         found.update(part.co_names)
@@ -130,7 +130,7 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def text_of(code: types.CodeType) -> str:
-    """Digest of code, the same in every process."""
+    """Return a digest of code, the same in every process."""
     state = hashlib.sha256(code.co_code)
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     state.update(repr((counts, code.co_names, code.co_varnames, code.co_freevars)).encode())

@@ -1,13 +1,13 @@
-"""Models whose weights are larger than their memory: they are read while the model computes.
+"""Streamed weights for models larger than their memory: weights are read while the model computes.
 
     with flowkv.attach_weights(model, "checkpoint/", budget="50%"):
         model(inputs)
 
-Modules that follow each other form units of a few MiB. A forward reads the same units in the same
-order every time, a cyclic scan, for which the best is known: a fixed set stays, the rest passes
-through a few buffers, each read ahead while others compute. A call of a module first waits for its
-unit, and the weights of units that were left are empty tensors, with which nothing
-computes: use outside of forwards raises or has no elements, but never meets other values.
+Consecutive modules form units of a few MiB. A forward reads the same units in the same order every
+time, a cyclic scan, for which the best policy is known: a fixed set stays, the rest passes through
+a few buffers, each read ahead while others compute. A call of a module first waits for its unit.
+The weights of all other units are empty tensors: use outside of forwards raises or has no elements,
+but never reads other values.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from flowkv.tiers.io.engine import ALIGNMENT
 
 Devices = str | torch.device | Mapping[str, str | torch.device] | None
 MOST_UNIT_BYTES = 4 << 20
-"""Modules are read together up to this size, and up to a 128th of all weights."""
+"""Most bytes of a unit, which is also at most a 128th of all weights."""
 _SMALL_BYTES = 64 << 10
 _SMALL_SHARE = 16
 """Weights of up to 64 KiB stay, if all of them take no more than a sixteenth of the budget."""
 _SAMPLE = 64
-"""Bytes of each weight that stays which are looked at before a forward."""
+"""Bytes of each resident weight that are compared before a forward."""
 _HANDED_UP = (nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward: their parameters are read with the module above."""
+"""Modules without a forward, with parameters that are read with the module above."""
 
 
 def attach_weights(
@@ -59,50 +59,50 @@ def attach_weights(
     disk: str | None = None,
     bus: Bus | None = None,
 ) -> StreamedWeights:
-    """Reads a model's weights from files while it computes, in so much memory and no more.
+    """Stream a model's weights from files while it computes, within a memory budget.
 
-    Outputs are those of the plain model, bit for bit. For inference: parameters need
-    no gradients meanwhile. One forward at a time computes; others wait.
+    Outputs are those of the plain model, bit for bit. For inference: parameters have no gradients
+    while attached. One forward at a time computes; others wait.
 
     Args:
-        model: Any module on the CPU. Parameters may be on the meta device where `checkpoint` is
-            given: then nothing is loaded first. Buffers that the checkpoint does not have must
-            hold their values.
-        checkpoint: Safetensors file, or directory of such files, read in place. Without, the
-            model's own weights are written to `disk`, to a file that goes with the process.
-        budget: Memory for weights where the model computes, in bytes ("700MiB") or as a share of
-            all of them ("50%").
-        device: Where it computes: "cuda:0", or by module, as {"": "cuda:0", "layers.1": "cuda:1"},
-            of which the longest name that fits counts. Buffers move there, inputs are yours.
-            Default: where its weights are.
-        host: Beside devices other than the CPU: memory in which weights are kept once they were
-            read, in bytes or as a share.
-        disk: Directory, with or without the most it may hold ("./weights:2GiB"), for manifests of
-            digests and for weights without a checkpoint. Manifests are otherwise kept in
+        model: Any module on the CPU. With `checkpoint`, parameters may be on the meta device: then
+            nothing is loaded first. Buffers that the checkpoint does not have must hold their
+            values.
+        checkpoint: Safetensors file, or directory of such files, read in place. Without one, the
+            model's own weights are written to `disk`, to a file that vanishes with the process.
+        budget: Memory for weights on the device of the model, in bytes ("700MiB") or as a share of
+            all weights ("50%").
+        device: Device of the model: "cuda:0", or by module, as {"": "cuda:0", "layers.1":
+            "cuda:1"}, where the longest matching name counts. Buffers move there; inputs are moved
+            by the caller. Default: the device of its weights.
+        host: Host memory that keeps weights once they were read, for devices other than the CPU;
+            in bytes or as a share.
+        disk: Directory, with or without its capacity ("./weights:2GiB"), for manifests of digests
+            and for weights without a checkpoint. By default manifests go to
             `$XDG_CACHE_HOME/flowkv`.
-        bus: Where `WeightsRead` of each forward goes; caches that are attached later hear it too.
+        bus: Bus of a `WeightsRead` event a forward; caches that are attached later receive it, too.
 
     Returns:
-        What gives the weights back (`detach`) and counts (`stats`).
+        The streamed weights, with `detach` to load all and `stats` for counts.
 
     Raises:
-        ConfigError: The budget is too small, or the model cannot be served so.
+        ConfigError: The budget is too small, or the model is not supported.
         StoreError: The checkpoint lacks a weight, has another shape or dtype, or cannot be read.
     """
-    with torch.inference_mode(False), torch.no_grad():  # else what is made here counts no writes
+    with torch.inference_mode(False), torch.no_grad():  # inference tensors count no writes
         places = budget, device, host, disk
         return StreamedWeights(model, checkpoint, places, bus)
 
 
 class _Entry:
-    """A parameter, and what it was when its memory was last set; `fingerprint.Streamed`.
+    """Parameter with its state at the time its memory was last set; `fingerprint.Streamed`.
 
     Args:
-        names: What the model calls it.
+        names: Names of the parameter in the model.
         parameter: The parameter.
-        stored: Where its content lies.
-        sums: Gives what names that content.
-        device: Where it is computed with.
+        stored: Its tensor in the checkpoint.
+        sums: Returns the sums that name its content.
+        device: Device of its module.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class _Entry:
         self.device = device
         self.version = self.address = self._turns = self._storage = 0
         self._layout: Any = None
-        # Of a shape that nothing takes for something else: `cat` would pass over one of [0].
+        # A shape that no operation accepts by mistake: `cat` would skip a tensor of shape [0].
         self.empty = torch.empty((0,) * 9, dtype=stored.dtype, device=device)
         self.like = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
@@ -140,12 +140,12 @@ class _Entry:
         return written or (p.dtype, p.shape, p.stride()) != self._layout
 
     def stays(self) -> bool:
-        """Whether its content is what is stored. From threads that hold no lock."""
+        """Return whether its content is still the stored one. From threads that hold no lock."""
         while True:
             turns = self._turns
             if not self.changed:
                 return True
-            if turns == self._turns and turns % 2 == 0:  # nobody was setting it meanwhile
+            if turns == self._turns and turns % 2 == 0:  # no `set` was under way meanwhile
                 return False
 
     def sums(self) -> bytes | None:
@@ -153,7 +153,7 @@ class _Entry:
         data = self.data()
         if data is None or sums_of(bytes_of(data.cpu())) == known:
             return known
-        self.version = -1  # from here on it counts as written to, so that nothing empties it
+        self.version = -1  # from here on it counts as written to, and is not emptied
         return None
 
     def data(self) -> torch.Tensor | None:
@@ -162,7 +162,7 @@ class _Entry:
 
 
 class _Buffer:
-    """Aligned memory; a view that somebody still holds is never written to again."""
+    """Aligned memory; a view that is still referenced is never written to again."""
 
     def __init__(self, memory: memoryview) -> None:
         self.n_bytes = len(memory)
@@ -171,7 +171,7 @@ class _Buffer:
         self._memory = memory
 
     def lend(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A fresh view of the memory, which is replaced if one from before is still held."""
+        """Return a fresh view; new memory replaces the old if an earlier view is referenced."""
         if self._lent is not None and self._lent() is not None:
             self._memory = own_memory(self.n_bytes)
         view = np.frombuffer(self._memory, np.uint8)
@@ -180,7 +180,7 @@ class _Buffer:
 
 
 class _Unit:
-    """What is read and given up together."""
+    """Weights that are read and released together."""
 
     def __init__(self, entries: list[_Entry], checkpoint: Checkpoint) -> None:
         self.entries = entries
@@ -196,10 +196,10 @@ class _Unit:
 
     @unbroken
     def bind(self, base: torch.Tensor) -> None:
-        """Sets the parameters to what was read.
+        """Set the parameters to the weights that were read.
 
         Raises:
-            StateError: One was written to while it was empty.
+            StateError: A parameter was written to while it was empty.
         """
         for entry, place in zip(self.entries, self.layout.places, strict=True):
             if entry.changed:
@@ -208,7 +208,7 @@ class _Unit:
                         f"{entry.names[0]} was written to while it was not in memory",
                         "Load the model anew, change it, and attach the weights then",
                     )
-                continue  # somebody gave it memory of its own, which stays
+                continue  # it was given memory of its own, which stays
             entry.set(view_of(base, place, entry.stored).to(entry.device))
         self.bound = True
         if self.resident and self.entries:
@@ -216,7 +216,7 @@ class _Unit:
             self._sample = base, places, base[places]
 
     def _sampled(self) -> torch.Tensor:
-        """`[entries, _SAMPLE]` places of bytes of whole elements, spread over each entry."""
+        """Return byte offsets `[entries, _SAMPLE]` of whole elements, spread over each entry."""
         found = []
         for entry, place in zip(self.entries, self.layout.places, strict=True):
             size = entry.stored.dtype.itemsize
@@ -226,7 +226,7 @@ class _Unit:
         return torch.stack(found).clamp_max(max(self.n_bytes - 1, 0))
 
     def written(self) -> int:
-        """Entries whose memory was written to in a way that PyTorch does not count."""
+        """Count entries with memory that was written to without PyTorch counting it."""
         if not self.bound or self._sample is None:
             return 0
         base, places, known = self._sample
@@ -248,7 +248,7 @@ class _Unit:
 
 
 def view_of(base: torch.Tensor, place: int, stored: StoredTensor) -> torch.Tensor:
-    """A tensor in a buffer of bytes, without a copy where it lies aligned."""
+    """Return a tensor in a buffer of bytes, without a copy if it is aligned."""
     data = base[place : place + stored.n_bytes]
     if place % stored.dtype.itemsize:
         data = data.clone()
@@ -256,9 +256,9 @@ def view_of(base: torch.Tensor, place: int, stored: StoredTensor) -> torch.Tenso
 
 
 class StreamedWeights:
-    """The weights of a model, while they are read as they are needed. Thread-safe.
+    """Streamed weights of a model, read as they are needed. Thread-safe.
 
-    Leaving it as a context gives the weights back, as `detach` does.
+    The end of its `with` block loads all weights again, like `detach`.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class StreamedWeights:
         self._hook(model)
 
     def _take(self, model: nn.Module, entries: dict[int, _Entry]) -> None:
-        """Lets go of all weights; those without memory become parameters of the CPU."""
+        """Empty all weights; those on the meta device become parameters of the CPU."""
         for module in model.modules():
             for name, p in module._parameters.items():
                 if p is None:
@@ -325,13 +325,13 @@ class StreamedWeights:
 
     def _hook(self, model: nn.Module) -> None:
         self._hooked = list(self._owned if model in self._owned else (model, *self._owned))
-        for module in self._hooked:  # all of a call, its hooks too, finds the weights
+        for module in self._hooked:  # wraps the whole call, so that its hooks have the weights
             module._call_impl = partial(self._call, module)  # type: ignore[method-assign]
             hook: Any = module.register_state_dict_pre_hook
             self._handles.append(hook(_refuse_copy))
 
     def _plan(self, order: list[nn.Module]) -> None:
-        """Cuts modules into units, and decides which of them stay."""
+        """Cut modules into units, and decide which units stay."""
         self._link.drop()
         most = min(MOST_UNIT_BYTES, self._total_bytes // 128)
         entries = dict.fromkeys(itertools.chain.from_iterable(self._owned.values()))
@@ -366,7 +366,7 @@ class StreamedWeights:
         slots = 1 + _depth(self._model, units_of, self._small)
         size = _settle(passing, self._budget - self._small.n_bytes, slots)
         size = -(-size // ALIGNMENT) * ALIGNMENT
-        passed = own_memory(slots * size)  # in one piece, which has more of huge pages
+        passed = own_memory(slots * size)  # in one piece, which gets more huge pages
         self._slots = [
             _Buffer(passed[i * size : (i + 1) * size]) for i in range(slots if size else 0)
         ]
@@ -376,7 +376,7 @@ class StreamedWeights:
     _last: _Unit | None
 
     def _call(self, module: nn.Module, *args: Any, **given: Any) -> Any:
-        """Call a module, whose weights are there as long as that takes, whatever ends it."""
+        """Call a module with its weights in memory until the call ends, in any way."""
         with self._lock:
             depth = len(self._stack)
             try:
@@ -386,7 +386,7 @@ class StreamedWeights:
             finally:
                 self._back_to(depth)
 
-    # All that follows runs in the thread that computes, under the lock.
+    # The methods below run in the thread that computes, under the lock.
 
     def _before(self, module: nn.Module) -> None:
         if self._state != "attached":
@@ -402,22 +402,22 @@ class StreamedWeights:
             self._calls.append(module)
 
     def _refuse_half(self) -> None:
-        """Sees that nobody changed the whole model, of which only a part is in memory.
+        """Refuse changes of the whole model, which reach only the part in memory.
 
         Raises:
-            StateError: Several weights that stay were written to without a count.
+            StateError: Several resident weights were written to without a count.
         """
         written = sum(unit.written() for unit in self._units if unit.resident)
         if written > 1 and not all(unit.bound for unit in self._units):
             raise StateError(
                 f"{written} weights were written to through `.data` or numpy while others were not "
-                "in memory, so that a part of the model would be changed",
+                "in memory, so that only a part of the model would be changed",
                 "Load the model anew, change it, and attach the weights then",
             )
 
     @unbroken
     def _back_to(self, depth: int) -> None:
-        """End the calls that are deeper than that."""
+        """End the calls that are deeper than `depth`."""
         while len(self._stack) > depth:
             module, units = self._stack.pop()
             for unit in units:
@@ -425,12 +425,12 @@ class StreamedWeights:
                 if unit is not self._last:
                     self._leave(unit)
             if not self._stack:
-                for unit in self._units:  # of a call that was interrupted right there
+                for unit in self._units:  # an interrupt may have left pins
                     unit.pins = 0
                 self._end(module is self._model)
 
     def _end(self, whole: bool) -> None:
-        """The outermost forward is over."""
+        """End the outermost forward: learn the order of units, and read ahead for the next one."""
         if self._last is not None:
             self._leave(self._last)
         if not whole:
@@ -458,7 +458,7 @@ class StreamedWeights:
         self._ahead()
 
     def _tell(self) -> None:
-        """Says what a forward met and read."""
+        """Emit the units and bytes of a forward."""
         if self.bus.wants(WeightsRead):
             before, blocked_s = self._told
             units, found, n_bytes = (
@@ -470,14 +470,14 @@ class StreamedWeights:
         self._told = dict(self._counts), self._blocked_s
 
     def _sums(self, stored: StoredTensor) -> bytes:
-        """What names the content of a weight."""
+        """Return the sums that name the content of a weight."""
         try:
             return self._reader.submit(self._checkpoint.sums, stored).result()
         except RuntimeError as error:  # the reader is shut down
             raise UnnamedError("a weight of a model that was closed") from error
 
     def _checkpoint_saved(self) -> None:
-        # By the reader, which is the one that learns digests.
+        # On the reader's thread, the only one that records digests.
         self._reader.submit(self._checkpoint.save)
 
     def _acquire(self, unit: _Unit) -> None:
@@ -512,7 +512,7 @@ class StreamedWeights:
         start = time.perf_counter()
         try:
             base = unit.reading.result()
-            if base.is_cuda:  # else its memory could be given to another copy too early
+            if base.is_cuda:  # keeps its memory from being reused by another copy too early
                 base.record_stream(torch.cuda.current_stream(base.device))
         except BaseException:
             if unit.buffer is not None:
@@ -526,7 +526,7 @@ class StreamedWeights:
             unit.bind(base)
 
     def _leave(self, unit: _Unit) -> None:
-        """Empties the weights of a unit that is not in use, unless it stays."""
+        """Empty the weights of a unit that is not in use, unless it is resident."""
         if unit.resident or unit.pins or not unit.bound:
             return
         if unit.changed:
@@ -535,11 +535,11 @@ class StreamedWeights:
         reading = unit.reading
         with torch.inference_mode(False), torch.no_grad():
             unit.unbind()
-        # What was read may serve again, as long as nothing else needs the memory.
+        # The weights may serve again, as long as nothing else needs the memory.
         unit.reading = reading
 
     def _keep(self, unit: _Unit) -> None:
-        """A unit that was written to stays; another gives up its memory for it, if one can."""
+        """Keep a unit that was written to, with the memory of another unit if possible."""
         unit.resident = True
         buffer, unit.buffer = unit.buffer, None
         self._counts["changed_bytes"] += unit.n_bytes
@@ -560,7 +560,7 @@ class StreamedWeights:
     # Reading.
 
     def _read(self, unit: _Unit, buffer: _Buffer | None) -> bool:
-        """Has a unit read; False if there is no room now."""
+        """Start to read a unit; return False if there is no room now."""
         if buffer is None:
             return False
         buffer.unit, unit.buffer = unit, buffer
@@ -576,7 +576,7 @@ class StreamedWeights:
         return True
 
     def _room(self, unit: _Unit, needed: set[int], *, demanded: bool = False) -> _Buffer | None:
-        """A buffer for a unit: its own where it stays, or one that nobody needs sooner."""
+        """Return a buffer for a unit: a new one if resident, else one that is not needed sooner."""
         if unit.resident:
             return _Buffer(own_memory(unit.n_bytes))
         free = [b for b in self._slots if b.unit is None]
@@ -593,7 +593,7 @@ class StreamedWeights:
         if not victims:
             if demanded:
                 raise CapacityError(
-                    "more weights are in use at a time than their budget holds",
+                    "more weights are in use at a time than the budget holds",
                     "Call attach_weights with a larger budget",
                 )
             return None
@@ -601,12 +601,12 @@ class StreamedWeights:
         old = buffer.unit
         assert old is not None
         if old.reading is not None and not old.reading.cancel():
-            old.reading.exception()  # it was not wanted after all; its memory is busy until then
+            old.reading.exception()  # waits for the read, which uses the memory until then
         old.reading = old.buffer = buffer.unit = None
         return buffer
 
     def _ahead(self) -> None:
-        """Has the next units read, as far as there is room."""
+        """Start to read the next units, as far as there is room."""
         needed: set[int] = set()
         n, waiting = len(self._sequence), 0
         for step in range(1, n):
@@ -620,7 +620,7 @@ class StreamedWeights:
                 return
 
     def _drop(self) -> None:
-        """Lets go of everything that was read."""
+        """Empty all weights, and drop all reads."""
         for unit in self._units:
             if unit.reading is not None and not unit.reading.cancel():
                 unit.reading.exception()
@@ -631,18 +631,18 @@ class StreamedWeights:
         for buffer in self._slots:
             buffer.unit = None
 
-    # What users call.
+    # The methods below are called by users.
 
     def stats(self) -> dict[str, float]:
-        """Counts since it was attached.
+        """Return counts since the weights were attached.
 
         Returns:
             `total_bytes` of all weights, `budget_bytes`, `resident_bytes` that stay,
-            `buffer_bytes` of memory through which the others pass, `host_bytes` kept beside
-            other devices, `units`, `resident_units`,
-            `met` (units that modules needed one after the other), `hits` (those that were there or
-            on their way then), `reads` of units and `read_bytes` of files, `changed_bytes` of units
-            that stay because they were written to, and `blocked_s`: seconds that forwards waited.
+            `buffer_bytes` of memory that the others pass through, `host_bytes` kept for other
+            devices, `units`, `resident_units`, `met` (units that modules needed one after the
+            other), `hits` (units that were in memory or on their way then), `reads` of units and
+            `read_bytes` of files, `changed_bytes` of units that stay because they were written to,
+            and `blocked_s`: seconds that forwards waited.
         """
         with self._lock:
             kept = [u for u in self._units if u.resident]
@@ -659,10 +659,10 @@ class StreamedWeights:
             }
 
     def detach(self) -> None:
-        """Takes the hooks off, and makes all weights ordinary tensors; changed ones as changed.
+        """Remove the hooks, and load all weights as ordinary tensors; changes are kept.
 
         Raises:
-            StateError: A forward is under way, the weights are closed, or one was written to
+            StateError: A forward is under way, the weights are closed, or a weight was written to
                 while it was not in memory.
             StoreError: A weight cannot be read; the weights are still attached.
         """
@@ -682,7 +682,7 @@ class StreamedWeights:
                     for entry in unit.entries:
                         if not entry.changed:
                             entry.set(entry.parameter.data.clone())
-                    # From here on nothing ever empties them, also if the next cannot be read.
+                    # From here on the unit is never emptied, even if the next one cannot be read.
                     unit.resident, unit.reading = True, None
                     if unit.buffer in self._slots:
                         unit.buffer.unit = None
@@ -692,9 +692,9 @@ class StreamedWeights:
             self._finish("detached")
 
     def close(self) -> None:
-        """Takes it off without reading anything: weights that are not in memory stay empty.
+        """Close without reading anything: weights that are not in memory stay empty.
 
-        The model raises when it is called, and cannot be used without loading it anew.
+        The model raises when it is called, and cannot be used without being loaded again.
         """
         with self._lock:
             if self._stack:
@@ -705,7 +705,7 @@ class StreamedWeights:
 
     def _finish(self, state: str) -> None:
         self._state = state
-        if state == "detached":  # calls of a closed one still come here, which says what is wrong
+        if state == "detached":  # a closed model keeps its hooks, which raise the right error
             for module in self._hooked:
                 module.__dict__.pop("_call_impl", None)
             for handle in self._handles:
@@ -726,17 +726,17 @@ class StreamedWeights:
 
 
 def is_far(device: torch.device) -> bool:
-    """Whether weights reach a device by a copy of what was read."""
+    """Return whether weights reach a device by a copy from the host."""
     return device.type != "cpu"
 
 
 class _Link:
-    """Brings units to devices other than the CPU. Used by the reader alone, but for `keeps`.
+    """Loader of units to devices other than the CPU. Used by the reader alone, except `keeps`.
 
     Args:
-        checkpoint: Where they are read.
-        host_bytes: Memory in which what was read is kept: the first units that fit, as of a cyclic
-            scan any fixed set is as good.
+        checkpoint: Source of the units.
+        host_bytes: Host memory for units that were read: it keeps the first ones that fit, since
+            any fixed set is as good for a cyclic scan.
     """
 
     def __init__(self, checkpoint: Checkpoint, host_bytes: int) -> None:
@@ -746,21 +746,21 @@ class _Link:
         self._streams: dict[torch.device, Any] = {}
 
     def keeps(self, unit: _Unit) -> bool:
-        """Whether it need not be read again."""
+        """Return whether a unit is kept in host memory."""
         return unit in self._kept
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are kept."""
+        """Return the bytes kept in host memory."""
         return sum(map(len, self._kept.values()))
 
     def drop(self) -> None:
-        """Units are other ones from now on."""
+        """Drop all kept units, before units are planned again."""
         self._left += self.kept_bytes
         self._kept.clear()
 
     def bring(self, unit: _Unit) -> torch.Tensor:
-        """A unit's bytes on its device.
+        """Return a unit's bytes on its device.
 
         Raises:
             StoreError: As from `Checkpoint.fill`.
@@ -778,7 +778,7 @@ class _Link:
         if unit.device not in self._streams:
             self._streams[unit.device] = torch.cuda.Stream(unit.device)  # type: ignore[no-untyped-call]
         stream = self._streams[unit.device]
-        with torch.cuda.stream(stream):  # beside what computes
+        with torch.cuda.stream(stream):  # beside the model's own stream
             there = torch.empty(size, dtype=torch.uint8, device=unit.device)
             there.copy_(data, non_blocking=True)
         stream.synchronize()
@@ -791,7 +791,7 @@ class _Link:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    """Memory that a file is read into, and a GPU copies from."""
+    """Return memory that a file is read into, pinned if a GPU copies from it."""
     if not torch.cuda.is_available():
         return torch.frombuffer(own_memory(size), dtype=torch.uint8)
     pinned = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
@@ -800,13 +800,13 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 class _Devices:
-    """Where each module computes.
+    """Devices of modules.
 
     Args:
-        said: A device, devices by names of modules, or None for where their weights are.
+        said: A device, devices by names of modules, or None for the devices of their weights.
 
     Raises:
-        ConfigError: One is no device, or not there.
+        ConfigError: A device is unknown, or not available.
     """
 
     def __init__(self, said: Devices) -> None:
@@ -821,15 +821,15 @@ class _Devices:
                     'Pass one that torch has, such as "cuda:0"',
                 ) from error
             if self._by_name[name].type == "meta":
-                raise ConfigError("nothing computes on device='meta'", 'Pass "cpu" or "cuda:0"')
+                raise ConfigError("device='meta' cannot compute", 'Pass "cpu" or "cuda:0"')
 
     def of(self, name: str) -> torch.device | None:
-        """That of a module or parameter; None where nothing was said."""
+        """Return the device of a module or parameter; None if none was passed."""
         fits = [one for one in self._by_name if not one or f"{name}.".startswith(f"{one}.")]
         return self._by_name[max(fits, key=len)] if fits else None
 
     def move_buffers(self, model: nn.Module) -> None:
-        """Has buffers lie where their modules compute."""
+        """Move buffers to the devices of their modules."""
         for path, module in model.named_modules():
             device = self.of(path)
             for name, buffer in module._buffers.items():
@@ -838,20 +838,20 @@ class _Devices:
 
 
 def _refuse_copy(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raises where a copy of the weights is asked for, of which some would be empty."""
+    """Raise if a copy of the weights is requested, since some of them are empty."""
     raise StateError("weights that are read as needed cannot be copied", "Call detach() first")
 
 
 def _fill(checkpoint: Checkpoint, view: Any, layout: Any, stored: Any) -> torch.Tensor:
     checkpoint.fill(view, layout, stored)
-    return torch.from_numpy(view)  # which holds the view as long as any tensor looks at it
+    return torch.from_numpy(view)  # holds the view as long as any tensor uses it
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Modules whose forward needs parameters, and those, in the order of the module tree."""
+    """Yield modules with a forward that needs parameters, and those, in the order of the tree."""
 
     def handed_up(module: nn.Module) -> list[nn.Parameter]:
-        # Attention of torch computes with the weights of its projection, and does not call it.
+        # torch's attention uses the weights of its projection without calling that module.
         kinds: Any = nn.Module if isinstance(module, nn.MultiheadAttention) else _HANDED_UP
         own = list(module.parameters(recurse=False))
         for child in module.children():
@@ -869,7 +869,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
 
 
 def _check(model: nn.Module, owners: dict[nn.Module, list[nn.Parameter]]) -> None:
-    """Refuses what cannot be served."""
+    """Refuse models that cannot be streamed."""
     covered = {id(p) for own in owners.values() for p in own}
     for name, p in model.named_parameters():
         if hasattr(p, "streamed_weight"):
@@ -895,7 +895,7 @@ def _directory(disk: str | None) -> tuple[Path, int | None]:
 
 
 def _written(model: nn.Module, directory: Path, most_bytes: int | None) -> Path:
-    """The model's own weights in a file, which is written."""
+    """Write the model's own weights to a file, and return its path."""
     unique: dict[int, tuple[str, nn.Parameter]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         unique.setdefault(id(p), (name, p))
@@ -921,10 +921,10 @@ def _entries(
     sums: Callable[[StoredTensor], bytes],
     where: _Devices,
 ) -> dict[int, _Entry]:
-    """Parameters by id, each with its tensor of the checkpoint.
+    """Return parameters by id, each with its tensor in the checkpoint.
 
     Raises:
-        StoreError: One is missing, or is something else there.
+        StoreError: A parameter is missing, or has another shape or dtype there.
     """
     names: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -950,7 +950,7 @@ def _entries(
 
 
 def _fill_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Loads module buffers that are on the meta device."""
+    """Load module buffers that are on the meta device."""
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
@@ -968,7 +968,7 @@ def _fill_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _depth(model: nn.Module, units_of: dict[nn.Module, list[_Unit]], small: _Unit) -> int:
-    """The most units in use at a time, beside small ones: of a module and of those above it."""
+    """Return the most units in use at a time by a module and those above it, without small ones."""
     deepest = 1
 
     def walk(module: nn.Module, above: frozenset[int]) -> None:
@@ -983,7 +983,7 @@ def _depth(model: nn.Module, units_of: dict[nn.Module, list[_Unit]], small: _Uni
 
 
 def _settle(units: list[_Unit], budget: int, slots: int) -> int:
-    """Decides which units stay, and returns the bytes of a buffer for the others (0: none)."""
+    """Decide which units stay, and return the bytes of a buffer for the others (0: none)."""
     for unit in units:
         unit.resident = True
     if sum(u.n_bytes for u in units) <= budget:
@@ -997,7 +997,7 @@ def _settle(units: list[_Unit], budget: int, slots: int) -> int:
         room = budget - fixed
         if room < 0:
             continue
-        # First what is used twice, then spread evenly, so that buffers fill while others compute.
+        # First units that are used twice, then an even spread: buffers fill while others compute.
         for i in sorted(range(len(units)), key=lambda i: (-units[i].uses, _spread(i))):
             if id(units[i]) not in stay and units[i].n_bytes <= room:
                 stay.add(id(units[i]))
@@ -1017,5 +1017,5 @@ def _settle(units: list[_Unit], budget: int, slots: int) -> int:
 
 
 def _spread(i: int) -> float:
-    """A sequence of low discrepancy: its first numbers lie evenly, however many are taken."""
+    """Return a number of a low-discrepancy sequence: any first numbers are spread evenly."""
     return (i * 0.6180339887498949) % 1.0

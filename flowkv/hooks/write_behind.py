@@ -1,4 +1,4 @@
-"""Rows on their way into the tiers: whoever computed them does not wait until they are stored."""
+"""Write-behind of memo rows into tiers: callers do not wait until their rows are stored."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from flowkv.residency.keeper import Caller, Keeper
 from flowkv.tiers import FrameInfo, Store, TierAnswer
 
 PART_BYTES = 1 << 16
-"""Most bytes of a stripe; all of a row is in the first one, or else how long it is."""
+"""Most bytes of a stripe; the first one has the whole row, or at least its length."""
 _GRANULE = 4096
 _PENDING_BYTES = 64 << 20
 _BATCH_BYTES = 16 << 20
 _STORE_S = 10.0
-_READING_SHARE = 0.005  # of the time, what reading weights again may take before rows are stored
+_READING_SHARE = 0.005  # share of time for reading weights again before rows are stored
 _log = logging.getLogger("flowkv")
 
 
 class WriteBehind:
-    """Rows on their way into the tiers: a thread stores them, and meanwhile they are found here.
+    """Queue of rows that a thread stores in tiers; queued rows can be read from it.
 
     Args:
-        keeper: Where they go.
-        proven: Whether a computation still is what its name says, by all bytes of its weights.
+        keeper: The keeper of the tiers.
+        proven: Return whether a computation still fits its name, by all bytes of its weights.
 
     Attributes:
-        pending_bytes: Bytes of what waits; bounded.
-        dropped: Rows for which there was no room.
+        pending_bytes: Bytes of queued rows; bounded.
+        dropped: Rows that did not fit into the queue.
     """
 
     def __init__(self, keeper: Keeper, proven: Callable[[bytes], bool]) -> None:
@@ -41,15 +41,15 @@ class WriteBehind:
         self._fresh: dict[bytes, StoredRow] = {}
         self._changed = threading.Condition()
         self._hurried = self._closing = False
-        self._next_s = 0.0  # when weights may be read again
+        self._next_s = 0.0  # time at which weights may be read again
         self._thread: threading.Thread | None = None
 
     def get(self, key: bytes) -> StoredRow | None:
-        """A row that is on its way."""
+        """Return a queued row, or None."""
         return self._fresh.get(key)
 
     def add(self, rows: Mapping[bytes, StoredRow], info: FrameInfo) -> None:
-        """Stores rows later, as far as there is room for what waits."""
+        """Queue rows to be stored later, as far as there is room."""
         with self._changed:
             for key, row in rows.items():
                 full = self.pending_bytes + row.n_bytes > _PENDING_BYTES
@@ -65,7 +65,7 @@ class WriteBehind:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = _STORE_S) -> bool:
-        """Waits until all that waits is stored or given up; whether it is."""
+        """Wait until all queued rows are stored or dropped; return whether they are."""
         with self._changed:
             self._hurried = True
             self._changed.notify_all()
@@ -74,7 +74,7 @@ class WriteBehind:
             return done
 
     def close(self) -> None:
-        """Stores what waits, and ends."""
+        """Store the queued rows, and end the thread."""
         self.flush()
         with self._changed:
             self._closing = True
@@ -92,8 +92,8 @@ class WriteBehind:
                 ended_s = time.monotonic()
                 self._next_s = ended_s + (ended_s - began_s) / _READING_SHARE
                 self._store(caller, [item for item in batch if item[1].namespace in sound])
-            except Exception:  # nothing is lost but that they are remembered
-                _log.warning("%d rows are not remembered", len(batch), exc_info=True)
+            except Exception:  # the rows are only computed again later
+                _log.warning("%d rows could not be stored", len(batch), exc_info=True)
             finally:
                 with self._changed:
                     for key, _ in batch:
@@ -101,7 +101,7 @@ class WriteBehind:
                     self._changed.notify_all()
 
     def _take(self) -> list[tuple[bytes, FrameInfo]]:
-        """What is stored next; nothing once closed."""
+        """Return the next batch to store; empty once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             self._changed.wait_for(
@@ -129,13 +129,13 @@ class WriteBehind:
 
 
 def stripes_of(n_bytes: int) -> tuple[int, int]:
-    """Stripes of a body of so many bytes, and the bytes of each."""
+    """Return the stripes of a body of so many bytes, and the bytes of each."""
     count = -(-n_bytes // PART_BYTES)
     return count, n_bytes if count == 1 else -(-n_bytes // (count * _GRANULE)) * _GRANULE
 
 
 def answers_of(caller: Caller, job: int, count: int, until_s: float) -> list[TierAnswer]:
-    """What was answered of a job in time; answers to earlier ones, which were late, are dropped."""
+    """Return a job's answers that come in time; late answers to earlier jobs are dropped."""
     answers: list[TierAnswer] = []
     while len(answers) < count and (left_s := until_s - time.monotonic()) > 0:
         answers += [answer for answer in caller.poll(left_s) if answer.job == job]

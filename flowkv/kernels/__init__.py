@@ -1,4 +1,4 @@
-"""Page kernels: Triton for GPUs, numba for CPUs, and a torch oracle that both are held to.
+"""Page kernels: Triton for GPUs, numba for CPUs, and a torch reference that defines both.
 
 Importing this package imports neither Triton nor numba; a backend is loaded by its first call.
 """

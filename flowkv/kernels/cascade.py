@@ -1,8 +1,8 @@
 """Attention over a prefix that many rows share: its pages are read once, not once for each row.
 
-Made of what there is already. The queries of all rows of a group attend over the shared pages as if
-they were the new tokens of one row, without a causal mask, for they all lie behind it; each row
-attends over the rest of its pages as always; the two partials merge (Ye et al., "Cascade
+It combines existing kernels. The queries of all rows of a group attend over the shared pages as if
+they were the new tokens of one row, without a causal mask, since they all follow the prefix; each
+row attends over the rest of its pages as usual; the two partials merge (Ye et al., "Cascade
 Inference", flashinfer.ai 2024; Juravsky et al., "Hydragen", arXiv 2402.05099).
 """
 
@@ -21,19 +21,19 @@ from flowkv.kernels.dispatch import check_queries, check_scoring, choose, lossie
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.registry import ANY, resolve
 
-# Which rows of a step share a prefix, and the step as two: what they share, and what they do not.
+# Split of a step into a shared prefix per group of rows, and the rest of each row.
 #
-# A plan is made on the host, once per step, and holds as long as the tables do: a captured CUDA
-# graph may be replayed with other lengths only while every group shares the pages it was planned
-# with.
+# A plan is made on the host, once per step, and is valid as long as the tables do not change: a
+# captured CUDA graph may be replayed with other lengths only while every group shares the pages it
+# was planned with.
 #
-# One level: where all rows share a little and some share more, rows are cut into the groups that
-# spare the most reads.
+# There is one level: where all rows share a little and some share more, rows are cut into the
+# groups that save the most reads.
 
 Ints = NDArray[np.int64]
 
 LEAST_TOKENS = 4096
-"""Reads of tokens that a group must spare: about as long as the launches it takes (16 MB)."""
+"""Reads of tokens that a group must save: about as long as the launches it takes (16 MB)."""
 
 
 class Group(NamedTuple):
@@ -45,15 +45,15 @@ class Group(NamedTuple):
 
 
 class Cascade(NamedTuple):
-    """A step's rows, cut into what they share and what they do not.
+    """Plan of a step: the shared prefixes of its rows, and the remaining suffixes.
 
     Attributes:
         batch: The step it was planned for.
-        groups: Who shares how much.
+        groups: Groups of rows, and how many pages each shares.
         prefix: A row for each group, over its shared pages; its new tokens are those of all its
             rows. None without groups.
-        suffix: The rows, without the pages they share.
-        tokens: int64, the packed tokens of rows in groups; None if those are all.
+        suffix: The rows, without the shared pages.
+        tokens: int64, the packed tokens of rows in groups; None if all tokens are.
     """
 
     batch: Ragged
@@ -64,13 +64,13 @@ class Cascade(NamedTuple):
 
 
 def shared_prefixes(lines: Ints, full: Ints, page_size: int, least_tokens: int) -> list[Group]:
-    """The groups of neighbouring rows that spare the most reads of pages.
+    """Return the groups of neighbouring rows that save the most reads of pages.
 
     Args:
         lines: `[B, pages]`, page ids of each row; -1 for none.
-        full: `[B]`, pages of each row that lie wholly before its new tokens.
+        full: `[B]`, pages of each row that are wholly before its new tokens.
         page_size: Tokens P of a page.
-        least_tokens: (rows - 1) * shared tokens of a group, at least.
+        least_tokens: Least (rows - 1) * shared tokens of a group.
     """
     rows, columns = lines.shape
     if rows < 2 or not columns:
@@ -87,13 +87,13 @@ def shared_prefixes(lines: Ints, full: Ints, page_size: int, least_tokens: int) 
 
 
 def _best_cuts(common: Ints, first: int) -> list[Group]:
-    """Cuts of a run of rows into groups: `common` pages are shared by each and the one before."""
+    """Cut a run of rows into groups; `common` counts pages shared with the row before."""
     count = len(common) + 1
     if count == 1 or common.min() == common.max():  # one system prompt: the usual case
         return [Group(first, first + count, int(common[0]))] if count > 1 else []
     best, cut = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
-        # A group [i, end) shares the least of what its neighbours do; a single row spares nothing.
+        # A group [i, end) shares the least that its neighbours do; a single row saves nothing.
         depth = np.minimum.accumulate(common[: end - 1][::-1])[::-1]
         spared = best[:end] + np.append(depth * np.arange(end - 1, 0, -1), 0)
         cut[end] = int(spared.argmax())
@@ -115,14 +115,14 @@ def plan_cascade(
     groups: Sequence[Group] | None = None,
     least_tokens: int = LEAST_TOKENS,
 ) -> Cascade:
-    """Find the prefixes that neighbouring rows of a step share; made once per step.
+    """Find the prefixes that neighbouring rows of a step share; called once per step.
 
     Args:
         batch: The step.
         page_size: Tokens P of a page.
-        host: The same batch on the CPU; default: it is copied, for which a GPU is waited for.
-        groups: What is shared, ascending, where the caller knows; default: the table tells.
-        least_tokens: Reads of tokens that a group must spare.
+        host: The same batch on the CPU; default: a copy, which waits for a GPU.
+        groups: Shared prefixes, ascending, if the caller knows them; default: found in the table.
+        least_tokens: Reads of tokens that a group must save.
 
     Raises:
         GeometryError: Groups overlap, or their rows do not share so many full pages.
@@ -158,7 +158,7 @@ def _check_groups(groups: Sequence[Group], lines: Ints, full: Ints) -> None:
         ):
             raise GeometryError(
                 f"{group} does not fit the step",
-                "Give ascending groups of rows whose first pages are the same, and full before "
+                "Give ascending groups of rows with the same first pages, which are full before "
                 "the new tokens; or leave `groups` out",
             )
         end = group.end
@@ -226,18 +226,18 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
     invariant: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention`, reading the pages that a group of rows shares once for all of them.
+    """Compute `paged_attention`, reading the pages that a group of rows shares only once.
 
-    Partials are kept in float32, so that the result is as exact as the flat one; on CPUs in q's
+    Partials stay in float32, so that the result is as exact as the flat one; on CPUs they have q's
     dtype, which rounds twice.
 
     Args:
         q: `[N, Hq, D]`, packed by tokens.
         pages: One layer of the pages, of any codecs.
-        batch: Which tokens of which rows.
-        shared: What its rows share, `plan_cascade(batch, ...)`.
-        scale: Of the logits; default 1 / sqrt(D).
-        window: Only if no row is longer: what a window hides differs from row to row.
+        batch: Rows and their new tokens.
+        shared: Plan of the batch, `plan_cascade(batch, ...)`.
+        scale: Scale of the logits; default 1 / sqrt(D).
+        window: Allowed only if no row is longer, since a window hides different pages per row.
         softcap: c in `c * tanh(s / c)` on scaled logits.
         sinks: `[Hq]`, logits that join each softmax's denominator.
         tree: int64 `[N]`, bit j: the token sees new token j of its row.
@@ -251,19 +251,19 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device, the plan is of another step,
             or a window cuts rows off.
-        ConfigError: No such backend or codec.
+        ConfigError: The backend or codec does not exist.
     """
     layout = pages.layout
     check_queries(q, pages, batch)
     if shared.batch is not batch:
         raise GeometryError(
-            "the plan is of another step",
-            "Make one for this: plan each step, plan_cascade(batch, ...)",
+            "the plan belongs to another step",
+            "Plan each step with plan_cascade(batch, ...)",
         )
     if window is not None and window < batch.most_length:
         raise GeometryError(
             f"a cascade with window={window} and rows of {batch.most_length} tokens",
-            "Call paged_attention: rows of a group would see different parts of what they share",
+            "Call paged_attention: the window hides different shared pages from each row",
         )
     how = Scoring(
         scale=1.0 / math.sqrt(layout.head_dim) if scale is None else scale,
@@ -285,7 +285,7 @@ def _attend(
     if shared.prefix is None:
         return attend(q, pages, batch, how)
     wide = torch.promote_types(q.dtype, torch.float32)
-    exact = q if backend == "cpu" else q.to(wide)  # there, it would cost the 16-bit products
+    exact = q if backend == "cpu" else q.to(wide)  # on CPUs, it would cost the 16-bit products
     o, lse = attend(exact, pages, shared.suffix, how._replace(return_lse=True))
     some = slice(None) if shared.tokens is None else shared.tokens
     above = how._replace(causal=False, tree=None, sinks=None, return_lse=True)

@@ -1,7 +1,7 @@
-"""All operations on pages: check the operands, choose the backend, run.
+"""All operations on pages: check the operands, choose the backend, run the kernel.
 
-CUDA tensors go to Triton; float32, bfloat16 and float16 on the CPU to numba; anything else to the
-torch oracle. `backend=` overrides the choice.
+CUDA tensors go to Triton; float32, bfloat16 and float16 on the CPU to numba; all others to the
+torch reference. `backend=` overrides the choice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CPU_PAGES = frozenset({"float32", "bfloat16", "float16"})
 
 @cache
 def choose(device: torch.device, *dtypes: torch.dtype, page_dtype: str | None = None) -> str:
-    """The backend that serves tensors of these dtypes on this device."""
+    """Return the backend that serves tensors of these dtypes on this device."""
     if device.type == "cuda":
         return "triton"
     fits = all(dtype in _CPU_DTYPES for dtype in dtypes)
@@ -46,30 +46,30 @@ def append(
     *,
     backend: str | None = None,
 ) -> None:
-    """Write new tokens into the open pages, on request with their keys rotated on the way.
+    """Write new tokens into the open pages, with their keys rotated on the way if `rope` is given.
 
-    Token j of row b goes to position `lengths[b] - T_b + j`, whose page must be present.
+    Token j of row b goes to position `lengths[b] - T_b + j`, in a page that must be present.
 
     Args:
         k: `[N, Hk, D]`, packed by tokens, of any floating dtype.
-        v: `[N, Hk, Dv]`; None for latents, whose value is a part of their key.
+        v: `[N, Hk, Dv]`; None for latents, as their value is a part of their key.
         pages: One layer of the pages, raw.
-        batch: Which tokens of which rows.
-        rope: Line p of it rotates the key at position p; keys that are rotated already, or never,
-            need none. Queries are not touched: rotate them before attention.
+        batch: Rows and tokens to write.
+        rope: Its line p rotates the key at position p; keys that are rotated already, or never,
+            need none. Queries are not rotated here: rotate them before attention.
         backend: "reference", "cpu" or "triton"; default by device.
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend or codec.
+        ConfigError: The backend or codec does not exist.
     """
     layout = pages.layout
     check_packed("k", k, pages, layout.kv_heads, layout.head_dim)
     if (v is None) is not layout.latent:
         raise GeometryError(
-            f"v is {None if v is None else tuple(v.shape)} for pages that keep "
+            f"v is {None if v is None else tuple(v.shape)} for pages that store "
             f"{layout.stored_value_dim} elements of a value",
-            "Pass values to groups that keep them, and v=None to latent ones",
+            "Pass values to groups that store them, and v=None to latent ones",
         )
     v = k[..., :0] if v is None else v
     check_packed("v", v, pages, layout.kv_heads, layout.stored_value_dim)
@@ -101,26 +101,26 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
     invariant: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each row's new tokens over the row's pages, where they lie.
+    """Attend from each row's new tokens to the row's pages, in place.
 
     The keys and values of the new tokens are read from the pages too: `append` them first. Pages
-    that no new token of the row sees through `window` are never read. Pages of different codecs
-    may stand in one row; full ones only are sealed.
+    that the `window` hides from all new tokens of the row are never read. A row may mix pages of
+    different codecs; only full ones are sealed.
 
     Args:
         q: `[N, Hq, D]`, packed by tokens; Hq is a multiple of Hk.
         pages: One layer of the pages.
-        batch: Which tokens of which rows; rows may have no new tokens.
-        scale: Of the logits; default 1 / sqrt(D).
+        batch: Rows and their new tokens; rows may have none.
+        scale: Scale of the logits; default 1 / sqrt(D).
         window: Tokens that a token sees, itself included; default all before it.
         softcap: c in `c * tanh(s / c)` on scaled logits.
         sinks: `[Hq]`, logits that join each softmax's denominator.
         alibi: float32 `[Hq]`, slopes of a bias by distance (Press et al., arXiv 2108.12409).
         tree: int64 `[N]`, bit j: the token sees new token j of its row (speculative decoding).
         causal: False lets every query see all of its row; its own token is in no page then.
-        mass: float32 `[B, pages, Hk]`, to which the weight that each page gets is added.
+        mass: float32 `[B, pages, Hk]`, to which the attention weight of each page is added.
         return_lse: Return the natural-log normaliser too, the sink included, for `merge`.
-        invariant: Give each row the same bits whatever else is in the batch.
+        invariant: Give each row the same bits in any batch.
         backend: "reference", "cpu" or "triton"; default by device and dtype.
 
     Returns:
@@ -128,7 +128,7 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend or codec.
+        ConfigError: The backend or codec does not exist.
     """
     layout = pages.layout
     check_queries(q, pages, batch)
@@ -150,7 +150,7 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
 
 
 def prepare_decode(pages: Pages, batch: Ragged, window: int | None) -> Any:
-    """What a step of one new token a row needs for `append` and `paged_attention`, of all layers.
+    """Prepare a step of one new token a row for `append` and `paged_attention`, over all layers.
 
     Args:
         pages: One layer of the pages.
@@ -177,7 +177,7 @@ def prepare_decode(pages: Pages, batch: Ragged, window: int | None) -> Any:
 def merge(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, backend: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint sets of tokens, exactly, from its parts.
+    """Merge attention over disjoint sets of tokens into that over their union, exactly.
 
     Args:
         parts: One or more `(o [N, Hq, Dv], lse float32 [N, Hq])`; -inf marks a part without tokens.
@@ -187,8 +187,8 @@ def merge(
         `(o, lse)` of the union, in the dtype of the first part.
 
     Raises:
-        GeometryError: No parts, or parts of different shapes.
-        ConfigError: No such backend.
+        GeometryError: There are no parts, or they have different shapes.
+        ConfigError: The backend does not exist.
     """
     if not parts:
         raise GeometryError("there are no parts to merge", "Pass at least one (o, lse) pair")
@@ -207,22 +207,22 @@ def merge(
 def gather_dense(
     pages: Pages, batch: Ragged, columns: int, *, backend: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `columns` tokens of each row, dense, for models that do not attend through pages.
+    """Return the last `columns` tokens of each row, dense, for models that need dense caches.
 
     Args:
         pages: One layer of the pages.
-        batch: Which rows; their new tokens count like the others.
+        batch: Rows to return; their new tokens count like the others.
         columns: Tokens per row of the result.
         backend: "reference", "cpu" or "triton"; default by device and dtype.
 
     Returns:
-        k `[B, Hk, columns, D]` and v `[B, Hk, columns, Dv]`, right-aligned: a row's last token lies
-        in the last column; zeros before a row begins and where a page is absent. Of latents, v is a
-        view of k.
+        k `[B, Hk, columns, D]` and v `[B, Hk, columns, Dv]`, right-aligned: a row's last token is
+        in the last column; zeros before a row begins and where a page is absent. For latents, v is
+        a view of k.
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend or codec.
+        ConfigError: The backend or codec does not exist.
     """
     check_batch(pages, batch, None)
     backend = backend or choose(pages.arena.device, page_dtype=pages.layout.dtype)
@@ -231,14 +231,14 @@ def gather_dense(
 
 
 def lossiest(pages: Pages) -> str:
-    """The codec by which an implementation is looked up: who serves it serves the ones before."""
+    """Return the codec of the kernel to look up: a kernel for it serves all less lossy ones."""
     return pages.sealed[-1].codec if pages.sealed else pages.layout.codec
 
 
-# The operation that encodes pages: check the operands, choose the backend, run.
+# Encoding of pages.
 
 SOUND, NON_FINITE, OUT_OF_RANGE = 0, 1, 2
-"""What `transcode` says of a layer of a page."""
+"""Status of a layer of a page from `transcode`."""
 
 
 def transcode(
@@ -250,7 +250,7 @@ def transcode(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Write full pages once more in another codec: seal, demote, or decode.
+    """Write full pages in another codec: seal, demote, or decode.
 
     All implementations write the same bytes: every step is one correctly rounded float32
     operation in a given order (docs/explain/codecs.md). Bytes between runs and stripes become 0.
@@ -270,7 +270,7 @@ def transcode(
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend, or it does not know one of the codecs; latent pages.
+        ConfigError: The backend does not exist or lacks one of the codecs, or pages are latent.
     """
     check_granules(arena, old.granules, source=source)
     check_granules(arena, new.granules, target=target)
@@ -293,7 +293,7 @@ def transcode(
     return status
 
 
-# Operations that move pages and tokens: check the operands, choose the backend, run.
+# Moves of pages and tokens.
 
 
 def copy_pages(
@@ -315,7 +315,7 @@ def copy_pages(
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend.
+        ConfigError: The backend does not exist.
     """
     check_granules(arena, granules, source=source, target=target)
     if source.shape != target.shape:
@@ -343,18 +343,18 @@ def gather_pages(
         source: int32 `[n]`, granules at which the pages begin.
         granules: Granules of a page.
         out: uint8 `[n, granules * 4096]`, contiguous; beside a GPU it may be pinned host memory,
-            which holds the pages when the stream has come so far.
+            which holds the pages once the stream has reached this point.
         part: `(first, count)` in granules (`stripe_part`) of each page; `out` is
             `[n, count * 4096]` then. Default: whole pages.
         lines: int32 `[n]` on the arena's device, granules of `out` at which the copies begin; `out`
-            is `[bytes]` then. Default: one behind the other.
-        digests: int64 `[n, stripes, 2]` on the arena's device, contiguous; gets the digests of the
-            stripes, equal parts of what is moved, in the same pass (`digest_pages`).
+            is `[bytes]` then. Default: one after the other.
+        digests: int64 `[n, stripes, 2]` on the arena's device, contiguous; filled with the digests
+            of the stripes, equal parts of the moved bytes, in the same pass (`digest_pages`).
         backend: "reference", "cpu" or "triton"; default by device.
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend.
+        ConfigError: The backend does not exist.
     """
     _check_staged(arena, granules, part, "out", out, lines, source=source)
     move = resolve("gather_pages", ANY, backend or choose(arena.device))
@@ -381,18 +381,18 @@ def scatter_pages(
         target: int32 `[n]`, granules at which the pages begin; no two overlap.
         granules: Granules of a page.
         data: uint8 `[n, granules * 4096]`, contiguous; beside a GPU it may be pinned host memory,
-            which must live until the stream has come so far.
+            which must stay alive until the stream has reached this point.
         part: `(first, count)` in granules (`stripe_part`) of each page, the only bytes written;
             `data` is `[n, count * 4096]` then. Default: whole pages.
         lines: int32 `[n]` on the arena's device, granules of `data` at which the lines begin;
-            `data` is `[bytes]` then. Default: one behind the other.
-        digests: int64 `[n, stripes, 2]` on the arena's device, contiguous; gets the digests of the
-            stripes, equal parts of what is moved, in the same pass (`digest_pages`).
+            `data` is `[bytes]` then. Default: one after the other.
+        digests: int64 `[n, stripes, 2]` on the arena's device, contiguous; filled with the digests
+            of the stripes, equal parts of the moved bytes, in the same pass (`digest_pages`).
         backend: "reference", "cpu" or "triton"; default by device.
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend.
+        ConfigError: The backend does not exist.
     """
     _check_staged(arena, granules, part, "data", data, lines, target=target)
     move = resolve("scatter_pages", ANY, backend or choose(arena.device))
@@ -410,7 +410,7 @@ def digest_pages(
     part: tuple[int, int] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return the digests of the stripes of pages, where they lie (NH-128, `flowkv.core.digest`).
+    """Return the digests of the stripes of pages in place (NH-128, `flowkv.core.digest`).
 
     Args:
         arena: uint8 `[bytes]`.
@@ -421,12 +421,12 @@ def digest_pages(
         backend: "reference", "cpu" or "triton"; default by device.
 
     Returns:
-        int64 `[n, stripes, 2]`, low half and high half of each, on the device of `arena`: as bytes,
-        those of a frame's header.
+        int64 `[n, stripes, 2]`, low half and high half of each, on the device of `arena`, with the
+        bytes of a frame's header.
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend.
+        ConfigError: The backend does not exist.
     """
     _check_stripes(_check_part(arena, granules, part, source=source), stripes)
     digest = resolve("digest_pages", ANY, backend or choose(arena.device))
@@ -442,24 +442,24 @@ def drop_tokens(
     *,
     backend: str | None = None,
 ) -> None:
-    """Make pages of the tokens that are kept of others, chosen for each layer and KV head alone.
+    """Fill pages with the kept tokens of others, chosen for each layer and KV head separately.
 
-    Sparsification by what tokens weigh (H2O, Zhang et al., arXiv 2306.14048; SnapKV, Li et al.,
-    arXiv 2404.14469). Keys keep the rotations of their own positions. All pages are raw: sealed
-    ones are decoded first (`transcode`), and what results may be sealed again.
+    It serves sparsification by attention mass (H2O, Zhang et al., arXiv 2306.14048; SnapKV, Li et
+    al., arXiv 2404.14469). Keys keep the rotations of their own positions. All pages are raw:
+    sealed ones are decoded first (`transcode`), and the result may be sealed again.
 
     Args:
         arena: uint8 `[bytes]`.
         source: int32 `[s]`, granules at which the pages of a row begin, in order.
         target: int32 `[ceil(n / P)]`, granules of pages to fill; none overlaps another page.
         keep: int32 `[L, Hk, n]`: token j of the new pages of a layer and head is token
-            `keep[l, h, j]`, below s * P, of the old ones, in whatever order.
-        layout: Where the bytes of a page lie.
+            `keep[l, h, j]`, below s * P, of the old ones, in any order.
+        layout: Layout of a page.
         backend: "reference", "cpu" or "triton"; default by device and dtype.
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend, or the pages are sealed.
+        ConfigError: The backend does not exist, or the pages are sealed.
     """
     check_granules(arena, layout.granules, source=source, target=target)
     kept = keep.shape[-1] if keep.dim() else 0
@@ -475,7 +475,7 @@ def drop_tokens(
 
 
 def stripe_part(layout: PageLayout, layer: int, layers: int = 1) -> tuple[int, int]:
-    """`part` of a page that holds `layers` layers from `layer` (within the group) on."""
+    """Return the `part` of a page that holds `layers` layers from `layer` (within the group) on."""
     stripe = layout.stripe_stride_bytes // GRANULE_BYTES
     return layer * stripe, layers * stripe
 
@@ -488,7 +488,7 @@ def _check_part(
     if first < 0 or count < 0 or first + count > granules:
         raise GeometryError(
             f"part ({first}, {count}) of pages of {granules} granules",
-            "Pass (first granule, granules) within the page, as stripe_part() answers",
+            "Pass (first granule, granules) within the page, as stripe_part() returns",
         )
     return count
 
@@ -543,7 +543,7 @@ def _check_digests(digests: torch.Tensor, arena: torch.Tensor, n: int, granules:
     _check_stripes(granules, stripes)
 
 
-# Keys that move to other positions: pages are reused where their prefix is another one.
+# Rotation of keys to other positions, for pages that are reused behind another prefix.
 #
 # A key that was rotated for position p (RoPE, Su et al., arXiv 2104.09864) and is needed at p + d
 # is rotated by d once more: R(d) R(p) = R(p + d). So a chunk of text computed elsewhere can stand
@@ -555,8 +555,8 @@ def _check_digests(digests: torch.Tensor, arena: torch.Tensor, n: int, granules:
 # turning keeps that, and rounding adds u * r. So a repositioned key lies within (2 u + 2**-21) r
 # of the exact one, where a computed one lies within u * r: one rounding more (float16 below
 # 2**-14 is coarser, by 2**-24). n moves cost n roundings: move from the original. Angles are made
-# in float64; models that make theirs in float32 are off by up to 2**-24 * position radians
-# themselves, which no rotation can know.
+# in float64; models that compute theirs in float32 are off by up to 2**-24 * position radians
+# themselves, which no rotation can correct.
 
 
 def rotations(
@@ -567,14 +567,14 @@ def rotations(
     start: int = 0,
     device: torch.device | str = "cpu",
 ) -> tuple[Rotary, torch.Tensor]:
-    """Rotations by distances, made once on the host in float64, one line for each distinct one.
+    """Return rotations by distances, computed on the host in float64, one line per distinct one.
 
     Args:
         deltas: `[n]`, new position of each page less its old one, in tokens.
         inv_freq: `[R/2]`, radians a token, of the model's rotary embedding.
         interleaved: Whether dims of a pair are neighbours, or one from either half of the R dims.
         start: First of the R rotated dims of a key.
-        device: Where the pages lie.
+        device: Device of the pages.
 
     Returns:
         (rotations, `turns` int32 `[n]`), the operands of `reposition`; -1 where nothing moves.
@@ -600,20 +600,20 @@ def reposition(
 ) -> None:
     """Rotate the keys of raw pages in place, each page by a line of `rope`.
 
-    Sealed pages are decoded first (`transcode`) and sealed again behind. Values have no positions.
+    Sealed pages are decoded before (`transcode`) and sealed again after. Values have no positions.
 
     Args:
         arena: uint8 `[bytes]`.
         pages: int32 `[n]`, granules at which the pages begin; none twice.
-        turns: int32 `[n]`, line of `rope` for each page; -1 leaves a page as it is, bit for bit.
+        turns: int32 `[n]`, line of `rope` for each page; -1 leaves a page unchanged, bit for bit.
         rope: Rotations, `rotations()` for distances.
-        layout: Where the bytes of a page lie.
-        layer: Within the group; default all.
+        layout: Layout of a page.
+        layer: Layer within the group; default all.
         backend: "reference", "cpu" or "triton"; default by device and dtype.
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend, or the pages are sealed.
+        ConfigError: The backend does not exist, or the pages are sealed.
     """
     check_granules(arena, layout.granules, pages=pages)
     if layer is not None and not 0 <= layer < layout.layers:
@@ -627,17 +627,16 @@ def reposition(
     resolve("reposition", layout.codec, backend)(arena, pages, turns, rope, layout, layer)
 
 
-# `checksum`: what memory holds, computed where it lies, with the same result on every device.
+# `checksum`: sums of memory, computed in place, with the same result on every device.
 #
 # Word w at place j of its block becomes x = mix(w XOR (j + 1) G), a bijection of w, and a block's
-# two sums are the sums of x and of x times an odd number that j gives, modulo 2**64. So a change
-# of one word always changes both sums; words that trade places or change together collide by
-# chance alone (1 in 2**64, were the sums random). It guards against mistakes and not against an
-# attacker.
+# two sums are the sums of x and of x times an odd number made from j, modulo 2**64. So a change of
+# one word always changes both sums; words that trade places or change together collide by chance
+# alone (1 in 2**64, were the sums random). It guards against mistakes and not against an attacker.
 
 
 def checksum(words: torch.Tensor, block_words: int, *, backend: str | None = None) -> torch.Tensor:
-    """Two 64-bit sums over each block of a tensor.
+    """Return two 64-bit sums over each block of a tensor.
 
     Args:
         words: int64 `[n]`, contiguous.
@@ -649,7 +648,7 @@ def checksum(words: torch.Tensor, block_words: int, *, backend: str | None = Non
 
     Raises:
         GeometryError: `words` is no flat contiguous int64 tensor, or a block has no words.
-        ConfigError: No such backend.
+        ConfigError: The backend does not exist.
     """
     if words.dtype is not torch.int64 or words.dim() != 1 or not words.is_contiguous():
         raise GeometryError(
@@ -680,7 +679,7 @@ def checking() -> Iterator[None]:
 
 
 def is_checking() -> bool:
-    """Whether the values of tables and lists are to be compared with what they point into."""
+    """Return whether values of tables and lists are checked against their targets."""
     return _depth > 0
 
 
@@ -693,7 +692,7 @@ def check_packed(name: str, x: torch.Tensor, pages: Pages, heads: int, dim: int)
     """Check a packed `[N, heads, dim]` tensor against the arena's device.
 
     Raises:
-        GeometryError: Another shape or device.
+        GeometryError: The shape or device is wrong.
     """
     if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != dim:
         raise GeometryError(
@@ -702,7 +701,7 @@ def check_packed(name: str, x: torch.Tensor, pages: Pages, heads: int, dim: int)
         )
     if x.device != pages.arena.device:
         raise GeometryError(
-            f"{name} lies on {x.device}, its pages on {pages.arena.device}",
+            f"{name} is on {x.device}, its pages on {pages.arena.device}",
             "Give each device's layers a group, and a pool, of their own",
         )
 
@@ -711,7 +710,7 @@ def check_arena(arena: torch.Tensor) -> None:
     """Check that an arena is contiguous bytes, a whole number of granules.
 
     Raises:
-        GeometryError: It is not.
+        GeometryError: The arena has another dtype, shape or stride.
     """
     if (
         arena.dtype is not torch.uint8
@@ -732,7 +731,7 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
     """Check a batch against the pages and, if given, the number of packed tokens.
 
     Raises:
-        GeometryError: A wrong dtype, device, shape, or (while `checking`) a page outside the arena.
+        GeometryError: A dtype, device or shape is wrong, or (while `checking`) a page is outside.
     """
     arena, layout, layer, _ = pages
     if not 0 <= layer < layout.layers:
@@ -740,7 +739,8 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
             f"layer {layer} of a group of {layout.layers}",
             "Count layers within their group, from 0",
         )
-    # A step's batch is checked by its first layer; the others, which are most calls, compare names.
+    # A step's batch is checked by its first layer; the others, which are most calls, compare
+    # identity.
     passed, address, total = _PASSED[0]
     if batch is passed and arena.data_ptr() == address and not _depth:
         _check_total(tokens, total)
@@ -761,13 +761,13 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
             )
     if _depth:
         _check_pages(pages, batch, tokens, writes)
-    total = int(batch.starts[-1]) if batch.starts.is_cpu else -1  # nobody waits for a GPU here
+    total = int(batch.starts[-1]) if batch.starts.is_cpu else -1  # no wait for a GPU here
     _check_total(tokens, total)
     _PASSED[0] = batch, arena.data_ptr(), total
 
 
 def _check_total(tokens: int | None, total: int) -> None:
-    if tokens is not None and tokens < total:  # more are of no row, as in a captured graph
+    if tokens is not None and tokens < total:  # the rest are of no row, as in a captured graph
         raise GeometryError(
             f"{tokens} packed tokens for a batch of {total}",
             "Pass the new tokens of all rows of the step, packed",
@@ -778,7 +778,7 @@ def check_queries(q: torch.Tensor, pages: Pages, batch: Ragged) -> None:
     """Check packed queries against the pages and the batch.
 
     Raises:
-        GeometryError: A wrong shape, dtype or device, or heads that do not divide.
+        GeometryError: A shape, dtype or device is wrong, or the heads do not divide.
     """
     layout, heads = pages.layout, q.shape[1] if q.dim() == 3 else 0
     check_packed("q", q, pages, heads, layout.head_dim)
@@ -794,7 +794,7 @@ def check_scoring(how: Scoring, q: torch.Tensor, pages: Pages, batch: Ragged) ->
     """Check the switches of an attention call.
 
     Raises:
-        GeometryError: A wrong shape, dtype or device, or switches that exclude each other.
+        GeometryError: A shape, dtype or device is wrong, or switches exclude each other.
     """
     heads = q.shape[1]
     for name, logits in (("sinks", how.sinks), ("alibi", how.alibi)):
@@ -843,7 +843,8 @@ def check_granules(arena: torch.Tensor, granules: int, **lists: torch.Tensor) ->
     """Check lists of starting granules of pages of `granules` granules.
 
     Raises:
-        GeometryError: A wrong dtype or device, or (while `checking`) a page outside the arena.
+        GeometryError: A dtype or device is wrong, or (while `checking`) a page is outside the
+            arena.
     """
     check_arena(arena)
     for name, x in lists.items():
@@ -865,10 +866,10 @@ def check_granules(arena: torch.Tensor, granules: int, **lists: torch.Tensor) ->
 def check_staging(name: str, x: torch.Tensor, arena: torch.Tensor, n: int, granules: int) -> None:
     """Check a staging tensor, uint8 `[n, granules * 4096]` contiguous, for its arena.
 
-    It lies on the arena's device, or in pinned host memory, which a GPU reaches too.
+    It must be on the arena's device, or in pinned host memory, which a GPU reaches too.
 
     Raises:
-        GeometryError: It is another shape, dtype, layout or device.
+        GeometryError: The shape, dtype, layout or device is wrong.
     """
     width = granules * GRANULE_BYTES
     if (
@@ -931,7 +932,7 @@ def check_rotary(rope: Rotary, layout: PageLayout, device: torch.device, lines: 
     """Check rotations of keys of `layout`, of which at least `lines` will be read.
 
     Raises:
-        GeometryError: A wrong shape, dtype or device, or too few lines.
+        GeometryError: A shape, dtype or device is wrong, or there are too few lines.
     """
     cos, sin = rope.cos, rope.sin
     for name, x in (("cos", cos), ("sin", sin)):
@@ -959,7 +960,7 @@ def check_rotary(rope: Rotary, layout: PageLayout, device: torch.device, lines: 
     if layout.latent and rope.start < layout.value_dim:
         raise GeometryError(
             f"rotated dims from {rope.start} on, of which {layout.value_dim} are the value",
-            f"Rotate what stands behind a latent: start={layout.value_dim}",
+            f"Rotate the dims behind the latent: start={layout.value_dim}",
         )
 
 
@@ -969,7 +970,7 @@ def check_lines(
     """Check a list of numbers from `low` to `end` - 1; their values only while `checking`.
 
     Raises:
-        GeometryError: A wrong shape, dtype or device, or (while `checking`) a number outside.
+        GeometryError: A shape, dtype or device is wrong, or (while `checking`) a number is outside.
     """
     if x.dtype is not torch.int32 or x.shape != tuple(shape) or x.device != device:
         raise GeometryError(

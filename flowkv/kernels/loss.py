@@ -1,7 +1,7 @@
-"""Bounds of what a codec may lose of each element, as docs/explain/codecs.md derives them.
+"""Bounds of a codec's error for each element, as docs/explain/codecs.md derives them.
 
-They are evaluated in float64 from what is encoded, never from what a codec stored, and hold for
-every page of which `kernels.transcode` says `SOUND`.
+They are evaluated in float64 from the original elements, never from stored codes, and hold for
+every page that `kernels.transcode` reports as `SOUND`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ U, U_HALF, TINY = 2.0**-24, 2.0**-11, 2.0**-25
 
 
 def by_token(x: torch.Tensor, levels: int) -> torch.Tensor:
-    """What a symmetric code of `levels` may lose of each element of float64 `[..., P, D]`."""
+    """Return a symmetric code's error bound per element of float64 `[..., P, D]`."""
     most = x.abs().amax(-1, keepdim=True)
     scale = most / levels * (1 + U) * (1 + U_HALF) + TINY
     clamped = most * (U_HALF + U) + levels * TINY
@@ -25,7 +25,7 @@ def by_token(x: torch.Tensor, levels: int) -> torch.Tensor:
 
 
 def by_channel(x: torch.Tensor, levels: int = 15) -> torch.Tensor:
-    """What the keys of kv4c may lose of each element of float64 `[..., P, D]`."""
+    """Return the error bound of kv4c's keys per element of float64 `[..., P, D]`."""
     low = x.amin(-2, keepdim=True)
     span = x.amax(-2, keepdim=True) - low
     scale = span / levels * (1 + 2 * U) * (1 + U_HALF) + TINY
@@ -37,18 +37,18 @@ def by_channel(x: torch.Tensor, levels: int = 15) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """The transform of kv4h in float64: all but exact beside float32."""
+    """Return the transform of kv4h in float64, which is all but exact beside float32."""
     return reference_codec.rotate(x.double())
 
 
 def turning(x: torch.Tensor) -> float:
-    """By how much, relative to its norm, float32 changes a token of `[..., P, D]` in turning it."""
+    """Return the relative change of a token's norm, of `[..., P, D]`, by a float32 transform."""
     block = x.shape[-1] & -x.shape[-1]
     return math.expm1((block.bit_length() + 1) * math.log1p(U)) * (1 + 1e-6)
 
 
 def by_rotation(x: torch.Tensor, levels: int = 7) -> torch.Tensor:
-    """What the keys of kv4h may lose of each token of `[..., P, D]`, as a Euclidean norm."""
+    """Return the error bound of kv4h's keys per token of `[..., P, D]`, as a Euclidean norm."""
     norm, lost = x.norm(dim=-1), turning(x)
     most = turned(x).abs().amax(-1) + lost * norm
     each = most / levels / 2 * (1 + U) * (1 + U_HALF) + TINY / 2 + 3 * U * most
@@ -59,11 +59,11 @@ def by_rotation(x: torch.Tensor, levels: int = 7) -> torch.Tensor:
 
 
 def bounds(codec: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a codec of the catalogue may lose of each element of full pages.
+    """Return the error bounds of a codec of the catalogue for each element of full pages.
 
     Args:
         codec: One of `CODECS`.
-        k: `[..., P, D]`, what is encoded.
+        k: `[..., P, D]`, the original elements.
         v: `[..., P, Dv]`.
 
     Returns:

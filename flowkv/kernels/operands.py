@@ -1,4 +1,4 @@
-"""Operands of every page kernel: where the pages lie, and which tokens of which rows are meant.
+"""Operands of every page kernel: the pages, and the tokens of the rows of a step.
 
 Shape legend (used by all kernels): B rows of a ragged batch, N new tokens of all rows together,
 T new tokens of one row, S context of one row, P page size, Hq/Hk query and KV heads, D/Dv head
@@ -19,7 +19,7 @@ class Pages(NamedTuple):
 
     Attributes:
         arena: The pool, uint8 `[bytes]`, contiguous; granule g begins at byte 4096 * g.
-        layout: Where the bytes of a raw page lie; open pages are raw.
+        layout: Layout of a raw page; open pages are raw.
         layer: Layer within the group, 0 to `layout.layers` - 1.
         sealed: Layouts of the other codecs that pages of the table may have, least lossy first.
     """
@@ -31,7 +31,7 @@ class Pages(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """The rows of one step. Planned once per step and group, read by every layer.
+    """Rows of one step. Planned once per step and group, read by every layer.
 
     Token j of row b stands at position `lengths[b] - T_b + j` of its sequence, where
     `T_b = starts[b + 1] - starts[b]`; it is element `starts[b] + j` of packed tensors.
@@ -45,8 +45,8 @@ class Ragged(NamedTuple):
         starts: int32 `[B + 1]`: first new token of each row in packed tensors; the last is N.
         most_new: max over rows of T, known on the host.
         most_length: max over rows of `lengths`, known on the host.
-        most_prompts: Rows with more than one new token, at most; -1 where nobody counted. Bounds
-            what is put aside for decoding their sealed pages.
+        most_prompts: Most rows with more than one new token; -1 if not counted. Bounds the memory
+            reserved for decoding their sealed pages.
     """
 
     table: torch.Tensor
@@ -59,23 +59,23 @@ class Ragged(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The scores of one attention call, and what it is asked for beside its output.
+    """Options of one attention call: its scores, and its outputs beside o.
 
     A token's logit is `cap(scale * q.k) + alibi * (its position - the query's)`.
 
     Attributes:
-        scale: Of q.k.
+        scale: Scale of q.k.
         window: Tokens that a token sees, itself included; None for all before it.
         softcap: c in `cap(s) = c * tanh(s / c)`; None for none.
         sinks: `[Hq]`, logits that join each softmax's denominator.
         alibi: float32 `[Hq]`, slopes.
-        tree: int64 `[N]`: bit j says that the token sees new token j of its row, in place of the
+        tree: int64 `[N]`: a set bit j lets the token see new token j of its row, in place of the
             causal rule among a row's at most 64 new tokens. All before the new ones are seen.
         causal: False for cross-attention: each query sees all `lengths[b]` tokens of its row, and
             the queries' own tokens are in no page.
-        mass: float32 `[B, pages, Hk]`: to each page's entry is added the weight that the row's
+        mass: float32 `[B, pages, Hk]`: added to each page's entry is the weight that the row's
             queries give to the page, summed over them and over the query heads of the KV head.
-        return_lse: Whether the normaliser is asked for.
+        return_lse: Whether to return the normaliser.
         invariant: Whether a row's result must not depend on the rest of the batch, bit for bit.
     """
 
@@ -102,8 +102,8 @@ class Rotary(NamedTuple):
     Attributes:
         cos: float32 `[lines, R/2]`.
         sin: float32 `[lines, R/2]`.
-        interleaved: Pairs are neighbours, instead of one from either half of the R dims.
-        start: First of the R rotated dims; the others stay as they are.
+        interleaved: Whether pairs are neighbours, instead of one from either half of the R dims.
+        start: First of the R rotated dims; the others stay unchanged.
     """
 
     cos: torch.Tensor

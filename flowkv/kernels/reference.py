@@ -1,4 +1,4 @@
-"""The oracle in torch: every operation, plain and slow, that the others are held to."""
+"""The reference kernels in torch: every operation, plain and slow, that defines the others."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from flowkv.core.geometry import GRANULE_BYTES, PageLayout, codec_of, granule_of
 from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 
-# The oracle of the codecs: what every byte of a sealed page is, in plain torch, on any device.
+# Reference of the codecs: every byte of a sealed page, in plain torch, on any device.
 #
 # Every step is one float32 operation, rounded once, to nearest even, in the order written here. So
 # the numba twin and the Triton kernel can write the very same bytes, and do. The formulas, and the
 # bounds that follow from them, are derived in docs/explain/codecs.md.
 #
-# Runs are stacked as `[..., P, D]`: whatever stands before tokens and dims is a batch.
+# Runs are stacked as `[..., P, D]`: all dims before tokens and head dims are a batch.
 
 LEVELS = {"kv8": (127, 127), "k8v4": (127, 7), "kv4c": (15, 7), "kv4h": (7, 7)}
-"""By codec: q of K and V goes from -levels to levels; of the keys of kv4c, from 0 to levels."""
+"""By codec: q of K and V lies in -levels to levels; for the keys of kv4c, in 0 to levels."""
 
 FITS = 65520.0
-"""The least number that float16 rounds to infinity; it rounds everything below to a number."""
+"""Least number that float16 rounds to infinity; all below round to a number."""
 HUGE = 2.0**100
-"""Elements from here on are encoded as 0: no codec has a scale for them, whatever is beside."""
+"""Least magnitude that is encoded as 0: no codec has a scale for such elements."""
 
 _ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 
 
 class Coded(NamedTuple):
-    """Quantised elements: integers `q`, what they are multiplied by, and whether that fits.
+    """Quantised elements: integers `q` with their scales, and whether these fit float16.
 
     Attributes:
-        q: int32, as wide as what was encoded.
+        q: int32, of the shape of the input.
         scales: float16, `[..., P]` by token or `[..., D]` by channel.
         over: bool `[...]`: a scale or offset is beyond float16, which saturates instead.
-        offsets: float16 `[..., D]`, what the keys of kv4c count from.
+        offsets: float16 `[..., D]`, zero points of the keys of kv4c.
     """
 
     q: torch.Tensor
@@ -50,17 +50,17 @@ class Coded(NamedTuple):
 
 
 def rint(t: torch.Tensor) -> torch.Tensor:
-    """The nearest integer, half to even, where |t| < 2**22; beyond, something at least as large."""
+    """Round half to even where |t| < 2**22; beyond, the result is at least as large."""
     return (t + _ROUND) - _ROUND
 
 
 def divided(a: torch.Tensor, b: float) -> torch.Tensor:
-    """The quotient, rounded once: by a plain number, CUDA torch multiplies with its reciprocal."""
+    """Return the quotient, rounded once: for a plain number, CUDA torch multiplies instead."""
     return a / a.new_tensor(b)
 
 
 def to_half(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float16 nearest to x, saturated; whether it saturated)."""
+    """Return (float16 nearest to x, saturated; whether it saturated)."""
     return x.clamp(-65504.0, 65504.0).to(torch.float16), ~(x.abs() < FITS)
 
 
@@ -87,7 +87,7 @@ def by_channel(x: torch.Tensor, levels: int = 15) -> Coded:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """The orthonormal Walsh-Hadamard transform of blocks of D; its own inverse, up to rounding.
+    """Return the orthonormal Walsh-Hadamard transform of blocks of D; up to rounding, self-inverse.
 
     A block is the largest power of two that divides D. Butterflies in place, nearest first.
     """
@@ -101,7 +101,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decoded elements as raw ones: to nearest even; float16 saturates.
+    """Return decoded elements as raw ones: to nearest even; float16 saturates.
 
     The largest float16 may decode to a little more than itself, which must not become infinite.
     """
@@ -111,13 +111,13 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def decoded(
     arena: torch.Tensor, layout: PageLayout, layer: int, granules: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer of some full pages, as numbers: what attention over them attends to.
+    """Decode one layer of some full pages to the numbers that attention uses.
 
     Args:
         arena: uint8 `[bytes]`.
-        layout: Of the pages, in any codec.
+        layout: Layout of the pages, in any codec.
         layer: Layer within the group.
-        granules: Where the pages begin.
+        granules: First granules of the pages.
 
     Returns:
         K `[n, Hk, P, D]` and V `[n, Hk, P, Dv]` in float32 (float64 if the pages are), never
@@ -146,12 +146,12 @@ def decoded(
 
 
 def encoded(k: torch.Tensor, v: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ...]:
-    """One layer of full pages as bytes.
+    """Encode one layer of full pages as bytes.
 
     Args:
         k: `[n, Hk, P, D]`, float32.
         v: `[n, Hk, P, Dv]`.
-        layout: Of the pages, in any codec.
+        layout: Layout of the pages, in any codec.
 
     Returns:
         uint8 `[n, stripe_stride_bytes]`, its padding zero, and the status of each page, int32 `[n]`
@@ -186,7 +186,7 @@ def transcode(
     old: PageLayout,
     new: PageLayout,
 ) -> torch.Tensor:
-    """Write full pages once more in another codec; see `dispatch.transcode`."""
+    """Write full pages in another codec; see `dispatch.transcode`."""
     status = arena.new_zeros(len(source), old.layers, dtype=torch.int32)
     granules, places = source.tolist(), target.tolist()
     if not granules:
@@ -203,7 +203,7 @@ def transcode(
 def _encoded_parts(
     k: torch.Tensor, v: torch.Tensor, layout: PageLayout
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """K, V and their scales as the bytes `[n, Hk, bytes]` of runs; whose scales are too large."""
+    """Return K, V and their scales as bytes `[n, Hk, bytes]`, and runs with too large scales."""
     levels_k, levels_v = LEVELS[layout.codec]
     values = symmetric(v, levels_v)
     v_q = values.q.transpose(-1, -2)  # [n, Hk, Dv, P]
@@ -223,25 +223,25 @@ def _encoded_parts(
 
 
 def _packed(q: torch.Tensor) -> torch.Tensor:
-    """Nibbles of `[..., n]` as bytes `[..., n / 2]`: i, and i + n / 2 above it."""
+    """Pack nibbles of `[..., n]` into bytes `[..., n / 2]`: i, and i + n / 2 above it."""
     low, high = q.chunk(2, -1)
     return low | high << 4
 
 
 def _opened(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The inverse of `_packed`, as int32."""
+    """Unpack bytes of `_packed` to int32."""
     return torch.cat((x & 15, x >> 4), dim).int()
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """`[n, Hk, ...]` as uint8 `[n, Hk, bytes]`."""
+    """View `[n, Hk, ...]` as uint8 `[n, Hk, bytes]`."""
     return x.contiguous().view(*x.shape[:2], math.prod(x.shape[2:])).view(torch.uint8)
 
 
 def _stripes(
     arena: torch.Tensor, layout: PageLayout, layer: int, granules: list[int]
 ) -> torch.Tensor:
-    """A copy of a layer's stripes of some pages: uint8 `[n, stripe_stride_bytes]`."""
+    """Copy a layer's stripes of some pages: uint8 `[n, stripe_stride_bytes]`."""
     rows = arena.view(-1, GRANULE_BYTES)
     count = layout.stripe_stride_bytes // GRANULE_BYTES
     first = torch.tensor(granules, device=arena.device, dtype=torch.int64) + layer * count
@@ -250,7 +250,7 @@ def _stripes(
 
 
 def _parts(stripes: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ...]:
-    """Views `[n, Hk, bytes]` of K, V and their scales, all but the padding, in stripes."""
+    """Return views `[n, Hk, bytes]` of K, V and their scales, all but the padding, in stripes."""
     runs = stripes[:, : layout.stripe_bytes].unflatten(1, (layout.kv_heads, layout.run_bytes))
     tokens, dim, dim_v = layout.page_size, layout.head_dim, layout.value_dim
     if layout.codec == "raw":
@@ -274,7 +274,7 @@ def _parts(stripes: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ...
 def rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: Rotary, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`x [..., D]`, its pairs turned by `cos` and `sin`, `[..., R/2]` alike, rounded to `dtype`."""
+    """Return `x [..., D]`, its pairs turned by `cos` and `sin`, both `[..., R/2]`, as `dtype`."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     end = rope.start + 2 * cos.shape[-1]
     turned = x[..., rope.start : end].to(wide)
@@ -289,19 +289,18 @@ def rotated(
     return torch.cat(parts, -1)
 
 
-# The oracle: every kernel operation in plain torch, row after row, accumulated in float64.
+# Reference of the attention operations in plain torch, row after row, accumulated in float64.
 #
-# Nothing here is fast. It says what the operations mean, serves dtypes and devices without
-# kernels of their own, and is what the kernels are tested against. Shapes follow the legend in
-# `operands`.
+# Nothing here is fast. It defines the operations, serves dtypes and devices without kernels of
+# their own, and is the expectation in tests of the kernels. Shapes follow the legend in `operands`.
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
 
 def page_views(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of one layer of the arena by starting granule: K `[g, Hk, P, D]`, V `[g, Hk, P, Dv]`.
+    """Return views of a layer by starting granule: K `[g, Hk, P, D]`, V `[g, Hk, P, Dv]`.
 
-    Neighbouring granules overlap; only those at which a page begins mean anything.
+    Neighbouring granules overlap; only those at which a page begins are meaningful.
     """
     arena, layout, layer, _ = pages
     elements = arena.view(getattr(torch, layout.dtype))
@@ -322,7 +321,7 @@ def page_views(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def spans(batch: Ragged) -> Iterator[tuple[list[int], int, slice]]:
-    """For each row of the batch: its page ids, its length, its slice of packed tensors."""
+    """Yield for each row of the batch its page ids, its length, its slice of packed tensors."""
     starts = batch.starts.tolist()
     rows, lengths = batch.rows.tolist(), batch.lengths.tolist()
     for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -337,8 +336,8 @@ def append(
     Args:
         k: `[N, Hk, D]`.
         v: `[N, Hk, Dv]`.
-        pages: Where to; the pages that receive tokens must be present.
-        batch: Which tokens of which rows.
+        pages: Target; the pages that receive tokens must be present.
+        batch: Rows and tokens to write.
         rope: Rotations by position, for the keys.
     """
     keys, values = page_views(pages)
@@ -357,10 +356,10 @@ def append(
 
 
 def pages_of(pages: Pages, ids: list[int]) -> Partial:
-    """K `[n, Hk, P, D]` and V `[n, Hk, P, Dv]` of present pages of any codecs.
+    """Return K `[n, Hk, P, D]` and V `[n, Hk, P, Dv]` of present pages of any codecs.
 
-    They have the dtype of raw pages if all of these are raw, else at least float32, in which sealed
-    ones decode.
+    They have the dtype of raw pages if all of these are raw, else at least float32, the dtype in
+    which sealed pages decode.
     """
     views, codecs = page_views(pages), [codec_of(page) for page in ids]
     raw = [i for i, codec in enumerate(codecs) if codec == "raw"]
@@ -382,7 +381,7 @@ def pages_of(pages: Pages, ids: list[int]) -> Partial:
 def paged_attention(
     q: torch.Tensor, pages: Pages, batch: Ragged, how: Scoring
 ) -> torch.Tensor | Partial:
-    """Attention of the new tokens over their rows' pages; see `dispatch.paged_attention`."""
+    """Attend from the new tokens to their rows' pages; see `dispatch.paged_attention`."""
     size, heads, kv_heads = pages.layout.page_size, q.shape[1], pages.layout.kv_heads
     exact = torch.float32 if q.device.type == "mps" else torch.float64
     out = q.new_zeros(q.shape[0], heads, pages.layout.value_dim)
@@ -411,7 +410,7 @@ def paged_attention(
         if how.sinks is not None:
             s = torch.cat([s, how.sinks.to(exact)[:, None, None].expand(-1, count, 1)], 2)
         total = torch.logsumexp(s, 2)  # [Hq, T]
-        least = total.masked_fill(total == -torch.inf, 0.0)  # of a token that sees nothing
+        least = total.masked_fill(total == -torch.inf, 0.0)  # for a token that sees nothing
         p = torch.exp(s - least[..., None])[..., : len(seen)]
         out[new] = torch.einsum("hts,hsd->thd", p, v).to(q.dtype)
         lse[new] = total.T.float()
@@ -426,10 +425,10 @@ def paged_attention(
 def _hidden(
     seen: torch.Tensor, position: torch.Tensor, window: int | None, tree: torch.Tensor | None
 ) -> torch.Tensor:
-    """Which tokens at positions `seen` [S] each new token, at `position` [T, 1], cannot see."""
+    """Return a mask of the positions `seen` [S] hidden from new tokens at `position` [T, 1]."""
     hidden = seen > position
     if tree is not None:
-        number = seen - position[0]  # of the new token; negative before them
+        number = seen - position[0]  # index among the new tokens; negative before them
         bit = tree[:, None] >> number.clamp(min=0) & 1
         hidden = (number >= 0) & (bit == 0)
     if window is not None:
@@ -438,7 +437,7 @@ def _hidden(
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
-    """Attention over the union of disjoint sets of tokens, from its parts.
+    """Merge attention over disjoint sets of tokens into that over their union.
 
     Args:
         parts: `(o [N, Hq, Dv], lse [N, Hq])` each; an lse of -inf marks a part without tokens.
@@ -453,16 +452,16 @@ def merge(parts: Sequence[Partial]) -> Partial:
 
 
 def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `columns` tokens of each row as k `[B, Hk, columns, D]` and v `[..., Dv]`.
+    """Return the last `columns` tokens of each row: k `[B, Hk, columns, D]` and v `[..., Dv]`.
 
-    Right-aligned: a row's last token lies in the last column. Zeros fill the columns before a row
+    Right-aligned: a row's last token is in the last column. Zeros fill the columns before a row
     begins and those of absent pages.
     """
     size, rows = pages.layout.page_size, len(batch.rows)
     views = page_views(pages)
     dense = tuple(
         x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in views
-    )  # zeros: what no page covers
+    )  # zeros where no page is present
     for b, (ids, length, _) in enumerate(spans(batch)):
         start = max(0, length - columns)  # first token that has a column
         for p in range(start // size, -(-length // size)):
@@ -478,14 +477,14 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
 
 
 def _frames(arena: torch.Tensor, granules: int) -> torch.Tensor:
-    """Overlapping view of an arena by starting granule: `[g, granules * 4096]`."""
+    """Return an overlapping view of an arena by starting granule: `[g, granules * 4096]`."""
     starts = max(0, arena.numel() // GRANULE_BYTES - granules + 1)
     size, stride = (starts, granules * GRANULE_BYTES), (GRANULE_BYTES, 1)
     return arena.as_strided(size, stride, arena.storage_offset())
 
 
 def _pages_parts(frames: torch.Tensor, part: tuple[int, int] | None) -> torch.Tensor:
-    """The same (offset, count) of granules of every frame."""
+    """Return the same (offset, count) of granules of every frame."""
     if part is None:
         return frames
     first, count = part
@@ -517,7 +516,7 @@ def gather_pages(
     lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy pages of the arena, or `part` of each, to the lines of `out`, uint8 `[n, bytes]`."""
+    """Copy pages of the arena, or a `part` of each, to the lines of `out`, uint8 `[n, bytes]`."""
     frames, to = _pages_parts(_frames(arena, granules), part), _lines(out, lines, granules, part)
     for line, g in zip(to, source.tolist(), strict=True):
         line.copy_(frames[g])
@@ -545,7 +544,7 @@ def scatter_pages(
 def _lines(
     staging: torch.Tensor, lines: torch.Tensor | None, granules: int, part: tuple[int, int] | None
 ) -> list[torch.Tensor]:
-    """Return the lines of a staging tensor, which begin at granules of it, or follow each other."""
+    """Return the lines of a staging tensor: at granules of it, or one after the other."""
     if lines is None:
         return list(staging)
     n_bytes = (part or (0, granules))[1] * GRANULE_BYTES
@@ -583,7 +582,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shifted(x, 32)
 
 
-# The oracle of the operations that remake pages, and of rotation (RoPE).
+# Reference of the operations that rewrite pages, and of rotation (RoPE).
 
 
 def drop_tokens(
@@ -593,7 +592,7 @@ def drop_tokens(
     keep: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    """Make pages of chosen tokens of others; see `dispatch.drop_tokens`."""
+    """Fill pages with chosen tokens of others; see `dispatch.drop_tokens`."""
     size, count = layout.page_size, keep.shape[2]
     heads = torch.arange(layout.kv_heads, device=arena.device)[:, None]
     token = torch.arange(count, device=arena.device)
@@ -621,14 +620,14 @@ def reposition(
                 keys[page] = rotated(keys[page], rope.cos[turn], rope.sin[turn], rope, keys.dtype)
 
 
-# The oracle of `checksum`, in torch.
+# Reference of `checksum`, in torch.
 
 _AT_ONCE = 1 << 20
-"""Words that are mixed at a time: temporary tensors stay small beside the weights of a model."""
+"""Words mixed at a time: temporary tensors stay small beside the weights of a model."""
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `dispatch.checksum`."""
+    """Return two sums over each block; see `dispatch.checksum`."""
     sums = words.new_zeros(-(-len(words) // block_words), 2)
     for block, out in zip(words.split(block_words), sums, strict=True):
         for first in range(0, len(block), _AT_ONCE):
@@ -642,7 +641,7 @@ def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    # torch shifts int64 arithmetically: the copies of the sign have to go.
+    # torch shifts int64 arithmetically: the copies of the sign are masked out.
     return (x >> bits) & ((1 << 64 - bits) - 1)
 
 

@@ -1,7 +1,7 @@
 """The registry of kernels: a function by operation, codec and backend, imported on first use.
 
-Every operation has an oracle in torch ("reference"), a twin in numba ("cpu") and, where a GPU may
-call it, a Triton kernel. A test walks this table, so an operation without one of them cannot hide.
+Every operation has a reference in torch ("reference"), a twin in numba ("cpu") and a Triton kernel
+where a GPU may call it. A test walks this table, so that no operation lacks one of them unnoticed.
 All implementations of an operation take the same arguments, already checked: those of the public
 function of that name, without `backend`, and with the switches of attention as one `Scoring`.
 """
@@ -19,7 +19,7 @@ from flowkv.core.geometry import CODECS
 
 BACKENDS = ("reference", "cpu", "triton")
 ANY = "any"
-"""The codec of operations that move bytes and never look at them."""
+"""Codec of operations that move bytes without reading them."""
 
 _ROOM = "flowkv.kernels"
 _RAW = ("raw",)
@@ -49,13 +49,13 @@ IMPLEMENTATIONS: dict[tuple[str, str], dict[str, str]] = {
 
 
 def operations() -> tuple[str, ...]:
-    """Names of all operations, in the order of the table."""
+    """Return the names of all operations, in the order of the table."""
     return tuple(dict.fromkeys(op for op, _ in IMPLEMENTATIONS))
 
 
 @cache
 def resolve(op: str, codec: str, backend: str) -> Callable[..., Any]:
-    """The function that serves `op` on pages of `codec`; its module is imported on first use.
+    """Return the function that serves `op` on pages of `codec`; import its module on first use.
 
     Raises:
         ConfigError: There is no such implementation.
@@ -75,7 +75,7 @@ def resolve(op: str, codec: str, backend: str) -> Callable[..., Any]:
         )
     module, _, name = backends[backend].partition(":")
     try:
-        with compiling.around():  # some of it is compiled by being imported
+        with compiling.around():  # some modules compile code at import
             return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name not in (module, "triton"):

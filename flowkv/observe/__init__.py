@@ -1,1 +1,1 @@
-"""Events on one bus, and the metrics, traces and timelines made of them."""
+"""Events on a bus, and the metrics, traces and timelines made of them."""

@@ -1,4 +1,4 @@
-"""The one bus: everything worth knowing is an event, and metrics, traces and tests only listen.
+"""Events and their bus, which metrics, traces and tests subscribe to.
 
 Events carry counts, not contents: token ids, texts and tensors never travel on the bus.
 """
@@ -16,11 +16,11 @@ _log = logging.getLogger("flowkv")
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event", gc=False):
-    """Base of all events; subscribing to it is subscribing to everything."""
+    """Base of all events; a subscription to it receives every event."""
 
 
 class Published(Event, frozen=True, kw_only=True):
-    """Full pages became known to the index: from now on others can find them."""
+    """Full pages were published in the index, where other prompts can find them."""
 
     group: int
     pages: int
@@ -29,7 +29,7 @@ class Published(Event, frozen=True, kw_only=True):
 
 
 class Encoded(Event, frozen=True, kw_only=True):
-    """Full pages were encoded, or encoded once more; `n_bytes` are their bytes afterwards."""
+    """Full pages were encoded, or encoded again; `n_bytes` is their size afterwards."""
 
     group: int
     pages: int
@@ -67,7 +67,7 @@ class Restored(Event, frozen=True, kw_only=True):
 class RestoreSpan(Event, frozen=True, kw_only=True):
     """One piece of a restore, as it happened.
 
-    `engine` is "compute", "suffix" or the name of the tier it was loaded from; times are those of
+    `engine` is "compute", "suffix" or the name of the tier that was loaded from; times are those of
     `time.perf_counter`. A span over all layers has `layers` = their number and `layer` 0.
     """
 
@@ -83,11 +83,11 @@ class RestoreSpan(Event, frozen=True, kw_only=True):
 
 
 class RestoreEnded(Event, frozen=True, kw_only=True):
-    """A prefix is there: which of its tokens were computed, which loaded, and how long it took.
+    """The restore of a prefix ended, with its computed and loaded tokens, and its duration.
 
-    `exposed_s` is the part of that in which the caller waited for loads; `bound_s` what the
-    measured rates say nobody could beat, 0.0 while they are not known; `failed` counts loads that
-    did not come and were recomputed.
+    `exposed_s` is the part of `seconds` in which the caller waited for loads; `bound_s` the lower
+    bound by measured rates, 0.0 while rates are unknown; `failed` counts loads that failed, and
+    were recomputed.
     """
 
     request: int
@@ -125,10 +125,10 @@ class Stored(Event, frozen=True, kw_only=True):
 
 
 class Evicted(Event, frozen=True, kw_only=True):
-    """A tier gave up pages.
+    """A tier evicted pages.
 
-    `reason` is "space", "unused" (of a namespace that no cache uses), "lease", "quota", "prefetch",
-    "overflow" (of a sequence that is longer than its device) or "close".
+    `reason` is "space", "unused" (a namespace that no cache uses), "lease", "quota", "prefetch",
+    "overflow" (a sequence that is longer than its device) or "close".
     """
 
     tier: str
@@ -156,7 +156,7 @@ class Demoted(Event, frozen=True, kw_only=True):
 
 
 class Defragmented(Event, frozen=True, kw_only=True):
-    """Pages moved within a device's pool; `slabs` are empty now that were not."""
+    """Pages moved within a device's pool; `slabs` counts the slabs that became empty."""
 
     device: str
     pages: int
@@ -167,7 +167,7 @@ class Defragmented(Event, frozen=True, kw_only=True):
 
 
 class Failed(Event, frozen=True, kw_only=True):
-    """A tier did not do what it was asked; the pages are treated as missing."""
+    """An operation of a tier failed; its pages are treated as missing."""
 
     tier: str
     operation: str
@@ -176,7 +176,7 @@ class Failed(Event, frozen=True, kw_only=True):
 
 
 class Quarantined(Event, frozen=True, kw_only=True):
-    """A stored page failed its check; it is never used again."""
+    """A stored page failed its check, and is never used again."""
 
     tier: str
     key: bytes
@@ -184,14 +184,14 @@ class Quarantined(Event, frozen=True, kw_only=True):
 
 
 class Forgotten(Event, frozen=True, kw_only=True):
-    """Blocks were dropped here as another cache, which shares a tier with this one, erased them."""
+    """Blocks were dropped because another cache erased them on a shared tier."""
 
     tier: str
     blocks: int
 
 
 class Remembered(Event, frozen=True, kw_only=True):
-    """A call of something that `flowkv.memo` made: of its rows, some were found, some computed."""
+    """A function made by `flowkv.memo` was called: its rows, split into found and computed ones."""
 
     name: str
     rows: int
@@ -202,7 +202,7 @@ class Remembered(Event, frozen=True, kw_only=True):
 
 
 class RowsRead(Event, frozen=True, kw_only=True):
-    """Rows of an embedding on disk were looked up: different ones, and those found in memory."""
+    """Rows of an embedding on disk were looked up: distinct rows, and those found in memory."""
 
     rows: int
     found: int
@@ -211,13 +211,13 @@ class RowsRead(Event, frozen=True, kw_only=True):
 
 
 class WeightsRead(Event, frozen=True, kw_only=True):
-    """A forward ended whose weights were read as it went: units it met, those that were there."""
+    """A forward with streamed weights ended: the units it used, and those already in memory."""
 
     units: int
     found: int
     n_bytes: int
     seconds: float
-    """That it waited for the others."""
+    """Time that the forward waited for the other units."""
 
 
 class StepPlanned(Event, frozen=True, kw_only=True):
@@ -229,7 +229,7 @@ class StepPlanned(Event, frozen=True, kw_only=True):
 
 
 class Queued(Event, frozen=True, kw_only=True):
-    """An engine accepted a request; `waiting` counts those that wait now, this one included."""
+    """An engine accepted a request; `waiting` counts all requests that wait, this one included."""
 
     request: int
     prompt_tokens: int
@@ -240,7 +240,7 @@ class Queued(Event, frozen=True, kw_only=True):
 class Admitted(Event, frozen=True, kw_only=True):
     """A request entered the batch, for the first time or again after it was preempted.
 
-    `queued_s` is the wait that ended now; `reused_tokens` needed no computing.
+    `queued_s` is the wait that ended now; `reused_tokens` counts tokens that were not computed.
     """
 
     request: int
@@ -263,10 +263,10 @@ class EngineStep(Event, frozen=True, kw_only=True):
     """A step of an engine is over; times are those of `time.perf_counter`.
 
     `seconds` is the whole turn, `model_s` the forward, `sampling_s` the choice of tokens; the rest
-    is bookkeeping. `gaps_s` holds the time since its last token for each row that made a further
-    one; `decode_tokens` and `made_tokens` are those that were read in the turn, which on a GPU may
-    be the tokens of the step before. `pages` are those of `total_pages` that anybody held when all
-    was computed, not those that are merely remembered.
+    is bookkeeping. `gaps_s` has the time since the last token of each row that made a further
+    one; `decode_tokens` and `made_tokens` count tokens that were read in the turn, which on a GPU
+    may be those of the step before. `pages` counts pages of `total_pages` in use by sequences after
+    the forward, without idle pages that only the index knows.
     """
 
     rows: int
@@ -288,7 +288,7 @@ class Finished(Event, frozen=True, kw_only=True):
     """A request of an engine is over.
 
     `reason` is "stop", "length", "cancelled", "deadline" or "failed"; `ttft_s` and `tpot_s` are 0.0
-    where there was no first, or no further token.
+    if there was no first, or no further token.
     """
 
     request: int
@@ -308,19 +308,19 @@ class Finished(Event, frozen=True, kw_only=True):
 
 
 class Warned(Event, frozen=True, kw_only=True):
-    """Something the user should know; `code` is stable, `message` ends with what to do."""
+    """A warning for the user; `code` is stable, `message` ends with a remedy."""
 
     code: str
     message: str
 
 
 class Closing:
-    """A base of what is closed at the end of its `with` block."""
+    """Base of classes that are closed at the end of their `with` block."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Ends it. Safe to call again."""
+        """End the object's work. Safe to call again."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -331,7 +331,7 @@ class Closing:
 
 
 class Subscription(Closing):
-    """A callback on a bus, until `close()` or the end of its `with` block."""
+    """Callback on a bus, until `close()` or the end of its `with` block."""
 
     __slots__ = ("_bus", "_failed", "callback", "types")
 
@@ -342,13 +342,13 @@ class Subscription(Closing):
         self._failed = False
 
     def close(self) -> None:
-        """Ends it. A call already running on another thread still finishes."""
+        """End the subscription. A call that runs on another thread still finishes."""
         self._bus._remove(self)
 
     def _deliver(self, event: Event) -> None:
         try:
             self.callback(event)
-        except Exception:  # a listener may be wrong, but it must not take serving down with it
+        except Exception:  # a faulty listener must not stop serving
             if not self._failed:
                 self._failed = True
                 _log.exception(
@@ -358,10 +358,10 @@ class Subscription(Closing):
 
 
 class Bus:
-    """Delivers events to subscribers, on the emitter's thread and in order of subscription.
+    """Bus that delivers events on the emitter's thread, to subscribers in order of subscription.
 
-    Thread-safe. Without a subscriber, `emit` is one dictionary look-up; where building the event
-    costs more than that, ask `wants` first. A callback should be quick and must not block.
+    Thread-safe. Without a subscriber, `emit` is one dictionary look-up; if building the event
+    costs more than that, check `wants` first. A callback should be quick and must not block.
     """
 
     __slots__ = ("_lock", "_routes", "_subscriptions")
@@ -373,7 +373,7 @@ class Bus:
         self._routes: dict[type[Event], tuple[Subscription, ...]] = {}
 
     def subscribe(self, callback: Callable[[Any], object], *types: type[Event]) -> Subscription:
-        """Calls `callback` with every event of `types` and their subclasses; none means all.
+        """Call `callback` with every event of `types` and their subclasses; no types means all.
 
         Exceptions of the callback are logged once and otherwise ignored.
         """
@@ -384,12 +384,12 @@ class Bus:
         return subscription
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether anyone listens to events of exactly this type."""
+        """Return whether any subscriber receives events of exactly this type."""
         route = self._routes.get(kind)
         return bool(self._route(kind) if route is None else route)
 
     def emit(self, event: Event) -> None:
-        """Delivers `event`; returns when every subscriber has been called."""
+        """Deliver `event`, and return once every subscriber has been called."""
         route = self._routes.get(type(event))
         if route is None:
             route = self._route(type(event))

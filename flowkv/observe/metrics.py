@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms, fed by the bus and readable as a dict or Prometheus text.
+"""Counters, gauges and histograms of bus events, readable as a dict or Prometheus text.
 
 Tenants are no labels: their number is unbounded, and their names may be private.
 """
@@ -23,12 +23,12 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 
 class Level(NamedTuple):
-    """A value that is read when somebody asks, not told by events.
+    """Value that is read on demand, not counted from events.
 
     Attributes:
         name: The metric.
         value: Its value now.
-        labels: Of the series.
+        labels: Labels of the series.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Level(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """The definition of a metric.
+    """Definition of a metric.
 
     Attributes:
         kind: "counter", "gauge" or "histogram".
-        labels: What tells its series apart: fields of the event.
-        meaning: One line for people.
-        event: The type of event that tells it; "" for what is read when somebody asks.
-        field: What of the event adds up, is at, or is spread; "" counts the events.
-        maybe: Whether 0.0 says that there was nothing to measure.
+        labels: Fields of the event that distinguish its series.
+        meaning: Description in one line.
+        event: Type of the event that feeds it; "" if it is read on demand.
+        field: Field of the event to add, set or distribute; "" counts the events.
+        maybe: Whether 0.0 means that there was nothing to measure, and is skipped.
     """
 
     kind: Kind
@@ -56,136 +56,136 @@ class Metric(NamedTuple):
     maybe: bool
 
 
-# name | c(ounter), g(auge) or h(istogram) | labels | what tells it | meaning
+# name | c(ounter), g(auge) or h(istogram) | labels | source | meaning
 #
-# An event tells how often it came; `Event.field` what the field adds up to, is at, or how its
-# values are spread. A "?" means that 0.0 says that there was nothing to measure. What no event
-# tells is read when somebody asks.
+# The source `Event` counts events; `Event.field` adds up the field, sets it, or distributes its
+# values. A "?" means that 0.0 stands for nothing to measure. Metrics without a source are read on
+# demand.
 _TABLE = """
 requests_total | c | | Queued | Requests that an engine accepted
-request_prompt_tokens_total | c | | Queued.prompt_tokens | Tokens of their prompts
+request_prompt_tokens_total | c | | Queued.prompt_tokens | Prompt tokens of accepted requests
 requests_waiting | g | | EngineStep.waiting | Requests that wait for their first admission
-requests_aside | g | | EngineStep.aside | Preempted requests whose pages lie in host memory
+requests_aside | g | | EngineStep.aside | Preempted requests with pages in host memory
 admissions_total | c | resumed | Admitted | Requests that entered the batch; resumed: again, after \
-they were preempted
-admitted_reused_tokens_total | c | resumed | Admitted.reused_tokens | Tokens that needed no \
-computing when they entered
+a preemption
+admitted_reused_tokens_total | c | resumed | Admitted.reused_tokens | Tokens reused, not \
+computed, at admission
 queue_seconds | h | resumed | Admitted.queued_s | Wait that ended with an admission
-preemptions_total | c | kept | Preempted | Requests that made room; kept: their pages went to host \
+preemptions_total | c | kept | Preempted | Preempted requests; kept: their pages went to host \
 memory, else they were dropped
-preempted_pages_total | c | kept | Preempted.pages | Device pages that they gave back
-preempted_bytes_total | c | kept | Preempted.n_bytes | Bytes of those pages
+preempted_pages_total | c | kept | Preempted.pages | Device pages that preempted requests freed
+preempted_bytes_total | c | kept | Preempted.n_bytes | Bytes that preemptions copied to host memory
 finished_total | c | reason | Finished | Requests that are over: stop, length, cancelled, deadline \
 or failed
-finished_tokens_total | c | reason | Finished.new_tokens | New tokens that they got
+finished_tokens_total | c | reason | Finished.new_tokens | New tokens of finished requests
 request_seconds | h | reason | Finished.seconds | From submission to the end
 ttft_seconds | h | reason | Finished.ttft_s? | From submission to the first new token
 tpot_seconds | h | reason | Finished.tpot_s? | Mean time of a further token of a request
 inter_token_seconds | h | | EngineStep.gaps_s | Time between two tokens of a row
 engine_steps_total | c | | EngineStep | Steps of engines
-engine_step_seconds | h | | EngineStep.seconds | A whole step
-engine_model_seconds | h | | EngineStep.model_s | The forward in it
-engine_sampling_seconds | h | | EngineStep.sampling_s | The choice of tokens in it
+engine_step_seconds | h | | EngineStep.seconds | Time of a whole engine step
+engine_model_seconds | h | | EngineStep.model_s | Time of the forward in a step
+engine_sampling_seconds | h | | EngineStep.sampling_s | Time of sampling in a step
 prefill_tokens_total | c | | EngineStep.prefill_tokens | Prompt tokens that engines computed
 decode_tokens_total | c | | EngineStep.decode_tokens | Tokens of rows that decode, computed
 made_tokens_total | c | | EngineStep.made_tokens | New tokens that requests got
 engine_rows | g | | EngineStep.rows | Rows of the last step
-engine_pages | g | | EngineStep.pages | Device pages that anybody held in the last step
-engine_total_pages | g | | EngineStep.total_pages | Device pages that there are
+engine_pages | g | | EngineStep.pages | Device pages in use by sequences in the last step
+engine_total_pages | g | | EngineStep.total_pages | All device pages
 tokens_seen_total | c | | | Prompt tokens that were looked up
-tokens_reused_total | c | | | Those of them that were found
+tokens_reused_total | c | | | Prompt tokens that were found in the cache
 open_sequences | g | | | Sequences that are open
-known_pages | g | | | Pages and states that the index knows, wherever they lie
+known_pages | g | | | Pages and states in the index, on devices and in tiers
 hits_total | c | tier | Hit | Prompts of which a part was found
 hit_tokens_total | c | tier | Hit.tokens | Prompt tokens found
-hit_bytes_total | c | tier | Hit.n_bytes | Bytes of what was found; 0 on the device
+hit_bytes_total | c | tier | Hit.n_bytes | Bytes found; 0 on the device
 misses_total | c | | Miss | Prompts of which a part was found nowhere
 miss_tokens_total | c | | Miss.tokens | Prompt tokens found nowhere
 restores_total | c | tier | Restored | Loads of prefixes
 restored_tokens_total | c | tier | Restored.tokens | Tokens of prefixes that were loaded
-restored_bytes_total | c | tier | Restored.n_bytes | Bytes of them
-restore_seconds | h | tier | Restored.seconds | From the beginning of such a load to its end
+restored_bytes_total | c | tier | Restored.n_bytes | Bytes of prefixes that were loaded
+restore_seconds | h | tier | Restored.seconds | From the beginning of a load to its end
 overlapped_restores_total | c | | RestoreEnded | Restores from both ends
 overlapped_restore_seconds | h | | RestoreEnded.seconds | From the beginning of a restore to its end
-restore_exposed_seconds | h | | RestoreEnded.exposed_s | The part of that in which somebody waited \
-for loads
+restore_exposed_seconds | h | | RestoreEnded.exposed_s | Time of a restore in which the caller \
+waited for loads
 restore_computed_tokens_total | c | | RestoreEnded.computed_tokens | Tokens that restores computed
 restore_loaded_tokens_total | c | | RestoreEnded.loaded_tokens | Tokens that restores loaded
-restore_failed_loads_total | c | | RestoreEnded.failed | Loads that did not come and were recomputed
+restore_failed_loads_total | c | | RestoreEnded.failed | Loads that failed and were recomputed
 restore_spans_total | c | engine | RestoreSpan | Pieces of restores (not counted unless followed)
-restore_span_bytes_total | c | engine | RestoreSpan.n_bytes | Bytes of them
+restore_span_bytes_total | c | engine | RestoreSpan.n_bytes | Bytes of pieces of restores
 published_total | c | group | Published | Times that full pages became known to the index
-published_tokens_total | c | group | Published.tokens | Tokens of those pages
+published_tokens_total | c | group | Published.tokens | Tokens of published pages
 encodings_total | c | source target | Encoded | Times that full pages were encoded
 encoded_pages_total | c | source target | Encoded.pages | Pages that were encoded
-encoded_source_bytes_total | c | source target | Encoded.n_bytes_before | Their bytes before
-encoded_bytes_total | c | source target | Encoded.n_bytes | Their bytes afterwards
+encoded_source_bytes_total | c | source target | Encoded.n_bytes_before | Page bytes before encoding
+encoded_bytes_total | c | source target | Encoded.n_bytes | Page bytes after encoding
 stores_total | c | tier | Stored | Writes to a tier
 stored_pages_total | c | tier | Stored.pages | Pages written
 stored_bytes_total | c | tier | Stored.n_bytes | Bytes written
 store_seconds | h | tier | Stored.seconds | From the beginning of a write to its end
-evictions_total | c | tier reason | Evicted | Times that a tier gave up pages: space, unused, \
+evictions_total | c | tier reason | Evicted | Times that a tier evicted pages: space, unused, \
 lease, quota, prefetch or close
-evicted_pages_total | c | tier reason | Evicted.pages | Pages that it gave up
-evicted_bytes_total | c | tier reason | Evicted.n_bytes | Bytes of them
+evicted_pages_total | c | tier reason | Evicted.pages | Evicted pages
+evicted_bytes_total | c | tier reason | Evicted.n_bytes | Bytes of evicted pages
 promotions_total | c | source tier | Promoted | Times that pages were copied to a faster tier
-promoted_pages_total | c | source tier | Promoted.pages | Pages copied
-promoted_bytes_total | c | source tier | Promoted.n_bytes | Bytes of them
+promoted_pages_total | c | source tier | Promoted.pages | Pages copied to a faster tier
+promoted_bytes_total | c | source tier | Promoted.n_bytes | Bytes copied to a faster tier
 demotions_total | c | source tier | Demoted | Times that pages moved to a slower tier to make room
-demoted_pages_total | c | source tier | Demoted.pages | Pages moved
-demoted_bytes_total | c | source tier | Demoted.n_bytes | Bytes of them
+demoted_pages_total | c | source tier | Demoted.pages | Pages moved to a slower tier
+demoted_bytes_total | c | source tier | Demoted.n_bytes | Bytes moved to a slower tier
 defragmentations_total | c | device | Defragmented | Times that pages moved within a pool
-defragmented_pages_total | c | device | Defragmented.pages | Pages moved
-defragmented_bytes_total | c | device | Defragmented.n_bytes | Bytes of them
+defragmented_pages_total | c | device | Defragmented.pages | Pages moved within a pool
+defragmented_bytes_total | c | device | Defragmented.n_bytes | Bytes moved within a pool
 defragmented_slabs_total | c | device | Defragmented.slabs | Slabs that became empty
-defragmentation_seconds | h | device | Defragmented.seconds | How long that took
-fragmentation | g | device | Defragmented.fragmentation | Fragmentation right after the last one
+defragmentation_seconds | h | device | Defragmented.seconds | Time of moving pages within a pool
+fragmentation | g | device | Defragmented.fragmentation | Fragmentation after a defragmentation
 device_used_bytes | g | device | | Bytes of a pool in use
 device_capacity_bytes | g | device | | Bytes of a pool
 device_fragmentation | g | device | | Share of the bytes of occupied slabs that no page uses, 0 to 1
 tier_used_bytes | g | tier | | Bytes that a tier holds
-tier_capacity_bytes | g | tier | | Bytes that it may hold; +Inf without a limit
-tier_answers | g | tier | | 1 if the tier may be asked now, 0 if it owes answers or rests
+tier_capacity_bytes | g | tier | | Bytes that a tier may hold; +Inf without a limit
+tier_answers | g | tier | | 1 if the tier accepts requests now, 0 if answers are overdue or it rests
 tier_breaker | g | tier state | | 1 for the state that the tier's breaker is in: closed, half-open \
 or open
 tier_breaker_trips_total | c | tier | | Times that the breaker of a remote tier opened
-tier_queued_bytes | g | tier | | Bytes that wait to be moved
-tier_in_flight_bytes | g | tier | | Bytes under way
+tier_queued_bytes | g | tier | | Bytes queued for a transfer
+tier_in_flight_bytes | g | tier | | Bytes in transfer
 tier_loaded_bytes_total | c | tier | | Bytes loaded, for whatever reason
 tier_refused_total | c | tier | | Frames that were damaged or of another kind
 tier_dropped_total | c | tier | | Pages not written, as the tier was too slow, away or full
-tier_unpaid_total | c | tier | | Pages that were not written, as loading them could not pay
+tier_unpaid_total | c | tier | | Pages not written, as loading them would take longer than computing
 tier_load_bytes_per_second | g | tier | | Measured rate of loads
 tier_store_bytes_per_second | g | tier | | Measured rate of writes
-prefetch_used_bytes_total | c | tier | | Bytes brought early from a tier, and used
-prefetch_wasted_bytes_total | c | tier | | Bytes brought early from a tier, and evicted unused
-prefetch_precision | g | tier | | Used share of those of either kind, 0 to 1
+prefetch_used_bytes_total | c | tier | | Bytes prefetched from a tier, and used
+prefetch_wasted_bytes_total | c | tier | | Bytes prefetched from a tier, and evicted unused
+prefetch_precision | g | tier | | Used share of prefetched bytes, 0 to 1
 audited_pages_total | c | tier codec | Audited | Restored pages that were recomputed and compared
-audit_mismatches_total | c | | | Those of them that were wrong
+audit_mismatches_total | c | | | Audited pages that were wrong
 audit_skipped_total | c | | | Sampled pages that could not be recomputed
 audit_worst | g | | | Greatest error of a sound page as a share of its bound
-failures_total | c | tier operation | Failed | Operations that a tier did not do
-failed_items_total | c | tier operation | Failed.items | Items of them
+failures_total | c | tier operation | Failed | Failed operations of a tier
+failed_items_total | c | tier operation | Failed.items | Items of failed operations
 quarantined_total | c | tier | Quarantined | Stored pages that failed their check
-remembered_calls_total | c | | Remembered | Calls of what `flowkv.memo` made
-remembered_rows_total | c | | Remembered.rows | Their rows
-remembered_found_rows_total | c | | Remembered.found | Those of them that had been computed before
-remembered_computed_rows_total | c | | Remembered.computed | Those of them that were computed
-forgotten_total | c | tier | Forgotten | Times that another cache erased something on a shared tier
-forgotten_blocks_total | c | tier | Forgotten.blocks | Blocks that were dropped for that
+remembered_calls_total | c | | Remembered | Calls of functions made by `flowkv.memo`
+remembered_rows_total | c | | Remembered.rows | Rows of calls of `flowkv.memo` functions
+remembered_found_rows_total | c | | Remembered.found | Rows of such calls that were computed before
+remembered_computed_rows_total | c | | Remembered.computed | Rows of such calls that were computed
+forgotten_total | c | tier | Forgotten | Times that another cache erased blocks on a shared tier
+forgotten_blocks_total | c | tier | Forgotten.blocks | Blocks dropped as another cache erased them
 embedding_lookups_total | c | | RowsRead | Look-ups in embeddings on disk
-embedding_rows_total | c | | RowsRead.rows | Different rows of those
-embedding_found_rows_total | c | | RowsRead.found | Those of them that were in memory
-embedding_read_bytes_total | c | | RowsRead.n_bytes | Bytes that were read for the others
-weights_forwards_total | c | | WeightsRead | Forwards of models whose weights are read meanwhile
-weights_units_total | c | | WeightsRead.units | Units of weights that they met
-weights_found_units_total | c | | WeightsRead.found | Those of them that were there or under way
-weights_read_bytes_total | c | | WeightsRead.n_bytes | Bytes that were read for the others
-weights_blocked_seconds | h | | WeightsRead.seconds | Time that a forward waited for them
+embedding_rows_total | c | | RowsRead.rows | Distinct rows looked up in embeddings on disk
+embedding_found_rows_total | c | | RowsRead.found | Rows looked up that were in memory
+embedding_read_bytes_total | c | | RowsRead.n_bytes | Bytes read for rows that were not in memory
+weights_forwards_total | c | | WeightsRead | Forwards of models with streamed weights
+weights_units_total | c | | WeightsRead.units | Units of weights that such forwards used
+weights_found_units_total | c | | WeightsRead.found | Units that were in memory or on their way
+weights_read_bytes_total | c | | WeightsRead.n_bytes | Bytes read for all other units
+weights_blocked_seconds | h | | WeightsRead.seconds | Time that a forward waited for units
 steps_total | c | | StepPlanned | Forward passes that were planned (not counted unless followed)
-step_tokens_total | c | | StepPlanned.new_tokens | New tokens of them
-step_rows | h | | StepPlanned.rows | Rows of one
-step_context_tokens | h | | StepPlanned.context_tokens | Context tokens of one
+step_tokens_total | c | | StepPlanned.new_tokens | New tokens of planned forward passes
+step_rows | h | | StepPlanned.rows | Rows of a planned forward pass
+step_context_tokens | h | | StepPlanned.context_tokens | Context tokens of a planned forward pass
 warnings_total | c | code | Warned | Warnings
 """
 
@@ -200,7 +200,7 @@ def _table() -> Iterator[tuple[str, Metric]]:
 
 
 NAMES: Mapping[str, Metric] = MappingProxyType(dict(_table()))
-"""Names, without their prefix `flowkv_`."""
+"""Definition of each metric, by name without the prefix `flowkv_`."""
 
 RULES: Mapping[type[Event], Mapping[str, Metric]] = MappingProxyType(
     {
@@ -208,16 +208,16 @@ RULES: Mapping[type[Event], Mapping[str, Metric]] = MappingProxyType(
         for event in dict.fromkeys(one.event for one in NAMES.values() if one.event)
     }
 )
-"""Event type -> the metrics that it tells, all of the same labels."""
+"""Event type -> the metrics that it feeds, all with the same labels."""
 
 
 class MetricReading(NamedTuple):
-    """The reading of one metric from an event.
+    """Reading of one metric from an event.
 
     Attributes:
         kind: "counter": add `values[0]`; "gauge": set it; "histogram": add all of `values`.
         name: The metric.
-        values: One value, or as many as the event has of a histogram.
+        values: One value; of a histogram, all values of the event.
     """
 
     kind: Kind
@@ -226,9 +226,9 @@ class MetricReading(NamedTuple):
 
 
 def read(event: Event) -> tuple[dict[str, str], list[MetricReading]]:
-    """Labels of the series that an event counts for, and what it says about each metric.
+    """Return the labels of an event's series, and its reading of each metric.
 
-    An event counts as its type, or as the nearest base of that which is in the table.
+    An event counts as its type, or as the nearest base class in the table.
     """
     rule = next(RULES[base] for base in type(event).__mro__ if base in RULES)
     found, labels = list[MetricReading](), next(iter(rule.values())).labels
@@ -241,7 +241,7 @@ def read(event: Event) -> tuple[dict[str, str], list[MetricReading]]:
 
 
 def text(value: object) -> str:
-    """A label's value."""
+    """Return a label's value as text."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -252,13 +252,13 @@ COUNT_BUCKETS = tuple(float(4**e) for e in range(0, 13))
 """Upper bounds of a histogram of counts, 1 to 16 Mi."""
 
 PREFIX = "flowkv_"
-"""What names begin with outside of this process."""
+"""Prefix of metric names outside of this process."""
 
 _Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """A histogram: counts of values by bucket.
+    """Histogram: counts of values by bucket.
 
     Attributes:
         bounds: Upper bounds of the buckets, ascending, without the last one, which has none.
@@ -272,24 +272,24 @@ class Histogram:
         self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
 
     def add(self, values: Iterable[float]) -> None:
-        """Counts values."""
+        """Count values into their buckets."""
         for value in values:
             self.counts[bisect.bisect_left(self.bounds, value)] += 1
             self.total += value
 
     def copy(self) -> Histogram:
-        """As it is now."""
+        """Return a copy of the histogram's current state."""
         other = Histogram(self.bounds)
         other.counts, other.total = self.counts.copy(), self.total
         return other
 
     def below(self) -> list[tuple[str, int]]:
-        """Each upper bound as text, and how many values are not above it."""
+        """Return each upper bound as text, with the number of values not above it."""
         bounds = map(number, (*self.bounds, math.inf))
         return list(zip(bounds, accumulate(self.counts), strict=True))
 
     def quantile(self, q: float) -> float:
-        """Upper bound of the bucket that holds quantile `q`; the last bound if beyond it."""
+        """Return the upper bound of the bucket with quantile `q`; the last bound if beyond it."""
         rank, seen = q * sum(self.counts), accumulate(self.counts)
         holding = (bound for bound, count in zip(self.bounds, seen, strict=False) if count >= rank)
         return next(holding, self.bounds[-1])
@@ -299,10 +299,10 @@ class Family(NamedTuple):
     """All series of one name.
 
     Attributes:
-        name: Without the prefix.
-        kind: What it is.
-        meaning: One line for people.
-        series: Labels and value of each, in the order of their labels.
+        name: Name of the metric, without the prefix.
+        kind: "counter", "gauge" or "histogram".
+        meaning: Description in one line.
+        series: Labels and value of each series, sorted by labels.
     """
 
     name: str
@@ -312,10 +312,10 @@ class Family(NamedTuple):
 
 
 class Metrics:
-    """The series of all names in the table. Thread-safe.
+    """Series of all metrics in the table. Thread-safe.
 
     Args:
-        bus: Where to listen at once; `follow` adds more.
+        bus: Bus to follow at once; `follow` adds more.
     """
 
     def __init__(self, bus: Bus | None = None) -> None:
@@ -329,24 +329,24 @@ class Metrics:
     def follow(
         self, bus: Bus, *only: type[Event], without: Sequence[type[Event]] = ()
     ) -> Subscription:
-        """Counts the events of `bus`, or only those of some types, until it is closed.
+        """Count the events of `bus`, or only those of some types, until closed.
 
         Args:
-            bus: Where to listen.
-            *only: Types; default all.
-            without: Types that are left out.
+            bus: Source of the events.
+            *only: Types to count; default all.
+            without: Types to leave out.
         """
         kinds = (kind for kind in only or RULES if kind not in without)
         return bus.subscribe(self.note, *kinds)
 
     def follow_steps(self, bus: Bus) -> ExitStack:
-        """Counts the steps of engines as long as anybody wants that, once, however many do.
+        """Count the steps of engines, once, while at least one follower is open.
 
-        Steps come often, so that a cache does not count them by itself: whoever reads metrics asks
-        for it, as exporters do.
+        Steps are frequent, so a cache does not count them by itself: readers of metrics, such as
+        exporters, have to ask for them.
 
         Returns:
-            Ends it, by `close` or as the end of a `with` block; forever if it is dropped.
+            A follower to end with `close` or a `with` block; if dropped, steps are counted forever.
         """
         with self._lock:
             self._followers += 1
@@ -363,18 +363,18 @@ class Metrics:
                 self._steps.pop().close()
 
     def source(self, levels: Callable[[], Iterable[Level]]) -> None:
-        """Adds what is read whenever `families` is: called then, without a lock."""
+        """Add a source of levels that `families` reads, without a lock."""
         self._sources.append(levels)
 
     def total(self, name: str, /, **labels: object) -> float:
-        """Sum of a counter or gauge over all series that carry `labels`; 0 if there is none."""
+        """Return the sum of a counter or gauge over all series with these labels; 0 without any."""
         wanted = set(_key(labels))
         with self._lock:
             series = self._series.get(name, {})
             return float(sum(value for key, value in series.items() if wanted <= set(key)))
 
     def snapshot(self) -> dict[str, float | dict[str, float]]:
-        """All series now, by Prometheus-like name such as `hits_total{tier="host"}`.
+        """Return all series now, by Prometheus-like name such as `hits_total{tier="host"}`.
 
         A histogram is {"count", "sum", "p50", "p99"}, quantiles being upper bounds of buckets.
         """
@@ -395,7 +395,7 @@ class Metrics:
         return dict(sorted(plain.items()))
 
     def by(self, name: str, label: str, /) -> dict[str, float]:
-        """A counter or gauge by the values of one label, summed over all others."""
+        """Return a counter or gauge by the values of one label, summed over all other labels."""
         found: dict[str, float] = {}
         with self._lock:
             for key, value in self._series.get(name, {}).items():
@@ -404,7 +404,7 @@ class Metrics:
         return found
 
     def families(self) -> list[Family]:
-        """All series now, and what sources say, by name: what every exposition is made of."""
+        """Return all series and levels now, sorted by name: the source of all export formats."""
         levels = [level for source in self._sources for level in source()]
         with self._lock:
             found = {
@@ -419,12 +419,12 @@ class Metrics:
         return [
             Family(name, known.kind, known.meaning, sorted(series.items()))
             if (known := NAMES.get(name)) is not None
-            else Family(name, "gauge", "", sorted(series.items()))  # of somebody's own source
+            else Family(name, "gauge", "", sorted(series.items()))  # from a user's own source
             for name, series in sorted(found.items())
         ]
 
     def prometheus(self) -> str:
-        """All series in the Prometheus text format (version 0.0.4)."""
+        """Return all series in the Prometheus text format (version 0.0.4)."""
         lines = []
         for name, kind, said, series in self.families():
             full = PREFIX + name
@@ -441,7 +441,7 @@ class Metrics:
         return "".join(line + "\n" for line in lines)
 
     def note(self, event: Event) -> None:
-        """Counts an event."""
+        """Count an event."""
         labels, readings = read(event)
         key = _key(labels)
         with self._lock:
@@ -459,16 +459,16 @@ class Metrics:
 
 
 class Observable(Protocol):
-    """An owner of a bus and its metrics: a `KV`."""
+    """Interface of an owner of a bus and its metrics: a `KV`."""
 
     @property
     def bus(self) -> Bus:
-        """Where events come from."""
+        """Return the bus of its events."""
         ...
 
     @property
     def metrics(self) -> Metrics:
-        """What counts them."""
+        """Return the metrics of these events."""
         ...
 
 
@@ -487,20 +487,20 @@ def _braces(key: _Labels) -> str:
 
 
 def number(value: float) -> str:
-    """A value as Prometheus writes it."""
+    """Return a value as Prometheus writes it."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
 
 
-# Values over time in bounded memory, however long that is: the grid gets coarser, nothing else.
+# Values over any length of time in bounded memory: only the grid gets coarser.
 
 
 class Series:
     """Named values on a grid of time. Not thread-safe.
 
     Args:
-        most: Cells of the grid. When they are full, neighbours become one.
+        most: Cells of the grid. When they are full, each two neighbours are merged.
         cell_s: Width of a cell at first.
 
     Attributes:
@@ -510,38 +510,38 @@ class Series:
 
     def __init__(self, *, most: int = 512, cell_s: float = 0.02) -> None:
         self.started_s, self.cell_s, self._most = math.nan, cell_s, most
-        # By name and cell: the sum, and the weights of levels in it, which amounts have none of.
+        # By name and cell: the sum, and the total weight of levels in it, 0.0 for amounts.
         self._cells: dict[str, dict[int, tuple[float, float]]] = {}
 
     def count(self, at_s: float, amounts: Mapping[str, float]) -> None:
-        """Adds amounts, which are read as rates."""
+        """Add amounts, which are read as rates."""
         cell = self._cell(at_s)
         for name, amount in amounts.items():
             _add(self._cells.setdefault(name, {}), cell, (amount, 0.0))
 
     def set(self, at_s: float, levels: Mapping[str, float], *, weight: float = 1.0) -> None:
-        """Says how high some levels are; those of one cell are read as their weighted mean."""
+        """Record levels; those of one cell are read as their weighted mean."""
         cell = self._cell(at_s)
         for name, level in levels.items():
             _add(self._cells.setdefault(name, {}), cell, (level * weight, weight))
 
     @property
     def cells(self) -> int:
-        """Cells from the first value to the last."""
+        """Return the number of cells from the first value to the last."""
         return max((max(cells) for cells in self._cells.values()), default=-1) + 1
 
     @property
     def times_s(self) -> list[float]:
-        """Middle of each cell, in seconds from the first value."""
+        """Return the middle of each cell, in seconds from the first value."""
         return [(number + 0.5) * self.cell_s for number in range(self.cells)]
 
     @property
     def names(self) -> list[str]:
-        """What there is, in order of appearance."""
+        """Return the names of all values, in order of appearance."""
         return list(self._cells)
 
     def rate(self, name: str, *, most: int = 72) -> tuple[list[float], list[float]]:
-        """What was counted, per second: middles of at most so many stretches, and their rates."""
+        """Return amounts per second: middles of at most `most` intervals, and their rates."""
         cells, every = self._cells.get(name, {}), max(1, -(-self.cells // most))
         sums = [0.0] * -(-self.cells // every)
         for cell, (amount, _) in cells.items():
@@ -551,7 +551,7 @@ class Series:
         return times_s, [total / width_s for total in sums]
 
     def level(self, name: str) -> list[float]:
-        """How high a level was in each cell; where nobody said anything, as in the one before."""
+        """Return a level in each cell; a cell without values repeats the one before."""
         cells, found, last = self._cells.get(name, {}), list[float](), math.nan
         for number in range(self.cells):
             total, weights = cells.get(number, (0.0, 0.0))
@@ -582,33 +582,33 @@ def _add(cells: dict[int, tuple[float, float]], cell: int, more: tuple[float, fl
     cells[cell] = total + more[0], weights + more[1]
 
 
-# Quantiles of streams of any length: within 1 % of the true ones, in bounded memory.
+# Quantiles of streams of any length, in bounded memory, within 1 % of the true ones.
 #
-# Values are counted in buckets whose bounds grow by a constant factor, as in DDSketch (Masson,
-# Rim and Lee, VLDB 2019): every value of a bucket is within `ERROR` of its middle, so that a
-# quantile is, whatever the distribution.
+# Values are counted in buckets with bounds that grow by a constant factor, as in DDSketch (Masson,
+# Rim and Lee, VLDB 2019): every value of a bucket is within `ERROR` of its middle, and so is every
+# quantile of any distribution.
 
 ERROR = 0.01
 """Greatest relative error of a quantile."""
 
 LEAST, MOST = 1e-9, 1e9
-"""Values outside are counted as these; what is not above zero is counted apart, exactly."""
+"""Bounds that other values are clipped to; values not above zero are counted apart, exactly."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-"""Those that summaries have."""
+"""Quantiles in summaries."""
 
-_GROWTH = math.log1p(ERROR) - math.log1p(-ERROR)  # of bucket bounds, as a logarithm
+_GROWTH = math.log1p(ERROR) - math.log1p(-ERROR)  # logarithm of the ratio of bucket bounds
 _BUCKETS = math.ceil(math.log(MOST / LEAST) / _GROWTH) + 1
-_FOLD = 512  # values that are counted at once: less than a microsecond each
+_FOLD = 512  # values that are counted together, in less than a microsecond each
 
 
 class Bucket(NamedTuple):
-    """Values between two bounds.
+    """Bucket of values between two bounds.
 
     Attributes:
         low: Lower bound.
         high: Upper bound.
-        held: How many there are.
+        held: Number of values.
     """
 
     low: float
@@ -617,7 +617,7 @@ class Bucket(NamedTuple):
 
 
 class Spread:
-    """The distribution of values of at least zero. Not thread-safe.
+    """Distribution of values of at least zero. Not thread-safe.
 
     Attributes:
         count: Values so far.
@@ -635,51 +635,51 @@ class Spread:
         self.extend(values)
 
     def add(self, value: float) -> None:
-        """Counts a value; NaN is ignored."""
+        """Count a value; NaN is ignored."""
         self._waiting.append(value)
         if len(self._waiting) >= _FOLD:
             self._fold()
 
     def extend(self, values: Iterable[float]) -> None:
-        """Counts values."""
+        """Count several values; NaN is ignored."""
         self._waiting.extend(values)
         if len(self._waiting) >= _FOLD:
             self._fold()
 
     @property
     def count(self) -> int:
-        """Values so far."""
+        """Return the number of values so far."""
         self._fold()
         return self._zeros + int(self._counts.sum())
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """Return the sum of the values."""
         self._fold()
         return self._total
 
     @property
     def least(self) -> float:
-        """The smallest; 0.0 without any."""
+        """Return the smallest value; 0.0 without any."""
         self._fold()
         return self._least if self._most >= self._least else 0.0
 
     @property
     def most(self) -> float:
-        """The largest; 0.0 without any."""
+        """Return the largest value; 0.0 without any."""
         self._fold()
         return self._most if self._most >= self._least else 0.0
 
     @property
     def mean(self) -> float:
-        """Their mean; 0.0 without any."""
+        """Return the mean of the values; 0.0 without any."""
         count = self.count
         return self._total / count if count else 0.0
 
     def quantile(self, q: float) -> float:
-        """The value below which a share `q` of all lies; 0.0 without any.
+        """Return the value below which a share `q` of all values lies; 0.0 without any.
 
-        It is that of rank `ceil(q * count)`, within `ERROR` of it.
+        The result is within `ERROR` of the value of rank `ceil(q * count)`.
         """
         count = self.count
         rank = min(max(1, math.ceil(q * count)), count)
@@ -691,12 +691,12 @@ class Spread:
         return min(max(middle, self.least), self.most)
 
     def summary(self) -> dict[str, float]:
-        """Plain numbers: count, mean, p50, p90, p95, p99 and max."""
+        """Return plain numbers: count, mean, p50, p90, p95, p99 and max."""
         quantiles = {name: self.quantile(q) for name, q in QUANTILES.items()}
         return {"count": self.count, "mean": self.mean, **quantiles, "max": self.most}
 
     def buckets(self) -> Iterator[Bucket]:
-        """The buckets that hold any value above zero, ascending."""
+        """Yield the buckets that hold any value above zero, ascending."""
         self._fold()
         for number in np.flatnonzero(self._counts).tolist():
             high = LEAST * math.exp(number * _GROWTH)
@@ -704,7 +704,7 @@ class Spread:
 
     @property
     def zeros(self) -> int:
-        """Values that were not above zero."""
+        """Return the number of values that were not above zero."""
         self._fold()
         return self._zeros
 
@@ -729,35 +729,35 @@ class Spread:
         return f"<Spread of {self.count}: p50 {self.quantile(0.5):.3g}, max {self.most:.3g}>"
 
 
-# Tokens found by tenant, for a bounded number of tenants.
+# Hit and missed tokens by tenant, for a bounded number of tenants.
 
 OTHERS = "(others)"
-"""What tenants beyond the number that are told apart are called, all together."""
+"""Common name of all tenants beyond the number that are counted by name."""
 
 
 class Tenancy:
-    """Tokens found and not found by tenant. Thread-safe.
+    """Counts of hit and missed tokens by tenant. Thread-safe.
 
-    Names of tenants may be private: they leave the process only where somebody asks for them.
+    Names of tenants may be private: they leave the process only in `tokens` and `report`.
 
     Args:
-        bus: Where to listen.
-        most: Tenants that are told apart. Beyond them, the last of them in a ranking joins the
-            others; no token is lost. Whoever has more than one in `most` of all tokens is told
-            apart, with what it had since it was ranked last: these are no counters.
+        bus: Source of the events.
+        most: Tenants that are counted by name. Beyond them, the lowest in a ranking joins the
+            others; no token is lost. A tenant with more than one in `most` of all tokens is
+            counted by name, since it last entered the ranking: these are no counters.
     """
 
     def __init__(self, bus: Bus, *, most: int = 64) -> None:
         self._lock, self._most = threading.Lock(), most
         self._found: dict[str, dict[str, int]] = {}  # tenant -> tier -> tokens; "" is nowhere
         self._others: dict[str, int] = {}
-        # Where tenants rank, as in Space-Saving (Metwally et al., ICDT 2005): a newcomer goes on
-        # from the rank that it takes over, or a crowd of small ones would never let it grow.
+        # Ranks as in Space-Saving (Metwally et al., ICDT 2005): a newcomer continues from the rank
+        # that it takes over; otherwise many small tenants would keep it from growing.
         self._ranks: dict[str, int] = {}
         self._subscription = bus.subscribe(self.note, events.Hit, events.Miss)
 
     def note(self, event: events.Hit | events.Miss) -> None:
-        """Takes an event."""
+        """Count the tokens of an event for its tenant."""
         tier = event.tier if isinstance(event, events.Hit) else ""
         with self._lock:
             rank = self._ranks.get(event.tenant, 0)
@@ -768,20 +768,20 @@ class Tenancy:
             found[tier] = found.get(tier, 0) + event.tokens
 
     def _join(self, tenant: str) -> int:
-        """Counts a tenant as one of the others; returns its rank."""
+        """Move a tenant's tokens to the others; return its rank."""
         _add_tokens(self._others, self._found.pop(tenant))
         return self._ranks.pop(tenant)
 
     def tokens(self) -> dict[str, dict[str, int]]:
-        """Prompt tokens by tenant and by the tier that had them; "" is nowhere."""
+        """Return prompt tokens by tenant and by the tier that had them; "" is nowhere."""
         with self._lock:
             told = {tenant: dict(found) for tenant, found in self._found.items()}
-            if self._others:  # a tenant may be called that, too
+            if self._others:  # a tenant may have that name, too
                 _add_tokens(told.setdefault(OTHERS, {}), self._others)
             return told
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers: for each tenant its tokens by tier, those not found, and its hit rate."""
+        """Return plain numbers for each tenant: hit tokens by tier, missed tokens, hit rate."""
         report = {}
         for tenant, found in self.tokens().items():
             missed = found.pop("", 0)
@@ -791,7 +791,7 @@ class Tenancy:
         return report
 
     def close(self) -> None:
-        """Ends the collecting; what was collected stays."""
+        """Stop counting; the counts stay."""
         self._subscription.close()
 
 

@@ -1,14 +1,14 @@
-"""Metrics and spans through OpenTelemetry, wherever the program sends them.
+"""Export of metrics and spans through OpenTelemetry, wherever the program sends them.
 
     from flowkv.observe.otel import Bridge
 
     with Bridge(kv):
         engine.run(requests)
 
-Only its interface is needed (`opentelemetry-api`); nothing is sent before the program has set up an
-SDK. Counters and gauges are read from `KV.metrics` when the SDK asks, histograms are recorded as
-events come. A request of an engine is a span, a child of the one that was active where it was
-submitted, and its phases are spans below it.
+Only the interface package is needed (`opentelemetry-api`); nothing is sent before the program has
+set up an SDK. Counters and gauges are read from `KV.metrics` when the SDK asks, histograms are
+recorded as events come. A request of an engine is a span, a child of the span that was active at
+its submission, and has a child span for each phase.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ try:
 except ImportError as error:
     raise MissingDependencyError("OpenTelemetry", "otel") from error
 
-_MOST = 4096  # requests under way that have spans; of more, every second one has
-_FRESH_S = 0.05  # one collection asks for each instrument: all are answered from one reading
+_MOST = 4096  # requests under way that have spans; beyond, every second one has none
+_FRESH_S = 0.05  # a collection reads instrument by instrument: all share one reading
 
 
 class Bridge(Closing):
-    """Tells OpenTelemetry what a cache and its engines do, until it is closed.
+    """Exporter of a cache's metrics, and spans of its engines, to OpenTelemetry until closed.
 
-    Instruments are called `flowkv.` and a name of `flowkv.observe.metrics`, without `_total`.
-    The SDK knows no way to remove an instrument: one that is closed says nothing any more.
+    Instruments are named `flowkv.` and a name of `flowkv.observe.metrics`, without `_total`.
+    The SDK cannot remove an instrument: those of a closed bridge yield no values.
 
     Args:
         kv: The cache.
-        meter: Where instruments are made; default `flowkv`'s of the global provider.
-        tracer: Where spans are made; the same.
+        meter: Meter that makes the instruments; default `flowkv`'s of the global provider.
+        tracer: Tracer that makes the spans; default `flowkv`'s of the global provider.
         gaps: Also record the time between any two tokens of a row. OpenTelemetry takes its values
             one by one, at about ten microseconds each, so that this costs a large batch a few per
             cent of its time. The mean of each request (`tpot_seconds`) is recorded anyway.
-        clock: Seconds, of the clock that events carry.
+        clock: Clock of the events, in seconds.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Bridge(Closing):
             metrics.get_meter("flowkv") if meter is None else meter
         )
         self._gaps, bus = gaps, kv.bus
-        # Plans come too often, as for `KV.metrics`: they are not made for this.
+        # Plans are too frequent to be emitted for this alone, as for `KV.metrics`.
         spread = {one.event for one in NAMES.values() if one.kind == "histogram"} - {"StepPlanned"}
         timed = [kind for kind in RULES if kind.__name__ in spread]
         self._subscriptions = [
@@ -183,10 +183,10 @@ class Bridge(Closing):
     def _ns(self, at_s: float) -> int:
         return round(at_s * 1e9) + self._epoch_ns
 
-    # ---- its end
+    # ---- closing
 
     def close(self) -> None:
-        """Ends it. Safe to call again."""
+        """End the export. Safe to call again."""
         self.closed = True
         for subscription in self._subscriptions:
             subscription.close()

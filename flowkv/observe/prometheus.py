@@ -1,4 +1,4 @@
-"""Metrics through `prometheus_client`, beside those of the rest of a program.
+"""Export of metrics through `prometheus_client`, beside those of the rest of a program.
 
     from flowkv.observe.prometheus import Exporter
 
@@ -6,7 +6,7 @@
         prometheus_client.start_http_server(9400)
         ...
 
-What it says is what `KV.metrics.prometheus()` says: both are made of `Metrics.families`.
+The values equal those of `KV.metrics.prometheus()`: both come from `Metrics.families`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ except ImportError as error:
 
 
 class Exporter(Closing):
-    """A collector of `prometheus_client`: what a cache and its engines count.
+    """Collector of `prometheus_client` for the metrics of a cache and its engines.
 
-    While it is open, the steps of engines are counted, too.
+    An open exporter also has the steps of engines counted.
 
     Args:
         kv: The cache. Where a process has several, give each a registry of its own.
-        registry: Where to register; default that of the process. None registers nowhere.
+        registry: Registry to join, by default that of the process; None joins none.
 
     Raises:
         ConfigError: Another cache is registered there.
@@ -56,15 +56,15 @@ class Exporter(Closing):
                 ) from error
 
     def collect(self) -> Iterator[Any]:
-        """What `prometheus_client` asks for."""
+        """Yield all metric families, with their values, for `prometheus_client`."""
         return map(_family, self._metrics.families())
 
     def describe(self) -> Iterable[Any]:
-        """Names, asked for when it is registered: two of a registry must not share any."""
+        """Yield all metric families without values: the registry refuses names it has already."""
         return (_family(Family(name, one.kind, one.meaning, [])) for name, one in NAMES.items())
 
     def close(self) -> None:
-        """Unregisters it. Safe to call again."""
+        """Unregister the exporter. Safe to call again."""
         self._steps.close()
         if self._registry is not None:
             self._registry.unregister(self)

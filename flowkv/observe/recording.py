@@ -1,7 +1,7 @@
-"""Recordings: what a live cache was asked for, written to be replayed later.
+"""Recordings: the requests of a live cache, written to a file for later replay.
 
-No text, no token and no name is written: chains of block ids, hashed once more with a salt that is
-kept nowhere, lengths, times. So a recording cannot be matched with another one, or with a store.
+A recording has chains of block ids, lengths and times, but no text, token or name. Ids are hashed
+again with a salt that is not kept, so a recording cannot be matched with another one or a store.
 `flowkv.sim.read_trace` reads it.
 """
 
@@ -24,31 +24,31 @@ from numpy.typing import NDArray
 from flowkv.core.errors import StateError
 
 # A file is a magic line and frames. A frame is 16 bytes (u32 compressed length, u32 length, u64
-# xxh3_64 of what is compressed) and zstd-compressed msgpack. The first frame is a map that
+# xxh3_64 of the uncompressed bytes) and zstd-compressed msgpack. The first frame is a map that
 # describes the file, fields of a request included; each further one a list of requests. A request
 # names the deepest block that was written before (a number, counting from 0; -1 for none) and, of
 # 16 bytes each, the ids of the blocks below it.
 #
-# What a crash leaves, a file that ends within a frame, is read up to there.
+# A file that ends within a frame, after a crash, is read up to that frame.
 
 MAGIC = b"FLOWKV recording 1\n"
 FRAME_HEAD = struct.Struct("<IIQ")
 MOST_BLOCK_TOKENS = 1 << 20
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
-_MOST_KNOWN = 1 << 19  # some 60 MB; beyond that, ids are written anew
+_MOST_KNOWN = 1 << 19  # some 60 MB; beyond that, ids are written again
 _FRAME_REQUESTS, _FRAME_BLOCKS = 4096, 1 << 16
 ID_BYTES = 16
 
 
 class RecordedRequest(msgspec.Struct, array_like=True, frozen=True):
-    """One request, as it is written.
+    """One request as written in a recording.
 
     Attributes:
         time_ns: Arrival, on any clock.
         above: Number of the deepest block that was written before, or -1.
-        ids: Ids of the blocks below it, root to leaf.
-        input_tokens: Of the prompt.
-        output_tokens: Of the answer.
+        ids: Ids of the blocks below that one, root to leaf.
+        input_tokens: Tokens of the prompt.
+        output_tokens: Tokens of the answer.
         session: A hash of the conversation's name, or -1.
         tenant: Numbered in the order of appearance.
         stop: See `flowkv.policy.base`.
@@ -65,7 +65,7 @@ class RecordedRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True):
-    """The first frame."""
+    """First frame of a recording, which describes the file."""
 
     block_tokens: int
     version: int = 1
@@ -73,12 +73,12 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Writer:
-    """Writes a recording. For one thread.
+    """Writer of a recording. For one thread.
 
     Args:
         path: A new file; an old one is replaced.
         block_tokens: Tokens of a block.
-        salt: Of the hashes; a random one, kept nowhere, by default.
+        salt: Salt of the hashes; by default a random one that is not kept.
 
     Raises:
         OSError: The file cannot be written; any call may.
@@ -107,15 +107,15 @@ class Writer:
         tenant: bytes = b"",
         stop: int = 0,
     ) -> None:
-        """Notes a request, best when it is complete.
+        """Add a request, best once it is complete.
 
         Args:
-            time_ns: When it arrived, on any clock that does not jump.
+            time_ns: Its arrival, on any clock that does not jump.
             ids: Chain ids of its whole blocks, root to leaf: u64 [n, 2], or 16 bytes each. Equal
                 ids mean equal whole prefixes.
-            input_tokens: Of the prompt.
-            output_tokens: Of the answer.
-            session: Name of the conversation, if it is known.
+            input_tokens: Tokens of the prompt.
+            output_tokens: Tokens of the answer.
+            session: Name of the conversation; empty if unknown.
             tenant: Name of the tenant.
             stop: Why the answer ended; see `flowkv.policy.base`.
 
@@ -126,7 +126,7 @@ class Writer:
         chain = [raw[i : i + ID_BYTES] for i in range(0, len(raw) - ID_BYTES + 1, ID_BYTES)]
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
-        # Whoever is known, all above it are.
+        # All ancestors of a known block are known.
         above = bisect.bisect(chain, 0, key=lambda block: block not in self._known)
         new = chain[above:]
         first = self._known[chain[above - 1]] if above else -1
@@ -153,7 +153,7 @@ class Writer:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what was noted so far."""
+        """Write all added requests to the file."""
         if self._file is None:
             raise StateError(f"recording {self.path} is closed", "Open another Writer")
         if self._pending:
@@ -162,7 +162,7 @@ class Writer:
         self._file.flush()
 
     def close(self) -> None:
-        """Writes the rest; a second call does nothing."""
+        """Write the remaining requests and close the file; a second call does nothing."""
         if self._file is not None:
             try:
                 self.flush()

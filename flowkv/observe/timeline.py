@@ -5,7 +5,7 @@
     for restore in restores.ended:
         print(restore.describe())
 
-Nothing is collected, and no event of a span is even made, while nobody listens.
+Without a listener nothing is collected, and span events are not even made.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from flowkv.observe.metrics import RULES, Level, Metrics, Series, Spread, Tenanc
 COMPUTING = ("compute", "suffix")
 """Engines that are the model; every other one is a tier."""
 
-_MOST_UNDER_WAY = 1024  # requests whose end may still come; older ones were called off
+_MOST_UNDER_WAY = 1024  # requests that may still end; older ones were cancelled
 
 
 class Meeting(NamedTuple):
-    """The point where the computed tokens and the loaded ones met.
+    """Point where the computed tokens of a restore met the loaded ones.
 
     Attributes:
-        token: First token that was loaded; what lies before it was computed or there already.
-        at_s: When nothing of the prefix was missing any more, from the restore's begin.
+        token: First token that was loaded; tokens before it were computed or resident.
+        at_s: Time from the restore's begin until the prefix was complete.
     """
 
     token: int
@@ -47,11 +47,11 @@ class Meeting(NamedTuple):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """One restore.
+    """Timeline of one restore.
 
     Attributes:
-        ended: What it came to.
-        spans: Its pieces, by when they began.
+        ended: Its result.
+        spans: Its pieces, by their begin.
     """
 
     ended: events.RestoreEnded
@@ -59,36 +59,36 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tiers(self) -> list[str]:
-        """Names of the tiers it was loaded from, in order of their first piece."""
+        """Return the tiers that were loaded from, in order of their first piece."""
         return [name for name in self.engines if name not in COMPUTING]
 
     @property
     def engines(self) -> list[str]:
-        """Names of all engines, computing ones first."""
+        """Return the names of all engines, computing ones first."""
         seen = dict.fromkeys(span.engine for span in self.spans)
         return sorted(seen, key=lambda name: (name not in COMPUTING, name == "suffix"))
 
     @property
     def names(self) -> dict[str, str]:
-        """What to call each engine: without the path of a tier that is alone of its kind."""
+        """Return a short name for each engine: without path if a tier is alone of its kind."""
         short = {name: name.partition(":")[0] for name in self.engines}
         taken = list(short.values())
         return {name: kind if taken.count(kind) == 1 else name for name, kind in short.items()}
 
     @property
     def layers(self) -> int:
-        """Layers that pieces were of; 1 if there is none."""
+        """Return the number of layers that pieces cover; 1 if there is none."""
         return max((span.layer + span.layers for span in self.spans), default=1)
 
     @property
     def until_s(self) -> float:
-        """How long it took until its last piece ended: the suffix may outlast the restore."""
+        """Return the time until the last piece ended: the suffix may outlast the restore."""
         last = max((self.at(span)[1] for span in self.spans), default=0.0)
         return max(last, self.ended.seconds)
 
     @property
     def met(self) -> Meeting | None:
-        """Where and when computing and loading met; None if one of them did nothing."""
+        """Return where and when computing and loading met; None if one of them did nothing."""
         ended = self.ended
         if not ended.computed_tokens or not ended.loaded_tokens:
             return None
@@ -97,30 +97,30 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_s(self) -> float:
-        """The lower bound; 0.0 if it is not known, or was beaten: then the rates were wrong."""
+        """Return the lower bound; 0.0 if unknown, or beaten because of wrong rates."""
         return self.ended.bound_s if self.ended.bound_s <= self.ended.seconds else 0.0
 
     @property
     def bound_ratio(self) -> float:
-        """How many times the lower bound it took; 0.0 while the bound is not known."""
+        """Return the duration as a multiple of the lower bound; 0.0 while the bound is unknown."""
         return self.ended.seconds / self.bound_s if self.bound_s > 0 else 0.0
 
     def at(self, span: events.RestoreSpan) -> tuple[float, float]:
-        """Begin and end of a piece in seconds from the restore's begin, 0 for what came before."""
+        """Return begin and end of a piece in seconds from the restore's begin, at least 0."""
         first = span.started_s - self.ended.started_s
         return max(0.0, first), max(0.0, first + span.seconds)
 
     def busy_s(self, *engines: str) -> float:
-        """Seconds in which one of these engines, or several at once, worked for it."""
+        """Return the seconds in which any of these engines worked for the restore."""
         return covered_s(self.at(span) for span in self.spans if span.engine in engines)
 
     def overlap_s(self) -> float:
-        """Seconds in which the model computed while something was being loaded."""
+        """Return the seconds in which the model computed while something was being loaded."""
         computing, loading = self.busy_s(*COMPUTING), self.busy_s(*self.tiers)
         return max(0.0, computing + loading - covered_s(map(self.at, self.spans)))
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return a description of the restore in one line."""
         ended, met = self.ended, self.met
         parts = [f"{ended.tokens:,} tokens in {ended.seconds * 1e3:,.1f} ms"]
         if ended.resident_tokens:
@@ -139,14 +139,14 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timelines(Closing):
-    """Collects the restores of a cache while it is open. Thread-safe.
+    """Collector of a cache's restores while it is open. Thread-safe.
 
     Args:
         bus: `KV.bus`.
-        most: Restores that are kept; older ones are forgotten.
+        most: Restores to keep; older ones are dropped.
 
     Attributes:
-        longest: The longest of all so far that loaded anything; None before the first.
+        longest: The longest restore so far that loaded anything; None before the first.
     """
 
     def __init__(self, bus: Bus, *, most: int = 64) -> None:
@@ -157,7 +157,7 @@ class Timelines(Closing):
         self._subscription = bus.subscribe(self.note, events.RestoreSpan, events.RestoreEnded)
 
     def note(self, event: events.RestoreSpan | events.RestoreEnded) -> None:
-        """Takes an event."""
+        """Record a piece of a restore, or its end."""
         with self._lock:
             if isinstance(event, events.RestoreSpan):
                 if idle(event):
@@ -175,7 +175,7 @@ class Timelines(Closing):
 
     @property
     def ended(self) -> list[Timeline]:
-        """Restores that ended, oldest first."""
+        """Return the restores that ended, oldest first."""
         with self._lock:
             return list(self._ended)
 
@@ -183,17 +183,17 @@ class Timelines(Closing):
         return iter(self.ended)
 
     def close(self) -> None:
-        """Ends the collecting; what was collected stays."""
+        """Stop collecting; the restores stay."""
         self._subscription.close()
 
 
 def idle(span: events.RestoreSpan) -> bool:
-    """Whether nothing was to be done for a piece: its layers see nothing of its tokens."""
+    """Return whether a piece needed no work: its layers do not attend to its tokens."""
     return not (span.seconds or span.n_bytes)
 
 
 def joined(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Intervals, ascending, with those that touch or overlap as one."""
+    """Return intervals in ascending order, with touching and overlapping ones merged."""
     found: list[tuple[float, float]] = []
     for first, stop in sorted(pieces):
         if found and first <= found[-1][1]:
@@ -204,24 +204,24 @@ def joined(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def covered_s(pieces: Iterable[tuple[float, float]]) -> float:
-    """Length of what intervals cover together."""
+    """Return the length of the union of intervals."""
     return sum(stop - first for first, stop in joined(pieces))
 
 
-# What requests of an engine went through: waiting, prefill, decoding, set aside.
+# Phases of an engine's requests: waiting, prefill, decoding, set aside.
 
 Phase = Literal["queued", "prefill", "decode", "aside"]
 
 PHASES: tuple[Phase, ...] = ("queued", "prefill", "decode", "aside")
-"""Waiting for its turn; until its first token; from then on; preempted, waiting to go on."""
+"""Waiting for admission; until the first token; from then on; preempted, waiting to resume."""
 
 
 OF_REQUESTS = (events.Queued, events.Admitted, events.Preempted, events.Finished)
-"""What `Lanes` are made of."""
+"""Events that `Lanes` are made of."""
 
 
 class RequestPhase(NamedTuple):
-    """A phase of a request; times are those of `time.perf_counter`."""
+    """Phase of a request; times are those of `time.perf_counter`."""
 
     phase: Phase
     first_s: float
@@ -230,13 +230,13 @@ class RequestPhase(NamedTuple):
 
 @dataclass
 class RequestLane:
-    """A request.
+    """Phases of a request.
 
     Attributes:
         request: Its number.
-        started_s: When it was submitted.
-        pieces: What it went through, in order.
-        ended: How it ended; None while it is under way.
+        started_s: Time of its submission.
+        pieces: Its phases, in order.
+        ended: Its result; None while it is under way.
     """
 
     request: int
@@ -246,28 +246,28 @@ class RequestLane:
 
 
 class Lanes:
-    """Requests by their events, evenly chosen where they are many. Not thread-safe.
+    """Phases of requests by their events, evenly sampled if requests are many. Not thread-safe.
 
     Args:
-        most: Requests that are kept at most. Beyond that every second one is forgotten, and of
-            those to come only as many are begun.
+        most: Most requests to keep. Beyond that every second one is dropped, and of later requests
+            the same share.
 
     Attributes:
-        stride: Every how many requests one is kept.
+        stride: Requests for each one that is kept.
     """
 
     def __init__(self, *, most: int = 128) -> None:
         self._most, self.stride = most, 1
-        self._begun, self._places = 0, dict[int, int]()  # numbers may be of other caches in between
+        self._begun, self._places = 0, dict[int, int]()  # request numbers may have gaps
         self._lanes: dict[int, RequestLane] = {}
-        self._open: dict[int, tuple[Phase, float]] = {}  # the phase of a request, since when
+        self._open: dict[int, tuple[Phase, float]] = {}  # phase of a request, and its begin
 
     def note(self, event: Event, now_s: float) -> None:
-        """Takes an event of a request; others say nothing."""
+        """Record an event of a request; other events are ignored."""
         match event:
             case events.Queued():
                 self._begin(event.request, now_s)
-            case events.Admitted():  # its first token is told when it is over
+            case events.Admitted():  # `Finished` brings the time of the first token
                 self._enter(event.request, "prefill", now_s)
             case events.Preempted():
                 self._enter(event.request, "aside", now_s)
@@ -297,13 +297,13 @@ class Lanes:
         lane.pieces = [part for piece in lane.pieces for part in _parted(piece, first_token_s)]
 
     def take(self, request: int) -> RequestLane | None:
-        """Hands out a request, and forgets it; None if it is not kept."""
+        """Remove and return a request's phases; None if they are not kept."""
         self._places.pop(request, None)
         self._open.pop(request, None)
         return self._lanes.pop(request, None)
 
     def under_way(self, now_s: float) -> list[RequestLane]:
-        """Requests that are not over, with what they are in until now."""
+        """Return the requests that are not over, with their current phase until now."""
         found = []
         for request, (phase, since_s) in self._open.items():
             lane = self._lanes[request]
@@ -319,7 +319,7 @@ class Lanes:
                 self._lanes[request].pieces.append(RequestPhase(before, since_s, now_s))
 
     def __iter__(self) -> Iterator[RequestLane]:
-        """Requests that are kept, in order of submission, with the phases that are over."""
+        """Yield the requests kept, in order of submission, with the phases that are over."""
         return iter(sorted(self._lanes.values(), key=lambda lane: lane.request))
 
     def __len__(self) -> int:
@@ -327,7 +327,7 @@ class Lanes:
 
 
 def _parted(piece: RequestPhase, first_token_s: float) -> Iterator[RequestPhase]:
-    """Computing is prefill until the first token, and decoding from then on."""
+    """Split a phase of computing into prefill until the first token, and decoding from then on."""
     phase, first_s, stop_s = piece
     if phase != "prefill" or stop_s <= first_token_s:
         yield piece
@@ -337,13 +337,13 @@ def _parted(piece: RequestPhase, first_token_s: float) -> Iterator[RequestPhase]
     yield RequestPhase("decode", max(first_s, first_token_s), stop_s)
 
 
-# How an engine serves: latencies, throughput, use of memory; in bounded memory, for any time.
+# Statistics of serving: latencies, throughput, use of memory; in bounded memory, for any time.
 #
 #     with Serving(kv.bus) as serving:
 #         engine.run(requests)
 #     print(serving.summary()["ttft_s"]["p95"])
 #
-# Nothing is collected, and no event of a step is even made, while nobody listens.
+# Without a listener nothing is collected, and step events are not even made.
 
 LATENCIES = {
     "ttft_s": "time to the first token",
@@ -352,19 +352,19 @@ LATENCIES = {
     "queue_s": "wait for the first admission",
     "aside_s": "wait of preempted requests",
     "request_s": "from submission to the end",
-    "held_s": "requests held up by loads of their own prefix",
+    "held_s": "requests: waiting for loads of their own prefix",
     "restore_s": "restores",
-    "restore_exposed_s": "restores: somebody waited for loads",
+    "restore_exposed_s": "restores: the caller waited for loads",
     "restore_hidden_s": "restores: behind other work",
     "step_s": "steps",
     "model_s": "steps: the forward",
     "sampling_s": "steps: choice of tokens",
     "bookkeeping_s": "steps: everything else",
 }
-"""Times whose spread is collected, and what they are."""
+"""Times with a collected distribution, and their descriptions."""
 
 MEMORY = ("device_used_bytes", "tier_used_bytes")
-"""Levels whose course is collected."""
+"""Levels that are collected over time."""
 
 _MOVES = {kind for kind, told in RULES.items() if "tier" in next(iter(told.values())).labels}
 _MOVES.add(events.Miss)
@@ -376,22 +376,22 @@ _BESIDE: dict[str, tuple[str, str, type[Event]]] = {
 
 
 class Serving(Closing):
-    """Collects how a cache and the engines on it serve, while it is open. Thread-safe.
+    """Collector of statistics of a cache and its engines while it is open. Thread-safe.
 
     Args:
         bus: `KV.bus`.
-        levels: Read now and then for the use of memory over time, on the threads that emit events;
+        levels: Read from time to time for the use of memory, on the threads that emit events;
             None leaves that out.
-        every_s: How often, at most.
-        clock: Seconds, of the clock that events carry.
+        every_s: Least time between two such readings.
+        clock: Clock of the events, in seconds.
 
     Attributes:
-        spreads: By name, those of `LATENCIES`.
+        spreads: Distributions of the times in `LATENCIES`, by name.
         series: Over time: "rows", "waiting", "aside" and "kv" (pages held, as a share of all),
             the used bytes of each place, and counted "made", "prefill" and "decode" tokens.
-        lanes: Requests as they went.
-        moves: What was found, moved and lost meanwhile.
-        tenants: What each tenant found.
+        lanes: Phases of requests.
+        moves: Counts of hits, transfers and losses.
+        tenants: Hit tokens of each tenant.
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class Serving(Closing):
         ]
 
     def note(self, event: Event) -> None:
-        """Takes an event of an engine, or the end of a restore."""
+        """Record an event of an engine, or the end of a restore."""
         spreads, totals = self.spreads, self._totals
         with self._lock:
             self.lanes.note(event, self._clock())
@@ -500,23 +500,23 @@ class Serving(Closing):
 
     @property
     def now_s(self) -> float:
-        """The time, or that of the end of collecting."""
+        """Return the time, or the end of collecting once it is closed."""
         return self._stopped_s or self._clock()
 
     def places(self) -> list[str]:
-        """Devices and tiers whose use was collected."""
+        """Return the devices and tiers with a collected use."""
         own = {"rows", "waiting", "aside", "kv", "made", "prefill", "decode"}
         with self._lock:
             return [name for name in self.series.names if name not in own]
 
     def summary(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON.
+        """Return plain numbers, ready for JSON.
 
         Each of `LATENCIES` is {"count", "mean", "p50", "p90", "p95", "p99", "max"} in seconds,
         quantiles being within 1 % of the true ones. `tokens_per_s` counts new tokens from the
         beginning of the first step to the end of the last one. The means of `rows` and
-        `kv_utilisation` are over the time of steps: a step weighs as much as it took. `beside` has
-        what was `asked` for and `found`, and `read_bytes`, of results, embeddings and weights.
+        `kv_utilisation` are over the time of steps, weighted by duration. `beside` has counts of
+        units `asked` for and `found`, and `read_bytes`, of results, embeddings and weights.
         """
         with self._lock:
             span_s = max(0.0, self._until_s - self._begun_s)
@@ -546,7 +546,7 @@ class Serving(Closing):
             }
 
     def _beside(self) -> dict[str, dict[str, float]]:
-        """What was asked for beside K and V, as far as it was."""
+        """Return units asked for and found beside K and V, of each kind that was asked for."""
         told = {}
         for what, (begin, unit, _) in _BESIDE.items():
             if asked := self.moves.total(f"{begin}_{unit}_total"):
@@ -556,7 +556,7 @@ class Serving(Closing):
         return told
 
     def close(self) -> None:
-        """Ends the collecting; what was collected stays."""
+        """Stop collecting; the statistics stay."""
         for subscription in self._subscriptions:
             subscription.close()
         self.tenants.close()
@@ -568,28 +568,28 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-# Traces for Perfetto and `chrome://tracing`: who worked on what, and when.
+# Traces for Perfetto and `chrome://tracing`: the work of each engine and tier over time.
 #
 #     with kv.trace("restore.json"):
 #         model.generate(**inputs)
 #
 # The file is in Chrome's JSON array format, one event per line. Each line is written at once, and
-# the format does not need its end: what a process wrote before it died can be opened. Counts and
+# the format does not need its end: the file of a process that died can be opened. Counts and
 # times are written, as in the events; no tokens, and no names of tenants.
 #
-# Where a trace shows an event, as what, and what it says about it.
+# Track, label and arguments of each event in a trace.
 
 _SERVING, _ENGINES, _TIERS, _RESTORES, _REQUESTS, _EVENTS = range(6)  # in the order shown
 _HIDDEN = frozenset({"tenant", "started_s", "seconds", "gaps_s"})
 
 
 class TracePlace(NamedTuple):
-    """The track on which an event is shown, and its form.
+    """Track on which an event is shown, and its label.
 
     Attributes:
-        rank: Groups are ordered by it.
-        group: A "process" of the format.
-        track: A "thread" of it.
+        rank: Sort key of groups.
+        group: Name of a "process" of the format.
+        track: Name of a "thread" of that process.
         label: Name of the slice.
     """
 
@@ -600,7 +600,7 @@ class TracePlace(NamedTuple):
 
 
 def place_of(event: Event) -> TracePlace:
-    """Where an event is shown."""
+    """Return the track and label of an event."""
     match event:
         case events.RestoreSpan():
             return _of_span(event)
@@ -626,12 +626,12 @@ def place_of(event: Event) -> TracePlace:
 
 
 def request_place(request: int, label: str) -> TracePlace:
-    """The track of a request of an engine."""
+    """Return the track of a request of an engine."""
     return TracePlace(_REQUESTS, "requests", f"request {request}", label)
 
 
 def arguments(event: Event) -> dict[str, Any]:
-    """What a viewer shows of an event when it is clicked on; no names of tenants."""
+    """Return the fields that a viewer shows for a selected event, without names of tenants."""
     fields = msgspec.structs.asdict(event)
     told = {name: value for name, value in fields.items() if name not in _HIDDEN}
     return {k: v.hex() if isinstance(v, bytes) else v for k, v in told.items()}
@@ -652,30 +652,30 @@ def _layers(span: events.RestoreSpan) -> str:
     return f"layer {last}" if span.layers == 1 else f"layers {span.layer}-{last}"
 
 
-_MOST = 4096  # requests under way; of more, every second one is drawn
+_MOST = 4096  # requests under way; beyond, every second one is not drawn
 
 
 class TraceFile(Closing):
-    """A trace that is being written, as `KV.trace` returns it. Ends with `close`, or the cache.
+    """Trace that is being written, as `KV.trace` returns it. Ends with `close`, or the cache.
 
     Each engine and each tier is a group of its own, a "process" of the format, and so are requests
-    and restores, with a track each. What overlaps goes on further tracks of its group, since the
-    slices of one may not cross. What happened before the trace began is cut off. What cannot be
-    written ends the trace, with a warning, and nothing else. What a request of an engine went
-    through is drawn once it is over, or when the trace ends.
+    and restores, with a track each. Overlapping slices go on further tracks of their group, since
+    the slices of one track may not cross. Time before the trace began is cut off. A failed write
+    ends the trace, with a warning, and nothing else. The phases of a request are drawn once it is
+    over, or when the trace ends.
 
     Args:
         path: The file; an old one is replaced.
-        bus: Whose events are written; None if only `note` brings any.
-        warn: Told what went wrong.
-        clock: Seconds, of the clock that events carry.
+        bus: Source of the events; None if only `note` brings any.
+        warn: Called with a message when a write fails.
+        clock: Clock of the events, in seconds.
 
     Raises:
-        ConfigError: The file cannot be made.
+        ConfigError: The file cannot be created.
 
     Attributes:
         events: Events written so far.
-        closed: Whether it has ended.
+        closed: Whether the trace has ended.
     """
 
     def __init__(
@@ -704,7 +704,7 @@ class TraceFile(Closing):
         self._subscription: Subscription | None = bus.subscribe(self.note) if bus else None
 
     def note(self, event: Event) -> None:
-        """Writes an event."""
+        """Write an event."""
         now_s, problem = self._clock(), ""
         with self._lock:
             if self.closed or os.getpid() != self._pid:  # a forked child shares the file
@@ -726,7 +726,7 @@ class TraceFile(Closing):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(text)
 
-    # ---- what an event looks like
+    # ---- lines of an event
 
     def _lines(self, event: Event, now_s: float) -> list[bytes]:
         self._lanes.note(event, now_s)
@@ -745,15 +745,15 @@ class TraceFile(Closing):
         if isinstance(event, events.RestoreSpan) and idle(event):
             return []
         if isinstance(event, events.Restored) and self._drawn(place, self._at(started_s)):
-            started_s += seconds  # its pieces are there already
+            started_s += seconds  # its pieces are drawn already
             seconds = 0.0
         lines = self._shown(place, event, (started_s, started_s + seconds))
-        if isinstance(event, events.RestoreEnded):  # that was the last of its track
+        if isinstance(event, events.RestoreEnded):  # the last event of its track
             del self._tracks[place.group, place.track]
         return lines
 
     def _shown(self, place: TracePlace, event: Event, when: tuple[float, float]) -> list[bytes]:
-        """An event as a slice, or as an instant if it took no time; and what belongs to it."""
+        """Return an event's lines: a slice, or an instant if it took no time, and its parts."""
         first, stop = map(self._at, when)
         track, lines = self._track(place, first, stop)
         kind = type(event).__name__
@@ -763,7 +763,7 @@ class TraceFile(Closing):
         return lines
 
     def _parts(self, track: _Track, step: events.EngineStep, first: int, stop: int) -> list[bytes]:
-        """The forward and the choice of tokens, at the end of their step; and levels beside it."""
+        """Return the slices of forward and sampling at the end of their step, and its counters."""
         middle = max(first, stop - _ns(step.sampling_s))
         begin = max(first, middle - _ns(step.model_s))
         parts = [("model", begin, middle), ("sampling", middle, stop)]
@@ -780,7 +780,7 @@ class TraceFile(Closing):
         return lines
 
     def _request(self, lane: RequestLane) -> list[bytes]:
-        """The phases of a request, one behind the other."""
+        """Return the phases of a request, one behind the other."""
         lines, kind = list[bytes](), "Finished" if lane.ended is not None else "Queued"
         told = arguments(lane.ended) if lane.ended is not None else {"request": lane.request}
         for phase, first_s, stop_s in lane.pieces:
@@ -791,19 +791,19 @@ class TraceFile(Closing):
         return lines
 
     def _at(self, at_s: float) -> int:
-        """Nanoseconds from the trace's begin."""
+        """Return nanoseconds from the trace's begin."""
         return max(0, _ns(at_s) - self._began_ns)
 
     def _track(self, place: TracePlace, first: int, stop: int) -> tuple[_Track, list[bytes]]:
-        """A track with room from `first` to `stop`, and the lines that introduce it if it is new.
+        """Return a track with room from `first` to `stop`, and its header lines if it is new.
 
-        Slices of a track may lie one in the other, as the same work for two requests does, but they
-        may not cross.
+        Slices of a track may be nested, as with the same work for two requests, but they may not
+        cross.
         """
         tracks = self._tracks.setdefault((place.group, place.track), [])
         same = [track for track in tracks if (track.first, track.stop) == (first, stop)]
         free = [track for track in tracks if track.stop <= first]
-        if same or (tracks and stop == first):  # an instant is no slice: it may lie anywhere
+        if same or (tracks and stop == first):  # an instant cannot cross a slice
             return (same or tracks)[0], []
         if free:
             track, lines = max(free, key=lambda track: track.stop), list[bytes]()
@@ -834,12 +834,12 @@ class TraceFile(Closing):
     # ---- its end
 
     def close(self) -> None:
-        """Ends the trace. Safe to call again, from any thread."""
+        """End the trace. Safe to call again, from any thread."""
         with self._lock:
             if os.getpid() != self._pid:
                 return
             if not self.closed:
-                with suppress(OSError):  # requests that are not over, as far as they have come
+                with suppress(OSError):  # draw requests that are not over, up to now
                     for lane in self._lanes.under_way(self._clock()):
                         self._write(self._request(lane))
             self._end()
@@ -851,7 +851,7 @@ class TraceFile(Closing):
         if self._subscription is not None:
             self._subscription.close()
         with suppress(OSError), self._file:
-            self._file.truncate(self._size)  # half a line may be there, if the disk is full
+            self._file.truncate(self._size)  # a full disk may have left half a line
             self._file.seek(self._size)
             self._file.write(b"\n]\n")
 
@@ -860,7 +860,7 @@ class TraceFile(Closing):
 
 
 class _Track:
-    """A track of a group, and the last slice on it in nanoseconds."""
+    """Track of a group, and the last slice on it in nanoseconds."""
 
     __slots__ = ("first", "group", "number", "stop")
 

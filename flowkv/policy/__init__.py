@@ -1,14 +1,14 @@
 """Eviction policies, one class each, by name.
 
-| name | class | what goes first, among the leaves |
+| name | class | evicted first, among the leaves |
 |---|---|---|
 | `lru` | `LRU` | the longest unused |
 | `lfu-ttl` | `LfuTtl` | the expired, then the least frequently used, frequency halving every tau |
-| `arc` | `ARC` | of what was used once or of what was used again, the longest unused |
-| `cost-aware` | `CostAware` | what saves least time per byte: count times cost per byte |
-| `hazard` | `HazardIndex` | the least likely to return soon, as learned from what returned when |
-| `auto` | `Hedge` | as the one of these that would hit most here; LRU until one surely does |
-| `opt` | `Optimum` | what is needed latest; has to be told the future, so offline only |
+| `arc` | `ARC` | the longest unused, of the recency list or of the frequency list |
+| `cost-aware` | `CostAware` | the block that saves least time per byte: count times cost per byte |
+| `hazard` | `HazardIndex` | the least likely to return soon, as learned from past returns |
+| `auto` | `Hedge` | by the learned order while it hits no less than LRU, else by LRU |
+| `opt` | `Optimum` | the block needed latest; requires the future, so offline only |
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class CatalogueEntry(NamedTuple):
     """One row of the catalogue.
 
     Attributes:
-        make: The policy's class.
-        config: The struct that checks its options.
+        make: Class of the policy.
+        config: Struct that checks its options.
         defaults: Options used unless they are given.
     """
 
@@ -89,10 +89,10 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
 
 
 def make_policy(policy: str | Policy, **options: object) -> Policy:
-    """Makes a policy from its name in the catalogue, or passes a policy object through.
+    """Make a policy by its name in the catalogue, or pass a policy object through.
 
     Args:
-        policy: "auto", "lfu-ttl", "lru", or an object that implements `Policy`.
+        policy: A name such as "auto", "lfu-ttl" or "lru", or a `Policy` object.
         **options: Fields of the policy's configuration; none with an object.
 
     Returns:

@@ -1,11 +1,11 @@
 """The `Policy` base class: an order over slot ids, without I/O, torch or a clock of its own.
 
-Who drives a policy owns identity and residency: it numbers blocks with small integers (*slots*),
-tells the policy of one place what happens there, and asks which to give up. A slot names the same
-block until `forget`, also while that block lies elsewhere or nowhere (a *ghost*): so a policy may
-remember, and learn from what it should have kept. The same object runs in the simulator, in the
-runtime and inside other engines' plug-in points (DESIGN D8). Parents are optional knowledge: where
-they are known, a block is given up after its descendants, as a rule of choice.
+The caller owns identity and residency: it numbers blocks with small integers (*slots*), notifies
+the policy of one place (a tier or the device pool) of each event there, and asks for victims. A
+slot names the same block until `forget`, also while that block is resident elsewhere or nowhere
+(a *ghost*), so a policy may remember blocks and learn which of them it evicted too early. The same
+object runs in the simulator, in the cache and behind the plug-in points of other engines (DESIGN
+D8). Parents are optional: where they are known, a block is evicted after its descendants.
 
 A policy of your own needs the abstract methods; the others have a default that does nothing.
 """
@@ -28,22 +28,22 @@ Slots = NDArray[np.int64]
 NO_SLOTS: Slots = np.empty(0, np.int64)
 
 NEVER_NS = np.iinfo(np.int64).max
-"""As `eta_ns`: will not be used again. `0` is soon."""
+"""An `eta_ns` for blocks that will not be used again; 0 means soon."""
 
 UNKNOWN_STOP, TOOL_USE, TURN_END, CUT_OFF = 0, 1, 2, 3
-"""Why a response ended: not said; it calls a tool; the turn is over; length limit or abort."""
+"""Why a response ended: unknown; a tool call; the end of the turn; length limit or abort."""
 
 
 class Visit(NamedTuple):
-    """The facts known about a request when it arrives; every field may be left out.
+    """The known facts about a request when it arrives; every field may be left out.
 
     Attributes:
-        request: The driver's number for it, not used by another request that is under way; -1 if
-            nothing more will be said about it.
+        request: The caller's number of the request, unique among requests under way; -1 if no later
+            call will refer to it.
         session: The application's conversation, any 62-bit number; -1 if unknown.
         tokens: Input tokens; 0 if unknown.
         blocks: Blocks of the whole request, known ones or not; 0 if unknown.
-        tenant: Whose it is; -1 if unknown.
+        tenant: Tenant of the request; -1 if unknown.
     """
 
     request: int = -1
@@ -57,13 +57,13 @@ NO_VISIT = Visit()
 
 
 class Policy(ABC):
-    """Decides what one place keeps. Deterministic: equal calls give equal answers and digests.
+    """Eviction order of one place. Deterministic: equal calls give equal answers and digests.
 
-    `now_ns` never decreases from call to call; a smaller one is treated as the last one seen.
-    Arrays that are passed in are neither kept nor written.
+    `now_ns` never decreases from call to call; a smaller value is treated as the last one seen.
+    Array arguments are neither kept nor written.
 
     Attributes:
-        name: Its name in the catalogue.
+        name: Name in the catalogue.
     """
 
     name: str = ""
@@ -82,107 +82,107 @@ class Policy(ABC):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1.
+        """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1.
 
-        Counts as an access, unless one was counted at the same `now_ns` already.
+        An insert counts as an access, unless one was counted at the same `now_ns` already.
 
         Args:
             now_ns: Time.
-            slots: Blocks. One that was resident is accessed, and takes its parent if it has none.
-            parents: Their parents.
-            n_bytes: Bytes of each.
-            cost_ns: Time to compute each of them anew; 0 if unknown.
+            slots: Blocks. A resident block is accessed, and takes its parent if it has none.
+            parents: Parent of each block.
+            n_bytes: Bytes of each block.
+            cost_ns: Time to recompute each block; 0 if unknown.
             lease: Lease class, or a lease; see `LeaseConfig`.
-            tenant: Whose they are.
+            tenant: Tenant that owns the blocks.
         """
 
     @abstractmethod
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf.
+        """Record that a request uses these known blocks, root to leaf.
 
-        Those not resident here are ghosts, or lie elsewhere; an order ignores them, a learner need
-        not. `insert` of the blocks that the request adds, and of those that come back for it,
-        follows at the same or a later time.
+        Blocks that are not resident here are ghosts, or resident elsewhere; an order ignores them,
+        a learner need not. `insert` of the blocks that the request adds or restores follows at the
+        same or a later time.
         """
 
     @abstractmethod
     def remove(self, slots: Slots) -> None:
-        """Blocks left for another reason than `evict`. Slots not resident are ignored."""
+        """Remove blocks that left for another reason than `evict`; ignore non-resident slots."""
 
     def forget(self, slots: Slots) -> None:
-        """Nobody knows these blocks any more: their slots may name others next. Not resident."""
+        """Forget slots that are not resident; the numbers may be reused for other blocks."""
 
     def complete(
         self, now_ns: int, request: int, *, stop: int = UNKNOWN_STOP, output_tokens: int = 0
     ) -> None:
-        """A request ended: what could only be known now. An unknown number is ignored."""
+        """Record the end of a request, and why it ended; ignore an unknown number."""
 
     def abort(self, now_ns: int, request: int) -> None:
-        """A request that was enqueued or accessed will not go on. Unknown numbers are ignored."""
+        """Cancel a request that was enqueued or accessed; ignore an unknown number."""
 
     def pin(self, slots: Slots) -> None:
-        """Blocks, resident or not, must not be given up until as many `unpin`; nests."""
+        """Pin blocks, resident or not, against eviction until as many `unpin`; nests."""
         raise NotImplementedError
 
     def unpin(self, slots: Slots) -> None:
-        """Ends one `pin` of each."""
+        """Release one `pin` of each block."""
         raise NotImplementedError
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """The application expects the next use of this chain in about `eta_ns`.
+        """Record that the application expects the next use of this chain in about `eta_ns`.
 
-        Holds until the chain's last block is used again.
+        The hint holds until the chain's last block is used again.
 
         Args:
             now_ns: Time.
             slots: A chain, root to leaf, resident or not; the hint is about its last block, and
-                through it about those above.
+                through that block about those above.
             eta_ns: Time from now; `NEVER_NS` for never, 0 for soon.
             sigma: Standard deviation of the natural logarithm of the error.
         """
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """A queued request will use this chain: certain, until its `access` or `abort`."""
+        """Record that a queued request will use this chain, until its `access` or `abort`."""
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
-        """All present blocks of a tenant became stale: as expired as by a lease, at once."""
+        """Expire all present blocks of a tenant at once, as if their leases had run out."""
 
     # ---- what is decided
 
     @abstractmethod
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Chooses and removes `n` victims, none pinned or protected; None, nothing changed, else.
+        """Remove and return `n` victims, none pinned or protected; None if there are fewer.
 
-        Victims come in the order in which they go.
+        Victims are in eviction order. If the answer is None, nothing has changed.
         """
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """Gives up to `n` victims to a prefetch: only what is worth less than that.
+        """Evict up to `n` victims for a prefetch: only blocks worth less than those it brings.
 
         Args:
             now_ns: Time.
             n: Most victims.
-            rate: Uses a second that are expected of what comes, in the unit of `wanted`; infinite
-                if its use is certain. Nothing goes whose own is not below that.
+            rate: Expected uses per second of the prefetched blocks, in the unit of `wanted`;
+                infinite if their use is certain. Only blocks with a smaller rate are evicted.
             protected: See `evict`.
 
         Returns:
-            Victims, in the order in which they go. The default, for policies that expect no rates:
-            all or none for what is certain, and none for anything else.
+            Victims, in eviction order. The default, for policies that expect no rates: `n` or none
+            for a certain use, and none for any other.
         """
         found = self.evict(now_ns, n, protected) if rate == np.inf else None
         return NO_SLOTS.copy() if found is None else found
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
-        """Which of these (not resident) blocks are worth their bytes here. Default: all."""
+        """Return which of these non-resident blocks are worth their bytes here. Default: all."""
         return np.ones(len(slots), np.bool_)
 
     def expired(self, now_ns: int) -> Slots:
-        """Resident blocks whose lease has run out: never a hit again, reclaimed first."""
+        """Return resident blocks with an expired lease: they never hit again and go first."""
         return NO_SLOTS.copy()
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """Up to `n` ends of chains that are not resident and worth bringing here, best first.
+        """Return up to `n` ends of non-resident chains that are worth prefetching, best first.
 
         Returns:
             Slots of the deepest blocks, and their priorities, comparable with `priority`.
@@ -191,26 +191,26 @@ class Policy(ABC):
 
     @abstractmethod
     def priority(self, slot: int) -> float:
-        """Smaller is given up earlier; -inf for a slot that is not resident."""
+        """Return the priority of a slot: smaller is evicted earlier; -inf if it is not resident."""
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
-        """The slot that `evict` of one would give up, for comparisons; -1 if there is none.
+        """Return the slot that `evict` of one would choose, for comparisons; -1 if there is none.
 
-        The default looks at every resident block, and knows of neither pins nor children.
+        The default looks at every resident block, and considers neither pins nor children.
         """
         free = set(self.resident()).difference(protected)
         return min(free, key=lambda slot: (self.priority(slot), slot), default=-1)
 
     @abstractmethod
     def resident(self) -> Sequence[int]:
-        """Slots it believes to be resident, in no particular order."""
+        """Return the slots that the policy records as resident, in no particular order."""
 
     @abstractmethod
     def digest(self) -> int:
-        """64-bit rolling hash of every decision so far."""
+        """Return a 64-bit rolling hash of every decision so far."""
 
 
-# What configurations of policies have in common.
+# Configuration that policies share.
 
 HalfLife = Annotated[float, Meta(ge=0.0, le=30 * 86_400.0)]
 Duration = Annotated[float, Meta(gt=0.0)]
@@ -225,12 +225,12 @@ DEFAULT_RANK = 35
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The lease of a block: how long it may stay, and what goes before it.
+    """Lease of a block: how long it may stay, and its rank in eviction.
 
     Attributes:
         lease_s: Seconds after the last access; over ten years is no lease.
-        max_age_s: Seconds after it became resident, whatever is accessed; likewise.
-        rank: 0 to 100. All blocks of lower rank are given up before any of a higher one.
+        max_age_s: Seconds after the block became resident, accessed or not; likewise.
+        rank: 0 to 100. All blocks of lower rank are evicted before any of a higher one.
         rank_s: Seconds after which the rank falls back to the default, 35.
     """
 
@@ -254,8 +254,8 @@ class LeaseConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
     Attributes:
         lease_s: Lease of the default class. Infinite by default, since a page on disk should be
-            found again next week; 600 suits device memory and 1800 host memory where space is to be
-            given back (94 % and 99 % of the hits on published chat, 98 % and 99 % on agents).
+            found again next week; 600 suits device memory and 1800 host memory where space is
+            scarce (94 % and 99 % of the hits on published chat, 98 % and 99 % on agents).
         max_age_s: Maximum age of the default class.
         leases: More classes, or other values for known ones: name -> `Lease` or
             `{"lease_s": ..., "max_age_s": ..., "rank": ..., "rank_s": ...}`. Built in: turn_end and
@@ -268,16 +268,16 @@ class LeaseConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only
     leases: dict[str, Lease] = {}
 
     def classes(self) -> dict[str, Lease]:
-        """All lease classes by name, the default class under ""."""
+        """Return all lease classes by name, the default class under ""."""
         return {**LEASES, "": Lease(self.lease_s, self.max_age_s), **self.leases}
 
 
 class LruConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Leaf-first LRU has nothing but leases to set."""
+    """Options of leaf-first LRU: leases only."""
 
 
 class ArcConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """ARC has nothing but leases to set."""
+    """Options of ARC: leases only."""
 
 
 class LfuTtlConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -292,7 +292,7 @@ class LfuTtlConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class HazardConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`HazardIndex` learns what it needs; it has nothing but leases to set."""
+    """Options of `HazardIndex`: leases only, since it learns the rest."""
 
 
 class CostAwareConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -300,10 +300,10 @@ class CostAwareConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
     Attributes:
         tau_s: Half-life of the access count in seconds, above 0 and at most 30 days.
-        ns_per_byte: Cost of computing a byte anew, where an insert does not say. An 8-billion model
+        ns_per_byte: Cost of recomputing a byte, where an insert gives none. An 8-billion model
             that prefills 10,000 tokens a second needs about 1.
-        alpha: How much the cost per byte matters: a count is multiplied by its power of `alpha`. 0
-            is `LfuTtl`.
+        alpha: Weight of the cost per byte: a count is multiplied by that cost to the power of
+            `alpha`. 0 is `LfuTtl`.
     """
 
     tau_s: Annotated[float, Meta(gt=0.0, le=30 * 86_400.0)] = 15.0
@@ -315,10 +315,10 @@ C = TypeVar("C", bound=PolicyConfig)
 
 
 def configure(kind: type[C], name: str, options: Mapping[str, object]) -> C:
-    """Checks the options of a policy.
+    """Convert options to a policy's configuration, checked.
 
     Args:
-        kind: Its configuration class.
+        kind: Configuration class.
         name: The policy's name, for messages.
         options: Field -> value, as a user wrote them.
 
@@ -349,14 +349,14 @@ def made(
     what: str,
     options: Mapping[str, object],
 ) -> T:
-    """An object from its name in a catalogue, or the object that was given.
+    """Return a new object by its name in a catalogue, or the object that was given.
 
     Args:
         given: A name or an object.
-        catalogue: Name -> what makes one.
-        kind: What an object must be.
-        what: The same in words, for messages.
-        options: For `catalogue[given]`; none with an object.
+        catalogue: Name -> factory.
+        kind: Class that an object must have.
+        what: Noun for the class, for messages.
+        options: Arguments for `catalogue[given]`; none with an object.
 
     Raises:
         ConfigError: The name or an option is unknown, or the object is of another kind.
@@ -372,7 +372,7 @@ def made(
         except TypeError as error:
             raise ConfigError(
                 f"{what} {given!r} does not take these options ({error})",
-                "See its class for what it takes",
+                "Pass only arguments of its class",
             ) from None
     if not isinstance(given, kind):
         raise ConfigError(
@@ -382,7 +382,7 @@ def made(
     if options:
         raise ConfigError(
             f"{what} {getattr(given, 'name', '')!r} is an object already, "
-            f"and {', '.join(options)} came with it",
+            f"so {', '.join(options)} cannot apply",
             "Configure the object where it is made",
         )
     return given

@@ -1,4 +1,4 @@
-"""A policy of your own from one function: score a block when it is used, the least goes first."""
+"""Custom policies from one function: a score of each block at its use; the least goes first."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ PAST = np.dtype(
 
 
 class Use(NamedTuple):
-    """Blocks that are used now, root to leaf, and what is known of each; equally long vectors.
+    """Blocks that are used now, root to leaf, and their history; equally long vectors.
 
     Attributes:
-        slots: Their numbers.
-        uses: How often they were used, this time included; evictions do not reset it.
-        first_ns: Their first use.
-        before_ns: The use before this one; the same as `first_ns` at the first.
-        depth: Blocks above them.
-        n_bytes: Bytes of each, as their last insert said.
-        cost_ns: Time to compute each anew, likewise; 0 if unknown.
+        slots: Slot numbers.
+        uses: Uses so far, this one included; evictions do not reset the count.
+        first_ns: Time of the first use.
+        before_ns: Time of the previous use; equal to `first_ns` at the first.
+        depth: Number of blocks above.
+        n_bytes: Bytes of each block, from its last insert.
+        cost_ns: Time to recompute each block, likewise; 0 if unknown.
         visit: The request, as far as it is known.
     """
 
@@ -49,13 +49,13 @@ class Use(NamedTuple):
 
 
 class ByScore(LeafOrder):
-    """Gives up, among the leaves, the one with the least score; override `score`, nothing else.
+    """Policy that evicts the leaf with the least score; override `score`, nothing else.
 
-    Leaves only, pins, leases, ranks, tenants, queued requests, hints that a block is never used
-    again: all that a policy must do besides is done. (A hint of a time is ignored: what
-    it is worth beside a score of any unit nobody knows.) A score counts from the block's use until
-    its next one, so a policy that ages needs a score to which time adds the same for all, as the
-    logarithm of a decaying count; see `flowkv.policy.order.compiled`.
+    Leaf order, pins, leases, ranks, tenants, queued requests and hints that a block is never used
+    again are provided. (A hint of a time is ignored: times and scores have no common unit.) A
+    score counts from the block's use until its next one, so a policy that ages needs a score to
+    which time adds the same for all, as the logarithm of a decaying count; see
+    `flowkv.policy.order.compiled`.
 
     `score` runs once per request on whole vectors: plain numpy is fast enough to replay millions of
     blocks in seconds.
@@ -71,9 +71,10 @@ class ByScore(LeafOrder):
         self._past = np.zeros(0, PAST)
 
     def score(self, now_ns: int, use: Use) -> NDArray[Any]:
-        """One number for each block, not NaN; the smaller, the earlier it goes. This one is LRU.
+        """Return one number for each block, not NaN; the smaller, the earlier it goes.
 
-        Anything else is a `ConfigError` of the call that asked, and no block is scored by it.
+        The default is LRU. Any other result raises `ConfigError` in the call that asked, and scores
+        no block.
 
         Args:
             now_ns: Time.
@@ -82,7 +83,7 @@ class ByScore(LeafOrder):
         return np.full(len(use.slots), now_ns)
 
     def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
-        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
+        """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1."""
         slots = as_slots(slots)
         super().insert(now_ns, slots, parents, **said)
         if len(self._past) < len(self._arrays[0]):
@@ -96,7 +97,7 @@ class ByScore(LeafOrder):
         self._use(slots[(past["uses"] == 0) | (past["last_ns"] != now)], NO_VISIT)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf."""
+        """Record that a request uses these known blocks, root to leaf."""
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
         slots = slots[(slots >= 0) & (slots < len(self._past))]
@@ -104,7 +105,7 @@ class ByScore(LeafOrder):
         self._use(slots[(nodes["birth"] != 0) & (nodes["live"] >= 0)], visit)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """The application expects the next use of this chain in about `eta_ns`.
+        """Record that the application expects the next use of this chain in about `eta_ns`.
 
         Only `NEVER_NS` has an effect.
         """
@@ -114,14 +115,14 @@ class ByScore(LeafOrder):
             self.admit(now_ns, as_slots([]))  # time passes
 
     def forget(self, slots: Slots) -> None:
-        """Nobody knows these blocks any more: their slots may name others next."""
+        """Forget slots that are not resident; the numbers may be reused for other blocks."""
         slots = as_slots(slots)
         super().forget(slots)
         slots = slots[(slots >= 0) & (slots < len(self._past))]
         self._past[slots[self._arrays[0]["birth"][slots] == 0]] = np.zeros(1, PAST)
 
     def _use(self, slots: Slots, visit: Visit) -> None:
-        """Counts a use of each and scores them anew."""
+        """Count a use of each block and score it again."""
         if len(slots) == 0:
             return
         slots = np.unique(slots) if len(np.unique(slots)) != len(slots) else slots
@@ -139,10 +140,10 @@ class ByScore(LeafOrder):
         assign(*self._arrays, self._state, slots, keys)
 
     def _checked(self, scores: object, n: int) -> Slots:
-        """Keys of what `score` gave; compiled code will read one for each block."""
+        """Return the keys of scores, checked, since compiled code reads one for each block."""
         try:
             given = np.asarray(scores)
-        except (ValueError, TypeError, RuntimeError) as error:  # ragged, or numpy cannot reach it
+        except (ValueError, TypeError, RuntimeError) as error:  # ragged, or out of numpy's reach
             problem = f"gave no vector for {n} blocks ({str(error).rstrip('.')})"
         else:
             if given.dtype.kind not in "biuf" or given.shape != (n,):
@@ -158,7 +159,7 @@ class ByScore(LeafOrder):
 
 
 def _keys(scores: NDArray[Any]) -> Slots:
-    """Integers in the order of the scores: integers themselves, floats by their bits."""
+    """Return integers in the order of the scores: integers as such, floats by their bits."""
     scores = np.ascontiguousarray(scores)
     if scores.dtype.kind in "iu":
         least = -LATEST if scores.dtype.kind == "i" else 0

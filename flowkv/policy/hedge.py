@@ -1,4 +1,4 @@
-"""The shipped default: the learned order, for as long as it costs nothing against recency."""
+"""`Hedge`, the default policy: the learned order, unless plain LRU would have hit more."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from flowkv.policy.order.compiled import (
 )
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
-# What plain LRU would have, without blocks: a ring of slots, newest first, a block before those
-# below it, as many as fit. So a request moves its blocks to the front, and LRU gives up the last.
+# Plain LRU is simulated without blocks by a ring of as many slots as fit, newest first, a block
+# before those below it. A request moves its blocks to the front, and LRU evicts the last.
 
 RING = np.dtype([("before", np.int32), ("after", np.int32), ("held", np.int32)])
 
-# Entries of the book: blocks in the ring; time and last block of the request at hand; blocks asked
-# for so far; of these, found here less found in the ring; whether the learned order may decide. The
-# head of the ring comes last.
+# Entries of the book: blocks in the ring; time and last block of the current request; requested
+# blocks so far; hits here less hits in the ring; whether the learned order may decide. The head of
+# the ring comes last.
 HELD, NOW, LAST, ASKED, SURPLUS, MAY = range(6)
 BOOK_SIZE = LISTS + 1
 
-# The learned order decides unless it has cost more than a stake: so many blocks, and one in so many
-# of all. LRU hands back once part of the stake is there again, as the traffic goes on.
+# The learned order decides unless it has lost more than a stake: so many blocks, and one in so many
+# of all. LRU hands back once the traffic has restored part of the stake.
 STAKE, SHARE, AGAIN = 40, 1000, 20
-EPOCH = 64  # evictions after which what remained after those before them no longer counts
+EPOCH = 64  # evictions per window of the measured capacity; two windows count
 
 LEARNED, ASIDE = 0, 2
 """Modes of the order: by the learned index; by last use, while the index only learns."""
@@ -56,7 +56,7 @@ LEARNED, ASIDE = 0, 2
 
 @inner
 def drop(ring: Array, book: Array, s: int) -> None:
-    """A block of the ring leaves it."""
+    """Take a block out of the ring."""
     delist(ring, book, 0, s)
     ring[s].held = 0
     book[HELD] -= 1
@@ -64,17 +64,18 @@ def drop(ring: Array, book: Array, s: int) -> None:
 
 @kernel
 def ask(nodes: Array, ring: Array, book: Array, slots: Array, now: int, room: int) -> bool:
-    """A request uses these known blocks, root to leaf; `room` blocks fit (0: not known yet).
+    """Move a request's known blocks, root to leaf, to the front of the ring.
 
-    What LRU or the place holds of them is newest now. What is too much leaves the ring before.
+    Blocks that LRU or the place holds become the newest. Blocks beyond `room` (how many fit; 0 if
+    unknown) leave the ring before.
 
     Returns:
-        Whether the learned order may decide; that it does is told by `book[LEARNED]`.
+        Whether the learned order may decide from now on.
     """
     while book[HELD] > room > 0:
         drop(ring, book, ring[book[LISTS] - 1].before)
     book[NOW], book[LAST] = now, -1
-    for i in range(len(slots) - 1, -1, -1):  # the first block is the newest in the end
+    for i in range(len(slots) - 1, -1, -1):  # the first block ends up newest
         s = slots[i]
         if s < 0 or s >= len(ring):
             continue
@@ -97,7 +98,7 @@ def ask(nodes: Array, ring: Array, book: Array, slots: Array, now: int, room: in
 
 @kernel
 def bring(ring: Array, book: Array, slots: Array, parents: Array, now: int) -> None:
-    """Blocks became resident, root to leaf: each comes behind the one above it."""
+    """Put blocks that became resident into the ring, root to leaf, each behind its parent."""
     above = book[LAST] if book[NOW] == now else -1
     for i in range(len(slots)):
         s, p = slots[i], parents[i]
@@ -115,7 +116,7 @@ def bring(ring: Array, book: Array, slots: Array, parents: Array, now: int) -> N
 
 @kernel
 def lose(ring: Array, book: Array, slots: Array) -> None:
-    """Blocks left for another reason than that they were too many."""
+    """Take blocks out of the ring that left for another reason than eviction."""
     for s in slots:
         if 0 <= s < len(ring) and ring[s].held:
             drop(ring, book, s)
@@ -123,10 +124,10 @@ def lose(ring: Array, book: Array, slots: Array) -> None:
 
 @kernel
 def follow(desk: Array, mode: int) -> None:
-    """Another rule decides from now on: every leaf is sorted by its key."""
+    """Switch the order to another mode, and sort every leaf by its new key."""
     order = order_on(desk)
     nodes, heaps, state = order
-    state[MODE], state[TAU] = mode, mode == LEARNED  # 1 ns leaves a key as it is, 0 is the last use
+    state[MODE], state[TAU] = mode, mode == LEARNED  # 1 ns keeps a key, 0 is the last use
     fold(state, DIGEST, mode)
     for s in range(len(nodes)):
         if mode != LEARNED:
@@ -135,7 +136,7 @@ def follow(desk: Array, mode: int) -> None:
                 reorder(nodes, heaps, state, s)
             continue
         if nodes[s].marks & ETA:
-            nodes[s].marks &= ~ETA  # the index knows the hints itself
+            nodes[s].marks &= ~ETA  # the index has the hints too
             reorder(nodes, heaps, state, s)
             attend(nodes, heaps, state, s)
         if nodes[s].birth != 0 and nodes[s].kids == 0:
@@ -143,18 +144,18 @@ def follow(desk: Array, mode: int) -> None:
 
 
 class Hedge(HazardIndex):
-    """The learned index (`HazardIndex`), or plain LRU while that one would have been better.
+    """Learned index (`HazardIndex`), replaced by plain LRU while LRU would have hit more.
 
-    What leaf-first LRU would have found is known exactly, but for leases and pins: a ring of block
-    numbers, as many as fit, follows the same traffic. The learned order decides from the beginning,
-    and may lose 40 blocks and a thousandth of all that were asked for against LRU, beside what it
-    has won. Then LRU decides, which loses nothing, until the traffic has earned half of a stake
-    again. The index learns whoever decides.
+    The hits of leaf-first LRU are known exactly, but for leases and pins: a ring of as many block
+    numbers as fit follows the same traffic. The learned order decides from the beginning, and may
+    lose 40 blocks and a thousandth of all requested blocks against LRU, beside its gains. Then LRU
+    decides, which loses nothing, until the traffic has earned half of a stake again. The index
+    learns in both modes.
 
-    One order holds the blocks, whoever decides; another rule sorts the same leaves by another key.
-    So pins, leases, ranks, tenants and queued requests go on as they were. Hints of a time are
-    obeyed by both rules, the learned one making most of them. Chains are offered to a prefetch
-    while the learned index decides, and not otherwise.
+    One order holds the blocks in both modes; a switch sorts the same leaves by another key. So
+    pins, leases, ranks, tenants and queued requests persist. Both modes obey hints of a time, the
+    learned one with more use. Chains are offered to a prefetch only while the learned index
+    decides.
 
     Memory: as `HazardIndex` and 12 bytes per slot.
 
@@ -171,22 +172,22 @@ class Hedge(HazardIndex):
         self._ring = np.zeros(0, RING)
         self._book = np.zeros(BOOK_SIZE, np.int64)
         self._book[LAST], self._book[MAY] = -1, 1
-        self._left = [0, 0]  # the most that remained after an eviction lately, and before that
+        self._left = [0, 0]  # most blocks left after an eviction: this window, and the one before
         self._evictions = 0
         super().__init__(**options)
 
     # ---- what happens
 
     def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
-        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
+        """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1."""
         slots, parents = as_slots(slots), as_slots(parents)
         super().insert(now_ns, slots, parents, **said)
         bring(self._ring, self._book, slots, parents, now_ns)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf.
+        """Record that a request uses these known blocks, root to leaf.
 
-        Known blocks that are not resident teach as well.
+        The index learns from known blocks that are not resident as well.
         """
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
@@ -195,21 +196,21 @@ class Hedge(HazardIndex):
             self._turn(not self._learned)
 
     def remove(self, slots: Slots) -> None:
-        """Blocks left for another reason than `evict`."""
+        """Remove blocks that left for another reason than `evict`."""
         slots = as_slots(slots)
         super().remove(slots)
         lose(self._ring, self._book, slots)
 
     def forget(self, slots: Slots) -> None:
-        """Nobody knows these blocks any more: their slots may name others next."""
+        """Forget slots that are not resident; the numbers may be reused for other blocks."""
         slots = as_slots(slots)
         super().forget(slots)
         lose(self._ring, self._book, slots)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """The application expects the next use of this chain in about `eta_ns`.
+        """Record that the application expects the next use of this chain in about `eta_ns`.
 
-        The learned index hears of it whoever decides.
+        The learned index records the hint in both modes.
         """
         super().hint(now_ns, slots, eta_ns, sigma)
         if not self._learned and eta_ns < NEVER_NS:
@@ -218,16 +219,16 @@ class Hedge(HazardIndex):
     # ---- what is decided
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Chooses and removes `n` victims, none pinned or protected; None if there are fewer."""
+        """Remove and return `n` victims, none pinned or protected; None if there are fewer."""
         victims = super().evict(now_ns, n, protected)
         if victims is not None and len(victims):
             self._measure()
         return victims
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """Gives up to `n` victims to a prefetch: only what is worth less than that.
+        """Evict up to `n` victims for a prefetch: only blocks worth less than those it brings.
 
-        For what is certain only, unless the learned index decides.
+        While LRU decides, only for a certain use.
         """
         if not self._learned:
             return Policy.displace(self, now_ns, n, rate, protected)
@@ -237,20 +238,20 @@ class Hedge(HazardIndex):
         return victims
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """Up to `n` ends of chains that are not resident and worth bringing here, best first.
+        """Return up to `n` ends of non-resident chains that are worth prefetching, best first.
 
-        Nothing, unless the learned index decides.
+        While LRU decides, there are none.
         """
         if not self._learned:
             return NO_SLOTS.copy(), np.empty(0)
         return super().wanted(now_ns, n)
 
     def _worth(self, slot: int) -> float:
-        """As the order that decides: an index in 1/s, or a static key in nanoseconds."""
+        """Return the worth by the order that decides: an index in 1/s, or a static key in ns."""
         return super()._worth(slot) if self._learned else LeafOrder._worth(self, slot)
 
     def seldom(self) -> list[Callable[[], object]]:
-        """Calls that compile what ordinary traffic reaches late; they spoil the policy."""
+        """Return calls that compile code which traffic reaches late; they spoil the policy."""
         one = as_slots([0])
         return [
             partial(self._turn, False),
@@ -260,12 +261,12 @@ class Hedge(HazardIndex):
 
     @property
     def chosen(self) -> str:
-        """The rule that decides at present: "lru" or "hazard"."""
+        """Name of the rule that decides at present: "lru" or "hazard"."""
         return "hazard" if self._learned else "lru"
 
     @property
     def surplus(self) -> int:
-        """Blocks that hit so far, less those that plain LRU would have hit."""
+        """Hits so far, less those that plain LRU would have had, in blocks."""
         return int(self._book[SURPLUS])
 
     # ---- parts
@@ -276,14 +277,14 @@ class Hedge(HazardIndex):
         return bool(self._state[MODE] == LEARNED)
 
     def _turn(self, learned: bool) -> None:
-        """Another rule decides from now on."""
+        """Let the learned index decide, or LRU."""
         follow(self._desk, LEARNED if learned else ASIDE)
 
     def _measure(self) -> None:
-        """An eviction is over: what is left tells how many blocks fit.
+        """Estimate how many blocks fit from the number left after an eviction.
 
-        Whether a driver makes room before an insert or after it, the most that remains after any of
-        the last evictions is what fits, but for the smallest insert.
+        Drivers make room before an insert or after it: the most blocks left after any of the last
+        evictions is the capacity, but for the smallest insert.
         """
         self._evictions += 1
         if self._evictions % EPOCH == 0:

@@ -1,9 +1,10 @@
-"""The best that any policy could do, from knowing the future: Belady's algorithm with bypass.
+"""Upper bound of any policy, computed from the future: Belady's algorithm with bypass.
 
-What is needed latest goes first, what is never needed again before that; of equals the deepest.
-Because who uses a block uses all above it, a block is needed no later than those below it: so the
-rule keeps chains whole by itself, and is optimal for prefix hits too, not only for single blocks.
-A request's own blocks are among the candidates (bypass), and time is counted in requests.
+Blocks that are never needed again go first, then those needed latest; of equals the deepest.
+A request that uses a block uses all blocks above it, so that a block is needed no later than those
+below it: the rule keeps chains whole by itself, and is optimal for prefix hits too, not only for
+single blocks. A request's own blocks are among the candidates (bypass), and time is counted in
+requests.
 
 `belady` is the plain function, `Optimum` the same rule as a `Policy` of the catalogue.
 """
@@ -30,12 +31,12 @@ from flowkv.policy.order.compiled import (
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 NOT_AGAIN = 1 << 40
-"""As the next use: there is none."""
+"""Next use of a block that is not used again."""
 
 
 @kernel
 def fill_next_uses(offsets: Array, blocks: Array, following: Array, uses: Array) -> None:
-    """Walks the trace backwards; `following[b]` is the request that uses `b` next."""
+    """Fill `uses`, walking the trace backwards; `following[b]` is the next request to use `b`."""
     for r in range(len(offsets) - 2, -1, -1):
         for j in range(offsets[r], offsets[r + 1]):
             uses[j] = following[blocks[j]]
@@ -53,7 +54,7 @@ def replay(
     capacity: int,
     hits: Array,
 ) -> None:
-    """Fills `hits` with the leading resident blocks of each request; `place` is all -1."""
+    """Fill `hits` with the leading resident blocks of each request; `place` is all -1."""
     held = 0
     for r in range(len(offsets) - 1):
         first, end = offsets[r], offsets[r + 1]
@@ -61,7 +62,7 @@ def replay(
         while run < end and place[blocks[run]] >= 0:
             run += 1
         hits[r] = run - first
-        for j in range(first, end):  # what is needed latest is on top, of equals the deepest
+        for j in range(first, end):  # the block needed latest is on top, of equals the deepest
             b = blocks[j]
             i = place[b]
             if i < 0:
@@ -76,7 +77,7 @@ def replay(
 def next_uses(
     offsets: NDArray[np.int64], blocks: NDArray[np.int64], unique: int
 ) -> NDArray[np.int64]:
-    """For every use of a block the request that uses it next, `NOT_AGAIN` for none.
+    """Return for every use of a block the next request that uses it, `NOT_AGAIN` for none.
 
     Args:
         offsets: i8 [R + 1]; the blocks of request r are `blocks[offsets[r]:offsets[r + 1]]`.
@@ -96,7 +97,7 @@ def belady(
     capacity: int,
     uses: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
-    """The hits of the optimum, request by request, from cold.
+    """Return the hits of the optimum, request by request, from cold.
 
     Args:
         offsets: i8 [R + 1]; the blocks of request r are `blocks[offsets[r]:offsets[r + 1]]`, root
@@ -105,7 +106,7 @@ def belady(
         blocks: Numbers below `unique`.
         unique: Different blocks.
         capacity: Blocks that fit.
-        uses: What `next_uses` gave, where several sizes are asked for.
+        uses: The result of `next_uses`, to share it among several capacities.
 
     Returns:
         i8 [R]: leading resident blocks of each request.
@@ -123,7 +124,7 @@ def belady(
     else:
         _check_requests(offsets, blocks, unique)
     if len(uses) != len(blocks):
-        raise ConfigError(f"{len(uses)} uses of {len(blocks)} blocks", "Pass what next_uses() gave")
+        raise ConfigError(f"{len(uses)} uses of {len(blocks)} blocks", "Pass those of next_uses()")
     hits = np.zeros(max(len(offsets) - 1, 0), np.int64)
     heap, place = np.empty((unique, 2), np.int64), np.full(unique, -1, np.int32)
     replay(offsets, blocks, uses, heap, place, capacity, hits)
@@ -131,7 +132,7 @@ def belady(
 
 
 def _check_requests(offsets: NDArray[np.int64], blocks: NDArray[np.int64], unique: int) -> None:
-    """Looks at what compiled code will index with; it looks at nothing."""
+    """Check the arrays that compiled code will index with, since it checks nothing."""
     if (
         not _within(offsets, 0, len(blocks) + 1)
         or (offsets[1:] < offsets[:-1]).any()
@@ -144,23 +145,22 @@ def _check_requests(offsets: NDArray[np.int64], blocks: NDArray[np.int64], uniqu
 
 
 def _within(values: NDArray[np.int64], low: int, end: int) -> bool:
-    """Whether a vector of integers holds numbers from `low` to `end` - 1 only."""
+    """Return whether a vector of integers holds only numbers from `low` to `end` - 1."""
     if values.dtype.kind != "i" or values.ndim != 1:
         return False
     return bool(values.min(initial=low) >= low and values.max(initial=low) < max(end, low + 1))
 
 
 class OptimumConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of `Optimum`, besides the future."""
+    """Options of `Optimum`: leases only."""
 
 
 class Optimum(LeafOrder):
     """Belady with bypass as a policy: an upper bound for comparisons, not for serving.
 
-    Gives up, among the leaves, what is needed latest. It has to be told the future with `foresee`
-    before the first request; without, nothing is ever needed again, and the deepest goes first.
-    Replayed with everything eligible after each request it has the hits of `belady`, exactly. It
-    needs no hints, and does not listen to any.
+    It evicts the leaf that is needed latest. `foresee` must pass the future before the first
+    request; else no block is ever needed again, and the deepest goes first. Replayed with
+    everything eligible after each request it has exactly the hits of `belady`. Hints are ignored.
 
     Args:
         **options: Fields of `OptimumConfig`: leases.
@@ -176,9 +176,9 @@ class Optimum(LeafOrder):
         self._chain, self._due = NO_SLOTS, NO_SLOTS  # this request's blocks so far; its uses
 
     def foresee(self, offsets: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
-        """Tells all requests that will come, in order, as in `belady`.
+        """Set all requests that will come, in order, as in `belady`.
 
-        `access` tells by `visit.request`, or by counting where that is -1, which of them it is.
+        `visit.request` of each `access` is its index; where that is -1, accesses are counted.
 
         Raises:
             ConfigError: The arrays do not fit each other.
@@ -187,9 +187,9 @@ class Optimum(LeafOrder):
         self._offsets, self._uses = offsets, next_uses(offsets, blocks, unique)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf.
+        """Record that a request uses these known blocks, root to leaf.
 
-        Names the first blocks of the request; `insert` adds the others.
+        These are the first blocks of the request; `insert` adds the others.
         """
         super().access(now_ns, slots, visit)
         r = visit.request if visit.request >= 0 else self._requests
@@ -200,9 +200,9 @@ class Optimum(LeafOrder):
         self._rank()
 
     def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
-        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1.
+        """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1.
 
-        Blocks of the request that was last accessed.
+        They belong to the request that was last accessed.
         """
         super().insert(now_ns, slots, parents, **said)
         slots = as_slots(slots)
@@ -210,13 +210,13 @@ class Optimum(LeafOrder):
         self._rank()
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """Nothing: it knows."""
+        """Ignore the hint: the future is known."""
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """Nothing: it knows."""
+        """Ignore the queued request: the future is known."""
 
     def _rank(self) -> None:
-        """Ranks the blocks of the present request by their next use."""
+        """Rank the blocks of the current request by their next use."""
         keys = np.full(len(self._chain), -NOT_AGAIN, np.int64)
         n = min(len(keys), len(self._due))
         keys[:n] = -self._due[:n]

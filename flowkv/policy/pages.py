@@ -1,7 +1,7 @@
-"""Policies for pages in place: codec by distance, tokens that stay, slabs to be emptied.
+"""Policies for pages in place: codec by distance, tokens to keep, slabs to empty.
 
-`Ladder` chooses codecs, `Importance` the tokens that a budget leaves of a
-sequence, `Defragmentation` how much copying gives room back.
+`Ladder` chooses codecs, `Importance` the tokens of a sequence to keep within a budget, and
+`Defragmentation` the bytes to copy so that slabs become empty.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from flowkv.policy.base import PolicyConfig, configure
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Count = Annotated[int, Meta(ge=0)]
 
-# How old a page must be to be encoded, and how, by distance from the end of its sequence.
+# Age at which a page is encoded, and its codec, by distance from the end of its sequence.
 #
 # The last tokens of a sequence get most of its attention, so that errors in them cost most, and
 # they are few (the residual window of Liu et al., KIVI, arXiv 2402.02750). A ladder keeps them
-# raw and encodes what lies further back, the further the smaller. A page only ever climbs down.
+# raw and encodes earlier pages, the further back the smaller. A page only ever climbs down.
 
 AUTO_CODECS = ("kv8", "kv4c")
-"""What "auto" encodes warm and cold pages with."""
+"""Codecs of warm and cold pages under "auto"."""
 
 
 class Rung(NamedTuple):
     """One step of a ladder.
 
     Attributes:
-        pages: Whole pages that lie between a page and the end of its sequence, at least.
+        pages: Least number of whole pages between a page and the end of its sequence.
         codec: Index of the codec that such a page is encoded with.
     """
 
@@ -45,17 +45,17 @@ class Rung(NamedTuple):
 
 
 class Ladder:
-    """The codec of each full page of a sequence, by its distance from the sequence's end.
+    """Codecs of the full pages of a sequence, by distance from the sequence's end.
 
-    Distances are whole pages, so that a page becomes due when another one fills, and never between.
+    Distances are whole pages, so that a page becomes due only when another one fills.
 
     Args:
-        rungs: (tokens, codec): with at least so many tokens behind its end, a page is encoded so.
+        rungs: (tokens, codec): a page with at least so many tokens behind its end gets the codec.
             Nearer pages are raw. The further, the lossier.
         page_size: Tokens per page.
 
     Raises:
-        ConfigError: A codec is unknown, or the order is another one.
+        ConfigError: A codec is unknown, or a further rung is less lossy than a nearer one.
 
     Attributes:
         rungs: Furthest first.
@@ -80,15 +80,15 @@ class Ladder:
 
     @property
     def codecs(self) -> tuple[int, ...]:
-        """Indices of the codecs of all pages, "raw" included, least lossy first."""
+        """Return the codec indices of all pages, "raw" included, least lossy first."""
         return (0, *(rung.codec for rung in reversed(self.rungs)))
 
     def border(self, rung: Rung, length: int) -> int:
-        """Leading pages of a sequence of `length` tokens that have this rung's codec, or more."""
+        """Return how many leading pages of `length` tokens have this rung's codec or lossier."""
         return max(0, length // self.page_size - rung.pages)
 
     def codec(self, page: int, length: int) -> int:
-        """Index of the codec of page number `page` of a sequence of `length` tokens."""
+        """Return the codec index of page number `page` of a sequence of `length` tokens."""
         for rung in self.rungs:
             if page < self.border(rung, length):
                 return rung.codec
@@ -98,13 +98,13 @@ class Ladder:
 def make_ladder(
     codec: str, page_size: int, possible: Collection[str], *, recent_tokens: int, warm_tokens: int
 ) -> Ladder:
-    """The ladder of one layer group.
+    """Return the ladder of one layer group.
 
     Args:
         codec: A codec, or "auto".
         page_size: Tokens per page.
-        possible: Codecs that the group's pages can have. "auto" leaves the others out.
-        recent_tokens: Tokens at the end of a sequence whose pages stay raw.
+        possible: Codecs that the group's pages support. "auto" leaves the others out.
+        recent_tokens: Tokens at the end of a sequence with raw pages.
         warm_tokens: Tokens before these that "auto" gives eight bits.
     """
     if codec != AUTO:
@@ -114,23 +114,23 @@ def make_ladder(
     return Ladder([(tokens, name) for tokens, name in rungs if name in possible], page_size)
 
 
-# When to empty sparse slabs of a page pool, and how much copying that is worth.
+# Times to empty sparse slabs of a page pool, and the copying that this is worth.
 #
 # Pages of different codecs have different sizes, and a slab holds pages of one size (Bonwick,
-# USENIX '94). Bytes that are free in slabs of one size are of no use to another, until a slab is
-# empty. So a pool can refuse a page with half its bytes free. Moving the pages of sparse slabs into
-# the holes of fuller ones gives whole slabs back; here it is decided when that pays, a little at
-# each step's edge.
+# USENIX '94). Bytes that are free in slabs of one size are of no use to another size until a slab
+# is empty. So a pool can refuse a page with half its bytes free. Moving the pages of sparse slabs
+# into the holes of fuller ones frees whole slabs; `Defragmentation` decides at each step's edge
+# whether that pays, a few bytes at a time.
 
 
 class Occupancy(NamedTuple):
-    """The state of a pool.
+    """Occupancy of a page pool.
 
     Attributes:
         slabs: All slabs.
-        empty: Those that any size of page may take.
-        reclaimable: Slabs that would be empty as well if the holes of each size lay together.
-        sizes: Sizes that pages have; with a single one, holes are as good as empty slabs.
+        empty: Empty slabs, which pages of any size may take.
+        reclaimable: Slabs that would also be empty if the holes of each size were together.
+        sizes: Number of page sizes; with a single one, holes are as good as empty slabs.
         fragmentation: Share of the bytes in occupied slabs that no page uses.
     """
 
@@ -145,13 +145,13 @@ class DefragmentationConfig(PolicyConfig, frozen=True, forbid_unknown_fields=Tru
     """Options of `Defragmentation`.
 
     Attributes:
-        least_fragmentation: Nothing moves below this.
+        least_fragmentation: Fragmentation below which nothing moves.
         reserve_share: Part of the slabs that should be empty, ready for any size.
-        most_bytes: Copied at one step's edge, or one page if that is more; 0 for nothing ever.
+        most_bytes: Bytes copied at one step's edge, or one page if that is more; 0 disables it.
         least_gain: Bytes of slabs emptied per byte copied, at least. 2 means that only slabs which
             are at most half full are emptied.
-        blocks_per_edge: After moving, whoever names a page is looked up among all known blocks:
-            there is one edge of rest for so many.
+        blocks_per_edge: After a move, all known blocks are searched for references to moved pages;
+            one edge of rest follows for each so many blocks.
     """
 
     least_fragmentation: Share = 0.1
@@ -162,7 +162,9 @@ class DefragmentationConfig(PolicyConfig, frozen=True, forbid_unknown_fields=Tru
 
 
 class Defragmentation:
-    """Decides for one pool. Deterministic: it sees numbers only, and counts edges, not seconds.
+    """Copy budgets for one pool.
+
+    Deterministic: it sees numbers only, and counts edges, not seconds.
 
     Args:
         **options: Fields of `DefragmentationConfig`.
@@ -179,10 +181,10 @@ class Defragmentation:
         self._fruitless: Occupancy | None = None
 
     def budget(self, now: Occupancy, blocks: int) -> int:
-        """Most bytes to copy at this step's edge; 0 to leave the pool as it is.
+        """Return the most bytes to copy at this step's edge; 0 leaves the pool unchanged.
 
         Args:
-            now: What the pool looks like.
+            now: Occupancy of the pool.
             blocks: Blocks that may have to be renamed.
         """
         if self._rest:
@@ -197,17 +199,20 @@ class Defragmentation:
         return config.most_bytes
 
     def moved(self, pages: int, now: Occupancy) -> None:
-        """What came of a budget. After nothing, nothing is tried until the pool looks different."""
+        """Record the result of a budget.
+
+        After no move, none is tried until the occupancy changes.
+        """
         self._fruitless = None if pages else now
 
 
-# Which tokens of a sequence to keep under a budget: the pages that were looked at most.
+# Tokens of a sequence to keep under a budget: the pages with most attention mass.
 #
-# Attention weights are sparse, and what was looked at once is looked at again (H2O, arXiv
-# 2306.14048; SnapKV, arXiv 2404.14469). The attention kernels say how much weight each page was
-# given, per layer and KV head, without a second pass (`Scoring.mass`). Here those weights add up,
+# Attention weights are sparse, and tokens attended to once are attended to again (H2O, arXiv
+# 2306.14048; SnapKV, arXiv 2404.14469). The attention kernels return the weight of each page, per
+# layer and KV head, without a second pass (`Scoring.mass`). `Importance` adds these weights up,
 # older ones fading. The first tokens stay, as every head parks weight on them (StreamingLLM, arXiv
-# 2309.17453), and the latest do, as the next tokens are mostly predicted from them.
+# 2309.17453), and the latest stay, as the next tokens are mostly predicted from them.
 
 
 class ImportanceConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -225,7 +230,7 @@ class ImportanceConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw
 
 
 def highest(value: NDArray[np.float64], count: int, sinks: int, recent: int) -> NDArray[np.int32]:
-    """The `count` slots of the highest values, the first and the latest ones in any case.
+    """Return the `count` slots of the highest values, always with the first and the latest ones.
 
     Args:
         value: `[..., length]`; not kept or written.
@@ -244,7 +249,7 @@ def highest(value: NDArray[np.float64], count: int, sinks: int, recent: int) -> 
 
 
 class Importance:
-    """Running page mass of one sequence, and what it says should stay. Deterministic.
+    """Running page mass of one sequence, and the tokens to keep by it. Deterministic.
 
     Args:
         layers: Layers of the group, L.
@@ -265,24 +270,24 @@ class Importance:
 
     @property
     def mass(self) -> NDArray[np.float64]:
-        """`[L, Hk, pages]`: the faded weight that each page was given so far; a copy."""
+        """Return a copy of the faded weight that each page was given so far, `[L, Hk, pages]`."""
         return self._mass.copy()
 
     def observe(self, mass: NDArray[np.floating], queries: int) -> None:
-        """Adds the weights that the next queries gave to pages.
+        """Add the weights that the next queries gave to pages.
 
         Args:
             mass: `[L, Hk, pages]`, not negative, of all pages that the sequence has now.
-            queries: How many tokens asked.
+            queries: Number of queries.
 
         Raises:
-            GeometryError: Another shape.
+            GeometryError: The mass has another shape.
         """
         if mass.ndim != 3 or mass.shape[:2] != self._mass.shape[:2]:
             layers, heads, _ = self._mass.shape
             raise GeometryError(f"page mass {mass.shape}", f"Pass [{layers}, {heads}, pages]")
         half_lives = queries / (self.config.half_life_tokens or math.inf)
-        before = self._mass[:, :, : mass.shape[2]]  # a sequence may have been cut meanwhile
+        before = self._mass[:, :, : mass.shape[2]]  # a sequence may have been cut since
         total = mass.astype(np.float64)
         total[:, :, : before.shape[2]] += before * 0.5**half_lives
         self._mass = total
@@ -290,23 +295,22 @@ class Importance:
     def keep(
         self, length: int, budget: int, scores: NDArray[np.floating] | None = None
     ) -> NDArray[np.int32]:
-        """The slots to keep of a sequence of `length` tokens.
+        """Return the slots to keep of a sequence of `length` tokens.
 
-        Whole pages go first, those of least mass; the page at the border keeps its latest tokens,
+        The pages of least mass are dropped whole; the page at the border keeps its latest tokens,
         or those of the highest scores.
 
         Args:
-            length: Tokens the sequence has, one a slot.
+            length: Tokens of the sequence, one a slot.
             budget: Tokens to keep of them, per layer and head.
-            scores: `[L, Hk, length]`, not negative, where the caller knows more: a page's mass is
-                then shared among its tokens in proportion to them, and tokens compete for
-                themselves.
+            scores: `[L, Hk, length]`, not negative, for a finer choice: a page's mass is then
+                shared among its tokens in proportion to them, and tokens compete one by one.
 
         Returns:
             int32 `[L, Hk, n]`, ascending, `n = min(budget, length)`.
 
         Raises:
-            ConfigError: The budget does not even hold the first tokens, which always stay.
+            ConfigError: The budget is too small for the first tokens, which always stay.
             GeometryError: Scores of another shape.
         """
         sinks = min(length, self.config.sink_tokens)
@@ -320,13 +324,13 @@ class Importance:
         return highest(self._token_values(length, scores), count, sinks, recent)
 
     def kept(self, keep: NDArray[np.int32]) -> None:
-        """Follows a drop: slot i of a layer and head now holds what was in slot `keep[..., i]`."""
+        """Follow a drop: slot i of a layer and head now holds the token of slot `keep[..., i]`."""
         size = self.page_size
         shares = np.take_along_axis(self._padded(int(keep.max(initial=0)) + 1), keep // size, 2)
         self._mass = np.add.reduceat(shares / size, np.arange(0, keep.shape[2], size), axis=2)
 
     def _padded(self, length: int) -> NDArray[np.float64]:
-        """Mass of all pages of so many tokens; pages that nobody asked for have none."""
+        """Return the mass of all pages of so many tokens, 0 for pages without attention."""
         pages = -(-length // self.page_size)
         missing = max(0, pages - self._mass.shape[2])
         return np.pad(self._mass, ((0, 0), (0, 0), (0, missing)))[:, :, :pages]

@@ -1,15 +1,15 @@
-"""Which tokens of a computed prompt stay, by name. Experimental.
+"""Rules that choose which tokens of a computed prompt stay, by name. Experimental.
 
 | name | class | which tokens stay, beside the first and the latest |
 |---|---|---|
 | `latest` | `KeepLatest` | the latest |
-| `key-norm` | `KeyNorm` | for each head, those whose keys are shortest |
-| `snapkv` | `SnapKV` | for each head, those at which the end of the prompt looked most |
+| `key-norm` | `KeyNorm` | for each head, the tokens with the shortest keys |
+| `snapkv` | `SnapKV` | for each head, the tokens with most attention from the prompt's end |
 
-What goes is gone: the answer is another one than that of the whole prompt, and a question that
-comes later may ask for just that. The guide on dropping tokens has the figures. A rule of your own
-needs one method, `Sparsifier.score`. Each takes one share for all layers, or one for each of them,
-as PyramidKV's (arXiv 2406.02069), which falls from the first layer to the last.
+A dropped token is lost: the answer differs from that of the whole prompt, and a later question
+may need just that token. The guide on dropping tokens has the figures. A rule of your own needs
+one method, `Sparsifier.score`. Each rule takes one share for all layers, or one per layer, such as
+PyramidKV's (arXiv 2406.02069), which falls from the first layer to the last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Floats = NDArray[np.floating]
 
 
 class Sparsifier(ABC):
-    """Says which tokens of a prompt stay in each layer and KV head. Deterministic; keeps no state.
+    """Rule that chooses the tokens to keep per layer and KV head. Deterministic and stateless.
 
     Args:
         share: Part of the tokens that stays, above 0 and at most 1; or such a part for each layer
@@ -43,8 +43,8 @@ class Sparsifier(ABC):
         recent_tokens: Latest tokens that stay, within what is left of that part.
 
     Attributes:
-        name: Its name in the catalogue.
-        queries: It is told the attention of so many of a prompt's last tokens; 0 for none.
+        name: Name in the catalogue.
+        queries: Last tokens of the prompt for which `score` gets the attention mass; 0 for none.
 
     Raises:
         ConfigError: A share is no such part, or a count is negative.
@@ -70,7 +70,7 @@ class Sparsifier(ABC):
 
     @abstractmethod
     def score(self, layer: int, keys: Floats, values: Floats, mass: Floats | None) -> Floats:
-        """How much each token is worth to each KV head of a layer.
+        """Return a score for each token and KV head of a layer; the tokens with the largest stay.
 
         Args:
             layer: The model's layer index.
@@ -84,7 +84,7 @@ class Sparsifier(ABC):
         """
 
     def share_of(self, layer: int) -> float:
-        """The part of the tokens that stays in a layer.
+        """Return the part of the tokens that stays in a layer.
 
         Raises:
             ConfigError: Shares were given for fewer layers.
@@ -99,13 +99,13 @@ class Sparsifier(ABC):
         return self.share[layer]
 
     def count(self, tokens: int, layer: int) -> int:
-        """How many of so many tokens stay in a layer; as many in all layers of one share."""
+        """Return how many of so many tokens stay in a layer; equal for layers of one share."""
         return max(1, math.ceil(self.share_of(layer) * tokens)) if tokens else 0
 
     def keep(
         self, layer: int, keys: Floats, values: Floats, mass: Floats | None = None
     ) -> NDArray[np.int32]:
-        """The slots of a layer that stay; arguments as of `score`.
+        """Return the slots of a layer to keep; arguments as of `score`.
 
         Returns:
             int32 `[Hk, count(S, layer)]`, ascending.
@@ -130,23 +130,23 @@ class KeepLatest(Sparsifier):
     name = "latest"
 
     def score(self, layer: int, keys: Floats, values: Floats, mass: Floats | None) -> Floats:
-        """Its position."""
+        """Score tokens by their position."""
         return np.broadcast_to(np.arange(keys.shape[1], dtype=np.float64), keys.shape[:2])
 
 
 class KeyNorm(Sparsifier):
-    """Tokens with short keys: those are looked at most (Devoto et al., arXiv 2406.11430)."""
+    """Tokens with short keys, which get most attention (Devoto et al., arXiv 2406.11430)."""
 
     name = "key-norm"
 
     def score(self, layer: int, keys: Floats, values: Floats, mass: Floats | None) -> Floats:
-        """Minus the length of its key."""
+        """Score tokens by the negative length of their keys."""
         lengths: Floats = np.linalg.norm(keys, axis=2)
         return -lengths
 
 
 class SnapKV(Sparsifier):
-    """Tokens at which the end of the prompt looked, and those beside them (arXiv 2404.14469).
+    """Tokens with most attention from the prompt's end, and their neighbours (arXiv 2404.14469).
 
     Args:
         share: See `Sparsifier`.
@@ -166,9 +166,9 @@ class SnapKV(Sparsifier):
         self.kernel_tokens = kernel_tokens
 
     def score(self, layer: int, keys: Floats, values: Floats, mass: Floats | None) -> Floats:
-        """The largest attention weight around it."""
+        """Score a token by the largest attention weight near it."""
         if mass is None:
-            raise GeometryError("snapkv was told no attention", "Pass mass=, [heads, tokens]")
+            raise GeometryError("snapkv needs attention mass", "Pass mass=, [heads, tokens]")
         reach = self.kernel_tokens // 2
         padded = np.pad(mass, ((0, 0), (reach, reach)))
         highest_near: Floats = sliding_window_view(padded, self.kernel_tokens, axis=1).max(axis=2)
@@ -181,7 +181,7 @@ SPARSIFIERS: Mapping[str, type[Sparsifier]] = MappingProxyType(
 
 
 def make_sparsifier(given: str | Sparsifier) -> Sparsifier:
-    """Makes a sparsifier from "NAME:SHARE", as "snapkv:0.5", or passes an object through.
+    """Make a sparsifier from "NAME:SHARE", as "snapkv:0.5", or pass an object through.
 
     Raises:
         ConfigError: The name is unknown, the share is none, or the object is no sparsifier.
@@ -193,7 +193,7 @@ def make_sparsifier(given: str | Sparsifier) -> Sparsifier:
         part = float(share)
     except ValueError:
         raise ConfigError(
-            f"sparsify={given!r} does not say what part of the tokens stays",
+            f"sparsify={given!r} has no numeric share of the tokens",
             f"Write NAME:SHARE, such as {name}:0.5",
         ) from None
     return made(name, SPARSIFIERS, Sparsifier, "sparsifier", {"share": part})  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""Quotas: one policy per tenant, a reserve that others cannot touch, and a limit for each."""
+"""Quotas: one policy per tenant, with a reserve that other tenants cannot take, and a limit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Lease, Policy, Slots, Visit
 
-# What a tenant may have of a place, and what it has.
+# Quotas of tenants, and their holdings.
 
 
 class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The quota of a tenant: a share it may count on, and the most it may take.
+    """Quota of a tenant: a guaranteed reserve, and a limit.
 
     Attributes:
-        reserve_bytes: Nothing that others do takes its blocks below this.
-        limit_bytes: `shed` takes what is more.
+        reserve_bytes: Bytes below which other tenants cannot evict its blocks.
+        limit_bytes: Bytes above which `shed` evicts its blocks.
     """
 
     reserve_bytes: int = 0
@@ -37,17 +37,17 @@ class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantAccount:
-    """The holdings of one tenant.
+    """Holdings of one tenant.
 
     Args:
-        policy: Decides among its blocks.
-        quota: Its quota.
+        policy: Orders the tenant's blocks.
+        quota: Quota of the tenant.
 
     Attributes:
-        used: Bytes of its resident blocks.
-        count: Number of them.
-        largest: Bytes of the largest block it ever had.
-        pins: Whether its policy knows pins.
+        used: Bytes of resident blocks.
+        count: Number of resident blocks.
+        largest: Bytes of the largest block so far.
+        pins: Whether the policy supports pins.
     """
 
     def __init__(self, policy: Policy, quota: Quota) -> None:
@@ -58,29 +58,29 @@ class TenantAccount:
         self.pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
 
     def learned(self) -> bytes:
-        """What its policy has learned; nothing if that does not learn."""
+        """Return the model that the policy has learned; empty if it does not learn."""
         save: Callable[[], bytes] | None = getattr(self.policy, "save_model", None)
         return b"" if save is None else save()
 
     def learn(self, saved: bytes) -> None:
-        """Its policy begins with what it learned elsewhere, if it is one that learns."""
+        """Load a model that the policy learned elsewhere, if the policy learns."""
         load: Callable[[bytes], None] | None = getattr(self.policy, "load_model", None)
         if load is not None:
             load(saved)
 
     @property
     def spare(self) -> int:
-        """Bytes above its reserve."""
+        """Bytes above the quota's reserve."""
         return self.used - self.quota.reserve_bytes
 
     @property
     def excess(self) -> float:
-        """Bytes above its limit."""
+        """Bytes above the quota's limit."""
         return self.used - self.quota.limit_bytes
 
 
 def chains_above(slots: Iterable[int], here: Mapping[int, tuple[int, int]]) -> set[int]:
-    """These slots and all above them, of those that are here: slot -> (parent, bytes)."""
+    """Return the resident slots among these and above them; `here` is slot -> (parent, bytes)."""
     found: set[int] = set()
     for first in slots:
         s = first
@@ -91,17 +91,17 @@ def chains_above(slots: Iterable[int], here: Mapping[int, tuple[int, int]]) -> s
 
 
 SHARED = 1 << 62
-"""The account of all tenants without a quota."""
+"""Account of all tenants without a quota."""
 
 MASK = (1 << 64) - 1
 
 
 class Tenants(Policy):
-    """Gives up what the tenants' own policies would, from the tenant whose loss is least.
+    """Policy of several tenants: evicts from the tenant with the least loss, within quotas.
 
-    Tenants above their limit go first, the one that is furthest above. Then the block of smallest
-    priority among those that the tenants' policies would give up next. Nothing of a tenant goes
-    that would take it below its reserve, be it by a part of its largest block: so reserves are best
+    Tenants above their limit lose blocks first, the furthest above before the others. Then goes
+    the block of smallest priority among the next victims of all tenants' policies. No eviction may
+    take a tenant below its reserve, be it by a part of its largest block: so reserves are best
     whole numbers of blocks, and must fit the place together.
 
     A block belongs to the tenant that it was inserted for, until `forget`. A request belongs to
@@ -109,9 +109,9 @@ class Tenants(Policy):
     Tenants without a quota of any kind share one policy.
 
     Args:
-        make: Makes a policy for one tenant.
+        make: Factory of a tenant's policy.
         quotas: Tenant -> quota.
-        default: Quota of all others.
+        default: Quota of all other tenants.
     """
 
     name = "tenants"
@@ -125,43 +125,43 @@ class Tenants(Policy):
         self._make, self._quotas, self._default = make, dict(quotas or {}), default
         self._accounts: dict[int, TenantAccount] = {}
         self._owner: dict[int, int] = {}
-        self._queued: dict[int, Slots] = {}  # whose blocks have no owner yet
+        self._queued: dict[int, Slots] = {}  # of requests without an owned block
         self._here: dict[int, tuple[int, int]] = {}  # resident slot -> its parent, its bytes
         self._below: dict[int, set[int]] = {}  # resident children
         self._pins: Counter[int] = Counter()
         self._requests: dict[int, int] = {}
         self._untold: tuple[int, Slots, Visit] | None = None
-        self._models: dict[int, bytes] = {}  # brought, for tenants that are not known yet
+        self._models: dict[int, bytes] = {}  # loaded, for tenants without an account yet
         self._digest, self._now = 0, -(1 << 61)
 
     @property
     def reserved_bytes(self) -> int:
-        """Sum of all reserves."""
+        """Sum of all tenants' reserves, in bytes."""
         return sum(quota.reserve_bytes for quota in self._quotas.values())
 
     def used_bytes(self, tenant: int) -> int:
-        """Bytes of a tenant's resident blocks, or of all whose quota is the default."""
+        """Return the bytes of a tenant's account: its own, or the one of all without a quota."""
         account = self._accounts.get(self._payer(tenant))
         return account.used if account is not None else 0
 
     def excess_bytes(self, tenant: int) -> float:
-        """Bytes that a tenant has above its limit; less than none while it may have more."""
+        """Return the bytes of a tenant above its limit; negative below it."""
         account = self._accounts.get(self._payer(tenant))
         return -math.inf if account is None else account.excess
 
     # ---- carrying it over
 
     def save_model(self) -> bytes:
-        """What the tenants' policies have learned, each for itself, for `load_model` elsewhere."""
+        """Return the learned models of all tenants' policies, for `load_model` elsewhere."""
         learned = {tenant: account.learned() for tenant, account in self._accounts.items()}
         known = {tenant: model for tenant, model in learned.items() if model}
         return msgspec.msgpack.encode(self._models | known)
 
     def load_model(self, saved: bytes) -> None:
-        """Starts warm: each tenant with what it had learned itself, and with nobody else's.
+        """Load saved models, each only into the policy of the same tenant.
 
         Raises:
-            ConfigError: If it is damaged or of another version.
+            ConfigError: The bytes are damaged or of another version.
         """
         try:
             models = msgspec.msgpack.decode(saved, type=dict[int, bytes])
@@ -186,7 +186,7 @@ class Tenants(Policy):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
+        """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1."""
         now_ns, payer = self._clock(now_ns), self._payer(tenant)
         account = self._account(payer)
         if len(slots):
@@ -213,7 +213,7 @@ class Tenants(Policy):
         self._tell_queued(now_ns)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf."""
+        """Record that a request uses these known blocks, root to leaf."""
         now_ns = self._clock(now_ns)
         parts = self._parts(slots)
         self._untold = None
@@ -238,15 +238,15 @@ class Tenants(Policy):
                 self._accounts[t].policy.access(now_ns, theirs)
 
     def remove(self, slots: Slots) -> None:
-        """Blocks left for another reason than `evict`."""
+        """Remove blocks that left for another reason than `evict`."""
         for t, theirs in self._parts(slots):
             self._accounts[t].policy.remove(theirs)
         self._drop(slots)
 
     def forget(self, slots: Slots) -> None:
-        """Nobody knows these blocks any more: their slots may name others next."""
+        """Forget slots that are not resident; the numbers may be reused for other blocks."""
         gone = np.array([s for s in slots.tolist() if s not in self._here], np.int64)
-        for account in self._accounts.values():  # one may know of a block that it does not own
+        for account in self._accounts.values():  # a policy may know a block of another tenant
             account.policy.forget(gone)
         for s in gone.tolist():
             self._owner.pop(s, None)
@@ -257,14 +257,14 @@ class Tenants(Policy):
             self._untold = then, told[~np.isin(told, gone)], visit
 
     def complete(self, now_ns: int, request: int, *, stop: int = 0, output_tokens: int = 0) -> None:
-        """A request ended: what could only be known now."""
+        """Record the end of a request, and why it ended."""
         now_ns = self._clock(now_ns)
         account = self._accounts.get(self._requests.pop(request, -1))
         if account is not None:
             account.policy.complete(now_ns, request, stop=stop, output_tokens=output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
-        """A request that was enqueued or accessed will not go on."""
+        """Cancel a request that was enqueued or accessed."""
         now_ns = self._clock(now_ns)
         self._queued.pop(request, None)
         account = self._accounts.get(self._requests.pop(request, -1))
@@ -272,24 +272,24 @@ class Tenants(Policy):
             account.policy.abort(now_ns, request)
 
     def pin(self, slots: Slots) -> None:
-        """Blocks, resident or not, must not be given up until as many `unpin`; nests."""
+        """Pin blocks, resident or not, against eviction until as many `unpin`; nests."""
         self._pins.update(slots.tolist())
         for t, theirs in self._parts(slots):
             if self._accounts[t].pins:
                 self._accounts[t].policy.pin(theirs)
 
     def unpin(self, slots: Slots) -> None:
-        """Ends one `pin` of each."""
+        """Release one `pin` of each block."""
         pinned = np.array([s for s in slots.tolist() if self._pins[s] > 0], np.int64)
-        self._pins -= Counter(pinned.tolist())  # drops what is at zero
+        self._pins -= Counter(pinned.tolist())  # drops counts of zero
         for t, theirs in self._parts(pinned):
             if self._accounts[t].pins:
                 self._accounts[t].policy.unpin(theirs)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """The application expects the next use of this chain in about `eta_ns`.
+        """Record that the application expects the next use of this chain in about `eta_ns`.
 
-        Told to whom the last block belongs.
+        The hint goes to the policy of the last block's tenant.
         """
         now_ns = self._clock(now_ns)
         tenant = self._owner.get(int(slots[-1])) if len(slots) else None
@@ -297,9 +297,10 @@ class Tenants(Policy):
             self._accounts[tenant].policy.hint(now_ns, self._of(tenant, slots), eta_ns, sigma)
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """A queued request will use this chain: certain, until its `access` or `abort`.
+        """Record that a queued request will use this chain, until its `access` or `abort`.
 
-        Told to whom the last block belongs that belongs to anybody, once there is one.
+        It goes to the policy of the tenant that owns the chain's last owned block, once there is
+        one.
         """
         now_ns = self._clock(now_ns)
         self.abort(now_ns, request)
@@ -307,7 +308,7 @@ class Tenants(Policy):
         self._tell_queued(now_ns)
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
-        """All present blocks of a tenant became stale: as expired as by a lease, at once."""
+        """Expire all present blocks of a tenant at once, as if their leases had run out."""
         now_ns = self._clock(now_ns)
         account = self._accounts.get(self._payer(tenant))
         if account is not None:
@@ -316,9 +317,9 @@ class Tenants(Policy):
     # ---- what is decided
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Chooses and removes `n` victims, none pinned or protected; None, nothing changed, else.
+        """Remove and return `n` victims, none pinned or protected; else None, with nothing changed.
 
-        None also where more would touch somebody's reserve.
+        None also where `n` victims would take a tenant below its reserve.
         """
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
@@ -330,9 +331,9 @@ class Tenants(Policy):
         return self._answer(self._gather(can, n, guarded, math.nan))
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """Gives up to `n` victims to a prefetch: only what is worth less than that.
+        """Evict up to `n` victims for a prefetch: only blocks worth less than those it brings.
 
-        Down to the reserves, as `evict`; and what is above a limit.
+        It stops at the reserves, as `evict`; blocks above a limit go in any case.
         """
         self._clock(now_ns)
         guarded = {int(s) for s in protected}
@@ -340,7 +341,7 @@ class Tenants(Policy):
         return self._answer(victims) if victims else NO_SLOTS.copy()
 
     def shed(self, now_ns: int, protected: Collection[int] = ()) -> Slots:
-        """Gives up what tenants have above their limits, as far as it may go."""
+        """Evict blocks until every tenant is within its limit, as far as pins allow."""
         now_ns = self._clock(now_ns)
         victims: list[int] = []
         guarded = {int(s) for s in protected}
@@ -353,9 +354,9 @@ class Tenants(Policy):
         return self._answer(victims) if victims else NO_SLOTS.copy()
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
-        """Which of these (not resident) blocks are worth their bytes here.
+        """Return which of these non-resident blocks are worth their bytes here.
 
-        Blocks that nobody is known to own are admitted.
+        Blocks without a known owner are admitted.
         """
         now_ns = self._clock(now_ns)
         answer = np.ones(len(slots), np.bool_)
@@ -365,13 +366,13 @@ class Tenants(Policy):
         return answer
 
     def expired(self, now_ns: int) -> Slots:
-        """Resident blocks whose lease has run out: never a hit again, reclaimed first."""
+        """Return resident blocks with an expired lease: they never hit again and go first."""
         now_ns = self._clock(now_ns)
         parts = [account.policy.expired(now_ns) for account in self._accounts.values()]
         return np.concatenate([NO_SLOTS, *parts])
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
+        """Return up to `n` ends of non-resident chains that are worth prefetching, best first."""
         now_ns = self._clock(now_ns)
         parts = [account.policy.wanted(now_ns, n) for account in self._accounts.values()]
         slots = np.concatenate([NO_SLOTS, *(part[0] for part in parts)])
@@ -380,26 +381,26 @@ class Tenants(Policy):
         return slots[best], worth[best]
 
     def priority(self, slot: int) -> float:
-        """Smaller is given up earlier; -inf for a slot that is not resident.
+        """Return the priority of a slot: smaller is evicted earlier; -inf if it is not resident.
 
-        Quotas are not in it.
+        Quotas are not part of it.
         """
         tenant = self._owner.get(slot)
         return -math.inf if tenant is None else self._accounts[tenant].policy.priority(slot)
 
     def resident(self) -> Sequence[int]:
-        """Slots it believes to be resident, in no particular order."""
+        """Return the slots that the policy records as resident, in no particular order."""
         return list(self._here)
 
     def digest(self) -> int:
-        """64-bit rolling hash of the decisions, those of the tenants' policies included."""
+        """Return a 64-bit rolling hash of the decisions, the tenants' policies included."""
         value = self._digest
         for account in self._accounts.values():
             value = (value * 0x9E37_79B9_7F4A_7C15 ^ account.policy.digest()) & MASK
         return value
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
-        """The slot that `evict` of one would give up, for comparisons; -1 if there is none."""
+        """Return the slot that `evict` of one would choose, for comparisons; -1 if none."""
         now_ns = self._clock(now_ns)
         guarded = {int(s) for s in protected}
         can = self._evictable(guarded)
@@ -411,7 +412,7 @@ class Tenants(Policy):
     # ---- parts
 
     def _evictable(self, guarded: Collection[int]) -> dict[int, int]:
-        """Blocks that each tenant can give up leaf by leaf and may, down to its reserve."""
+        """Return how many blocks each tenant can give up leaf by leaf, down to its reserve."""
         stuck = Counter(self._owner[s] for s in chains_above((*self._pins, *guarded), self._here))
         can = {}
         for tenant, account in self._accounts.items():
@@ -423,7 +424,7 @@ class Tenants(Policy):
         return can
 
     def _gather(self, can: dict[int, int], n: int, guarded: set[int], rate: float) -> list[int]:
-        """Up to `n` victims, whose turn it is one by one; see `_take`."""
+        """Take up to `n` victims, one by one from the tenant in turn; see `_take`."""
         victims: list[int] = []
         while len(victims) < n and can:
             tenant = self._poorest(can, guarded)
@@ -436,7 +437,7 @@ class Tenants(Policy):
         return victims
 
     def _poorest(self, can: Collection[int], guarded: set[int]) -> int:
-        """Whose turn it is to lose a block, of these tenants."""
+        """Return which of these tenants loses the next block."""
         if len(can) == 1:
             return next(iter(can))
 
@@ -450,13 +451,13 @@ class Tenants(Policy):
         return min(can, key=turn)
 
     def _shield(self, account: TenantAccount, guarded: set[int]) -> set[int]:
-        """What a tenant's policy must be told not to give up."""
+        """Return the slots that a tenant's policy must not evict."""
         return guarded if account.pins else guarded | set(self._pins)
 
     def _take(self, tenant: int, n: int, guarded: set[int], rate: float = math.nan) -> list[int]:
-        """Some victims of one tenant, worth less than `rate` if that is given and it may have them.
+        """Take some victims of one tenant; none if it has no more to give.
 
-        None if it has no more to give.
+        With a `rate`, only blocks worth less than that, unless the tenant is above its limit.
         """
         account = self._accounts[tenant]
         shield = self._shield(account, guarded)
@@ -477,7 +478,7 @@ class Tenants(Policy):
         return np.array(victims, np.int64)
 
     def _clock(self, now_ns: int) -> int:
-        """The time; never less than before, for a policy that is made only now as well."""
+        """Advance the clock and return the time; it never decreases for any tenant's policy."""
         self._now = max(now_ns, self._now)
         return self._now
 
@@ -490,7 +491,7 @@ class Tenants(Policy):
         return account
 
     def _payer(self, tenant: int) -> int:
-        """The account of a tenant: its own where it has a quota; all others share one."""
+        """Return the account of a tenant: its own where it has a quota, else the shared one."""
         own = tenant in self._quotas or self._default != Quota()
         return tenant if own else SHARED
 
@@ -498,7 +499,7 @@ class Tenants(Policy):
         return self._quotas.get(tenant, self._default)
 
     def _parts(self, slots: Slots) -> list[tuple[int, Slots]]:
-        """The slots of each tenant that owns some, in order; unknown ones belong to nobody."""
+        """Return the slots of each owning tenant, in order; slots without an owner are left out."""
         owners = [self._owner.get(s, -1) for s in slots.tolist()]
         kinds = sorted(set(owners) - {-1})
         if len(kinds) == 1 and -1 not in owners:
@@ -510,7 +511,7 @@ class Tenants(Policy):
         return np.array([s for s in slots.tolist() if self._owner.get(s) == tenant], np.int64)
 
     def _tell_queued(self, now_ns: int) -> None:
-        """Queued requests of whose blocks one has an owner by now are that tenant's."""
+        """Enqueue queued requests with an owned block at the policy of that block's tenant."""
         for request, slots in list(self._queued.items()):
             owners = [self._owner[s] for s in slots.tolist() if s in self._owner]
             if owners:
@@ -521,7 +522,7 @@ class Tenants(Policy):
                 policy.enqueue(now_ns, request, np.array(chain, np.int64))
 
     def _tell(self, tenant: int, account: TenantAccount) -> None:
-        """The request whose blocks nobody owned is this tenant's."""
+        """Pass the last access without an owned block to this tenant, which inserts for it."""
         if self._untold is not None:
             then, slots, visit = self._untold
             self._untold = None
@@ -530,7 +531,7 @@ class Tenants(Policy):
             account.policy.access(then, slots, visit)
 
     def _hand_over(self, slot: int, tenant: int) -> None:
-        """A slot that is not resident belongs to this tenant now, and so do its pins."""
+        """Give a slot that is not resident, and its pins, to this tenant."""
         one, pins = np.array([slot]), self._pins[slot]
         old = self._accounts.get(self._owner.get(slot, -1))
         if old is not None:
@@ -547,7 +548,7 @@ class Tenants(Policy):
                 parent, n_bytes = self._here.pop(s)
                 if parent in self._below:
                     self._below[parent].discard(s)
-                for child in self._below.pop(s, ()):  # a root, also if the number comes back
+                for child in self._below.pop(s, ()):  # a root, also if the slot is reused
                     self._here[child] = -1, self._here[child][1]
                 account = self._accounts[self._owner[s]]
                 account.used -= n_bytes

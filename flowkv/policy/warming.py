@@ -1,9 +1,9 @@
-"""Policies whose compiled code need not be there: plain LRU answers until it is loaded.
+"""Plain LRU that stands in for a policy until its compiled code is loaded.
 
-Compiling a policy takes tens of seconds once on a machine, and loading what is compiled half a
-second in each process. No call waits for either. A place begins with an order that Python keeps by
-itself (`Warming`). A thread loads the code once some requests have come or something must be given
-up; what is missing is compiled by a process of its own (`flowkv.core.compile_process`).
+Compiling a policy takes tens of seconds once on a machine, and loading compiled code half a second
+in each process. No call waits for either. A place begins with an order in plain Python
+(`Warming`). A thread loads the code after some requests or at the first eviction; missing code is
+compiled by a separate process (`flowkv.core.compile_process`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from flowkv.policy.order.compiled import SLOT_LIMIT
 from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots, no_slot
 
 FEW_VISITS = 32
-"""Requests after which a policy is worth loading, if nothing had to be given up before."""
+"""Requests after which a policy is worth loading, if there was no eviction before."""
 
 _MASK = (1 << 64) - 1
-_LATER = 2.0**70  # priorities of what has expired lie so far below others
-_MOST_USES = 64  # that a lease needs to reach the last use; what needs more is given up as expired
+_LATER = 2.0**70  # offset of expired blocks' priorities below the others
+_MOST_USES = 64  # for a lease to reach the last use; a block that needs more is passed as expired
 
 _log = logging.getLogger("flowkv")
 
 
 class _Resident:
-    """A block, with the terms of the insert that brought it."""
+    """Block, with the terms of its insert."""
 
     __slots__ = (
         "above",
@@ -59,35 +59,35 @@ class _Resident:
         self.first_ns = self.lease_ns = lease[0]
         self.limit_ns = now_ns + lease[1]
         self.above: _Resident | None = None
-        self.renewals: dict[str | Lease, int] | None = None  # leases named later, and when
+        self.renewals: dict[str | Lease, int] | None = None  # leases named later, with their times
 
 
 class Warming(Policy):
-    """Answers as leaf-first LRU, in plain Python, until the code of another policy is loaded.
+    """Stand-in that answers as leaf-first LRU until the code of another policy is loaded.
 
-    The switch comes once, with the first request (`access`) that arrives after the code is there.
-    The policy is given what is resident then: inserts, last uses, leases, pins and queued requests.
-    Before the switch, ranks and hints do not count, and nothing is wished for.
+    The switch comes once, with the first request (`access`) after the code is loaded. Then the
+    policy is given the resident state: inserts, last uses, leases, pins and queued requests.
+    Before the switch, ranks and hints have no effect, and nothing is prefetched.
 
     Args:
-        policy: Fresh: it was not called yet.
-        ready: Whether its compiled code is loaded; an answer of False has it loaded.
+        policy: A fresh policy, without calls so far.
+        ready: Returns whether its compiled code is loaded, and starts loading if not.
 
     Attributes:
-        policy: The same; it knows nothing before the switch.
+        policy: The same; empty before the switch.
         plain: Whether LRU answers.
     """
 
     def __init__(self, policy: LeafOrder, ready: Callable[[], bool]) -> None:
         self.name, self.policy, self.plain = policy.name, policy, True
         self._ready, self._visits = ready, 0
-        self._order = OrderedDict[int, _Resident]()  # what goes first is first; children in front
+        self._order = OrderedDict[int, _Resident]()  # next victim first; children before parents
         self._expired = dict[int, None]()
-        self._due_ns: float = math.inf  # nothing more expires before
+        self._due_ns: float = math.inf  # no lease ends before
         self._now = -math.inf
         self._pins = Counter[int]()
         self._queued = dict[int, Slots]()
-        self._stale = dict[int, int]()  # tenants whose blocks of before a time are
+        self._stale = dict[int, int]()  # tenants, and the time before which their blocks are stale
         self._digest, self._brought = 0, b""
 
     # ---- what happens
@@ -103,7 +103,7 @@ class Warming(Policy):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
+        """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1."""
         slots, parents = as_slots(slots), as_slots(parents)
         lease_ns: list[int] = self.policy.terms(slots, parents, lease, tenant).tolist()
         if len(slots) and not 0 <= slots.min() <= slots.max() < SLOT_LIMIT:
@@ -130,9 +130,9 @@ class Warming(Policy):
         self._use(slots.tolist(), now)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf; the first that finds the code switches.
+        """Record that a request uses these known blocks; the first with the code loaded switches.
 
-        Of blocks that are not resident nothing is kept.
+        Uses of non-resident blocks are not recorded.
         """
         self._visits += 1
         if self._visits >= FEW_VISITS and self._ready():
@@ -144,29 +144,29 @@ class Warming(Policy):
         self._use([s for s in slots.tolist() if s not in self._expired], now)
 
     def remove(self, slots: Slots) -> None:
-        """Blocks left for another reason than `evict`; their children stay, as roots."""
+        """Remove blocks that left for another reason than `evict`; their children become roots."""
         for slot in slots.tolist():
             self._drop(slot)
 
     def abort(self, now_ns: int, request: int) -> None:
-        """A request that was enqueued or accessed will not go on."""
+        """Cancel a request that was enqueued or accessed."""
         self._queued.pop(request, None)
 
     def pin(self, slots: Slots) -> None:
-        """Blocks, resident or not, must not be given up until as many `unpin`; nests."""
+        """Pin blocks, resident or not, against eviction until as many `unpin`; nests."""
         self._pins.update(slots.tolist())
 
     def unpin(self, slots: Slots) -> None:
-        """Ends one `pin` of each."""
+        """Release one `pin` of each block."""
         self._pins.subtract(slots.tolist())
         self._pins = +self._pins
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """A queued request will use this chain: counts once the policy has code."""
+        """Record a queued request's chain; it takes effect at the switch."""
         self._queued[request] = as_slots(slots).copy()
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
-        """All present blocks of a tenant became stale: as expired as by a lease, at once."""
+        """Expire all present blocks of a tenant at once, as if their leases had run out."""
         self._stale[tenant] = self._tick(now_ns)
         for block in self._order.values():
             if block.terms[-1] == tenant:
@@ -176,7 +176,7 @@ class Warming(Policy):
     # ---- what is decided
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Chooses and removes `n` victims, none pinned or protected; None if there are fewer."""
+        """Remove and return `n` victims, none pinned or protected; None if there are fewer."""
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
         self._visits = FEW_VISITS
@@ -190,39 +190,39 @@ class Warming(Policy):
         return self._answer(found)
 
     def expired(self, now_ns: int) -> Slots:
-        """Resident blocks whose lease has run out: never a hit again, reclaimed first."""
+        """Return resident blocks with an expired lease: they never hit again and go first."""
         self._tick(now_ns)
         return self._answer(sorted(self._expired)) if self._expired else as_slots([])
 
     def priority(self, slot: int) -> float:
-        """Smaller is given up earlier; -inf for a slot that is not resident."""
+        """Return the priority of a slot: smaller is evicted earlier; -inf if it is not resident."""
         block = self._order.get(slot)
         if block is None:
             return -math.inf
         return block.last_ns - (_LATER if slot in self._expired else 0.0)
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
-        """The slot that `evict` of one would give up, for comparisons; -1 if there is none."""
+        """Return the slot that `evict` of one would choose, for comparisons; -1 if none."""
         self._tick(now_ns)
         return next(self._free(protected), -1)
 
     def resident(self) -> Sequence[int]:
-        """Slots it believes to be resident, in no particular order."""
+        """Return the slots that the policy records as resident, in no particular order."""
         return list(self._order)
 
     def digest(self) -> int:
-        """64-bit rolling hash of every decision, before the switch and after it."""
+        """Return a 64-bit rolling hash of every decision, before the switch and after it."""
         return self._digest ^ self.policy.digest()
 
     # ---- carrying it over
 
     def save_model(self) -> bytes:
-        """What the policy learned, or what was brought; nothing if it is none that learns."""
+        """Return the policy's model (before the switch the loaded one); empty if none."""
         save: Callable[[], bytes] = getattr(self.policy, "save_model", bytes)
         return self._brought if self.plain else save()
 
     def load_model(self, saved: bytes) -> None:
-        """Starts warm, if the policy learns.
+        """Load a saved model, if the policy learns.
 
         Raises:
             ConfigError: The model comes from another version or is damaged.
@@ -235,7 +235,7 @@ class Warming(Policy):
     # ---- the order
 
     def _tick(self, now_ns: int) -> int:
-        """Moves the clock, and notes what has run out by then: a parent after its children."""
+        """Advance the clock, and record expired blocks: a parent after its children."""
         self._now = max(self._now, now_ns)
         if self._now >= self._due_ns:
             self._due_ns, live = math.inf, set[_Resident | None]()
@@ -249,18 +249,18 @@ class Warming(Policy):
         return int(self._now)
 
     def _above(self, block: _Resident) -> _Resident | None:
-        """The parent, if it is still resident."""
+        """Return a block's parent, if it is still resident."""
         above = block.above
         return above if above is not None and self._order.get(above.slot) is above else None
 
     def _chain(self, block: _Resident | None) -> Iterator[_Resident]:
-        """A block and all above it."""
+        """Yield a block and all above it."""
         while block is not None:
             yield block
             block = self._above(block)
 
     def _use(self, slots: list[int], now: int) -> None:
-        """Moves blocks to the end, the deepest first, and last all that lies above them."""
+        """Move blocks to the end, the deepest first, then all that lie above them."""
         used = [block for slot in reversed(slots) if (block := self._order.get(slot)) is not None]
         for block in used:
             block.last_ns = now
@@ -269,7 +269,7 @@ class Warming(Policy):
             self._order.move_to_end(block.slot)
 
     def _free(self, protected: Collection[int]) -> Iterator[int]:
-        """What may go, in its order: not what is pinned or protected, nor what lies above that."""
+        """Yield evictable slots in order: not pinned, not protected, and not above such."""
         kept, free = set(protected), list[int]()
         for slot, block in self._order.items():
             if slot in kept or slot in self._pins:
@@ -285,7 +285,7 @@ class Warming(Policy):
         if self._order.pop(slot, None) is not None:
             self._expired.pop(slot, None)
             if self._due_ns < math.inf or self._expired:
-                self._due_ns = -math.inf  # what lies above may have waited for it
+                self._due_ns = -math.inf  # a block above may have waited for this one
 
     def _answer(self, slots: list[int]) -> Slots:
         for value in (len(slots), *slots):
@@ -295,7 +295,7 @@ class Warming(Policy):
     # ---- the switch
 
     def _switch(self) -> None:
-        """Gives the policy what is resident; from now on calls go to it."""
+        """Pass the resident state to the policy, and redirect all later calls to it."""
         for call in self._calls():
             call()
         for name in vars(Policy):
@@ -305,9 +305,9 @@ class Warming(Policy):
         self._order.clear()
 
     def _calls(self) -> Iterator[Callable[[], None]]:
-        """The fewest calls after which a fresh policy knows the same, in the order of time."""
+        """Yield the fewest calls that give a fresh policy the same state, in order of time."""
         policy, told = self.policy, list[_Told]()
-        between = dict[int, list[_Resident]]()  # uses without which a lease ends before the last
+        between = dict[int, list[_Resident]]()  # uses without which a lease would end early
         last: _Resident | None = None
         for block in reversed(self._order.values()):  # parents first, and chains in one piece
             above = block.above = self._above(block)
@@ -327,7 +327,7 @@ class Warming(Policy):
                 between.setdefault(at_ns, []).append(block)
             again = dict(block.renewals) if block.renewals else {}
             if above is not None and above.begun_ns > block.begun_ns:
-                again[""] = above.begun_ns  # it was given that parent later
+                again[""] = above.begun_ns  # the parent came later
             for lease, at_ns in again.items():
                 n_bytes, cost_ns, _, tenant = block.terms
                 told.append(_Told(at_ns, 0, [block], (n_bytes, cost_ns, lease, tenant)))
@@ -351,7 +351,7 @@ class Warming(Policy):
 
 
 class _Told(NamedTuple):
-    """A call at the switch: blocks came (0), were used last (1), or a tenant's were stale (2)."""
+    """Call at the switch: an insert (0), a last use (1), or an invalidation of a tenant (2)."""
 
     now_ns: int
     kind: int
@@ -359,24 +359,24 @@ class _Told(NamedTuple):
     terms: tuple[Any, ...] = ()
 
 
-# The code: loaded by a thread, compiled by a process.
+# Compiled code: loaded by a thread, compiled by a process.
 
 
 class CompiledPolicies:
-    """Policies of the catalogue whose compiled code this process has loaded. Thread-safe."""
+    """Catalogue policies with compiled code loaded in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._loaded, self._ended = set[str](), False
         self._threads = dict[str, threading.Thread]()
-        atexit.register(self.end)  # a thread at work must not see the process go
+        atexit.register(self.end)  # a working thread must not outlive the process
         os.register_at_fork(after_in_child=self._threads.clear)
 
     def loaded(self, name: str) -> bool:
-        """Whether a policy's code is loaded."""
+        """Return whether a policy's code is loaded."""
         return name in self._loaded
 
     def ready(self, name: str) -> bool:
-        """Whether a policy's code is loaded; if not, a thread loads it."""
+        """Return whether a policy's code is loaded; if not, start a thread that loads it."""
         if name not in self._loaded and name not in self._threads and not self._ended:
             thread = threading.Thread(
                 target=self._load, args=(name,), name=f"flowkv {name}", daemon=True
@@ -384,18 +384,18 @@ class CompiledPolicies:
             if self._threads.setdefault(name, thread) is thread:
                 try:
                     thread.start()
-                except RuntimeError as error:  # the system has none now
+                except RuntimeError as error:  # the system has no thread left
                     _stays(name, error)
         return name in self._loaded
 
     def wait(self) -> None:
-        """Until what is being loaded is loaded, or cannot be."""
+        """Wait until every load under way has ended or failed."""
         for thread in list(self._threads.values()):
             if thread.ident is not None:
                 thread.join()
 
     def end(self) -> None:
-        """End what is under way, as soon as the function that is loaded is loaded."""
+        """Stop all loads, as soon as the function being loaded is done."""
         self._ended = True
         compile_process.end()
         self.wait()
@@ -408,11 +408,11 @@ class CompiledPolicies:
                 code = process.wait() if process is not None else None
                 if not (self._ended or (code == 0 and self._complete(name))):
                     _stays(name, "no process" if code is None else f"exit status {code}")
-        except Exception as error:  # of a compiler that this release does not know
+        except Exception as error:  # from an unknown compiler release
             _stays(name, error)
 
     def _complete(self, name: str) -> bool:
-        """Make every call of a policy once, without compiling; whether that went through."""
+        """Make every call of a policy once without compiling; return whether all code was there."""
         try:
             with machine_code.only_kept():
                 for call in every_call(name):
@@ -431,7 +431,7 @@ def _stays(name: str, why: object) -> None:
 
 
 def every_call(name: str) -> Iterator[Callable[[], object]]:
-    """Calls that use, once, every compiled function of a policy of the catalogue."""
+    """Yield calls that use, once, every compiled function of a policy of the catalogue."""
     policy = make_policy(name)
     assert isinstance(policy, LeafOrder)
     both, many = as_slots([0, 1]), as_slots(range(1, 3 * FIRST_CAPACITY))
@@ -465,7 +465,7 @@ def every_call(name: str) -> Iterator[Callable[[], object]]:
 
 
 def main(name: str) -> None:
-    """Compile a policy of the catalogue."""
+    """Compile a policy of the catalogue by making every call once."""
     for call in every_call(name):
         call()
 
@@ -474,7 +474,7 @@ _COMPILED = CompiledPolicies()
 
 
 def warming(name: str, **options: object) -> Policy:
-    """A fresh policy of the catalogue, behind plain LRU unless its compiled code is loaded."""
+    """Return a fresh policy, behind plain LRU unless its compiled code is loaded."""
     policy = make_policy(name, **options)
     if not isinstance(policy, LeafOrder) or _COMPILED.loaded(name):
         return policy
@@ -482,5 +482,5 @@ def warming(name: str, **options: object) -> Policy:
 
 
 def behind(policy: Policy) -> Policy:
-    """The policy that another one warms up for, or itself."""
+    """Return the policy that this one warms up for, or the policy itself."""
     return policy.policy if isinstance(policy, Warming) else policy

@@ -1,11 +1,10 @@
-"""An account of what a cache and its engines did: collected while it is open, written when not.
+"""Report of a cache and its engines: collected while it is open, written when it is closed.
 
     with kv.report("serving.html"):
         engine.run(requests)
 
 The report is one HTML file that loads nothing from elsewhere. Collecting takes about 30
-microseconds per step of 64 rows (`bench/bench_observe.py`), and bounded memory, however long it
-goes on.
+microseconds per step of 64 rows (`bench/bench_observe.py`), and bounded memory for any duration.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from flowkv.report.page import (
 )
 from flowkv.report.words import seconds, share
 
-# Restores as a section of a report: the picture, key figures, and what each engine did.
+# Restores as a section of a report: the picture, key figures, and the work of each engine.
 
 
 def restore_section(
@@ -43,12 +42,12 @@ def restore_section(
     title: str = "One restore, as it went",
     source: Source = "measured",
 ) -> Section:
-    """What was computed, what was loaded, and when the two met.
+    """Return a section on one restore: its computes, its loads, and where the two met.
 
     Args:
         timeline: The restore, of `Timelines`.
         title: Heading.
-        source: How it came about.
+        source: Origin of the figures.
     """
     ended = timeline.ended
     return Section(
@@ -106,7 +105,7 @@ def _figures(timeline: Timeline) -> list[tuple[str, object, str]]:
             (
                 "Of the bound",
                 f"{timeline.bound_ratio:.2f}x",
-                "what nobody could beat, at these rates",
+                "lower bound of any policy, at these rates",
             )
         )
     return figures
@@ -133,7 +132,7 @@ def _rows(timeline: Timeline) -> list[list[object]]:
     return rows
 
 
-# How a cache and its engines served, as sections of a report.
+# Sections of a report on how a cache and its engines served.
 
 _SHOWN = {
     "First token": "ttft_s",
@@ -151,15 +150,15 @@ def serving_sections(
     tenants: bool = False,
     source: Source = "measured",
 ) -> list[Section]:
-    """Key figures, latencies, requests over time, memory, and what was found and lost.
+    """Return sections on key figures, latencies, requests over time, memory, hits and losses.
 
-    Sections about which nothing is known are left out.
+    Sections without data are left out.
 
     Args:
-        serving: What was collected.
-        levels: How things are at the end, see `flowkv.cache.kv.levels`.
+        serving: Collected data.
+        levels: Levels at the end, see `flowkv.cache.kv.levels`.
         tenants: Whether tenants are named.
-        source: How it came about.
+        source: Origin of the figures.
     """
     levels = list(levels)
     told, by_place = serving.summary(), _by_place(levels)
@@ -207,7 +206,7 @@ def _headline(told: dict[str, Any]) -> list[Any]:
     if told["restore_s"]["count"]:
         whole = told["restore_s"]["mean"]
         hidden = told["restore_hidden_s"]["mean"] / whole if whole else 0.0
-        items.append(("Restores hidden", share(hidden), "nobody waited for that part"))
+        items.append(("Restores hidden", share(hidden), "no request waited for that part"))
     return [Figures(items)] if items else []
 
 
@@ -392,7 +391,7 @@ _GIVEN_UP = {
 
 
 def _by_place(levels: Iterable[Level]) -> dict[str, dict[str, float]]:
-    """Levels by device or tier, and by name; the state of a breaker by its name."""
+    """Return levels by device or tier, and by name; the state of a breaker by its name."""
     places: dict[str, dict[str, float]] = {}
     for level in levels:
         place = level.labels.get("device") or level.labels.get("tier")
@@ -420,22 +419,22 @@ def _count(value: float) -> str:
 
 
 class Account(Closing):
-    """Collects until it is closed, and then writes the report. Thread-safe.
+    """Report that collects until it is closed, and is then written. Thread-safe.
 
     Args:
-        path: The HTML file; an old one is replaced. It is tried at once.
+        path: The HTML file; an old one is replaced. Whether it can be written is checked at once.
         bus: `KV.bus`.
-        levels: How things are at a moment, see `flowkv.cache.kv.levels`.
+        levels: Returns current levels, see `flowkv.cache.kv.levels`.
         title: Heading of the report.
         tenants: Whether tenants are named in it.
-        source: How what is told came about.
+        source: Origin of the figures.
 
     Raises:
         ConfigError: The file cannot be made.
         MissingDependencyError: Without the extra `report`.
 
     Attributes:
-        serving: What is collected; `serving.summary()` has the numbers.
+        serving: Collected data; `serving.summary()` has the numbers.
     """
 
     def __init__(
@@ -461,11 +460,11 @@ class Account(Closing):
         self.serving = Serving(bus, levels=levels)
 
     def summary(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON."""
+        """Return plain numbers, ready for JSON."""
         return self.serving.summary()
 
     def sections(self) -> list[Section]:
-        """What the report shows, as far as it is known now."""
+        """Return the sections of the report, as of now."""
         levels = self._last if self.closed else list(self._levels())
         sections = serving_sections(
             self.serving, levels, tenants=self._tenants, source=self._source
@@ -478,7 +477,7 @@ class Account(Closing):
         return sections or [Section("Nothing to show", parts=[Text(nothing)])]
 
     def write(self) -> Path:
-        """Writes the report as far as it has come; returns its path.
+        """Write the report as of now; return its path.
 
         Raises:
             OSError: The file cannot be written.
@@ -493,7 +492,7 @@ class Account(Closing):
         )
 
     def close(self) -> None:
-        """Ends the collecting and writes the report. Safe to call again.
+        """Stop collecting and write the report. Safe to call again.
 
         Raises:
             OSError: The file cannot be written.

@@ -1,7 +1,8 @@
 """Charts of reports as SVG, drawn by matplotlib: curves, distributions, requests, restores.
 
 Colours are names that the page resolves, light or dark, and no chart needs them: curves have
-markers, phases of requests a height of their own. Whatever has a `draw` can be part of a `Section`.
+markers, phases of requests a height of their own. Any object with a `draw` can be part of a
+`Section`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_CURVES = 12
-"""Curves of one chart."""
+"""Most curves of one chart."""
 
 PALETTE: Mapping[str, tuple[str, str]] = {
     "page": ("#f6f7f9", "#12151c"),
@@ -56,7 +57,7 @@ PALETTE: Mapping[str, tuple[str, str]] = {
 }
 """Colours in light and in dark; `c0` to `c11` are those of curves."""
 
-WIDTH, _LEFT, _RIGHT = 720, 92, 14  # of all charts: the same moment lies at the same place
+WIDTH, _LEFT, _RIGHT = 720, 92, 14  # of all charts, so that equal times align
 _MARKERS = dict(zip("os^DvPX*<>hp", "●■▲◆▼✚✖★◀▶⬢⬟", strict=True))  # matplotlib's -> in a legend
 _SWATCH = "■"
 _LIGHT = {name: light for name, (light, _) in PALETTE.items()}
@@ -91,11 +92,11 @@ _STYLE = {
     "ytick.left": False,
     "ytick.labelcolor": _LIGHT["soft"],
 }
-_drawing = threading.Lock()  # matplotlib's settings are those of the process
+_drawing = threading.Lock()  # matplotlib's settings are global to the process
 
 
 def palette_css() -> str:
-    """The colours as properties of CSS, in light and in dark."""
+    """Return the colours as properties of CSS, in light and in dark."""
     light, dark = (
         ";".join(f"--{name}:{shades[number]}" for name, shades in PALETTE.items())
         for number in (0, 1)
@@ -110,12 +111,12 @@ _FONTS = (
 
 
 class LegendKey(NamedTuple):
-    """A line of a legend.
+    """Line of a legend.
 
     Attributes:
-        name: What it is.
+        name: Text of the line.
         colour: Number of its colour.
-        mark: A character as its marker looks.
+        mark: A character that looks like its marker.
     """
 
     name: str
@@ -124,11 +125,11 @@ class LegendKey(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A chart that is drawn.
+    """Drawn chart.
 
     Attributes:
-        caption: What is shown.
-        legend: What its colours and markers are.
+        caption: Title of the chart.
+        legend: Its colours and markers.
         svg: The drawing, an `<svg>` element without names from elsewhere.
     """
 
@@ -138,29 +139,29 @@ class Picture(NamedTuple):
 
 
 class Chart(Protocol):
-    """Whatever can be drawn."""
+    """Object that can be drawn."""
 
     def draw(self) -> Picture:
-        """The chart as it is shown."""
+        """Return the chart as a picture."""
         ...
 
 
 @contextlib.contextmanager
 def _sheet(height: float) -> Iterator[Figure]:
-    """A figure of some height, and the settings that it is drawn with."""
+    """Yield a figure of some height, under the settings of its drawing."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError("A report", "report", "matplotlib") from error
     with _drawing, style.context(["default", _STYLE]), warnings.catch_warnings():
-        # The page has its fonts: what matplotlib's own one lacks is shown all the same.
+        # The page has its own fonts: glyphs that matplotlib's font lacks are shown anyway.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         yield Figure(figsize=(WIDTH / 72, height / 72))
 
 
 def _plane(figure: Figure, top: float, height: float, **options: Any) -> Axes:
-    """Axes over the width of a figure, `top` units below its upper end."""
+    """Add axes over the width of a figure, `top` units below its upper end."""
     whole = figure.get_figheight() * 72
     width = (WIDTH - _LEFT - _RIGHT) / WIDTH
     where = (_LEFT / WIDTH, 1 - (top + height) / whole, width, height / whole)
@@ -168,28 +169,28 @@ def _plane(figure: Figure, top: float, height: float, **options: Any) -> Axes:
 
 
 def _say(artist: Any, text: str) -> None:
-    """Shows a text where the pointer is on an artist."""
+    """Show a text where the pointer is on an artist."""
     artist.set_gid(_SAID + text)
 
 
-_SAID = "said "  # begins the id of what has a tooltip, until the drawing is finished
+_SAID = "said "  # begins the id of an artist with a tooltip, until the drawing is finished
 _FONT = re.compile(r"'DejaVu Sans'[^;]*")
 _COLOUR = re.compile("#[0-9a-f]{6}")
 _UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def _picture(caption: str, legend: Sequence[LegendKey], figure: Figure) -> Picture:
-    """The figure as an SVG element of a page: its colours by name, and no id that is not used."""
+    """Return the figure as an SVG element of a page: colours by name, and no unused id."""
     import matplotlib
     from matplotlib.text import Text
 
     for artist in figure.findobj():
-        artist.set_clip_on(False)  # all of it lies inside
+        artist.set_clip_on(False)  # everything is inside
         artist.set_gid(_printable(artist.get_gid() or ""))
         if isinstance(artist, Text):
             artist.set_text(_printable(artist.get_text()))
     file, caption = io.StringIO(), _printable(caption)
-    with matplotlib.rc_context({"svg.hashsalt": caption}):  # one page, one id for one thing
+    with matplotlib.rc_context({"svg.hashsalt": caption}):  # one page, one id for one element
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
     root = ET.fromstring(file.getvalue())
     for element in root.iter():
@@ -215,7 +216,7 @@ def _picture(caption: str, legend: Sequence[LegendKey], figure: Figure) -> Pictu
 
 
 def _printable(text: str) -> str:
-    """Text without what XML cannot hold."""
+    """Return text without characters that XML cannot hold."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -239,19 +240,19 @@ def _check(caption: str, length: int, series: Mapping[str, Sequence[float]]) -> 
 
 @dataclass(frozen=True)
 class Curves:
-    """Values over a size, one curve per name; the x axis is logarithmic unless told otherwise.
+    """Chart of values over a size, one curve per name; by default over a logarithmic x axis.
 
     Attributes:
-        caption: What is shown.
+        caption: Title of the chart.
         sizes: Ascending; positive if the axis is logarithmic.
-        series: Name -> one value per size; one that is not finite is left out.
-        x: What a size is, below the axis.
-        dashed: Names whose curves are bounds, not results.
+        series: Name -> one value per size; values that are not finite are left out.
+        x: Label of the x axis.
+        dashed: Names of curves that are bounds, not results.
         colours: Name -> number of its colour, so that a name has one colour in all charts of a
             page; default their order.
         percent: Whether sizes and values are shares, shown as percent.
-        log_x: Whether equal factors of sizes are equally far apart.
-        log_y: The same of values, which must be positive then.
+        log_x: Whether the x axis is logarithmic.
+        log_y: Whether the y axis is logarithmic; values must be positive then.
 
     Raises:
         ConfigError: A curve lacks values, sizes do not ascend, there are too many curves, or a
@@ -283,7 +284,7 @@ class Curves:
             )
 
     def draw(self) -> Picture:
-        """The chart."""
+        """Draw the curves as a picture."""
         with _sheet(320) as figure:
             axes = _plane(figure, 10, 258)
             if self.log_x:
@@ -304,7 +305,7 @@ class Curves:
             return _picture(self.caption, legend, figure)
 
     def _x_axis(self, axes: Axes) -> None:
-        """A label at each size that has room for one."""
+        """Label each size that has room for a label."""
         scale = math.log if self.log_x else float
         first, last = scale(self.sizes[0]), scale(self.sizes[-1])
         room, shown, before = WIDTH - _LEFT - _RIGHT, list[float](), -math.inf
@@ -344,7 +345,7 @@ class Curves:
         return f"{100 * value:.2f}%" if self.percent else f"{value:.4g}"
 
 
-# How times are spread, side by side: bars over a logarithmic axis, with the quantiles marked.
+# Distributions of times, side by side: bars over a logarithmic axis, with marked quantiles.
 
 _BARS = 30
 _QUANTILES = {"P50": (0.5, "-"), "P95": (0.95, "--"), "P99": (0.99, ":")}
@@ -352,10 +353,10 @@ _QUANTILES = {"P50": (0.5, "-"), "P95": (0.95, "--"), "P99": (0.99, ":")}
 
 @dataclass(frozen=True)
 class Distributions:
-    """Spreads of times.
+    """Chart of distributions of times.
 
     Attributes:
-        caption: What is shown.
+        caption: Title of the chart.
         spreads: Name -> the spread, in seconds, none of them empty.
     """
 
@@ -363,7 +364,7 @@ class Distributions:
     spreads: Mapping[str, Spread]
 
     def draw(self) -> Picture:
-        """The chart."""
+        """Draw the distributions as a picture."""
         rows = -(-len(self.spreads) // 2)
         with _sheet(176 * rows) as figure:
             figure.subplots_adjust(0.01, 0.16 / rows, 0.99, 1 - 0.26 / rows, 0.1, 0.78)
@@ -400,7 +401,7 @@ def _draw_spread(axes: Axes, spread: Spread, colour: str) -> None:
 
 
 def spread_ends(spread: Spread) -> tuple[float, float]:
-    """Bounds of an axis: at least a factor of three apart, so that noise does not fill it."""
+    """Return the bounds of an axis, at least a factor of three apart: noise must not fill it."""
     first = next(spread.buckets(), None)
     low = max(first.low if first else 1e-9, spread.most * 1e-6, 1e-9)
     high = max(spread.most, low) * 1.02
@@ -411,7 +412,7 @@ def spread_ends(spread: Spread) -> tuple[float, float]:
 
 
 def spread_bars(spread: Spread, low: float, high: float) -> tuple[list[int], np.ndarray]:
-    """How many values each bar has, and their edges; values below the axis are in the first."""
+    """Return the values per bar, and the bars' edges; values below the axis are in the first."""
     edges, buckets = np.geomspace(low, high, _BARS + 1), list(spread.buckets())
     middles = np.clip([math.sqrt(bucket.low * bucket.high) for bucket in buckets], low, high)
     held, _ = np.histogram(middles, edges, weights=[bucket.held for bucket in buckets])
@@ -423,7 +424,7 @@ def spread_bars(spread: Spread, low: float, high: float) -> tuple[list[int], np.
 
 
 def _time_axis(axes: Axes, until_s: float) -> float:
-    """Prepares an axis from 0 on; returns what seconds are multiplied by to lie on it."""
+    """Prepare an axis from 0 on; return the factor from seconds to its unit."""
     from matplotlib.ticker import MaxNLocator
 
     factor, unit = (1.0, "seconds") if until_s >= 2 else (1e3, "milliseconds")
@@ -434,7 +435,7 @@ def _time_axis(axes: Axes, until_s: float) -> float:
     return factor
 
 
-_PHASES: dict[Phase, tuple[str, int, float]] = {  # what it is called, its colour, its height
+_PHASES: dict[Phase, tuple[str, int, float]] = {  # name, colour, height
     "queued": ("waiting", 5, 0.3),
     "prefill": ("until the first token", 0, 0.55),
     "decode": ("further tokens", 1, 0.8),
@@ -444,13 +445,13 @@ _PHASES: dict[Phase, tuple[str, int, float]] = {  # what it is called, its colou
 
 @dataclass(frozen=True)
 class Gantt:
-    """Requests over time, a row each: waiting is a thin bar, computing a high one.
+    """Chart of requests over time, a row each: waiting is a thin bar, computing a high one.
 
     Attributes:
-        caption: What is shown.
+        caption: Title of the chart.
         lanes: The requests, in order of submission.
-        started_s: Left end of the picture, of the clock of the lanes.
-        until_s: Its length.
+        started_s: Left end of the picture, by the clock of the lanes.
+        until_s: Length of the picture.
     """
 
     caption: str
@@ -459,7 +460,7 @@ class Gantt:
     until_s: float
 
     def draw(self) -> Picture:
-        """The chart."""
+        """Draw the requests as a picture."""
         height = min(16.0, max(3.0, 430 / max(1, len(self.lanes)))) * len(self.lanes)
         with _sheet(height + 52) as figure:
             axes = _plane(figure, 6, height)
@@ -519,18 +520,18 @@ _UNITS: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class OverTime:
-    """Values over time.
+    """Chart of values over time.
 
     Attributes:
-        caption: What is shown.
+        caption: Title of the chart.
         times_s: Ascending, from 0 on.
-        curves: Name -> one value per time, none negative; NaN where there is none.
+        curves: Name -> one value per time, none negative; NaN for a missing one.
         until_s: Right end of the picture; default the last time.
         unit: "" for counts, "%" for shares, or "bytes".
-        stacked: Areas on top of each other, the first one lowest.
-        most: The axis reaches at least this.
+        stacked: Whether curves are areas on top of each other, the first one lowest.
+        most: Least upper end of the axis.
         colours: Name -> number of its colour; default their order.
-        height: Of the plane.
+        height: Height of the plane.
 
     Raises:
         ConfigError: A curve lacks values, or there are too many curves.
@@ -550,7 +551,7 @@ class OverTime:
         _check(self.caption, len(self.times_s), self.curves)
 
     def draw(self) -> Picture:
-        """The chart."""
+        """Draw the values as a picture."""
         said, marks, several = _UNITS[self.unit], list(_MARKERS), len(self.curves) > 1
         numbers = {name: self.colours.get(name, n) for n, name in enumerate(self.curves)}
         shown: dict[str, Any] = {name: np.array(v, float) for name, v in self.curves.items()}
@@ -595,7 +596,7 @@ class OverTime:
 
 # A restore as a picture: tokens over time, computed from the front, loaded from the back.
 #
-# Above, each piece covers the tokens that it brought while it was under way; the two stairs meet.
+# Above, each piece covers its tokens during the time that it was under way; the two stairs meet.
 # Below, each engine has a bar of the time in which it worked.
 
 _PLANE, _LANE = 230, 26
@@ -605,10 +606,10 @@ _TIERS = (1, 2, 4, 6, 7, 8)
 
 @dataclass(frozen=True)
 class Overlap:
-    """The timeline of one restore.
+    """Chart of one restore's timeline.
 
     Attributes:
-        caption: What is shown.
+        caption: Title of the chart.
         timeline: The restore.
     """
 
@@ -616,7 +617,7 @@ class Overlap:
     timeline: Timeline
 
     def draw(self) -> Picture:
-        """The chart."""
+        """Draw the restore as a picture."""
         timeline, engines = self.timeline, self.timeline.engines
         free = iter(_TIERS * (1 + len(engines)))
         colours = {e: _ENGINES[e] if e in _ENGINES else next(free) for e in engines}
@@ -661,7 +662,7 @@ class Overlap:
             there = Rectangle((0, 0), until_s * factor, ended.resident_tokens)
             there.set(color=_colour(5), alpha=0.35)
             _say(axes.add_patch(there), "there already")
-        # A pixel is as fine as it gets: what lies on the same ones is drawn once.
+        # A pixel is the finest unit: pieces on the same pixels are drawn once.
         found: dict[tuple[object, ...], RestoreSpan] = {}
         for span in timeline.spans:
             corners = zip((*timeline.at(span), *_band(span, timeline.layers)),
@@ -712,7 +713,7 @@ class Overlap:
 
 
 def _band(span: RestoreSpan, layers: int) -> tuple[float, float]:
-    """The tokens of a piece; of one that is some layers only, their share of the height."""
+    """Return the tokens of a piece; for a piece of some layers only, their share of the height."""
     first, size = span.token, span.tokens / layers
     if span.engine in COMPUTING:  # upwards
         return first + size * span.layer, first + size * (span.layer + span.layers)

@@ -26,10 +26,10 @@ from typing import Any, Literal
 from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.report.charts import Chart, palette_css
 
-_MOST_BARS = 6  # of a label
+_MOST_BARS = 6  # per label
 
 Source = Literal["", "measured", "simulated", "emulated"]
-"""How figures came about; "" where there are none."""
+"""Origin of figures; "" without figures."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under column names. Numbers are formatted and aligned right; None is shown as a dash.
+    """Table of rows under column names. Numbers are aligned right; None is shown as a dash.
 
     Raises:
         ConfigError: A row has not one cell per column.
@@ -60,7 +60,7 @@ class Table:
                 )
 
     def numeric(self) -> list[bool]:
-        """Whether each column is of numbers; text such as "2.5GiB" or "3.4x" is read as one."""
+        """Return whether each column is numeric; "2.5GiB" or "3.4x" counts as a number."""
         columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.columns)
         return [bool(cells) and all(map(_reads_as_number, cells)) for cells in columns]
 
@@ -70,10 +70,10 @@ class Bars:
     """Horizontal bars from zero: one per label, or one per label and series.
 
     Attributes:
-        caption: What is shown.
+        caption: Title of the chart.
         labels: One per row.
         series: Name -> one value per label; a value that is not finite is shown as a dash.
-        unit: Written behind every value.
+        unit: Unit, written behind every value.
 
     Raises:
         ConfigError: A series lacks values, one is negative, or there are too many series.
@@ -96,7 +96,7 @@ class Bars:
             raise ConfigError(f"chart {self.caption!r} has a negative bar", "Show it as a table")
 
     def rows(self) -> list[tuple[str, list[tuple[float | None, str]]]]:
-        """Each label with the bars beside it: percent of the longest, if any, and value."""
+        """Return each label with its bars: percent of the longest, if any, and value."""
         finite = [v for values in self.series.values() for v in values if math.isfinite(v)]
         most = max(finite, default=0) or 1
         unit = self.unit if self.unit in ("", "%", "x") else f" {self.unit}"
@@ -110,25 +110,25 @@ class Bars:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph, or a block of code or log output if `mono`."""
+    """Paragraph, or a block of code or log output if `mono`."""
 
     text: str
     mono: bool = False
 
 
 Part = Figures | Table | Bars | Text | Chart
-"""What a section can show."""
+"""Content of a section."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """One card of the report.
+    """Card of the report.
 
     Attributes:
-        title: Its heading.
+        title: Heading.
         text: A paragraph below the heading.
-        parts: What it shows, in order.
-        source: How its figures came about, shown beside the heading; "" where it has none.
+        parts: Contents, in order.
+        source: Origin of its figures, shown beside the heading; "" without figures.
     """
 
     title: str
@@ -138,10 +138,10 @@ class Section:
 
 
 def check_installed() -> None:
-    """Better before the work than after it.
+    """Check the libraries for reports, before the work rather than after it.
 
     Raises:
-        MissingDependencyError: What reports are made with is not installed.
+        MissingDependencyError: A library that reports need is not installed.
     """
     if missing := [n for n in ("jinja2", "matplotlib") if importlib.util.find_spec(n) is None]:
         raise MissingDependencyError("A report", "report", " and ".join(missing))
@@ -155,14 +155,14 @@ def write_report(
     lead: str = "",
     footer: str = "",
 ) -> Path:
-    """Writes the report and returns its path; a reader never sees half of it.
+    """Write the report and return its path; a reader never sees half of it.
 
     Args:
         path: The HTML file; an existing one is replaced.
         title: Heading and window title.
         sections: The cards, in order.
         lead: One sentence below the title.
-        footer: Machine, versions, date: whatever makes the figures reproducible.
+        footer: Machine, versions, date: facts that make the figures reproducible.
 
     Raises:
         MissingDependencyError: Without the extra `report`.
@@ -174,7 +174,7 @@ def write_report(
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(page)
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is to be shown around
+        Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is meant to be shared
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -185,7 +185,7 @@ def write_report(
 def render_report(
     title: str, sections: Sequence[Section], *, lead: str = "", footer: str = ""
 ) -> str:
-    """The report as HTML text; arguments and errors as for `write_report`."""
+    """Return the report as HTML text; arguments and errors as for `write_report`."""
     check_installed()
     page = _template()
     return str(page.render(title=title, sections=sections, lead=lead, footer=footer)) + "\n"
@@ -209,7 +209,7 @@ def _template() -> Any:
 
 
 def formatted(value: object) -> str:
-    """A cell's text: three digits of a fraction, thousands apart, a dash for what is not there."""
+    """Return a cell's text: three digits of a fraction, thousands apart, a dash for no value."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "\N{EN DASH}"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Terminal output: lines, tables, progress. With rich if it is there, plain otherwise.
+"""Terminal output: lines, tables, progress. With rich if it is installed, plain otherwise.
 
 With `to_stderr`, standard output stays free for the one JSON object of `--json`.
 """
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Tell = Callable[[int, int, str], None]
-"""Progress: (done, total, what is going on)."""
+"""Progress callback: (done, total, current activity)."""
 
-_WIDTH = 100  # of a table that is not shown on a terminal
+_WIDTH = 100  # of a table outside a terminal
 _QUIET_S = 5.0  # between plain lines of progress
 _STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "bad": "red bold"}
 
@@ -24,12 +24,12 @@ class Screen:
     """Output for people, on a terminal or plain.
 
     Args:
-        to_stderr: Show everything on standard error.
+        to_stderr: Show all output on standard error.
     """
 
     def __init__(self, *, to_stderr: bool = False) -> None:
         self._file = sys.stderr if to_stderr else sys.stdout
-        with contextlib.suppress(AttributeError):  # a replaced stream may not know it
+        with contextlib.suppress(AttributeError):  # a replaced stream may lack this method
             self._file.reconfigure(errors="replace")  # type: ignore[union-attr]
         self._tty = self._file.isatty()
         self._rich: Any = None
@@ -40,7 +40,7 @@ class Screen:
             self._rich = Console(file=self._file, width=width, highlight=False)
 
     def say(self, text: str = "", *, style: str = "") -> None:
-        """A line; `style` is "bold", "dim", "green", "red", ... where colours are shown."""
+        """Print a line; `style` is "bold", "dim", "green", "red", ... where colours are shown."""
         text = _printable(text)
         if self._rich is None:
             print(text, file=self._file, flush=True)
@@ -57,7 +57,7 @@ class Screen:
         numbers: bool = True,
         states: Sequence[str] = (),
     ) -> None:
-        """A table of text.
+        """Print a table of text.
 
         Args:
             columns: Headings.
@@ -104,14 +104,14 @@ class Screen:
                 cell.rjust(width) if numbers and i else cell.ljust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             ]
-            # A second line of the last cell stands below its first.
+            # A second line of the last cell is below its first.
             text = "  ".join(cells).rstrip().replace("\n", f"\n{indent}")
             print(text, file=self._file)
         print(file=self._file, flush=True)
 
     @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Tell]:
-        """A bar on a terminal; else a line now and then."""
+        """Show a bar on a terminal; else a line now and then."""
         if self._rich is not None and self._tty:
             with self._bar(label) as tell:
                 yield tell
@@ -151,13 +151,13 @@ class Screen:
 
 
 def _printable(text: str) -> str:
-    """Text that cannot steer a terminal, whatever a model said."""
+    """Return text without characters that control a terminal; model output may hold some."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
 
 
 def one_line(text: str, width: int = 72) -> str:
-    """The end of a text, on one line."""
+    """Return the end of a text, on one line."""
     line = " ".join(text.split())
     return line if len(line) <= width else "..." + line[3 - width :]

@@ -1,4 +1,4 @@
-"""Times, shares and factors as people read them."""
+"""Times, shares and factors in readable form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def seconds(value: float) -> str:
-    """A time: "2.5 ms", "1.24 s"."""
+    """Format a time: "2.5 ms", "1.24 s"."""
     if not math.isfinite(value):
         return "-"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
@@ -16,12 +16,12 @@ def seconds(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share: "42%"."""
+    """Format a share as percent: "42%"."""
     return f"{100 * value:.3g}%"
 
 
 def times(value: float) -> str:
-    """A factor: "3.4x"."""
+    """Format a factor as a multiple: "3.4x"."""
     if not math.isfinite(value):
         return "-"
     return f"{value:.0f}x" if value >= 20 else f"{value:.1f}x"

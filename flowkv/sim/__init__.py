@@ -1,10 +1,10 @@
-"""Replays traces of requests through the very policy objects that the cache uses.
+"""Replays of request traces through the same policy objects that the cache uses.
 
     from flowkv.sim import generate, replay
 
     result = replay(generate("agents", requests=2000, seed=1), policy="auto", size="2%")
 
-Everything here is simulated and says so (DESIGN D17).
+All results are simulated and labelled so (DESIGN D17).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`characterise`: what a trace is like, before any policy."""
+"""`characterise`: statistics of a trace, independent of any policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flowkv.policy.order.compiled import Array, inner, kernel
 from flowkv.sim.trace import Trace, next_turns
 
-# Reuse distances: how far down the stack of leaf-first LRU a block lies when it is asked for.
+# Reuse distances: depth of a block in the stack of leaf-first LRU when it is requested.
 #
 # A block is a hit in a cache of C blocks exactly if its distance is smaller than C, so one pass
 # gives the hit ratio of LRU at every size. Distances are exact: a Fenwick tree counts the blocks
@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 @inner
 def add(tree: Array, at: int, by: int) -> None:
-    """Adds to one entry."""
+    """Add `by` to entry `at` of a Fenwick tree."""
     i = at + 1
     while i < len(tree):
         tree[i] += by
@@ -32,7 +32,7 @@ def add(tree: Array, at: int, by: int) -> None:
 
 @inner
 def below(tree: Array, at: int) -> int:
-    """Sum of the entries up to and including `at`."""
+    """Return the sum of the entries up to and including `at`."""
     total, i = 0, at + 1
     while i > 0:
         total += tree[i]
@@ -44,7 +44,7 @@ def below(tree: Array, at: int) -> int:
 def measure(
     offsets: Array, blocks: Array, ranks: Array, last: Array, tree: Array, out: Array
 ) -> None:
-    """Fills `out` with distances, -1 for a first use. `last` [U] of -1 and `tree` are scratch."""
+    """Fill `out` with distances, -1 for a first use. `last` [U] of -1 and `tree` are scratch."""
     known = 0
     for r in range(len(offsets) - 1):
         for j in range(offsets[r], offsets[r + 1]):
@@ -63,7 +63,7 @@ def measure(
 
 
 def stack_distances(trace: Trace) -> Ints:
-    """i8, one per use of a block: blocks that LRU would give up later than it; -1 at first use."""
+    """Return per use of a block how many blocks LRU would evict later, i8; -1 at first use."""
     out = np.empty(len(trace.blocks), np.int64)
     tree = np.zeros(len(trace.blocks) + 1, np.int32)
     last = np.full(trace.unique, -1, np.int64)
@@ -72,28 +72,28 @@ def stack_distances(trace: Trace) -> Ints:
 
 
 def lru_hit_ratios(distances: Ints, pages: Sequence[int]) -> list[float]:
-    """Hit ratio of leaf-first LRU at each number of blocks."""
+    """Return the hit ratio of leaf-first LRU at each number of blocks."""
     known = np.sort(distances[distances >= 0])
     found = np.searchsorted(known, np.asarray(pages), side="left")
     return [float(n / max(len(distances), 1)) for n in found.tolist()]
 
 
 def lru_hits(trace: Trace, capacity: int) -> Ints:
-    """i8 [R]: leading blocks of each request that leaf-first LRU has, where so many blocks fit."""
+    """Return the hits of leaf-first LRU in leading blocks of each request, i8 [R]."""
     distances = stack_distances(trace)
     found = np.cumsum((distances >= 0) & (distances < capacity))
     return np.diff(np.concatenate(([0], found))[trace.offsets])
 
 
 def _ranks(trace: Trace) -> Ints:
-    """The order in which LRU would give up what each use touched: time, then deepest first."""
+    """Return the eviction order of LRU over all uses: by time, then deepest first."""
     sizes = np.diff(trace.offsets)
     ends = np.repeat(trace.offsets[1:], sizes)
     starts = np.repeat(trace.offsets[:-1], sizes)
     ranks: Ints = ends - 1 - (np.arange(len(trace.blocks)) - starts)
     edges = np.concatenate(([0], np.flatnonzero(np.diff(trace.times_ns)) + 1, [len(trace)]))
     for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        if end - first > 1:  # several requests at one time: LRU cannot tell their order
+        if end - first > 1:  # several requests at one time have no order in LRU
             a, b = int(trace.offsets[first]), int(trace.offsets[end])
             blocks = trace.blocks[a:b]
             order = np.lexsort((blocks, -trace.depths[blocks]))
@@ -109,7 +109,7 @@ TURNS = (0, 1, 2, 3, 5, 10)
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Percentiles of something; all 0 of nothing."""
+    """Percentiles of some values; all 0 without values."""
 
     p10: float
     p50: float
@@ -121,27 +121,27 @@ class Character(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a trace.
 
     Attributes:
-        trace: Its name.
-        requests: How many.
-        sessions: Different ones that are known.
-        tenants: Different ones.
-        span_s: From the first request to the last.
+        trace: Name of the trace.
+        requests: Number of requests.
+        sessions: Number of different known sessions.
+        tenants: Number of different tenants.
+        span_s: Seconds from the first request to the last.
         block_tokens: Tokens of a block.
-        blocks: Blocks asked for.
-        unique: Different ones.
-        infinite_hit_ratio: Of a cache that never gives up anything; no policy exceeds it.
-        used_once: Share of the different blocks that are asked for only once.
-        top_share: Share of all blocks asked for that falls on the 1 % of them asked for most.
+        blocks: Requested blocks.
+        unique: Different blocks.
+        infinite_hit_ratio: Hit ratio of a cache without evictions; no policy exceeds it.
+        used_once: Share of the different blocks that are requested only once.
+        top_share: Share of all requested blocks that falls on the most requested 1 % of them.
         blocks_per_request: Lengths of chains.
         extending: Share of the requests that continue the blocks of an earlier one.
-        gap_s: From a request to the one that continues it.
-        reuse_s: From a use of a block to its next use.
+        gap_s: Seconds from a request to the one that continues it.
+        reuse_s: Seconds from a use of a block to its next use.
         reuse_requests: The same in requests.
-        stack_distance: The same in blocks: what leaf-first LRU needs to have room for.
+        stack_distance: The same in blocks: the capacity that leaf-first LRU needs.
         arrival_s: Mean time between requests.
         arrival_cv: Its coefficient of variation; 1 is random, more is bursty.
-        working_set: Seconds -> different blocks within a window so long, mean over windows.
-        returns: Turn -> share of the requests that are that turn (0 the first) and are continued.
+        working_set: Window in seconds -> different blocks within it, mean over windows.
+        returns: Turn -> share of the requests of that turn (0 the first) that are continued.
         lru: Share of the different blocks that fit -> hit ratio of leaf-first LRU, from distances.
     """
 
@@ -170,7 +170,7 @@ class Character(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def characterise(trace: Trace) -> Character:
-    """Looks at a trace; takes a second or so per million blocks."""
+    """Return the statistics of a trace; takes about a second per million blocks."""
     sizes, n = np.diff(trace.offsets), max(len(trace), 1)
     uses = np.sort(np.bincount(trace.blocks, minlength=trace.unique))[::-1]
     top = max(1, round(trace.unique / 100))
@@ -214,7 +214,7 @@ def _spread(values: NDArray[np.generic]) -> Percentiles:
 
 
 def _reuses(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Seconds and requests from each use of a block to its next."""
+    """Return the seconds and requests from each use of a block to its next."""
     users = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
     order = np.argsort(trace.blocks, kind="stable")
     again = trace.blocks[order[1:]] == trace.blocks[order[:-1]]
@@ -223,7 +223,7 @@ def _reuses(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 
 def _working_set(trace: Trace, window_s: float) -> float:
-    """Different blocks per window, mean over the windows with any."""
+    """Return the different blocks per window, mean over the windows with any."""
     if not len(trace.blocks):
         return 0.0
     windows = (trace.times_ns - trace.times_ns[0]) // round(window_s * 1e9)
@@ -233,7 +233,7 @@ def _working_set(trace: Trace, window_s: float) -> float:
 
 
 def _returns(turns: NDArray[np.int64]) -> dict[int, float]:
-    """Share of the requests of each turn that are continued."""
+    """Return the share of the requests of each turn that are continued."""
     number = np.zeros(len(turns), np.int64)
     for r, following in enumerate(turns.tolist()):
         if following >= 0:

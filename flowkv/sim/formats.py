@@ -1,4 +1,4 @@
-"""`read_trace`: any trace that FlowKV knows, told by what is in the file."""
+"""`read_trace`: read a trace of any known format, recognised by the content of the file."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from flowkv.observe.recording import (
 from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
 from flowkv.sim.trace import LEAST_BYTES, MOST_A_BYTE, Trace, build_trace, read_npz, wide
 
-# JSON lines, plain or zstd-compressed, read one at a time, with a bound on what is believed.
+# JSON lines, plain or zstd-compressed, read one at a time within limits.
 
 ZSTD = b"\x28\xb5\x2f\xfd"
 #
-# A file of a few bytes can name billions: what is unpacked, and how many blocks requests have
-# together, are bounded by its length. Real traces have up to 60 bytes and 18 blocks a byte.
+# A file of a few bytes can name billions of blocks: the unpacked bytes, and the blocks of all
+# requests together, are bounded by its length. Real traces have up to 60 bytes and 18 blocks a
+# byte.
 
 MOST_LINE_BYTES = 1 << 26
 LEAST_BLOCKS = 1 << 16
-REMEDY = "Pass another file, or get it anew"
+REMEDY = "Pass another file, or fetch it again"
 
 
 def most_blocks(path: Path) -> int:
-    """Blocks that the requests of a file may have together.
+    """Return the most blocks that the requests of a file may have together.
 
     Raises:
         OSError: The file cannot be read.
@@ -54,11 +55,11 @@ def most_blocks(path: Path) -> int:
 
 
 def read_lines(path: Path, kind: type[T], most_line: int = MOST_LINE_BYTES) -> Iterator[T]:
-    """The lines of a file as structs of one kind; empty ones are skipped.
+    """Yield the lines of a file as structs of one kind; empty ones are skipped.
 
     Args:
-        path: The file; whether it is compressed is seen from its first bytes.
-        kind: What a line is.
+        path: The file; its first bytes show whether it is compressed.
+        kind: Struct of a line.
         most_line: Bytes of the longest line.
 
     Raises:
@@ -106,8 +107,8 @@ def _opened(file: BinaryIO) -> BinaryIO:
 # added. R. Qin et al., "Mooncake", FAST 2025.
 #
 # Times are whole milliseconds there, and seconds in the traces of Bailian, which have `chat_id` and
-# `parent_chat_id` as well; seconds and milliseconds since 1970 are told by their size. Other traces
-# name their unit: `timestamp_ms`, `timestamp_s`.
+# `parent_chat_id` as well; seconds and milliseconds since 1970 are distinguished by their size.
+# Other traces name their unit: `timestamp_ms`, `timestamp_s`.
 
 STOPS = {
     "": UNKNOWN_STOP, "tool_use": TOOL_USE, "tool_calls": TOOL_USE, "end_turn": TURN_END,
@@ -117,7 +118,7 @@ Time: TypeAlias = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=1e
 
 
 class MooncakeLine(msgspec.Struct):
-    """One request."""
+    """Request in Mooncake's format."""
 
     hash_ids: list[int]
     timestamp: Time | None = None
@@ -137,7 +138,7 @@ class MooncakeLine(msgspec.Struct):
 
     @property
     def time(self) -> tuple[int | float, int]:
-        """When it came, and the nanoseconds of its unit; 0 if it says none."""
+        """Time of arrival, and the nanoseconds of its unit; 0 if that is unknown."""
         if self.timestamp_s is not None:
             return self.timestamp_s, 10**9
         if self.timestamp_ms is not None:
@@ -146,7 +147,7 @@ class MooncakeLine(msgspec.Struct):
 
 
 def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
-    """Reads JSON lines, plain or zstd-compressed.
+    """Read JSON lines, plain or zstd-compressed.
 
     Args:
         path: The file.
@@ -165,7 +166,7 @@ def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
     for line in read_lines(path, MooncakeLine):
         name = line.chat_id if line.session is None else line.session
         session = -1
-        if name is not None:  # of a chat that goes on from another one, that one's
+        if name is not None:  # a chat that continues another one has the same session
             session = sessions.setdefault(name, sessions.get(line.parent_chat_id, len(lines)))
         tenant = tenants.setdefault(line.tenant, len(tenants))
         stop = STOPS.get(line.stop, UNKNOWN_STOP)
@@ -189,13 +190,13 @@ def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
 
 
 def _dense(sessions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sessions numbered from 0 on, in the order of their numbers; -1 stays."""
+    """Number sessions from 0 on, in the order of their numbers; -1 stays."""
     different, found = np.unique(sessions, return_inverse=True)
     return np.asarray(found.ravel() - int((different < 0).any()))
 
 
 def _nanoseconds(path: Path, times: list[tuple[int | float, int]]) -> list[int]:
-    """Times in nanoseconds, by the unit that each says, or that all others together show."""
+    """Return times in nanoseconds, by the unit of each, or the one that all others suggest."""
     unsaid = [time for time, unit in times if not unit]
     least, most = min(unsaid, default=0), max(unsaid, default=0)
     usual = 10**6
@@ -213,7 +214,7 @@ def _nanoseconds(path: Path, times: list[tuple[int | float, int]]) -> list[int]:
 
 
 def _ids(path: Path, numbers: list[int]) -> NDArray[np.int64]:
-    """Ids of 64 bits, signed or not."""
+    """Return ids of 64 bits, signed or not, as i8."""
     try:
         return np.array(numbers, np.int64)
     except OverflowError:
@@ -232,10 +233,10 @@ def _stem(path: Path) -> str:
 
 
 def _tokens_of_blocks(path: Path, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
-    """The tokens of a block: a power of two, if one fits.
+    """Return the tokens of a block: a power of two, if one fits.
 
-    A request of so many tokens has so many whole blocks, and one more where the rest is named, too.
-    One request in a hundred need not fit.
+    A request of so many tokens has so many whole blocks, and perhaps one more for the rest. One
+    request in a hundred need not fit.
     """
     known = tokens > 0
     if not (known & (lengths > 0)).any():
@@ -251,19 +252,19 @@ def _tokens_of_blocks(path: Path, tokens: NDArray[np.int64], lengths: NDArray[np
             f"tokens, others of at least {least}",
             "Correct input_length or hash_ids, or leave input_length out",
         )
-    if limit == MOST_BLOCK_TOKENS:  # of one block each
+    if limit == MOST_BLOCK_TOKENS:  # every request has one block
         return 1 << (least - 1).bit_length()
     return power if power >= least else limit
 
 
-# Recorded sessions without a common clock: started at random, as often as one likes.
+# Recorded sessions without a common clock, started at random, any number of times.
 #
-# Each line is a session: its requests with times from its beginning, lengths, why each answer
-# ended, and its blocks as runs of session-local numbers. Another seed gives another trace of the
-# same kind, and a shorter span more load.
+# Each line is a session: its requests with times from its beginning, lengths, the reason for each
+# answer's end, and its blocks as runs of session-local numbers. Another seed gives another trace of
+# the same kind, and a shorter span more load.
 #
-# What sessions share is an assumption: with equally long tool prompts they have the same ones, and
-# with equally long system prompts behind them too. Only whole blocks are kept.
+# Shared prompts are an assumption: sessions with equally long tool prompts share these, and with
+# equally long system prompts behind them too. Only whole blocks are kept.
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Run = tuple[Annotated[int, Meta(ge=0, lt=2**48)], Annotated[int, Meta(ge=0, lt=2**24)]]
@@ -271,7 +272,7 @@ Ints = NDArray[np.int64]
 
 
 class SessionTurn(msgspec.Struct):
-    """A request; or, with `requests`, a helper's conversation that begins then."""
+    """Request; or, with `requests`, a helper's conversation that begins then."""
 
     t: Seconds = 0.0
     tokens_in: Tokens = msgspec.field(name="in", default=0)
@@ -284,7 +285,7 @@ class SessionTurn(msgspec.Struct):
 
 
 class SessionLine(msgspec.Struct):
-    """A line."""
+    """Session on a line of a file."""
 
     requests: list[SessionTurn]
     block_size: Annotated[int, Meta(ge=1, lt=MOST_BLOCK_TOKENS)]
@@ -295,12 +296,12 @@ class SessionLine(msgspec.Struct):
 def read_sessions(
     path: Path, *, span_s: float = 28_800.0, seed: int = 1, block_tokens: int = 512
 ) -> Trace:
-    """Starts every session of a file at a uniformly random time.
+    """Read a file of sessions, each started at a uniformly random time.
 
     Args:
         path: JSON lines, plain or zstd-compressed.
-        span_s: Sessions start within so many seconds.
-        seed: Of the times.
+        span_s: Seconds within which sessions start.
+        seed: Seed of the times.
         block_tokens: Tokens of a block of the trace; a multiple of that of the file.
 
     Raises:
@@ -332,7 +333,7 @@ def read_sessions(
             ]
             ends = [n // session.block_size // step for n in (tools, tools + system)]
             pairs.append(_named(ids, 2 * s, spaces, ends))
-            stop = STOPS.get(turn.stop or "end_turn", TURN_END)  # unsaid: it did not call a tool
+            stop = STOPS.get(turn.stop or "end_turn", TURN_END)  # by default it did not call a tool
             time = round((start + at) * 1e9)
             rows.append((time, len(ids), turn.tokens_in, turn.tokens_out, s, stop))
     table = np.array(rows, np.int64).reshape(-1, 6)
@@ -351,7 +352,7 @@ def read_sessions(
 
 
 def _turns(session: SessionLine) -> Iterator[tuple[SessionTurn, float, int, int]]:
-    """Requests, helpers' included: each with its time and the lengths of its prompts."""
+    """Yield requests, helpers' included, with their times and the lengths of their prompts."""
     for turn in session.requests:
         if turn.requests is None:
             yield turn, turn.t, session.tool_tokens, session.system_tokens
@@ -360,7 +361,7 @@ def _turns(session: SessionLine) -> Iterator[tuple[SessionTurn, float, int, int]
 
 
 def _sessions_ids(runs: list[Run], step: int) -> Ints:
-    """The last number of each whole block of `step`: numbers are chain-correct in a session."""
+    """Return the last number of each block of `step`; equal numbers mean equal prefixes."""
     starts, counts = np.array(runs, np.int64).reshape(-1, 2).T
     ends = np.cumsum(counts)
     last = np.arange(step - 1, int(ends[-1]) if len(ends) else 0, step)
@@ -369,12 +370,12 @@ def _sessions_ids(runs: list[Run], step: int) -> Ints:
 
 
 def _prompts(tools: int, system: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What tells the two prompts from others."""
+    """Return the keys of the two prompts."""
     return (tools,), (tools, system)
 
 
 def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[np.uint64]:
-    """Ids in their session's space, but for the blocks that lie wholly within the prompts."""
+    """Return ids in their session's space, except for blocks wholly within the prompts."""
     pairs = np.empty((len(ids), 2), np.uint64)
     pairs[:, 0], pairs[:, 1] = ids, own
     first = 0
@@ -388,20 +389,20 @@ def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[n
 # Recordings of a live cache (`flowkv.observe.recording` writes them), read as traces.
 
 T = TypeVar("T")
-_REMEDY = "Record it anew, or pass another file"
+_REMEDY = "Record it again, or pass another file"
 
 
 class Reader:
-    """Reads a recording.
+    """Reader of a recording.
 
     Args:
         path: The file.
 
     Attributes:
-        about: Its first frame.
+        about: First frame of the recording.
 
     Raises:
-        ConfigError: If it is none, or damaged.
+        ConfigError: If the file is no recording, or damaged.
         OSError: The file cannot be read.
     """
 
@@ -419,17 +420,17 @@ class Reader:
             )
 
     def __iter__(self) -> Iterator[RecordedRequest]:
-        """The requests, in the order in which they were noted."""
+        """Yield the requests, in the order of their recording."""
         frames = self._frames()
         next(frames)
         for frame in frames:
             yield from self._decode(frame, list[RecordedRequest])
 
     def trace(self) -> Trace:
-        """The recording as a trace; times count from the first request.
+        """Return the recording as a trace; times count from the first request.
 
         Raises:
-            ConfigError: If it is damaged.
+            ConfigError: If the recording is damaged.
         """
         parents: list[int] = []
         ids: list[bytes] = []
@@ -439,7 +440,7 @@ class Reader:
         for request in requests:
             above, count = request.above, len(ids)
             if not -1 <= above < count or len(request.ids) % ID_BYTES:
-                raise ConfigError(f"{self.path} names a block before its time", _REMEDY)
+                raise ConfigError(f"{self.path} names a block before it exists", _REMEDY)
             for at in range(0, len(request.ids), ID_BYTES):
                 ids.append(request.ids[at : at + ID_BYTES])
                 parents.append(above)
@@ -488,7 +489,7 @@ class Reader:
         except zstandard.ZstdError as error:
             raise ConfigError(f"{self.path} is damaged: {error}", _REMEDY) from None
         if len(body) != n_bytes or xxhash.xxh3_64_intdigest(body) != digest:
-            raise ConfigError(f"{self.path} is damaged: a frame is not what was written", _REMEDY)
+            raise ConfigError(f"{self.path} is damaged: a frame has another digest", _REMEDY)
         return body
 
     def _decode(self, body: bytes, kind: type[T]) -> T:
@@ -499,7 +500,7 @@ class Reader:
 
 
 def _chain_to(tip: int, parents: list[int]) -> NDArray[np.int64]:
-    """The blocks from a root to `tip`."""
+    """Return the blocks from a root to `tip`."""
     chain = []
     while tip >= 0:
         chain.append(tip)
@@ -508,17 +509,17 @@ def _chain_to(tip: int, parents: list[int]) -> NDArray[np.int64]:
 
 
 class _Probe(msgspec.Struct):
-    """The fields that tell the kinds of JSON lines apart."""
+    """Fields that distinguish the kinds of JSON lines."""
 
     hash_ids: list[object] | None = None
     requests: list[object] | None = None
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Reads a trace, whatever its format.
+    """Read a trace of any known format.
 
-    Knows recordings of a live cache (`flowkv.sim.formats`), JSON lines in Mooncake's format, raw
-    sessions, which are started at random with seed 1 (`flowkv.sim.formats`), and arrays in an
+    Formats are recordings of a live cache (`flowkv.sim.formats`), JSON lines in Mooncake's format,
+    raw sessions, which are started at random with seed 1 (`flowkv.sim.formats`), and arrays in an
     `.npz` file; JSON lines plain or zstd-compressed.
 
     Args:

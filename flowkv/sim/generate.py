@@ -1,12 +1,12 @@
 """`generate`: traces without a file.
 
-| kind | what it is like |
+| kind | content |
 |---|---|
 | `chat` | people who read, think and ask again |
 | `agents` | programs that call tools in a loop |
-| `rag` | questions about documents that others ask about too |
-| `bursts` | chat whose conversations begin in bursts (MMPP) |
-| `drift` | questions about documents whose popularity changes from phase to phase |
+| `rag` | questions about documents that other questions share |
+| `bursts` | chat with conversations that begin in bursts (MMPP) |
+| `drift` | questions about documents with changing popularity |
 | `mix` | chat and agents at the same time |
 | `scan` | popular blocks, disturbed by scans |
 | `cyclic` | all blocks in order, again and again: weights |
@@ -41,18 +41,18 @@ Seconds = Annotated[float, Meta(gt=0.0, le=1e8)]
 Times = Annotated[float, Meta(ge=1.0, le=1e6)]
 Spread = Annotated[float, Meta(ge=0.0, le=5.0)]
 Span = tuple[int, int]
-"""A space of ids, and how many blocks of it, from its first."""
+"""Space of ids, and a number of its first blocks."""
 
 
 class TalkConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of all generated conversations.
 
     Attributes:
-        requests: How many.
+        requests: Number of requests.
         seed: Equal seeds give equal traces.
         block_tokens: Tokens of a block; only whole ones count.
-        sessions_per_s: New conversations a second, on average.
-        tenants: Conversations belong to so many, evenly.
+        sessions_per_s: New conversations per second, on average.
+        tenants: Number of tenants, to which conversations belong evenly.
     """
 
     requests: Count = 5000
@@ -70,10 +70,10 @@ class Draft:
         rng: Source of randomness.
 
     Attributes:
-        spaces: Spaces of ids given away; below the first one given lie prompts and documents.
-        now: Seconds of the present request,
+        spaces: Spaces of ids given away; those below the first belong to prompts and documents.
+        now: Seconds of the current request,
         session: ... and its conversation.
-        renamed: (which, of how many) -> which is meant; for popularity that changes.
+        renamed: (index, count) -> actual index; for changing popularity.
     """
 
     def __init__(self, config: TalkConfig, rng: Generator) -> None:
@@ -87,25 +87,25 @@ class Draft:
         self.renamed: Callable[[int, int], int] = lambda at, _n: at
 
     def fresh(self) -> int:
-        """A space of ids that nobody shares."""
+        """Return a space of ids that is not shared."""
         self.spaces += 1
         return self.spaces
 
     def size(self, median: float, spread: float) -> int:
-        """A length in tokens."""
+        """Draw a length in tokens."""
         return max(1, round(median * float(np.exp(spread * self.rng.standard_normal()))))
 
     def time(self, median_s: float, spread: float) -> float:
-        """A time in seconds."""
+        """Draw a time in seconds."""
         return median_s * float(np.exp(spread * self.rng.standard_normal()))
 
     def pick(self, shares: list[float]) -> int:
-        """One of some things, by cumulative popularity and what `renamed` makes of it."""
+        """Draw an index by cumulative popularity, and map it with `renamed`."""
         at = min(bisect.bisect_right(shares, self.rng.random()), len(shares) - 1)
         return self.renamed(at, len(shares))
 
     def note(self, prompts: list[Span], own: int, tokens: int, output: int, stop: int) -> None:
-        """A request of the present session: whole blocks of prompts, then of its own tokens."""
+        """Add a request of the current session: whole blocks of prompts, then of its own tokens."""
         size = self.config.block_tokens
         spans = [(space, length // size) for space, length in prompts]
         rest = max(1, tokens // size) - sum(count for _, count in spans)
@@ -118,10 +118,10 @@ class Draft:
     def play(
         self, starts: Iterator[float], talk: Callable[[Draft], Iterator[float | None]]
     ) -> None:
-        """Lets conversations begin at `starts` until there are enough requests.
+        """Begin conversations at `starts` until there are enough requests.
 
-        `talk` is a generator: sent the time, it notes a request and yields the time to its next
-        one, or None.
+        `talk` makes a generator: each step notes a request and yields the time to the next one, or
+        None.
         """
         start = next(starts)
         while len(self._rows) < self.config.requests:
@@ -137,7 +137,7 @@ class Draft:
                 heapq.heappush(self._pending, (now + gap, session, steps))
 
     def trace(self, name: str) -> Trace:
-        """What was noted."""
+        """Return the trace of all noted requests."""
         table = list(zip(*self._rows, strict=True))
         return build_trace(
             name,
@@ -170,10 +170,10 @@ Talk = Callable[[Draft], Iterator[float | None]]
 
 
 class ChatConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """People who read, think and ask again.
+    """Options of chats: people who read, think and ask again.
 
     Attributes:
-        system_tokens: One prompt before every conversation.
+        system_tokens: Tokens of one prompt before every conversation.
         first_tokens: Median of the first question, documents included.
         next_tokens: Median of later ones.
         output_tokens: Median of an answer.
@@ -194,12 +194,12 @@ class ChatConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class AgentsConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Programs that call tools in a loop, and now and then wait for a person.
+    """Options of agents: programs that call tools in a loop, and now and then wait for a person.
 
     Attributes:
         programs: Different tool and system prompts, of Zipf popularity.
-        prompt_tokens: Length of those.
-        first_tokens: Median of what a session begins with besides.
+        prompt_tokens: Length of these prompts.
+        first_tokens: Median of a session's further first tokens.
         growth_tokens: Median growth per turn, the answer included.
         output_tokens: Median of an answer.
         spread: Standard deviation of the logarithm of all lengths.
@@ -210,7 +210,7 @@ class AgentsConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=
         end_s: ... and after the end of a turn.
         tool_spread: Standard deviations of the logarithms of these times.
         end_spread: The same, after the end of a turn.
-        context_tokens: A longer context is summarised, and the chain begins anew.
+        context_tokens: Context length above which it is summarised, and the chain restarts.
     """
 
     sessions_per_s: Rate = 0.012
@@ -231,15 +231,15 @@ class AgentsConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class RagConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Questions about documents, the best one first.
+    """Options of questions about documents, the best one first.
 
     Attributes:
-        documents: How many there are, of Zipf popularity.
-        zipf: Its exponent.
+        documents: Number of documents, of Zipf popularity.
+        zipf: Exponent of the popularity.
         document_tokens: Median of their lengths.
         spread: Standard deviation of the logarithm of lengths.
         passages: Documents before each question.
-        system_tokens: One prompt before everything.
+        system_tokens: Tokens of one prompt before all documents.
         question_tokens: Median of a question.
         output_tokens: Median of an answer.
         returns: Chance of a further question about the same documents.
@@ -260,7 +260,7 @@ class RagConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def chat(config: ChatConfig) -> Talk:
-    """One conversation between a person and a model."""
+    """Return the generator of a conversation between a person and a model."""
 
     def talk(draft: Draft) -> Iterator[float | None]:
         own, turn = draft.fresh(), 0
@@ -278,7 +278,7 @@ def chat(config: ChatConfig) -> Talk:
 
 
 def agents(config: AgentsConfig) -> Talk:
-    """One session of a program."""
+    """Return the generator of a session of a program."""
     popularity = zipf(config.programs, 1.0)
 
     def talk(draft: Draft) -> Iterator[float | None]:
@@ -305,7 +305,7 @@ def agents(config: AgentsConfig) -> Talk:
 
 
 def rag(config: RagConfig) -> Talk:
-    """One question about documents, and perhaps more."""
+    """Return the generator of one question about documents, and perhaps more."""
     popularity = zipf(config.documents, config.zipf)
     lengths: dict[int, int] = {}
 
@@ -330,15 +330,15 @@ def rag(config: RagConfig) -> Talk:
 
 
 def zipf(n: int, exponent: float) -> list[float]:
-    """Cumulative popularity of `n` things, the first being the most popular."""
+    """Return the cumulative popularity of `n` items, the first being the most popular."""
     weights = np.arange(1, n + 1, dtype=np.float64) ** -exponent
     shares: list[float] = (np.cumsum(weights) / weights.sum()).tolist()
     return shares
 
 
-# Generated streams of single blocks: scans, scans that come round again, Markov chains.
+# Generated streams of single blocks: scans, cyclic scans, Markov chains.
 #
-# So weights, experts and table rows are asked for. Every block is a root.
+# They model accesses to weights, experts and table rows. Every block is a root.
 
 MOST_CONTEXTS = 1 << 22
 
@@ -347,10 +347,10 @@ class StreamConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     """Options of all streams.
 
     Attributes:
-        requests: How many.
+        requests: Number of requests.
         seed: Equal seeds give equal traces.
         blocks: Different blocks.
-        per_s: Requests a second.
+        per_s: Requests per second.
     """
 
     requests: Count = 20_000
@@ -360,7 +360,7 @@ class StreamConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ScanConfig(StreamConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Popular blocks, and between them scans over others that are never used again.
+    """Options of popular blocks, and of scans between them over blocks never used again.
 
     Attributes:
         scan_share: Share of the requests that belong to scans.
@@ -374,17 +374,17 @@ class ScanConfig(StreamConfig, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class CyclicTraceConfig(StreamConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All blocks in order, again and again, as layers' weights are."""
+    """Options of cyclic streams: all blocks in order, again and again, as layers' weights are."""
 
 
 class MarkovTraceConfig(StreamConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The next block depends on the last ones.
+    """Options of Markov streams: the next block depends on the last ones.
 
     Attributes:
-        order: On how many.
+        order: Number of last blocks that it depends on.
         fanout: Blocks that may follow.
-        skew: Their chances are drawn from a Dirichlet distribution of this concentration: small
-            means that one of them is nearly certain.
+        skew: Concentration of the Dirichlet distribution of their chances: small means that one of
+            them is nearly certain.
     """
 
     blocks: Count = 64
@@ -394,7 +394,7 @@ class MarkovTraceConfig(StreamConfig, frozen=True, forbid_unknown_fields=True, k
 
 
 def scan(config: ScanConfig, rng: Generator) -> Trace:
-    """Popular blocks disturbed by scans."""
+    """Return a trace of popular blocks disturbed by scans."""
     shares = np.array(zipf(config.blocks, config.zipf))
     chosen = np.searchsorted(shares, rng.random(config.requests), side="right")
     chosen = np.minimum(chosen, config.blocks - 1)
@@ -409,17 +409,17 @@ def scan(config: ScanConfig, rng: Generator) -> Trace:
 
 
 def cyclic(config: CyclicTraceConfig, rng: Generator) -> Trace:
-    """A scan that comes round again."""
+    """Return a trace of a repeated scan."""
     return _stream("cyclic", config, rng, np.arange(config.requests) % config.blocks)
 
 
 def markov(config: MarkovTraceConfig, rng: Generator) -> Trace:
-    """A chain of some order."""
+    """Return a trace of a Markov chain."""
     return _stream("markov", config, rng, walk(config, rng))
 
 
 def walk(config: MarkovTraceConfig, rng: Generator) -> NDArray[np.int64]:
-    """The blocks of a chain, as `transitions` numbers them."""
+    """Return the blocks of a chain, as `transitions` numbers them."""
     followers, odds = transitions(config)
     edges, draws = np.cumsum(odds, axis=1), rng.random(config.requests)
     contexts = len(followers)
@@ -432,10 +432,10 @@ def walk(config: MarkovTraceConfig, rng: Generator) -> NDArray[np.int64]:
 
 
 def transitions(config: MarkovTraceConfig) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """What may follow each context, [blocks ** order, fanout], and how likely, likeliest first.
+    """Return each context's followers, [blocks ** order, fanout], and their chances, descending.
 
-    A context is the number whose digits, in base `blocks`, are the last blocks, latest last; the
-    stream begins in context 0.
+    A context is the number with the last blocks as digits in base `blocks`, latest last; the stream
+    begins in context 0.
 
     Raises:
         ConfigError: If there are too many contexts, or fewer blocks than may follow.
@@ -461,11 +461,11 @@ def _stream(name: str, config: StreamConfig, rng: Generator, chosen: NDArray[np.
     return build_trace(name, times, np.ones(len(chosen), np.int64), wide(chosen), 1)
 
 
-# When things begin: steadily at random, or in bursts.
+# Arrival times: steadily at random, or in bursts.
 
 
 def poisson(rng: Generator, rate: float) -> Iterator[float]:
-    """Seconds of arrivals that know nothing of each other, `rate` a second on average."""
+    """Yield the seconds of independent arrivals, `rate` per second on average."""
     now = 0.0
     while True:
         now += rng.exponential(1.0 / rate)
@@ -475,12 +475,12 @@ def poisson(rng: Generator, rate: float) -> Iterator[float]:
 def bursts(
     rng: Generator, rate: float, *, factor: float, calm_s: float, burst_s: float
 ) -> Iterator[float]:
-    """A Markov-modulated Poisson process of two states, `rate` a second on average over both.
+    """Yield a Markov-modulated Poisson process of two states, `rate` a second on average over both.
 
     Args:
         rng: Source of randomness.
         rate: Mean over both states.
-        factor: How many times denser arrivals are in a burst.
+        factor: Density of arrivals in a burst, relative to the time between bursts.
         calm_s: Mean length of the time between bursts.
         burst_s: Mean length of a burst.
 
@@ -495,16 +495,16 @@ def bursts(
         if now + step < until:
             now += step
             yield now
-        else:  # exponential waiting forgets: draw anew from the switch on
+        else:  # exponential waiting is memoryless: draw again from the switch on
             now, hot = until, not hot
             until += rng.exponential(burst_s if hot else calm_s)
 
 
 class BurstsConfig(ChatConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Chat whose conversations begin in bursts.
+    """Options of chat with conversations that begin in bursts.
 
     Attributes:
-        factor: How many times more of them begin in a burst.
+        factor: Rate of new conversations in a burst, relative to the time between bursts.
         calm_s: Mean time between bursts.
         burst_s: Mean length of a burst.
     """
@@ -515,7 +515,7 @@ class BurstsConfig(ChatConfig, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class DriftConfig(RagConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Documents whose popularity changes.
+    """Options of questions about documents with changing popularity.
 
     Attributes:
         phase_s: Time after which other documents are the popular ones.
@@ -525,10 +525,10 @@ class DriftConfig(RagConfig, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class MixConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Chat and agents at the same time, in proportion to their default rates.
+    """Options of chat and agents at the same time, in proportion to their default rates.
 
     Attributes:
-        requests: How many.
+        requests: Number of requests.
         seed: Equal seeds give equal traces.
         block_tokens: Tokens of a block.
     """
@@ -539,10 +539,10 @@ class MixConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Kind(NamedTuple):
-    """One row of the table of generators.
+    """Row of the table of generators.
 
     Attributes:
-        config: Its options.
+        config: Configuration class.
         make: Makes the trace of a configuration.
     """
 
@@ -551,7 +551,7 @@ class Kind(NamedTuple):
 
 
 def generate(kind: str, **options: object) -> Trace:
-    """Makes a trace.
+    """Make a trace of one kind.
 
     Args:
         kind: A name of `KINDS`.

@@ -1,7 +1,7 @@
 """Costs as plain constants: models, accelerators and the places behind them.
 
-Each constant has its source beside it, or says that it is an assumption. Nothing here is measured
-by FlowKV; whatever is computed from it is simulated (DESIGN D17).
+Each constant has its source beside it, or is marked as an assumption. Nothing here is measured by
+FlowKV; all results computed from it are simulated (DESIGN D17).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Positive = Annotated[float, Meta(gt=0.0)]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a model, as far as it decides the cost of keys and values.
+    """Shape of a model, as far as it decides the cost of keys and values.
 
     Attributes:
         parameters: Weights that take part in each token.
         layers: Layers with attention.
         heads: Query heads.
         kv_heads: Key/value heads.
-        head_dim: Numbers of each.
-        bytes_per_number: Of stored keys and values.
+        head_dim: Elements of a head.
+        bytes_per_number: Bytes of a stored element of a key or value.
     """
 
     parameters: Positive = 8.0e9
@@ -40,11 +40,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_number: Positive = 2.0
 
     def token_bytes(self) -> float:
-        """Keys and values of one token."""
+        """Return the bytes of keys and values of one token."""
         return 2.0 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
 
     def prefill_flops(self, first: NDArray[np.float64], tokens: float) -> NDArray[np.float64]:
-        """To compute `tokens` tokens that follow `first` others.
+        """Return the operations to compute `tokens` tokens that follow `first` others.
 
         Twice the weights per token, and two products of each query with the keys before it
         (causal), over all heads and layers: Hoffmann et al., arXiv 2203.15556, appendix F.
@@ -67,12 +67,12 @@ configuration files."""
 
 
 class ModelledPlace(NamedTuple):
-    """A place for blocks.
+    """Place for blocks.
 
     Attributes:
-        name: For tables.
-        latency_s: Before the first byte of a transfer to the accelerator.
-        bytes_per_s: Of that transfer.
+        name: Name for tables.
+        latency_s: Seconds before the first byte of a transfer to the accelerator.
+        bytes_per_s: Rate of that transfer.
         dollars_per_gib_hour: Price of its room.
     """
 
@@ -83,14 +83,14 @@ class ModelledPlace(NamedTuple):
 
 
 class Hardware(NamedTuple):
-    """An accelerator and what it can reach.
+    """Accelerator with the places that it can reach.
 
     Attributes:
-        name: In `HARDWARE`.
-        flops: Dense bf16 operations a second, as the maker states them.
+        name: Name in `HARDWARE`.
+        flops: Dense bf16 operations per second, as the maker states them.
         efficiency: Share of these that a prefill reaches; an assumption everywhere.
-        memory_bytes: Of the accelerator.
-        dollars_per_hour: To rent it; an assumption everywhere.
+        memory_bytes: Memory of the accelerator.
+        dollars_per_hour: Rent of the accelerator; an assumption everywhere.
         places: Fastest first; the first is the accelerator's own memory.
     """
 
@@ -102,10 +102,10 @@ class Hardware(NamedTuple):
     places: tuple[ModelledPlace, ...]
 
     def place(self, name: str) -> ModelledPlace:
-        """One of its places.
+        """Return one of its places by name.
 
         Raises:
-            ConfigError: If it has none of that name.
+            ConfigError: If there is none of that name.
         """
         for place in self.places:
             if place.name == name:
@@ -114,14 +114,14 @@ class Hardware(NamedTuple):
         raise ConfigError(f"{self.name} has no place {name!r}", f"Its places are {names}")
 
     def prefill_s(self, flops: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds that so much work takes."""
+        """Return the seconds of a prefill of so many operations."""
         return flops / (self.flops * self.efficiency)
 
 
 # Prices of room are assumptions: the accelerator's own memory costs its share of the rent; host
 # memory 0.004, NVMe 0.00011 and objects 0.00003 dollars per GiB and hour are the order of public
-# cloud list prices in 2025. Latencies of host and NVMe: tens of microseconds are what a copy and a
-# read take to begin (assumptions); of a remote store about one round trip and a look-up.
+# cloud list prices in 2025. Latencies of host and NVMe: tens of microseconds, the time that a copy
+# and a read take to begin (assumptions); of a remote store about one round trip and a look-up.
 _DISK = ModelledPlace(
     "disk", 100e-6, 6.5e9, 0.00011
 )  # one PCIe 4 x4 drive, read: data sheets, 6.5-7 GB/s
@@ -130,7 +130,7 @@ _HOST_GIB = 0.004
 
 
 def _server(name: str, flops: float, memory_gb: float, rate: float, link: float) -> Hardware:
-    """A data-centre accelerator. `rate`: bytes a second of its memory, `link`: to the host."""
+    """Return a data-centre accelerator. `rate`: bytes/s of its memory, `link`: to the host."""
     dollars = {"h100": 3.0, "h200": 3.8, "b200": 6.0, "mi300x": 3.0}[name]
     memory = memory_gb * 1e9
     own = ModelledPlace("hbm", 1e-6, rate, dollars / (memory / 2**30))
@@ -173,6 +173,6 @@ more (docs/guides/codecs.md)."""
 
 
 def block_costs(trace: Trace, model: Shape = MODELS["8b"]) -> NDArray[np.float64]:
-    """f8 [U]: operations to compute each block, given all blocks before it."""
+    """Return the operations to compute each block, given all blocks before it, f8 [U]."""
     tokens = float(trace.block_tokens)
     return model.prefill_flops(np.multiply(trace.depths, tokens, dtype=np.float64), tokens)

@@ -1,9 +1,9 @@
-"""`replay`: what a policy would have kept of a trace, from cold.
+"""`replay`: simulate a policy over a trace, from cold, with LRU and the optimum beside it.
 
     result = replay(trace, policy="auto", size="1%")
 
-The policy is the very object that the cache uses (DESIGN D8). All blocks of a request become
-resident, and afterwards what is too much leaves; requests take no time.
+The policy is the same object that the cache uses (DESIGN D8). All blocks of a request become
+resident, and then the surplus is evicted; requests take no time.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from flowkv.sim.trace import Trace, TraceHints, hints_of
 
 # One place that a trace is replayed through: policy, hints, queue and prefetches in their order.
 #
-# What the prefetcher brings is there at once; times come from a model of the hardware, below.
+# Prefetched blocks arrive at once; times come from a model of the hardware, below.
 
 Progress = Callable[[int, int], None]
-"""Called with what is done, and all there is to do."""
+"""Callback with the finished and the total number of requests."""
 
 
 @kernel
 def climb(here: Array, seen: Array, parents: Array, tip: int, out: Array) -> tuple[int, int]:
-    """Writes `tip` and its ancestors up to the first that is here; how many, and that one or -1.
+    """Write `tip` and its ancestors up to a resident one; return their number, and that one or -1.
 
-    No more than there is room for.
+    At most `len(out)` blocks are written.
     """
     n = 0
     while tip >= 0 and n < len(out) and not here[tip] and seen[tip]:
@@ -57,15 +57,15 @@ def climb(here: Array, seen: Array, parents: Array, tip: int, out: Array) -> tup
 
 
 class Course:
-    """The course of a replay, request by request.
+    """Course of a replay, request by request.
 
     Attributes:
-        hits: i8 [R], leading blocks that were there.
-        held: i8 [R], blocks that were there.
-        loaded: i8 [R], blocks that were not, and had been asked for before.
-        policy_ns: i8 [R], time that the calls of the policy took; measured.
+        hits: i8 [R], leading blocks that were resident.
+        held: i8 [R], blocks that were resident.
+        loaded: i8 [R], blocks that were not resident, and had been requested before.
+        policy_ns: i8 [R], time of the policy's calls; measured.
         prefetched: Blocks brought by prefetches.
-        prefetch_used: Of these, asked for before they left.
+        prefetch_used: Prefetched blocks that were requested before they left.
     """
 
     def __init__(self, requests: int) -> None:
@@ -74,19 +74,19 @@ class Course:
 
 
 class OnePlace:
-    """A place of equal blocks, one byte each, above one that has all blocks ever asked for.
+    """Place of equal blocks, one byte each, above a place with all blocks ever requested.
 
-    It is the `Reach` of its prefetcher.
+    It is also the `PrefetchView` of its prefetcher.
 
     Args:
-        trace: What to replay.
+        trace: Trace to replay.
         policy: A fresh policy.
         capacity: Blocks that fit.
-        hints: What the application hints after each request; none without.
-        sigma: Error of the hints, as the policy is told.
-        queue_ns: Each request is known so long before it runs.
-        prefetcher: Brings blocks before they are asked for.
-        costs_ns: i8 [U], time to compute each block anew.
+        hints: Hints of the application after each request; none without.
+        sigma: Error of the hints, as passed to the policy.
+        queue_ns: Time that each request is queued before it runs.
+        prefetcher: Prefetcher of the place, if any.
+        costs_ns: i8 [U], time to recompute each block.
     """
 
     def __init__(
@@ -106,39 +106,39 @@ class OnePlace:
         self.prefetcher, self.costs_ns = prefetcher, costs_ns
         self.here = np.zeros(trace.unique, np.bool_)
         self.seen = np.zeros(trace.unique, np.bool_)
-        self.prefetched_unused = np.zeros(trace.unique, np.bool_)  # prefetched, not asked for yet
-        self.owners = np.zeros(trace.unique, np.int32)  # tenants that asked first
+        self.prefetched_unused = np.zeros(trace.unique, np.bool_)  # prefetched, not requested yet
+        self.owners = np.zeros(trace.unique, np.int32)  # tenant of the first request for each block
         self.used = 0
         self.course = Course(len(trace))
         self._due = int(trace.times_ns[0]) if len(trace) else 0
         self._path = np.empty(int(trace.depths.max(initial=0)) + 1, np.int64)
 
-    # ---- what a prefetcher asks
+    # ---- view of the prefetcher
 
     def room_bytes(self) -> int:
-        """Blocks that still fit."""
+        """Return how many blocks still fit."""
         return self.capacity_bytes - self.used
 
     def sizes(self, slots: Slots) -> Slots:
-        """One each."""
+        """Return 1 byte for each block."""
         return np.ones(len(slots), np.int64)
 
     def missing(self, tip: int) -> tuple[int, Slots]:
-        """The deepest block above that is here, or -1, and what lacks from there to `tip`."""
+        """Return the deepest resident ancestor, or -1, and the missing blocks down to `tip`."""
         if tip >= len(self.here):
             return -1, self._path[:0].copy()
         n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
-        if top >= 0 and not self.here[top]:  # a gap: the source never saw what lies above
+        if top >= 0 and not self.here[top]:  # a gap: the source never held the blocks above
             return -1, self._path[:0].copy()
         return int(top), self._path[:n][::-1].copy()
 
     # ---- the replay
 
     def run(self, progress: Progress | None = None) -> Course:
-        """Replays the trace from cold.
+        """Replay the trace from cold.
 
         Args:
-            progress: Called now and then with the requests done and all requests.
+            progress: Called now and then with the finished and all requests.
         """
         times = self.trace.times_ns.tolist()
         every = max(1, len(times) // 100)
@@ -154,11 +154,11 @@ class OnePlace:
         return self.course
 
     def chain(self, r: int) -> Slots:
-        """The blocks of a request."""
+        """Return the blocks of a request."""
         return self.trace.blocks[self.trace.offsets[r] : self.trace.offsets[r + 1]]
 
     def step(self, r: int, now: int) -> None:
-        """One request, that takes no time."""
+        """Replay one request, which takes no time."""
         trace, policy, course, chain = self.trace, self.policy, self.course, self.chain(r)
         start = perf_counter_ns()
         run_out = policy.expired(now)
@@ -197,7 +197,7 @@ class OnePlace:
             self._due = self.prefetcher.due_ns(now)
 
     def _hint(self, now: int, r: int, to: Policy | Prefetcher) -> None:
-        """What the application says after a request: what is not sent again, and when the rest."""
+        """Pass on a request's hints: the part that is not sent again, and the time of the rest."""
         assert self.hints is not None
         chain, n = self.chain(r), int(self.hints.counts[r])
         if n < len(chain):
@@ -206,7 +206,7 @@ class OnePlace:
             to.hint(now, chain[:n], int(self.hints.etas_ns[r]), self.sigma)
 
     def enqueue(self, now: int, r: int) -> None:
-        """A request is known that will run later."""
+        """Enqueue a request that will run later."""
         self.prefetch(now)
         chain = self.chain(r)
         known = self.seen[chain]
@@ -217,7 +217,7 @@ class OnePlace:
             self._bring(now)
 
     def prefetch(self, until: int) -> None:
-        """Lets the prefetcher decide, as often as it wants to, up to `until`."""
+        """Let the prefetcher decide, as often as it is due, up to `until`."""
         if self.prefetcher is None:
             return
         while self._due <= until:
@@ -259,28 +259,28 @@ class OnePlace:
         self.used -= len(slots)
 
 
-# The two ends of the scale: leaf-first LRU and Belady, once per trace and size.
+# Bounds for comparison: leaf-first LRU and Belady, once per trace and size.
 
 _MOST = 256
 
 
 class Bounds(NamedTuple):
-    """Hits of both, request by request.
+    """Hits of both bounds, request by request.
 
     Attributes:
-        lru: i8 [R], of leaf-first LRU; closure 0.
-        opt: i8 [R], of the optimum; closure 1.
+        lru: i8 [R], hits of leaf-first LRU; closure 0.
+        opt: i8 [R], hits of the optimum; closure 1.
     """
 
     lru: NDArray[np.int64]
     opt: NDArray[np.int64]
 
     def closure(self, hits: NDArray[np.int64], first: int | None = None) -> float | None:
-        """How much of the way from LRU to the optimum; None where they do not differ.
+        """Return the share of the way from LRU to the optimum; None where they do not differ.
 
         Args:
             hits: i8 [R] of a policy.
-            first: Of so many requests; of all without.
+            first: Number of leading requests to count; all by default.
         """
         lru, opt = int(self.lru[:first].sum()), int(self.opt[:first].sum())
         return None if opt == lru else (int(hits[:first].sum()) - lru) / (opt - lru)
@@ -290,7 +290,7 @@ _known: OrderedDict[tuple[int, int], Bounds] = OrderedDict()
 
 
 def digest_of(trace: Trace) -> int:
-    """64 bits over what decides about hits: times and chains."""
+    """Return a 64-bit digest of the columns that decide hits: times and chains."""
     digest = xxhash.xxh3_64(trace.times_ns.tobytes())
     digest.update(trace.offsets.tobytes())
     digest.update(trace.blocks.tobytes())
@@ -298,7 +298,7 @@ def digest_of(trace: Trace) -> int:
 
 
 def bounds_of(trace: Trace, capacity: int) -> Bounds:
-    """Both bounds, computed when they are first asked for."""
+    """Return both bounds, computed at the first call and cached."""
     key = (digest_of(trace), capacity)
     if key not in _known:
         opt = belady(trace.offsets, trace.blocks, trace.unique, capacity)
@@ -309,10 +309,10 @@ def bounds_of(trace: Trace, capacity: int) -> Bounds:
     return _known[key]
 
 
-# What a replay tells. All of it is simulated, but for the times that calls took (DESIGN D17).
+# Results of a replay. All values are simulated, except for the measured times (DESIGN D17).
 
 START = 500
-"""Requests that a warm start is judged by."""
+"""Leading requests that measure a warm start."""
 
 Value = str | int | float | bool | None
 Row = dict[str, Value]
@@ -320,13 +320,13 @@ Ints = NDArray[np.int64]
 
 
 class TenantShare(msgspec.Struct, frozen=True):
-    """One tenant's part of a replay.
+    """Part of one tenant in a replay.
 
     Attributes:
-        tenant: Its number in the trace.
-        requests: Its requests.
-        blocks: Blocks they asked for.
-        prefix_hit_ratio: Of these, in the leading resident run.
+        tenant: Number of the tenant in the trace.
+        requests: Requests of the tenant.
+        blocks: Blocks that they requested.
+        prefix_hit_ratio: Share of these in the leading resident runs.
     """
 
     tenant: int
@@ -336,40 +336,40 @@ class TenantShare(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One replay of one trace with one policy at one size.
+    """Result of one replay of one trace with one policy at one size.
 
     Attributes:
-        trace: The trace's name.
-        policy: The policy's name, and what it was given ("auto+hints").
+        trace: Name of the trace.
+        policy: Name of the policy, with its extra inputs ("auto+hints").
         size: Share of the trace's different blocks that fit.
         pages: Blocks that fit.
         requests: Requests replayed.
-        blocks: Blocks they asked for.
-        prefix_hit_ratio: Blocks in the leading resident run, of all asked for.
-        block_hit_ratio: Resident blocks of all, wherever in their chain; misleading, since a block
-            behind a gap is of no use.
+        blocks: Requested blocks.
+        prefix_hit_ratio: Share of the requested blocks in the leading resident runs.
+        block_hit_ratio: Share of resident blocks, anywhere in their chain; misleading, since a
+            block behind a gap is of no use.
         closure: 0 is leaf-first LRU, 1 is Belady without prefetch; None where they do not differ.
         first_hit_ratio: Prefix hit ratio of the first 500 requests; for warm starts.
         first_closure: Their closure.
-        saved_bytes_ratio: Share of the bytes asked for that hits saved to load or compute.
+        saved_bytes_ratio: Share of the requested bytes that hits saved to load or compute.
         saved_cost_ratio: Share of the cost to compute all blocks that hits saved; like the hit
             ratio, but deep blocks cost more (see `flowkv.sim.hardware`).
-        load_traffic: Blocks loaded that were asked for before, and prefetches.
+        load_traffic: Loaded blocks that were requested before, and prefetches.
         load_traffic_vs_lru: The same, over that of leaf-first LRU; None if that loads nothing.
         prefetched: Blocks brought by prefetches.
-        prefetch_precision: Share of these that were used; None without any.
+        prefetch_precision: Share of the prefetched blocks that were used; None without any.
         missed_p50: Blocks missed by a request: median,
         missed_p95: ... 95th
         missed_p99: ... and 99th percentile.
         blocks_per_s: Blocks replayed per second of wall time; measured.
         requests_per_s: Requests likewise.
-        policy_us_p50: Microseconds that the policy's calls took per request: median; measured,
+        policy_us_p50: Microseconds of the policy's calls per request: median; measured,
         policy_us_p99: ... and 99th percentile. None for `opt`.
         digest: The policy's digest at the end, in hexadecimal; empty for `opt`.
         hits: i8 [R], leading resident blocks of each request.
         missed: i8 [R], the other blocks of each.
         tenants: Split by tenant.
-        extra: What a model of times and prices adds, by name; simulated.
+        extra: Further values of a model of times and prices, by name; simulated.
     """
 
     trace: str
@@ -403,7 +403,7 @@ class Result(msgspec.Struct, kw_only=True):
     extra: Row = {}
 
     def row(self) -> Row:
-        """Everything but what is there per request or tenant, as plain values."""
+        """Return all fields that are single values, as plain values."""
         names = [f.name for f in msgspec.structs.fields(self)]
         values = {n: getattr(self, n) for n in names if n not in _NOT_IN_ROWS}
         return {**values, **self.extra, "source": "simulated"}
@@ -419,7 +419,7 @@ _NOT_IN_ROWS = frozenset({"hits", "missed", "tenants", "extra"})
 
 
 def ratio(part: NDArray[np.generic], whole: NDArray[np.generic]) -> float:
-    """The quotient of two sums; 0 of nothing."""
+    """Return the quotient of two sums; 0 if the divisor is 0."""
     return float(part.sum() / whole.sum()) if whole.sum() else 0.0
 
 
@@ -432,15 +432,15 @@ def judge(
     seconds: float,
     digest: str = "",
 ) -> Result:
-    """Makes a result of what happened.
+    """Make a result from the course of a replay.
 
     Args:
-        trace: What was replayed.
-        course: What happened.
-        policy: Its name in tables.
+        trace: Replayed trace.
+        course: Course of the replay.
+        policy: Name of the policy in tables.
         pages: Blocks that fit.
         seconds: Wall time.
-        digest: Of the policy at the end.
+        digest: Digest of the policy at the end.
     """
     sizes, hits, bounds = np.diff(trace.offsets), course.hits, bounds_of(trace, pages)
     missed = sizes - hits
@@ -484,7 +484,7 @@ def judge(
 
 
 def _saved(trace: Trace, hits: Ints, costs: NDArray[np.float64]) -> float:
-    """Share of the cost of all blocks that lies in the leading resident runs."""
+    """Return the share of the cost of all blocks that the leading resident runs save."""
     total = np.concatenate(([0.0], np.cumsum(costs[trace.blocks])))
     starts, ends = trace.offsets[:-1], trace.offsets[1:]
     return ratio(total[starts + hits] - total[starts], total[ends] - total[starts])
@@ -499,15 +499,15 @@ def _shares(trace: Trace, hits: Ints, sizes: Ints) -> list[TenantShare]:
     return shares
 
 
-# How many blocks fit, as a number or as a share of a trace's different blocks.
+# Capacity in blocks, as a number or as a share of a trace's different blocks.
 
 
 def pages_of(trace: Trace, pages: int | None = None, size: float | str | None = None) -> int:
-    """How many blocks fit.
+    """Return how many blocks fit.
 
     Args:
-        trace: What `size` is a share of.
-        pages: That number itself.
+        trace: Trace that `size` is a share of.
+        pages: The number itself.
         size: Share of the trace's different blocks: 0.01 or "1%".
 
     Raises:
@@ -523,7 +523,7 @@ def pages_of(trace: Trace, pages: int | None = None, size: float | str | None = 
 
 
 def share_of(size: Any) -> float:
-    """A share, from 0.01 or "1%".
+    """Return a share, from 0.01 or "1%".
 
     Raises:
         ConfigError: If it is neither, not positive or not finite.
@@ -540,25 +540,25 @@ def share_of(size: Any) -> float:
     return share
 
 
-# A trace replayed through several places, and what that would mean in time and money.
+# A trace replayed through several places, with a model of times and prices.
 #
-# The ledger decides what lies where, with one policy per place. Times follow from it by a plain
-# model, and are simulated: a leading run of blocks in a place takes its latency and bytes over
-# bandwidth, or is computed anew if that is faster (DESIGN D7); what is nowhere is computed;
-# nothing overlaps, and requests do not wait for each other. Prices are a proxy: the rent of the
-# accelerator while it computes and waits, and that of the places' room all the time.
+# The ledger decides the places of all blocks, with one policy per place. Times follow from it by a
+# plain model, and are simulated: a leading run of blocks in a place takes its latency and bytes
+# over bandwidth, or is recomputed if that is faster (DESIGN D7); a block without a place is
+# computed; nothing overlaps, and requests do not wait for each other. Prices are a proxy: the rent
+# of the accelerator while it computes and waits, and that of the places' room all the time.
 
 _HOUR_S = 3600.0
 
 
 class ReplayTier(msgspec.Struct, frozen=True, kw_only=True):
-    """A place of a replay.
+    """Place of a replay.
 
     Attributes:
-        place: Its name in the hardware: "hbm", "dram", "disk", "remote".
+        place: Name of the place in the hardware: "hbm", "dram", "disk", "remote".
         size: Room as a share of the trace's different blocks, uncompressed.
         policy: Name of its policy; that of the replay by default.
-        codec: How its blocks are compressed, which makes room for more: a name of `CODECS`.
+        codec: Codec of its blocks, which makes room for more: a name of `CODECS`.
     """
 
     place: str
@@ -567,17 +567,17 @@ class ReplayTier(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "raw"
 
     def pages(self, unique: int) -> int:
-        """Blocks that fit, once compressed."""
+        """Return how many blocks fit, once compressed."""
         if self.codec not in CODECS:
             raise ConfigError(f"no codec {self.codec!r}", f"Use one of {', '.join(CODECS)}")
         return max(1, int(self.size * unique / CODECS[self.codec] + 1e-9))
 
 
 def tier_from(text: str) -> ReplayTier:
-    """A tier from "dram:5%", "disk:0.3" or "dram:5%:kv8".
+    """Return a tier from "dram:5%", "disk:0.3" or "dram:5%:kv8".
 
     Raises:
-        ConfigError: If it is none.
+        ConfigError: If the text is no tier.
     """
     parts = text.split(":")
     if not 2 <= len(parts) <= 3:
@@ -588,10 +588,10 @@ def tier_from(text: str) -> ReplayTier:
 
 
 class PlaceStack:
-    """Several places, fastest first, replayed through.
+    """Stack of several places, fastest first, that a trace is replayed through.
 
     Args:
-        trace: What to replay.
+        trace: Trace to replay.
         policies: One fresh policy per place.
         pages: Blocks that fit in each.
     """
@@ -605,14 +605,14 @@ class PlaceStack:
         self.moved = np.zeros(len(places) + 1, np.int64)
 
     def run(self, progress: Progress | None = None) -> Course:
-        """Replays the trace from cold.
+        """Replay the trace from cold.
 
-        Fills `found`, i8 [R, places]: leading blocks of each request that were read from each
+        This fills `found`, i8 [R, places]: leading blocks of each request that were read from each
         place; and `moved`, i8 [places + 1]: blocks that came to each from the one before it, and
-        last those that left for nowhere.
+        last those that left the stack.
         """
         trace, ledger = self.trace, self.ledger
-        space = ledger.namespace(b"trace")  # its chains tell tenants apart, if they do
+        space = ledger.namespace(b"trace")  # the trace's chains separate tenants, if they differ
         pairs = np.zeros((len(trace.blocks), 2), np.uint64)
         pairs[:, 0] = trace.blocks
         every = max(1, len(trace) // 100)
@@ -637,7 +637,7 @@ class PlaceStack:
         return self.course
 
     def digest(self) -> str:
-        """Of all decisions, in hexadecimal."""
+        """Return the digest of all decisions, in hexadecimal."""
         return f"{self.ledger.digest():016x}"
 
 
@@ -648,14 +648,14 @@ def first_tokens_s(
     hardware: Hardware,
     model: Shape,
 ) -> NDArray[np.float64]:
-    """f8 [R]: simulated seconds from each request's arrival to its first token.
+    """Return simulated seconds from each request's arrival to its first token, f8 [R].
 
     Args:
-        trace: What was replayed.
+        trace: Replayed trace.
         found: i8 [R, places]; see `PlaceStack.run`. Runs are taken in the order of the places.
         tiers: The places.
-        hardware: Their rates.
-        model: What is computed.
+        hardware: Rates of the places and of the accelerator.
+        model: Shape of the computed model.
     """
     flops = np.concatenate(([0.0], np.cumsum(block_costs(trace, model)[trace.blocks])))
     sizes, tokens = np.diff(trace.offsets), float(trace.block_tokens)
@@ -680,7 +680,7 @@ def priced(
     hardware: Hardware,
     model: Shape,
 ) -> Row:
-    """Times, bytes and money of a replay, by name; see `first_tokens_s`."""
+    """Return times, bytes and money of a replay, by name; see `first_tokens_s`."""
     seconds = first_tokens_s(trace, found, tiers, hardware, model)
     nothing = first_tokens_s(trace, found * 0, tiers, hardware, model)
     row: Row = {"hardware": hardware.name}
@@ -714,36 +714,36 @@ Maker = str | Policy | Callable[[], Policy]
 
 @runtime_checkable
 class Warm(Protocol):
-    """A policy that can begin with what another one learned."""
+    """Policy that can begin with the model of another one."""
 
     def save_model(self) -> bytes:
-        """What it has learned."""
+        """Return the learned model, serialised."""
 
     def load_model(self, saved: bytes) -> None:
-        """Takes it over."""
+        """Load a model that `save_model` returned."""
 
 
 class ReplaySettings(TypedDict, total=False):
     """Settings of a replay besides policy and size. Every field may be left out.
 
     Attributes:
-        options: Of the policy, if it is given by name.
-        hints: The application tells when each conversation goes on, with this standard deviation of
-            the error's natural logarithm, and which part of its prompt it will send again; never
-            where it ends (see `flowkv.sim.trace.hints_of`); nothing without.
-        queue_s: Requests are known so many seconds before they run.
-        prefetch: Bring blocks before they are asked for, from a place that has all blocks seen so
-            far; a mapping of options of `Prefetcher` turns it on too.
-        warm: What a policy of this kind had learned elsewhere: what its `save_model` gave.
-        costs: Tell the policy what each block costs to compute, with this hardware and model.
+        options: Options of the policy, if it is given by name.
+        hints: Standard deviation of the natural logarithm of the hints' error. The application
+            hints when each conversation goes on, and which part of its prompt it will send again;
+            never where it ends (see `flowkv.sim.trace.hints_of`). No hints without.
+        queue_s: Seconds that requests are queued before they run.
+        prefetch: Prefetch blocks from a place that has all blocks seen so far; a mapping of options
+            of `Prefetcher` turns it on too.
+        warm: Model of a policy of this kind: the result of its `save_model`.
+        costs: Pass the policy the cost to compute each block, with this hardware and model.
         tiers: More places below the first, fastest first: "dram:5%", "disk:30%:kv8" (see
-            `flowkv.sim.replay`). Hits are then those of all places, traffic what none of them had,
-            and there is no closure. Without hints, queue, prefetch, warm start.
-        codec: How blocks of the first place are compressed: raw, kv8 or kv4; as with `tiers`.
+            `flowkv.sim.replay`). Hits are then those of all places, traffic counts blocks that none
+            of them had, and there is no closure. Without hints, queue, prefetch, warm start.
+        codec: Codec of the blocks of the first place: raw, kv8 or kv4; as with `tiers`.
         hardware: A name of `HARDWARE`, which gives times and prices; "h100" with `tiers`.
         model: A name of `MODELS`; "8b" by default.
-        seed: Of the errors of hints.
-        progress: Called now and then with the requests done and all requests.
+        seed: Seed of the errors of hints.
+        progress: Called now and then with the finished and all requests.
     """
 
     options: Options | None
@@ -768,17 +768,17 @@ def replay(
     size: float | str | None = None,
     **settings: Unpack[ReplaySettings],
 ) -> Result:
-    """Replays a trace from cold.
+    """Replay a trace from cold.
 
     Args:
-        trace: What `read_trace` or `generate` gave.
-        policy: A name of the catalogue, something that makes a policy, or a fresh policy.
+        trace: A trace of `read_trace` or `generate`.
+        policy: A name of the catalogue, a factory of policies, or a fresh policy.
         pages: Blocks that fit.
         size: The same as a share of the trace's different blocks: 0.01 or "1%".
         **settings: See `ReplaySettings`.
 
     Returns:
-        What happened, and how it compares with LRU and the optimum.
+        The result, compared with LRU and the optimum.
 
     Raises:
         ConfigError: If an argument is wrong.
@@ -786,7 +786,7 @@ def replay(
     unknown = sorted(set(settings) - set(ReplaySettings.__annotations__))
     if unknown:
         raise ConfigError(
-            f"replay knows no {', '.join(unknown)}",
+            f"replay has no setting {', '.join(unknown)}",
             f"Use {', '.join(ReplaySettings.__annotations__)}",
         )
     capacity = pages_of(trace, pages, size)
@@ -807,7 +807,7 @@ def replay(
 
 
 def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
-    """A fresh policy, told what it may know beforehand.
+    """Return a fresh policy, with its future or its saved model loaded.
 
     Raises:
         ConfigError: If there is no such policy, or it cannot be warmed.
@@ -826,7 +826,7 @@ def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
     if saved is not None:
         if not isinstance(made, Warm):
             raise ConfigError(
-                f"policy {made.name!r} learns nothing that it could begin with", "Leave out warm"
+                f"policy {made.name!r} learns no model and cannot start warm", "Leave out warm"
             )
         made.load_model(saved)
     return made
@@ -855,7 +855,7 @@ def _place(trace: Trace, policy: Policy, capacity: int, settings: ReplaySettings
 
 
 def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings) -> Result:
-    """Several places; the result is about all of them."""
+    """Replay through several places; the result covers all of them."""
     if _beyond(settings) or not isinstance(policy, str):
         raise ConfigError(
             "with tiers there are no hints, queue, prefetch or warm start, and policies have names",
@@ -885,7 +885,7 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings
 
 
 def _told(trace: Trace, result: Result, settings: ReplaySettings) -> Result:
-    """The result with times and prices, if hardware is named."""
+    """Return the result with times and prices, if hardware is named."""
     if settings.get("hardware") is None:
         return result
     hardware, model = _machine(settings)
@@ -903,7 +903,7 @@ def _machine(settings: ReplaySettings) -> tuple[Hardware, Shape]:
 
 
 def _optimum(trace: Trace, capacity: int) -> Result:
-    """The bound itself: what is resident is always a leading run."""
+    """Return the result of the bound itself: its resident blocks are always a leading run."""
     start = perf_counter()
     hits = belady(trace.offsets, trace.blocks, trace.unique, capacity)
     seconds = perf_counter() - start
@@ -916,7 +916,7 @@ def _optimum(trace: Trace, capacity: int) -> Result:
 
 
 def _beyond(settings: ReplaySettings) -> list[str]:
-    """What the policy is given besides the requests."""
+    """Return the names of the policy's inputs besides the requests."""
     words = []
     if settings.get("hints") is not None:
         words.append("hints")
@@ -932,7 +932,7 @@ def _beyond(settings: ReplaySettings) -> list[str]:
 # `sweep`: a trace replayed with several policies at several sizes.
 
 Done = Callable[[int, int, Result], None]
-"""Called after each replay with how many are done, how many there are, and what it gave."""
+"""Callback after each replay with the finished number, the total and the result."""
 
 _carried: dict[str, Trace] = {}
 
@@ -946,16 +946,16 @@ def sweep(
     done: Done | None = None,
     **settings: Unpack[ReplaySettings],
 ) -> list[Result]:
-    """Replays a trace with every policy at every size.
+    """Replay a trace with every policy at every size.
 
     Args:
-        trace: What to replay.
-        policies: Names of the catalogue, or what makes policies; or names and what each is given
-            besides `settings`.
+        trace: Trace to replay.
+        policies: Names of the catalogue, or factories of policies; or names with settings of their
+            own besides `settings`.
         sizes: Shares of the trace's different blocks: 0.01 or "1%".
-        processes: How many replays run at a time; with more than one, policies are given by name.
+        processes: Number of replays at a time; with more than one, policies are given by name.
         done: Called after each replay.
-        **settings: Of all of them; see `ReplaySettings`.
+        **settings: Settings of all replays; see `ReplaySettings`.
 
     Returns:
         One result per size and policy, sizes first.

@@ -1,6 +1,6 @@
-"""Restores on a virtual clock, with the very policy objects that the cache uses.
+"""Restores on a virtual clock, with the same policy objects that the cache uses.
 
-Everything here is simulated and says so (DESIGN D17).
+All results are simulated and labelled so (DESIGN D17).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = [
 ]
 
 
-# What came of executing restores, whichever engine did it.
+# Results of executed restores, for any executor.
 
 
 class Done(NamedTuple):
-    """One op, as it went.
+    """Executed operation, with its times.
 
     Attributes:
-        op: Which.
-        start_s: When it was given to its engine.
-        end_s: When its cells were there, or when it failed.
+        op: The operation.
+        start_s: Time when it was given to its engine.
+        end_s: Time when its cells were available, or when it failed.
         ok: False if it failed.
     """
 
@@ -65,15 +65,15 @@ class Done(NamedTuple):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """The course of one execution.
+    """Course of one execution.
 
     Attributes:
-        timeline: Its ops, in order of their starts; of one time, in the order they were begun in.
-        ttft_s: Per request: from its arrival until its last op was done.
-        link_bytes: Moved by loads, failed ones too.
-        compute_busy_s: Seconds of all compute ops, suffixes too.
+        timeline: Operations in order of their starts; of one time, in the order of their begin.
+        ttft_s: Per request: seconds from its arrival until its last operation was done.
+        link_bytes: Bytes moved by loads, failed ones too.
+        compute_busy_s: Seconds of all compute operations, suffixes too.
         link_busy_s: Seconds in which loads were under way, summed over tiers.
-        met: Per request: share of its cells that was computed; where the pointers met.
+        met: Per request: computed share of its cells; where the pointers met.
     """
 
     timeline: tuple[Done, ...]
@@ -85,7 +85,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def makespan_s(self) -> float:
-        """From the first start until all was done."""
+        """Seconds from the first start until all was done."""
         ends = [done.end_s for done in self.timeline]
         return max(ends) - min(done.start_s for done in self.timeline) if ends else 0.0
 
@@ -96,7 +96,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summed(requests: Iterable[RestoreRequest], timeline: Iterable[Done]) -> Run:
-    """What a timeline says about its requests; ops of one start in the order they were begun in."""
+    """Summarise a timeline; operations of one start are in the order of their begin."""
     known = {request.number: request for request in requests}
     timeline = tuple(sorted(timeline, key=lambda done: done.start_s))
     ends = {number: request.arrived_s for number, request in known.items()}
@@ -126,11 +126,11 @@ def summed(requests: Iterable[RestoreRequest], timeline: Iterable[Done]) -> Run:
 
 
 def cells_of(request: RestoreRequest) -> int:
-    """Cells that a restore of it has to produce."""
+    """Return the cells that a restore of a request has to produce."""
     return (request.tokens - request.resident) * request.layers
 
 
-# A virtual clock: executes a restore policy against costs, deterministically.
+# Virtual clock that executes a restore policy against costs, deterministically.
 
 Among = Collection[int] | None
 
@@ -145,21 +145,21 @@ def run(
     depth: int = 1,
     fails: Callable[[RestoreLoad], bool] | None = None,
 ) -> Run:
-    """Restores requests as a policy says.
+    """Restore requests as a policy decides.
 
     Args:
-        requests: What is asked for; each is known from `arrived_s` on.
-        policy: Who decides.
-        costs: What things really take.
-        believed: What the policy is told that they take; a `Measured` is told what they took. The
-            truth without.
+        requests: Requests, each known from its `arrived_s` on.
+        policy: Policy that decides.
+        costs: True costs.
+        believed: Costs that the policy assumes; a `Measured` learns from the true ones. By default
+            the true costs.
         engines: Compute engines, each with the numbers of the requests that it can compute; None
             for all. Each tier has one link, which loads one after the other.
         depth: Loads that are begun at once on a link, to be served one after the other.
-        fails: Whether a load comes to nothing.
+        fails: Returns whether a load fails.
 
     Raises:
-        StateError: The policy does not go on although something is left, or breaks the rules.
+        StateError: The policy stops although work is left, or breaks the rules.
     """
     return VirtualClock(
         requests, policy, costs, believed=believed, engines=engines, depth=depth, fails=fails
@@ -167,12 +167,12 @@ def run(
 
 
 class VirtualClock:
-    """Executes a policy, event by event; arguments as of `run`.
+    """Executor of a policy, event by event; arguments as of `run`.
 
     Attributes:
-        state: What the policy is shown.
+        state: State that the policy reads.
         windows: Per tier, loads that are begun at once.
-        timeline: Ops that were begun.
+        timeline: Operations that were begun.
     """
 
     def __init__(
@@ -202,14 +202,14 @@ class VirtualClock:
             self.at(request.arrived_s, request)
 
     def run(self) -> Run:
-        """Executes everything, and says what that took."""
+        """Execute all requests, and return the course."""
         self.execute()
         if left := sorted(self.state.requests):
-            raise StateError(f"Requests {left} were left unfinished", "See the policy's answers")
+            raise StateError(f"requests {left} were left unfinished", "See the policy's answers")
         return summed(self.requests.values(), self.timeline)
 
     def execute(self) -> None:
-        """Until nothing happens any more."""
+        """Execute events until none is left."""
         while self._events:
             now_s = self.state.now_s = self._events[0][0]
             while self._events and self._events[0][0] <= now_s:
@@ -223,18 +223,18 @@ class VirtualClock:
             self._ask()
 
     def at(self, time_s: float, what: RestoreRequest | Done | int, engine: int = -1) -> None:
-        """Something happens then: a request comes, an op ends, a request is called off."""
+        """Add an event: a request comes, an operation ends, a request is cancelled."""
         self._count += 1
         heapq.heappush(self._events, (time_s, self._count, what, engine))
 
-    # ---- what may differ
+    # ---- parts that subclasses may replace
 
     def inputs_s(self, op: Compute) -> float:
-        """When what a compute needs is there: now, for it is only begun then."""
+        """Return when the inputs of a compute are available: now, as it is only begun then."""
         return self.state.now_s
 
     def takes_s(self, op: Op) -> tuple[float, float]:
-        """When an op that is given to its engine now really begins, and how long it takes."""
+        """Return when an operation that is begun now really starts, and how long it takes."""
         request, now_s = self.requests[op.request], self.state.now_s
         if isinstance(op, Compute):
             return self.inputs_s(op), self.costs.compute_s(request, op.layers.size, op.tokens)
@@ -247,19 +247,19 @@ class VirtualClock:
         return start_s, took_s
 
     def settle(self, progress: Progress) -> None:
-        """A request goes if it is done."""
+        """Remove a request if it is done."""
         if progress.done and not progress.flying:
             self.remove(progress.request.number)
 
     def called_off(self, number: int) -> None:
-        """A request goes before it is done."""
+        """Remove a request before it is done."""
         if number in self.state.requests:
             self.remove(number)
 
-    # ---- how it goes
+    # ---- execution
 
     def remove(self, number: int) -> None:
-        """A request goes."""
+        """Remove a request from the state and the policy."""
         self.state.remove(number)
         self.policy.forget(number)
 
@@ -292,7 +292,7 @@ class VirtualClock:
             self._queued[request.sources[op.source].tier] -= 1
         else:
             self._busy[engine] = False
-        if progress is None:  # called off meanwhile
+        if progress is None:  # cancelled in the meantime
             return
         (self.state.end if ok else self.state.fail)(op)
         if ok and isinstance(self.believed, Measured):
@@ -301,7 +301,7 @@ class VirtualClock:
 
 
 def learn(measured: Measured, request: RestoreRequest, op: Op, seconds: float) -> None:
-    """Tells costs that are measured what an op took."""
+    """Record an operation's duration in measured costs."""
     if isinstance(op, Compute):
         measured.computed(request, op.layers.size, op.tokens, seconds)
     elif isinstance(op, Suffix):
@@ -310,24 +310,24 @@ def learn(measured: Measured, request: RestoreRequest, op: Op, seconds: float) -
         measured.loaded(request, op.source, op.layers.size * op.tokens.size, seconds)
 
 
-# What restores cost: from a model's shape, an accelerator's data sheet and the rate of a link.
+# Costs of restores: from a model's shape, an accelerator's data sheet and the rate of a link.
 #
-# Nothing here is measured; whatever is computed from it is simulated (DESIGN D17).
+# Nothing here is measured; all results computed from it are simulated (DESIGN D17).
 
 LINK = "link"
-"""Name of the tier where nothing else is said."""
+"""Name of the default tier."""
 
 
 class Decoder(NamedTuple):
-    """The shape of a decoder, in bf16.
+    """Shape of a decoder, in bf16.
 
     Attributes:
-        name: As the rows of the bench name it.
+        name: Name in the rows of the bench.
         layers: L.
-        width: Of the residual stream, d.
+        width: Width of the residual stream, d.
         heads: Query heads.
         kv_heads: Key/value heads.
-        head_dim: Numbers of each.
+        head_dim: Elements of a head.
         ffn: Inner width of the feed-forward part (of each expert).
         experts: Experts that take part in each token; 1 for a dense model.
     """
@@ -349,7 +349,7 @@ class Decoder(NamedTuple):
 
     @property
     def cell_bytes(self) -> int:
-        """Keys and values of one token of one layer."""
+        """Bytes of keys and values of one token of one layer."""
         return 2 * self.kv_heads * self.head_dim * 2
 
 
@@ -368,12 +368,12 @@ SHAPES = MappingProxyType(
 
 
 class Accelerator(NamedTuple):
-    """An accelerator, as its data sheet says.
+    """Accelerator, by its data sheet.
 
     Attributes:
-        name: As the rows of the bench name it.
-        flops: Dense bf16 operations a second.
-        bytes_per_s: Of its memory.
+        name: Name in the rows of the bench.
+        flops: Dense bf16 operations per second.
+        bytes_per_s: Bandwidth of its memory.
     """
 
     name: str
@@ -405,13 +405,13 @@ class Modelled:
         model: Shape of the model.
         gpu: Accelerator.
         gbps: Rate of each tier's link, 1 Gbps = 1e9 bit/s; or one rate for all.
-        share: Of the accelerator, what restores get; 1 is all of it.
+        share: Share of the accelerator for restores; 1 is all of it.
         launch_s: Overhead of a layer of a chunk; an assumption.
-        latency_s: Of a load, before its first byte.
-        ideal: Without overheads and without the reading of weights: for bounds.
+        latency_s: Seconds of a load before its first byte.
+        ideal: Leave out overheads and the reading of weights: for bounds.
 
     Raises:
-        ConfigError: A rate or a share that is not above 0.
+        ConfigError: A rate or the share is not above 0.
     """
 
     def __init__(
@@ -427,7 +427,7 @@ class Modelled:
     ) -> None:
         rates = dict(gbps) if isinstance(gbps, Mapping) else {LINK: gbps}
         if share <= 0 or min(rates.values()) <= 0:
-            raise ConfigError(f"Share {share} and rates {rates}", "Give numbers above 0")
+            raise ConfigError(f"share {share} and rates {rates}", "Give numbers above 0")
         self.model, self.gpu, self.rates, self.share = model, gpu, rates, share
         self._launch_s, self._latency_s = (0.0, 0.0) if ideal else (launch_s, latency_s)
         self._token_s = 2.0 * model.weights / (gpu.flops * EFFICIENCY * share)
@@ -438,19 +438,19 @@ class Modelled:
 
     @property
     def ideal(self) -> Modelled:
-        """The same without overheads, for `lower_bound`."""
+        """The same costs without overheads, for `lower_bound`."""
         return Modelled(self.model, self.gpu, self.rates, ideal=True, **self._options)
 
     def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
-        """So many layers of these tokens."""
+        """Return the seconds of computing layers of tokens."""
         return layers * self._layer_s(tokens.first, tokens.stop - tokens.first)
 
     def suffix_s(self, request: RestoreRequest) -> float:
-        """All layers of the suffix."""
+        """Return the seconds of all layers of the suffix."""
         return request.layers * self._layer_s(request.tokens, request.suffix)
 
     def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
-        """So many cells at once."""
+        """Return the seconds of loading so many cells at once."""
         tier, _, cell_bytes = request.sources[source]
         return self._latency_s + cells * cell_bytes * self._byte_s[tier]
 
@@ -479,7 +479,7 @@ def asked(
     arrived_s: float = 0.0,
     whole: bool = False,
 ) -> RestoreRequest:
-    """A request to such a model; its prefix lies in each of these tiers, in each codec."""
+    """Return a request to a model, with its prefix in each of these tiers and codecs."""
     sources = tuple(
         Source(tier, codec, model.cell_bytes * CODECS[codec]) for codec in codecs for tier in tiers
     )

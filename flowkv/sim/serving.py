@@ -4,7 +4,7 @@
 
     print(serve(mixed(seed=1), "shortest").mean())
 
-Everything here is simulated and says so (DESIGN D17).
+All results are simulated and labelled so (DESIGN D17).
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ __all__ = [
 ]
 
 
-# What a virtual engine is asked: when, and how many tokens; no model and no text.
+# Requests to a virtual engine: times and token counts; no model and no text.
 
 
 class VirtualRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request.
+    """Request to a virtual engine.
 
     Attributes:
-        arrived_s: When it is submitted.
+        arrived_s: Time of submission.
         prompt: Tokens of its prompt.
         new: New tokens that it makes.
-        limit: New tokens that it may make: all that a scheduler is told.
+        limit: New tokens that it may make; schedulers see this number only.
         priority: Larger is more urgent.
-        deadline_s: When it is of no use any more; schedulers are told, and nobody is called off.
+        deadline_s: Time after which the answer is useless; schedulers see it, but no request is
+            cancelled.
         found: Tokens of its prompt that are loaded rather than computed, not all of them.
     """
 
@@ -72,17 +73,17 @@ class VirtualRequest(msgspec.Struct, frozen=True, kw_only=True):
 def mixed(
     requests: int = 200, *, rate: float = 4.0, long: float = 0.2, seed: int = 0
 ) -> list[VirtualRequest]:
-    """Short questions among long tasks, as Poisson arrivals.
+    """Return short questions among long tasks, as Poisson arrivals.
 
     A short one has 16 to 256 tokens of prompt and 8 to 32 new ones; a long one 128 to 1,024 and 256
     to 512, all of them log-uniform. Limits are the next power of two, as users set them: a
     scheduler does not know exactly how long an answer gets.
 
     Args:
-        requests: How many.
-        rate: Requests in a second, on average.
+        requests: Number of requests.
+        rate: Requests per second, on average.
         long: Share of long ones.
-        seed: Of everything that is drawn.
+        seed: Seed of all draws.
     """
     rng = np.random.default_rng(seed)
     times = poisson(rng, rate)
@@ -100,25 +101,25 @@ def mixed(
     return asks
 
 
-# What became of simulated requests.
+# Outcomes of simulated requests.
 
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, served. Simulated.
+    """Outcome of one request. Simulated.
 
     Attributes:
-        number: Its place among those that were asked.
-        arrived_s: When it was submitted.
-        queued_s: From then until it was first admitted.
-        ttft_s: From submission to its first token.
+        number: Index of the request in the load.
+        arrived_s: Time of submission.
+        queued_s: Seconds from submission to the first admission.
+        ttft_s: Seconds from submission to its first token.
         tpot_s: Mean time of a further token.
         gap_s: Longest time between two of its tokens.
-        seconds: From submission to the end.
-        waited_s: Time that it had no part in steps.
-        preempted: How often it made room.
-        computed: Tokens that were computed for it, over again where they had been dropped.
-        overtaken_s: How much later than it the latest of those was submitted that were admitted
-            before it; 0.0 if nobody passed it.
+        seconds: Seconds from submission to the end.
+        waited_s: Time outside the batch.
+        preempted: Number of preemptions.
+        computed: Tokens that were computed for it, recomputed ones included.
+        overtaken_s: How much later than it the latest request was submitted that was admitted
+            before it; 0.0 without one.
     """
 
     number: int
@@ -135,13 +136,13 @@ class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A load, served by a virtual engine. Simulated.
+    """Outcome of a load on a virtual engine. Simulated.
 
     Attributes:
-        scheduler: Its name.
-        served: Requests, in the order in which they were asked.
-        seconds: Until the last was over.
-        steps: Steps.
+        scheduler: Name of the scheduler.
+        served: Outcomes, in the order of the load.
+        seconds: Time until the last request was over.
+        steps: Number of steps.
         preemptions: Moves out of the batch.
         peak_pages: Most pages that were held at once.
         label: Always "simulated".
@@ -156,32 +157,32 @@ class ServingResult(msgspec.Struct, frozen=True, kw_only=True):
     label: str = "simulated"
 
     def mean(self, field: str = "seconds") -> float:
-        """Mean of a field of `ServedRequest`."""
+        """Return the mean of a field of `ServedRequest`."""
         return float(np.mean([getattr(one, field) for one in self.served]))
 
     def percentile(self, share: float, field: str = "seconds") -> float:
-        """Percentile of a field of `ServedRequest`; `share` from 0 to 100."""
+        """Return a percentile of a field of `ServedRequest`; `share` from 0 to 100."""
         return float(np.percentile([getattr(one, field) for one in self.served], share))
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that were computed, by all of the time."""
+        """Computed tokens per second of the whole time."""
         return sum(one.computed for one in self.served) / self.seconds if self.seconds else 0.0
 
 
-# A request in a virtual engine.
+# Requests in a virtual engine.
 
 
 class VirtualRow(Job):
-    """A job, and what is measured of it.
+    """Job of a virtual engine, with its measurements.
 
     Attributes:
-        ask: What was asked.
-        here_s: When its prefix is there, while it is `COMING`.
-        place: How many were admitted before it was first; -1 until then.
+        ask: The request.
+        here_s: Time when its prefix is loaded, while it is `COMING`.
+        place: Number of requests admitted before its first admission; -1 until then.
         queued_s: See `ServedRequest`.
-        first_s: When its first token was made.
-        last_s: When its latest was.
+        first_s: Time of its first token.
+        last_s: Time of its latest token.
         gap_s: See `ServedRequest`.
         computed: See `ServedRequest`.
     """
@@ -201,11 +202,11 @@ class VirtualRow(Job):
         self.here_s = self.queued_s = self.first_s = self.last_s = self.gap_s = 0.0
 
     def held(self, page_size: int) -> int:
-        """Pages of what is there."""
+        """Return the pages of its computed or loaded tokens."""
         return -(-self.ready // page_size)
 
     def compute(self, tokens: int, now_s: float) -> None:
-        """So many tokens are computed; a new one is made where that is all that is known."""
+        """Compute so many tokens; once all known ones are computed, make a new one."""
         self.ready += tokens
         self.computed += tokens
         if self.missing:
@@ -218,7 +219,7 @@ class VirtualRow(Job):
         self.last_s = now_s
 
     def served(self, overtaken_s: float) -> ServedRequest:
-        """What became of it, once it is over."""
+        """Return the outcome, once the request is over."""
         further = self.made - 1
         return ServedRequest(
             number=self.number,
@@ -235,19 +236,19 @@ class VirtualRow(Job):
         )
 
 
-# What steps and moves of a virtual engine take.
+# Durations of a virtual engine's steps and moves.
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of everything, linear in what is done.
+    """Durations in seconds, linear in the work.
 
     Attributes:
-        step_s: A step over nothing: reading the weights, launching, bookkeeping.
-        token_s: Each token of it.
+        step_s: An empty step: reading the weights, launching, bookkeeping.
+        token_s: Each token of a step.
         context_s: Each token that one of its rows attends to.
         out_s: Moving a page to host memory.
         back_s: Moving a page to the device.
-        load_s: Loading a token of a known prefix, while steps go on.
+        load_s: Loading a token of a cached prefix, while steps go on.
     """
 
     step_s: float = 0.010
@@ -258,26 +259,26 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.00002
 
     def of_step(self, tokens: int, context: int) -> float:
-        """A step over so many tokens, whose rows have so many before them together."""
+        """Return the seconds of a step over so many tokens, with `context` tokens before them."""
         return self.step_s + self.token_s * tokens + self.context_s * context
 
 
-# An engine without a model: turns are decided by `Turns`, and take what `StepCosts` says.
+# Engine without a model: `Turns` decides turns, `StepCosts` their durations.
 
 
 class VirtualEngine:
-    """Serves a load in virtual time. Deterministic.
+    """Engine that serves a load in virtual time. Deterministic.
 
     Args:
         turns: Decides turns.
         pages: Pages of the device.
-        costs: What everything takes.
-        worth: Told what steps and moves took, in pages of one byte.
+        costs: Durations of steps and moves.
+        worth: Gets the durations of steps and moves, in pages of one byte.
 
     Attributes:
         now_s: The time.
         waiting: Rows that wait or are set aside.
-        active: Rows that are in.
+        active: Rows in the batch.
         over: Rows that are over.
         steps: Steps so far.
         peak: Most pages that were held at once.
@@ -294,15 +295,15 @@ class VirtualEngine:
         self.over: list[VirtualRow] = []
 
     def run(self, asks: Sequence[VirtualRequest]) -> ServingResult:
-        """Serves everything.
+        """Serve all requests of a load.
 
         Raises:
             ConfigError: A request does not fit into the device at all.
-            StateError: Nothing goes on though not everything is over.
+            StateError: Nothing proceeds though requests are left.
         """
         for ask in asks:
             if -(-(ask.prompt + ask.limit) // self._size) > self.pages:
-                raise ConfigError(f"{ask} does not fit {self.pages} pages", "Give the engine more")
+                raise ConfigError(f"{ask} does not fit {self.pages} pages", "Pass more pages")
         rows = [VirtualRow(number, ask) for number, ask in enumerate(asks)]
         ahead = sorted(rows, key=lambda row: (row.arrived_s, row.number), reverse=True)
         while ahead or self.waiting or self.active:
@@ -314,13 +315,13 @@ class VirtualEngine:
         return self._result(rows)
 
     def turn(self, next_s: float | None = None) -> None:
-        """One turn.
+        """Run one turn: preempt, admit, and compute a step.
 
         Args:
-            next_s: When the next request comes, if any does.
+            next_s: Time of the next request, if there is one.
 
         Raises:
-            StateError: Nothing goes on, nothing is on its way, and nobody comes.
+            StateError: Nothing proceeds, no load is in flight, and no request is left to come.
         """
         for row in self.active:
             if row.state == COMING and row.here_s <= self.now_s:
@@ -338,10 +339,10 @@ class VirtualEngine:
         times = [row.here_s for row in self.active if row.state == COMING]
         times += [next_s] if next_s is not None else []
         if not times:
-            raise StateError("nothing goes on", "Let the scheduler's victims() and rank() agree")
+            raise StateError("nothing proceeds", "Let the scheduler's victims() and rank() agree")
         self.now_s = max(self.now_s, min(times))
 
-    # ---- who is in
+    # ---- entering and leaving
 
     def _room(self) -> Room:
         held = sum(row.pages for row in self.active)
@@ -384,7 +385,7 @@ class VirtualEngine:
     # ---- steps
 
     def _shares(self) -> list[tuple[VirtualRow, int]]:
-        """What is computed now; whoever has to make room for that has left."""
+        """Return the tokens of the next step, after rows have left that must make room for it."""
         while True:
             shares = cast("list[tuple[VirtualRow, int]]", self.turns.share(self.active, self.now_s))
             held = sum(row.pages for row in self.active)
@@ -440,19 +441,19 @@ def serve(
     costs: StepCosts | None = None,
     **options: Any,
 ) -> ServingResult:
-    """Serves a load in virtual time.
+    """Serve a load in virtual time.
 
     Args:
         asks: The load.
         scheduler: A name in `flowkv.policy.scheduling.SCHEDULERS`, or a `Scheduler`.
-        limits: What may be done at once; by default 16 rows, 256 tokens, pages of 16 tokens.
+        limits: Limits of a step; by default 16 rows, 256 tokens, pages of 16 tokens.
         pages: Pages of the device.
-        costs: What everything takes.
+        costs: Durations of steps and moves.
         **options: Arguments of the scheduler's class.
 
     Raises:
         ConfigError: A request does not fit, or the scheduler or an option is unknown.
-        StateError: The scheduler lets nothing go on.
+        StateError: The scheduler lets nothing proceed.
     """
     worth = Worth(page_bytes=1)
     turns = Turns(make_scheduler(scheduler, **options), limits or Limits(16, 256, 16), keeps=worth)

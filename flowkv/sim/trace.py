@@ -1,4 +1,4 @@
-"""A trace: who asked for which blocks, and when."""
+"""Traces: requests with their times and their chains of blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowkv.policy.order.compiled import Array, kernel
 from flowkv.residency.blocks import KEY, factors, find, put
 
 LEAST_BYTES, MOST_A_BYTE = 1 << 18, 256
-"""Bytes that a file may unpack to: so many, and so many for each of its own. Real ones take 60."""
+"""Limit of unpacked bytes: a constant plus a factor of the file's length, for real ones 60."""
 
 COLUMNS = {
     "input_tokens": np.int32,
@@ -31,7 +31,7 @@ COLUMNS = {
     "stops": np.int8,
     "tenants": np.int32,
 }
-"""What a trace says of each request beside its time and its blocks."""
+"""Columns of a trace besides times and blocks."""
 
 _ARRAYS = {
     "off": ("offsets", np.int64), "blk": ("blocks", np.int64), "parent": ("parents", np.int64),
@@ -42,18 +42,17 @@ _DAMAGE = (
     *MALFORMED, OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError,
     RuntimeError, TypeError, SyntaxError, MemoryError, struct.error,
 )  # fmt: skip
-_REMEDY = "Pass another file, or make it anew"
+_REMEDY = "Pass another file, or write it again"
 
 
 class Trace(msgspec.Struct, frozen=True, eq=False):
-    """R requests over U blocks, numbered densely in the order of their first use.
+    """Trace of R requests over U blocks, numbered densely in the order of their first use.
 
-    Equal numbers mean equal whole prefixes, so a block has one parent. That lengths and numbers fit
-    is looked at whenever a trace is made, since compiled code walks along them; `check` looks at
-    the rest.
+    Equal numbers mean equal whole prefixes, so a block has one parent. Lengths and numbers are
+    checked whenever a trace is made, since compiled code relies on them; `check` checks the rest.
 
     Attributes:
-        name: For tables.
+        name: Name for tables.
         times_ns: i8 [R], not decreasing.
         offsets: i8 [R + 1]; the blocks of request r are `blocks[offsets[r]:offsets[r + 1]]`.
         blocks: i8, root to leaf.
@@ -88,11 +87,11 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def unique(self) -> int:
-        """Different blocks."""
+        """Number of different blocks in the trace."""
         return len(self.parents)
 
     def head(self, requests: int) -> Trace:
-        """The first requests alone."""
+        """Return the first requests alone."""
         n = min(max(requests, 0), len(self))
         end = int(self.offsets[n])
         unique = int(self.blocks[:end].max(initial=-1)) + 1
@@ -106,10 +105,10 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
         )
 
     def check(self) -> None:
-        """Looks whether all that is said above holds.
+        """Check all properties that the class documents.
 
         Raises:
-            ConfigError: If it does not; nothing may be replayed then.
+            ConfigError: If one is violated; such a trace must not be replayed.
         """
         self._refuse(self._misfit() or self._fault())
 
@@ -156,16 +155,16 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
 
 
 def read_npz(path: Path) -> Trace:
-    """Reads a trace of `ts, off, blk, parent, depth, inl, outl, sess, kind, btok` arrays.
+    """Read a trace of `ts, off, blk, parent, depth, inl, outl, sess, kind, btok` arrays.
 
     Raises:
-        ConfigError: If the file cannot be read, is damaged, or no trace.
+        ConfigError: If the file cannot be read, is damaged, or is no trace.
     """
     try:
         with open_regular(path) as whole, zipfile.ZipFile(whole) as file:
             room = LEAST_BYTES + MOST_A_BYTE * os.fstat(whole.fileno()).st_size
             if sum(one.file_size for one in file.infolist()) > room:
-                raise ValueError("it unpacks to more than its length accounts for")
+                raise ValueError("it unpacks to more bytes than its length allows")
             if {one.compress_type for one in file.infolist()} - {0, zipfile.ZIP_DEFLATED}:
                 raise ValueError("it is compressed in a way that numpy does not use")
             a = {name: _array(file, name, "iu") for name in (*_ARRAYS, "btok")}
@@ -189,7 +188,7 @@ def read_npz(path: Path) -> Trace:
 
 
 def _array(file: zipfile.ZipFile, name: str, kinds: str) -> NDArray[np.generic]:
-    """One array, whose size is looked at before there is room for it."""
+    """Read one array, after its size is checked against its header."""
     with file.open(f"{name}.npy") as stream:
         version = npy.read_magic(stream)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
@@ -208,9 +207,9 @@ def _array(file: zipfile.ZipFile, name: str, kinds: str) -> NDArray[np.generic]:
 
 # From chains of ids, as a file or a generator has them, to a trace of dense block numbers.
 #
-# An id need not tell prefixes apart: blocks are keyed by (block before, id), so that equal
-# numbers mean equal whole prefixes whatever the source hashed (some published traces hash each
-# block alone).
+# An id need not identify a prefix: blocks are keyed by (block before, id), so that equal numbers
+# mean equal whole prefixes for any hashes of the source (some published traces hash each block
+# alone).
 
 Ids = NDArray[np.uint64]
 _SEED = 20261
@@ -227,9 +226,9 @@ def number(
     parents: Array,
     depths: Array,
 ) -> int:
-    """Gives each (block before, id) a number, in order of first use; returns how many there are.
+    """Number each (block before, id) in order of first use; return how many there are.
 
-    The block before serves as the table's space, and 0 as that of roots.
+    The block before serves as the table's space, with 0 for roots.
     """
     n = 0
     for r in range(len(offsets) - 1):
@@ -247,7 +246,7 @@ def number(
 
 
 def wide(ids: ArrayLike) -> Ids:
-    """u64 [n, 2] of plain integer ids, negative ones included."""
+    """Return plain integer ids, negative ones included, as u64 [n, 2]."""
     low = np.asarray(ids, np.int64).ravel()
     pairs = np.zeros((len(low), 2), np.uint64)
     pairs[:, 0] = low.view(np.uint64)
@@ -262,16 +261,16 @@ def build_trace(
     block_tokens: int,
     **more: ArrayLike | None,
 ) -> Trace:
-    """Makes a trace of requests in any order of time.
+    """Make a trace of requests in any order of time.
 
     Args:
-        name: For tables.
-        times_ns: [R], of any order; requests of one time keep theirs.
+        name: Name for tables.
+        times_ns: [R], in any order; requests of one time keep their order.
         lengths: [R], blocks of each request.
         ids: u64 [sum of lengths, 2], root to leaf, request after request.
         block_tokens: Tokens of a block.
-        **more: `input_tokens`, `output_tokens`, `sessions`, `stops`, `tenants`, [R] each; without,
-            whole blocks, none, unknown, unknown and one tenant.
+        **more: `input_tokens`, `output_tokens`, `sessions`, `stops`, `tenants`, [R] each; defaults
+            are whole blocks, none, unknown, unknown and one tenant.
 
     Raises:
         ConfigError: If the lengths do not fit each other.
@@ -287,7 +286,7 @@ def build_trace(
     if {len(times), *map(len, columns.values())} != {len(sizes)} or sizes.sum() != len(ids):
         raise ConfigError(
             f"trace {name!r} has {len(times)} times, {len(sizes)} lengths and {len(ids)} blocks",
-            "Give one of each per request, and as many ids as the lengths say",
+            "Give one of each per request, and as many ids as the lengths add up to",
         )
     order = np.argsort(times, kind="stable")
     starts = np.cumsum(sizes) - sizes
@@ -328,7 +327,7 @@ def _number(
 
 
 def join(name: str, traces: Sequence[Trace]) -> Trace:
-    """Requests of several traces in one, in order of time; blocks and sessions of each its own.
+    """Join requests of several traces in order of time; blocks and sessions stay separate.
 
     Raises:
         ConfigError: If there is none, or blocks differ in tokens.
@@ -357,15 +356,15 @@ def join(name: str, traces: Sequence[Trace]) -> Trace:
     )
 
 
-# Which request continues which: what a hint of the application would say in a replay.
+# Continuations of requests: the hints of an application in a replay.
 
 
 @kernel
 def follow(offsets: Array, blocks: Array, sessions: Array, users: Array, turns: Array) -> None:
-    """Fills `turns` with the next turn of each request, -1 for none; `users` is scratch.
+    """Fill `turns` with the next turn of each request, -1 for none; `users` is scratch.
 
-    Of a known session: its next request. Otherwise: the first later one that shares all blocks of
-    this one, or all but the last, which may have been cut short, and more than one.
+    In a known session it is the next request. Otherwise it is the first later one that shares all
+    blocks of this one, or all but the last, which may have been cut short, and more than one.
     """
     for r in range(len(offsets) - 1):
         first, end = offsets[r], offsets[r + 1]
@@ -381,11 +380,11 @@ def follow(offsets: Array, blocks: Array, sessions: Array, users: Array, turns: 
 
 
 def next_turns(trace: Trace, *, use_sessions: bool = True) -> NDArray[np.int64]:
-    """For each request the one that continues its conversation; -1 where it ends.
+    """Return for each request the one that continues its conversation; -1 where it ends.
 
     Args:
         trace: The trace.
-        use_sessions: Go by sessions where they are known, not by blocks alone.
+        use_sessions: Follow sessions where they are known, not blocks alone.
     """
     turns = np.full(len(trace), -1, np.int64)
     users = np.full(trace.unique, -1, np.int64)
@@ -402,7 +401,7 @@ def next_turns(trace: Trace, *, use_sessions: bool = True) -> NDArray[np.int64]:
 def repeat(
     offsets: Array, blocks: Array, sessions: Array, order: Array, users: Array, again: Array
 ) -> None:
-    """Fills `again`: how many leading blocks of each request are sent again, and by which one.
+    """Fill `again`: how many leading blocks of each request are sent again, and by which one.
 
     `order` has the requests session by session; `users` is scratch, -1 for each block.
     """
@@ -420,9 +419,9 @@ class TraceHints(NamedTuple):
 
     Attributes:
         etas_ns: i8 [R], nanoseconds until the next use of the part that is sent again; `NEVER_NS`
-            if nothing is.
-        counts: i8 [R], leading blocks of the request that are sent again: what the time is about.
-            The others are never used again.
+            without such a part.
+        counts: i8 [R], leading blocks of the request that are sent again, to which the time
+            applies. The others are never used again.
     """
 
     etas_ns: NDArray[np.int64]
@@ -430,16 +429,16 @@ class TraceHints(NamedTuple):
 
 
 def hints_of(trace: Trace, sigma: float, seed: int = 0) -> TraceHints:
-    """Hints of an application that knows which part of a prompt it sends again, and about when.
+    """Return hints of an application that knows which part of a prompt it sends again, and when.
 
     That part ends at the deepest block that a later request of the same session has too; where
-    sessions are not known, that any later request has. So what is sent again is the truth, and that
-    nothing is; the time until the first such request is the true one with a lognormal error.
+    sessions are unknown, at the deepest that any later request has. The part that is sent again is
+    exact; the time until the first such request is the true one with a lognormal error.
 
     Args:
         trace: The trace.
-        sigma: Standard deviation of the natural logarithm of the error; 0 is the truth.
-        seed: Of the errors.
+        sigma: Standard deviation of the natural logarithm of the error; 0 is exact.
+        seed: Seed of the errors.
 
     Raises:
         ConfigError: If sigma is negative or not finite.

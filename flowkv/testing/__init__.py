@@ -1,4 +1,4 @@
-"""Conformance checks for your own policies, schedulers, tiers and codecs, and tiers to test with.
+"""Conformance checks for your own policies, schedulers, tiers and codecs, and tiers for tests.
 
 The checks need `pytest` and `hypothesis` and nothing else beside the library
 (`pip install 'flowkv[testing]'`), which are imported only when a check is used. The tiers, the
@@ -62,11 +62,11 @@ Asked = TypeVar("Asked", Load, Store)
 
 
 class MemoryTier:
-    """The simplest correct tier: a dict of frames. Read it to learn what a tier owes its user.
+    """The simplest correct tier: a dict of frames, as an example of the protocol of a tier.
 
     Args:
         capacity_bytes: Most bytes of bodies.
-        name: Shown in statistics.
+        name: Name in statistics.
     """
 
     kind = "host"
@@ -81,58 +81,58 @@ class MemoryTier:
         self._lock = threading.RLock()
 
     def used_bytes(self) -> int:
-        """Bytes of all bodies."""
+        """Return the bytes of all bodies."""
         with self._lock:
             return sum(len(body) for _, body in self.frames.values())
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """Only the body counts."""
+        """Return the bytes that a frame takes: those of its body."""
         return body_bytes
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are there."""
+        """Return for each key whether its frame is stored."""
         return [key in self.frames for key in keys]
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Answers at once."""
+        """Load frames, and queue the answers at once."""
         return self._answer([self._load(item) for item in items])
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Answers at once."""
+        """Store frames, and queue the answers at once."""
         return self._answer([self._store(item) for item in items])
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Never waits: whatever was submitted has been answered."""
+        """Return all queued answers, without waiting: every job has been answered."""
         with self._lock:
             answers, self._answers = self._answers, []
             return answers
 
     def cancel(self, job: int) -> None:
-        """Too late: whatever was submitted has been answered."""
+        """Do nothing: every job has been answered."""
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames."""
+        """Delete frames; return how many were stored."""
         return sum(self.frames.pop(key, None) is not None for key in keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames; nothing else holds their bytes."""
+        """Delete frames; no other copy of their bytes exists."""
         return self.delete(keys)
 
     def scan(self) -> Iterator[Entry]:
-        """All frames, oldest store first."""
+        """Yield all frames, oldest store first."""
         for key, (header, body) in list(self.frames.items()):
             yield Entry(key, header.info, len(body))
 
     def close(self) -> None:
-        """Forgets everything."""
+        """Delete all frames."""
         self.frames.clear()
 
     def forge(self, key: bytes, body: bytes) -> None:
-        """Replaces a frame's body, digests and all: no check finds that, but an audit does.
+        """Replace a frame's body and its digests: only an audit can detect that.
 
         Args:
-            key: Of a frame that is there.
-            body: As long as the old one.
+            key: Key of a stored frame.
+            body: New body, as long as the old one.
         """
         with self._lock:
             header, old = self.frames[key]
@@ -183,10 +183,10 @@ class Faults(NamedTuple):
     """Rates at which a `FlakyTier` misbehaves; probabilities per item.
 
     Attributes:
-        fail: Answered `FAILED` with reason "injected", nothing done.
-        lose: The frame is gone before the load: a `MISS`.
+        fail: Nothing is done, and the answer is `FAILED` with reason "injected".
+        lose: The frame is deleted before the load: a `MISS`.
         flip: A bit of the loaded body is flipped: a `MISS` with reason "digest", the damaged bytes
-            are in the target, and the frame is gone.
+            are in the target, and the frame is deleted.
         latency_s: Answers become visible after a uniform random time up to this.
     """
 
@@ -200,15 +200,15 @@ SOME_FAULTS = Faults(fail=0.1, lose=0.05, flip=0.05)
 
 
 class FlakyTier:
-    """Wraps a tier and makes it fail in every way a tier may, and in no other.
+    """Wrapper of a tier that fails in every way a tier may, and in no other.
 
-    Put it below whatever uses tiers: a reader that looks at a target without a `HIT`, waits without
-    an end, or believes `contains`, will be found.
+    Use it below any code over tiers: it exposes a reader that uses a target without a `HIT`, waits
+    without an end, or relies on `contains`.
 
     Args:
         inner: The tier that does the work.
         seed: Equal seeds and equal calls give equal faults.
-        faults: What happens how often.
+        faults: Rates of faults.
         clock: Source of time, for the latency.
     """
 
@@ -231,39 +231,39 @@ class FlakyTier:
 
     @property
     def writable(self) -> bool:
-        """What the inner tier says."""
+        """Return whether the inner tier is writable."""
         return self.inner.writable
 
     @property
     def shared(self) -> bool:
-        """What the inner tier says."""
+        """Return whether the inner tier is shared."""
         return self.inner.shared
 
     def used_bytes(self) -> int:
-        """What the inner tier says."""
+        """Return the used bytes of the inner tier."""
         return self.inner.used_bytes()
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """What the inner tier says."""
+        """Return the bytes that a frame takes in the inner tier."""
         return self.inner.frame_bytes(body_bytes)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """What the inner tier says; a load may still miss."""
+        """Return for each key whether the inner tier has it; a load may still miss."""
         return self.inner.contains(keys)
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Loads some, loses some, fails some."""
+        """Start loads of which some miss or fail."""
         with self._lock:
             self.inner.delete([item.key for item in items if self._happens(self.faults.lose)])
             return self._submit(items, self.inner.submit_load, deadline_s)
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Stores some, fails some."""
+        """Start stores of which some fail."""
         with self._lock:
             return self._submit(items, self.inner.submit_store, deadline_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Answers whose time has come."""
+        """Return the answers that are due."""
         end_s = time.monotonic() + timeout_s
         while True:
             wait_s = 0.0 if self._held else max(0.0, end_s - time.monotonic())
@@ -278,26 +278,26 @@ class FlakyTier:
             time.sleep(0.0005)
 
     def cancel(self, job: int) -> None:
-        """Cancels what the inner tier still has of a job."""
+        """Cancel the part of a job that is in the inner tier."""
         with self._lock:
             for inner_job, (outer_job, _, _) in self._wishes.items():
                 if outer_job == job:
                     self.inner.cancel(inner_job)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes reliably."""
+        """Delete frames, without faults."""
         return self.inner.delete(keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Erases reliably."""
+        """Erase frames, without faults."""
         return self.inner.erase(keys)
 
     def scan(self) -> Iterator[Entry]:
-        """What the inner tier holds."""
+        """Yield the frames of the inner tier."""
         return self.inner.scan()
 
     def close(self) -> None:
-        """Closes the inner tier."""
+        """Close the inner tier."""
         self.inner.close()
 
     def _happens(self, probability: float) -> bool:
@@ -308,7 +308,7 @@ class FlakyTier:
         return min(self._clock.now_ns() + late_ns, deadline_ns)
 
     def _late(self, answer: TierAnswer, now_ns: int) -> TierAnswer:
-        """What took so long says so: rates are made of it."""
+        """Return a delayed answer with its true duration, of which rates are made."""
         if not self.faults.latency_s:
             return answer
         return answer._replace(seconds=(now_ns - self._begun_ns[answer.job]) / 1e9)

@@ -1,4 +1,4 @@
-"""`check_restore_policy` and `check_scheduler`: what those who plan restores and turns must do."""
+"""`check_restore_policy` and `check_scheduler`: check rules of restore policies and schedulers."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from flowkv.sim.restore import VirtualClock
 from flowkv.sim.serving import ServingResult, StepCosts, VirtualEngine, VirtualRequest
 from flowkv.testing.stories import VerificationError, given, require, st, tell, told
 
-# One restore policy, executed on made-up engines whose ops take and lose what a story says.
+# A restore policy, executed on simulated engines with the durations and failures of a story.
 
 _MOST = 100_000  # ops of a story: a policy that needs more never ends
 
 
 class RestoreWorld(msgspec.Struct, frozen=True, kw_only=True):
-    """The world of restores that a policy meets.
+    """Requests, costs and faults that a restore policy meets.
 
     Attributes:
-        requests: What is asked for.
-        costs: What the policy is told that things take; None: what was measured so far.
-        takes_s: What an op takes, the n-th that is begun.
-        failing: Which loads fail, in the order in which they are begun.
+        requests: The requests.
+        costs: Estimates that the policy gets; None for those measured so far.
+        takes_s: Duration of an op, the n-th that is begun.
+        failing: Numbers of the loads that fail, in the order of their begin.
         engines: Per compute engine, the numbers of requests that it can compute; None for all.
         windows: Per tier, loads that may be under way at once.
-        called_off: Number of a request -> when it is called off.
+        called_off: Number of a request -> time of its cancellation.
     """
 
     requests: Sequence[RestoreRequest]
@@ -67,7 +67,7 @@ class RestoreWorld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckedRestorePolicy:
-    """Asks a policy, and a second one of its kind; checks what they say.
+    """Proxy of a policy that compares it with a second one of its kind, and checks its answers.
 
     Args:
         make: Makes a fresh policy.
@@ -80,7 +80,7 @@ class CheckedRestorePolicy:
         self.name = self._policy.name
 
     def next_compute(self, state: State, among: Collection[int] | None = None) -> Op | None:
-        """What a compute engine does now."""
+        """Return the next op of a compute engine, checked."""
         op = self._ask(state, lambda policy: policy.next_compute(state, among))
         if op is not None:
             require(isinstance(op, Compute | Suffix), "a compute engine computes", op)
@@ -90,7 +90,7 @@ class CheckedRestorePolicy:
         return op
 
     def next_load(self, state: State, tier: str) -> RestoreLoad | None:
-        """What the link of a tier does now."""
+        """Return the next load of a tier's link, checked."""
         op = self._ask(state, lambda policy: policy.next_load(state, tier))
         if op is None:
             return None
@@ -104,7 +104,7 @@ class CheckedRestorePolicy:
         return op
 
     def forget(self, number: int) -> None:
-        """A request is gone."""
+        """Forget a request."""
         self._policy.forget(number)
         self._twin.forget(number)
 
@@ -125,14 +125,14 @@ def _snapshot(state: State) -> list[object]:
 
 
 class RestoreStory(VirtualClock):
-    """Executes a policy, and checks what it answers.
+    """Execution of a policy with checks of its answers.
 
     Args:
         make: Makes a fresh policy.
-        world: What it meets.
+        world: Requests, costs and faults.
 
     Attributes:
-        unfinished: Requests that were called off, or cannot be finished.
+        unfinished: Requests that were cancelled, or cannot be finished.
     """
 
     def __init__(self, make: Callable[[], RestorePolicy], world: RestoreWorld) -> None:
@@ -150,7 +150,7 @@ class RestoreStory(VirtualClock):
             self.at(max(at_s, self.requests[number].arrived_s), number)
 
     def execute(self) -> None:
-        """Executes everything.
+        """Execute all requests.
 
         Raises:
             VerificationError: The policy broke a rule, or got stuck.
@@ -160,26 +160,26 @@ class RestoreStory(VirtualClock):
         require(not stuck, f"stuck: nothing is done about requests {stuck}")
 
     def takes_s(self, op: Op) -> tuple[float, float]:
-        """What the world says; loads of one link go on at once."""
+        """Return begin and duration of an op in this world; loads of one link run at once."""
         require(len(self.timeline) < _MOST, "it never ends", op)
         return self.state.now_s, self.world.takes_s(op, len(self.timeline))
 
     def settle(self, progress: Progress) -> None:
-        """A request goes if it is done, or cannot be."""
+        """Remove a request if it is done, or cannot be finished."""
         if not progress.request.computable and progress.lost > progress.request.resident:
             self.called_off(progress.request.number)
         elif progress.done:
             self.remove(progress.request.number)
 
     def called_off(self, number: int) -> None:
-        """A request goes before it is done."""
+        """Remove a request before it is done."""
         if number in self.state.requests:
             self.unfinished.add(number)
             self.remove(number)
 
 
 def _allowed(op: Op, progress: Progress) -> None:
-    """Checks what `State.begin` takes on trust.
+    """Check the conditions that `State.begin` assumes.
 
     Raises:
         VerificationError: The op may not be begun now.
@@ -207,17 +207,17 @@ def _allowed(op: Op, progress: Progress) -> None:
 
 _TIERS = ("host", "disk")
 _UNKNOWN = 0.0
-_INSTANT_S = 1e-9  # an op that ended when it began would leave open what came first
+_INSTANT_S = 1e-9  # an op of no duration would leave the order of events open
 
 
 class MadeUpCosts(msgspec.Struct, frozen=True):
     """Made-up durations. Implements `Costs`.
 
     Attributes:
-        token_s: Computing a token of a layer.
-        pair_s: Attention of a token of a layer to another.
-        start_s: Starting a layer's compute.
-        cell_s: Loading a cell; the second source takes half.
+        token_s: Seconds to compute a token of a layer.
+        pair_s: Seconds of the attention of one token to another, in a layer.
+        start_s: Seconds to start a layer's compute.
+        cell_s: Seconds to load a cell; the second source takes half.
     """
 
     token_s: float
@@ -226,22 +226,22 @@ class MadeUpCosts(msgspec.Struct, frozen=True):
     cell_s: float
 
     def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
-        """Computing so many layers of these tokens."""
+        """Return the seconds to compute so many layers of these tokens."""
         pairs = tokens.size * (tokens.first + tokens.stop + 1) / 2
         fixed = self.start_s if self.token_s else 0.0
         return layers * (fixed + self.token_s * tokens.size + self.pair_s * pairs)
 
     def suffix_s(self, request: RestoreRequest) -> float:
-        """Computing all layers of the suffix."""
+        """Return the seconds to compute all layers of the suffix."""
         behind = Span(request.tokens, request.tokens + request.suffix)
         return self.compute_s(request, request.layers, behind)
 
     def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
-        """Loading so many cells (tokens times layers) at once."""
+        """Return the seconds to load so many cells (tokens times layers) at once."""
         return self.cell_s * cells / (1 + source)
 
     def op_s(self, request: RestoreRequest, op: Op) -> float:
-        """What an op takes."""
+        """Return the seconds that an op takes."""
         if isinstance(op, Compute):
             return self.compute_s(request, op.layers.size, op.tokens)
         if isinstance(op, RestoreLoad):
@@ -251,7 +251,7 @@ class MadeUpCosts(msgspec.Struct, frozen=True):
 
 @st.composite
 def _requests(draw: st.DrawFn, number: int) -> RestoreRequest:
-    """A prompt of some pages, here and there."""
+    """Draw a request for a prompt of some pages, resident or in tiers."""
     unit, layers = draw(st.sampled_from([1, 16, 64, 256])), draw(st.integers(1, 6))
     pages, resident = draw(st.integers(1, 40)), draw(st.integers(0, 3))
     tokens = max(1, pages * unit - draw(st.sampled_from([0, 0, unit // 2])))
@@ -278,11 +278,11 @@ _noises = st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.0, 4.0]), min_size=1, max_s
 
 @st.composite
 def restore_worlds(draw: st.DrawFn, most: int = 4) -> RestoreWorld:
-    """Requests, what they really take, what the policy is told, and what goes wrong.
+    """Draw requests with their true durations, the policy's estimates, and faults.
 
     Args:
-        draw: Given by Hypothesis.
-        most: Requests at most.
+        draw: Passed by Hypothesis.
+        most: Most requests.
     """
     requests = [draw(_requests(number)) for number in range(draw(st.integers(1, most)))]
     token_s, cell_s = draw(_rates), draw(_rates)
@@ -311,22 +311,22 @@ def restore_worlds(draw: st.DrawFn, most: int = 4) -> RestoreWorld:
 def check_restore_policy(
     make: Callable[[], RestorePolicy], *, max_examples: int = 150, shrink: bool = True
 ) -> None:
-    """Runs the conformance suite on a restore policy; returns if it found no fault. Deterministic.
+    """Run the conformance suite on a restore policy; return if it found no fault. Deterministic.
 
     Stories have up to four requests, some of an unmodified model, some that cannot be computed or
-    loaded, with pages that are resident; costs that are right, wrong, unknown or measured; one or
-    two engines; ops that take longer than expected, or no time; loads that fail; requests that come
-    late or are called off. Checked: questions do not change the state, and a second object that is
-    asked the same answers alike; answers are for the engine that asks; no request is forgotten;
-    each cell comes once, behind what it depends on.
+    loaded, with resident pages; costs that are right, wrong, unknown or measured; one or two
+    engines; ops that take longer than expected, or no time; loads that fail; requests that come
+    late or are cancelled. Checked: queries do not change the state, and a second object answers
+    equal queries alike; answers are for the engine that asks; no request is forgotten; each cell
+    comes once, after its dependencies.
 
     Args:
         make: Makes a fresh policy: its class, or any callable without arguments.
-        max_examples: Stories to tell.
-        shrink: Look for the shortest story that shows a fault, rather than tell the first.
+        max_examples: Number of stories to run.
+        shrink: Search for the shortest story that shows a fault, rather than report the first.
 
     Raises:
-        VerificationError: (an `AssertionError`) Says what is wrong; Hypothesis adds the story.
+        VerificationError: (an `AssertionError`) The policy broke a rule; Hypothesis adds the story.
         StateError: An op does not go on where the pointers are.
     """
 
@@ -338,22 +338,22 @@ def check_restore_policy(
     tell(story)
 
 
-# Turns that are checked as they are decided.
+# Turns with checks of each decision.
 
 _state = attrgetter(*Job.__slots__)
 
 
 class CheckedTurns:
-    """Asks `Turns`, and a second one with a scheduler that has seen nothing; checks what they say.
+    """Proxy of `Turns` that compares them with fresh ones at each call, and checks the answers.
 
     Args:
         make: Makes a scheduler.
-        limits: What may be done at once.
+        limits: Limits of rows, tokens and pages.
         keeps: Whether pages of a job are worth keeping.
 
     Attributes:
-        mechanism: The class that is asked.
-        limits: What may be done at once.
+        mechanism: The class under test.
+        limits: Limits of rows, tokens and pages.
         scheduler: The scheduler.
     """
 
@@ -371,23 +371,23 @@ class CheckedTurns:
     def admit(
         self, waiting: Sequence[Job], active: Sequence[Job], room: Room, now_s: float
     ) -> Turn:
-        """Who leaves and who enters now."""
+        """Decide which rows leave and which requests enter now, checked."""
         jobs = [*waiting, *active]
         self._check_ranks(jobs, now_s)
         turn: Turn = self._ask(jobs, lambda one: one.admit(waiting, active, room, now_s))
         best = min((self.scheduler.rank(job, now_s) for job in turn.enter), default=())
         for job, _ in turn.leave:
             late = self.scheduler.rank(job, now_s) > best
-            require(late, "a victim ranks before those who enter", job)
+            require(late, "a victim ranks before a request that enters", job)
         return turn
 
     def share(self, active: Sequence[Job], now_s: float) -> list[tuple[Job, int]]:
-        """Tokens that each row computes in the next step; rows that get none are left out."""
+        """Return the tokens of each row in the next step; rows that get none are left out."""
         shares: list[tuple[Job, int]] = self._ask(active, lambda one: one.share(active, now_s))
         return shares
 
     def relieve(self, active: Sequence[Job], now_s: float) -> tuple[Job, bool] | None:
-        """Who goes where rows in progress cannot grow; None where only one is left."""
+        """Choose the row to preempt where rows cannot grow; None if only one is left."""
         gone: tuple[Job, bool] | None = self._ask(active, lambda one: one.relieve(active, now_s))
         return gone
 
@@ -398,12 +398,12 @@ class CheckedTurns:
         before = [_state(job) for job in jobs]
         answer = question(self._turns)
         again = question(self._mechanism(self._make()))
-        require(again == answer, "it depends on what was asked before", answer)
+        require(again == answer, "an answer depends on earlier queries", answer)
         require(before == [_state(job) for job in jobs], "a question changes jobs")
         return answer
 
     def _check_ranks(self, jobs: Sequence[Job], now_s: float) -> None:
-        """Keys are tuples of numbers that end with the request's own."""
+        """Check that keys are tuples of numbers that end with the request's own."""
         for job in jobs:
             key = self.scheduler.rank(job, now_s)
             require(isinstance(key, tuple) and bool(key), "a rank is a tuple", key)
@@ -417,23 +417,23 @@ class CheckedTurns:
             require(not named, "it preempts, though it says that it does not", named)
 
 
-# One load, served by a virtual engine in which things go wrong.
+# One load, served by a virtual engine with faults.
 
-_SLACK = 1e-6  # of what is added up in another order
+_SLACK = 1e-6  # rounding of sums in another order
 
 
 class SchedulerWorld(msgspec.Struct, frozen=True, kw_only=True):
-    """The world of requests that a scheduler meets.
+    """Requests, pages and faults that a scheduler meets.
 
     Attributes:
-        asks: The load; each fits into `least` pages.
-        limits: What may be done at once.
+        asks: The load; each request fits into `least` pages.
+        limits: Limits of rows, tokens and pages.
         pages: Pages of the device.
         least: Pages of the device once it has shrunk.
-        shrinks: At which step it shrinks.
-        costs: What everything takes.
-        keeps: Whether the n-th job that leaves is kept, over and over.
-        called_off: Number of a request -> step at which it is called off.
+        shrinks: Step at which it shrinks.
+        costs: Durations of steps and loads.
+        keeps: Whether the n-th job that leaves is kept, repeated in a cycle.
+        called_off: Number of a request -> step at which it is cancelled.
     """
 
     asks: Sequence[VirtualRequest]
@@ -447,12 +447,12 @@ class SchedulerWorld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStory(VirtualEngine):
-    """Serves a world, and checks every turn.
+    """Service of a world with checks of every turn.
 
     Args:
         make: Makes a scheduler.
-        world: What it meets.
-        checked: Asks the mechanism, and checks what it says.
+        world: Requests, pages and faults.
+        checked: Proxy of the turns, which checks their answers.
     """
 
     def __init__(
@@ -468,10 +468,10 @@ class SchedulerStory(VirtualEngine):
         self._most = 100 + 20 * work + 20 * len(world.asks)
 
     def run(self, asks: Sequence[VirtualRequest] = ()) -> ServingResult:
-        """Serves everything.
+        """Serve all requests.
 
         Raises:
-            VerificationError: A rule is broken, or it does not end.
+            VerificationError: A rule is broken, or the run does not end.
         """
         result = super().run(asks or self.world.asks)
         for one in result.served:
@@ -483,7 +483,7 @@ class SchedulerStory(VirtualEngine):
         return result
 
     def turn(self, next_s: float | None = None) -> None:
-        """One turn, and what goes wrong before it."""
+        """Run one turn, after the faults due before it."""
         self._turn += 1
         require(self._turn < self._most, "it never ends", self.active)
         if self._turn == self.world.shrinks:
@@ -514,7 +514,7 @@ _SIZES = (1, 2, 5, 12, 30)
 
 @st.composite
 def _asks(draw: st.DrawFn, step_s: float) -> list[VirtualRequest]:
-    """Requests of all kinds, some of them at once; or a long one, and short and urgent ones."""
+    """Draw requests of all kinds, some at once; or a long one beside short and urgent ones."""
     now_s, asks, stream = 0.0, [], draw(st.booleans())
     for number in range(draw(st.sampled_from([1, 4, 8, 12]))):
         now_s += step_s * draw(_gaps)
@@ -538,7 +538,7 @@ def _asks(draw: st.DrawFn, step_s: float) -> list[VirtualRequest]:
 
 @st.composite
 def scheduler_worlds(draw: st.DrawFn) -> SchedulerWorld:
-    """A load, a device that is too small for it, and what goes wrong."""
+    """Draw a load, a device that is too small for it, and faults."""
     step_s = draw(st.sampled_from([0.001, 0.1, 10.0]))
     asks, size = draw(_asks(step_s)), draw(st.sampled_from([1, 4, 16]))
     most = max(-(-(ask.prompt + ask.limit) // size) for ask in asks)
@@ -564,7 +564,7 @@ def scheduler_worlds(draw: st.DrawFn) -> SchedulerWorld:
 
 @st.composite
 def _jobs(draw: st.DrawFn, number: int, arrived_s: float) -> Job:
-    """A job, however far it is."""
+    """Draw a job in any state of progress."""
     job = Job(
         number,
         arrived_s,
@@ -583,22 +583,22 @@ def _jobs(draw: st.DrawFn, number: int, arrived_s: float) -> Job:
 def check_scheduler(
     make: Callable[[], Scheduler], *, max_examples: int = 100, shrink: bool = True
 ) -> None:
-    """Runs the conformance suite on a scheduler; returns if it found no fault. Deterministic.
+    """Run the conformance suite on a scheduler; return if it found no fault. Deterministic.
 
     Stories are loads of up to twelve requests on a virtual engine with few rows, tokens and pages,
     which shrinks; with prefixes that are on their way, rows that are kept or dropped, and requests
-    that are called off. Checked: ranks are a total order, steady if they are said to be; questions
-    change nothing, and the answers depend on nothing but what is shown; victims are some of the
-    rows shown, and rank behind those they make room for; nobody is passed by more than `bound_s`
-    says; everything ends.
+    that are cancelled. Checked: ranks are a total order, steady if declared so; queries change
+    nothing, and answers depend on the arguments alone; victims are among the rows passed, and rank
+    behind the requests they make room for; no request is overtaken by one that came more than
+    `bound_s` later; everything ends.
 
     Args:
         make: Makes a fresh scheduler: its class, or any callable without arguments.
-        max_examples: Stories to tell.
-        shrink: Look for the shortest story that shows a fault, rather than tell the first.
+        max_examples: Number of stories to run.
+        shrink: Search for the shortest story that shows a fault, rather than report the first.
 
     Raises:
-        VerificationError: (an `AssertionError`) Says what is wrong; Hypothesis adds the story.
+        VerificationError: (an `AssertionError`) A rule was broken; Hypothesis adds the story.
         StateError: The scheduler names a victim that is none of the rows, or nothing goes on.
     """
 

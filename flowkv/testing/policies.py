@@ -1,4 +1,4 @@
-"""`check_policy`: what every `Policy` must do, told as stories by Hypothesis."""
+"""`check_policy`: check the rules of `Policy` on random stories made by Hypothesis."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def check_policy(
     steps: int = 50,
     shrink: bool = True,
 ) -> None:
-    """Runs the conformance suite on a policy; returns if it found no fault. Deterministic.
+    """Run the conformance suite on a policy; return if it found no fault. Deterministic.
 
     Checked, on the policy itself: victims are resident, distinct, neither pinned nor protected, and
-    as many as asked for; an eviction that is refused, and a question, change nothing; nothing is
-    refused that could be had leaf by leaf; expired and invalid blocks go first, stay expired and
-    are resident; queued blocks go last, and lower ranks before higher ones; the smallest priority
+    as many as asked for; a refused eviction, and a query, change nothing; no eviction is refused
+    that is possible leaf by leaf; expired and invalid blocks go first, stay expired and are
+    resident; queued blocks go last, and lower ranks before higher ones; the smallest priority
     goes first, and none is NaN; time that runs backwards stands still; removal, forgetting and
     reuse of slots; equal stories give equal answers and digests; arrays are neither kept nor
     written; nothing is raised. Methods that are not overridden are not used.
@@ -52,9 +52,9 @@ def check_policy(
         key_order: Also demand that the smallest priority goes first.
         heeds: "queue": queued blocks go last, if `enqueue` is overridden; "rank": lower ranks go
             first, if one of the leases has a rank.
-        max_examples: Stories to tell.
+        max_examples: Number of stories to run.
         steps: Calls per story.
-        shrink: Look for the shortest story that shows a fault, rather than tell the first.
+        shrink: Search for the shortest story that shows a fault, rather than report the first.
 
     Raises:
         AssertionError: With a story that shows the fault.
@@ -64,22 +64,22 @@ def check_policy(
     tell_machine(type("Story", (PolicyStory,), said), max_examples, steps, shrink)
 
 
-# What may be said of any policy's next victim, whatever its taste: a model over a dozen slots.
+# A model over a dozen slots of the rules that hold for every policy's next victim.
 
 
 class PolicyModel:
-    """A model of residency: the blocks that are resident, their tree, and those that may not go.
+    """Model of residency: the resident blocks, their tree, and those that must stay.
 
     Args:
         leaf_first: Whether a block must go after its resident children.
 
     Attributes:
         parent: Resident slot -> resident parent, or -1.
-        gone: Resident slots that had expired when last asked.
+        gone: Resident slots that had expired at the last query.
         pins: Slot -> pins.
         queued: Request -> its chain.
         rank: Resident slot -> the rank it was inserted with.
-        hinted: Slots that a hint was about, or the blocks above them.
+        hinted: Slots with a hint, and the slots above them.
         tenant: Resident slot -> tenant.
     """
 
@@ -94,12 +94,12 @@ class PolicyModel:
         self.tenant: dict[int, int] = {}
 
     def add(self, slot: int, parent: int, tenant: int, rank: int) -> None:
-        """A block became resident."""
+        """Add a block that became resident."""
         self.parent[slot] = parent if parent in self.parent and parent not in self.gone else -1
         self.tenant[slot], self.rank[slot] = tenant, rank
 
     def drop(self, slots: Collection[int]) -> None:
-        """Blocks are no longer resident; their children are roots."""
+        """Remove blocks that are no longer resident; their children become roots."""
         for s in slots:
             del self.parent[s], self.tenant[s], self.rank[s]
             self.gone.discard(s)
@@ -108,7 +108,7 @@ class PolicyModel:
                 self.parent[child] = -1
 
     def path(self, slot: int) -> list[int]:
-        """A resident slot and those above it, root to leaf; none for others."""
+        """Return a resident slot and those above it, root to leaf; empty for other slots."""
         found: list[int] = []
         while slot in self.parent:
             found.insert(0, slot)
@@ -116,30 +116,30 @@ class PolicyModel:
         return found
 
     def below(self, slot: int) -> set[int]:
-        """A slot and its resident descendants."""
+        """Return a slot and its resident descendants."""
         return {s for s in self.parent if slot in self.path(s)}
 
     def stuck(self, protected: Collection[int]) -> set[int]:
-        """Resident slots that may not go: pinned, protected, or, leaf by leaf, above those."""
+        """Return the resident slots that must stay: pinned, protected, or above those."""
         held = {s for s in (*self.pins, *protected) if s in self.parent}
         if self.leaf_first:
             held |= {above for s in held for above in self.path(s)}
         return held
 
     def stale_of(self, tenant: int) -> set[int]:
-        """What must have expired once a tenant's blocks are invalid."""
+        """Return the slots that must have expired once a tenant's blocks are invalid."""
         return {s for s in self.parent if all(self.tenant[x] == tenant for x in self.below(s))}
 
     def judge(
         self, victim: int, free: set[int], worth: Mapping[int, float], heeded: Collection[str]
     ) -> None:
-        """Whether it was this slot's turn.
+        """Check that it was this slot's turn.
 
         Args:
-            victim: Who went.
-            free: Who could have gone, leaves or not.
-            worth: Priorities of all; empty where they are not known.
-            heeded: "queue", "rank": what is known to matter to this policy.
+            victim: The evicted slot.
+            free: Slots that could have been evicted, leaves or not.
+            worth: Priorities of all slots; empty if unknown.
+            heeded: Properties that the policy respects: "queue", "rank".
         """
         has_child = set(self.parent.values())
         turn = free - has_child if self.leaf_first else free
@@ -153,7 +153,7 @@ class PolicyModel:
         rivals = turn - self.gone - {victim}
         certain = {s for chain in self.queued.values() for s in chain}
         if "queue" in heeded and victim in certain - self.gone:
-            require(rivals <= certain, "a queued block went before one that nobody queues for")
+            require(rivals <= certain, "a queued block went before one without a queued request")
         plain = rivals - self.hinted - certain
         if "rank" in heeded and victim not in self.gone | self.hinted | certain:
             least = min((self.rank[s] for s in plain), default=DEFAULT_RANK)
@@ -161,11 +161,11 @@ class PolicyModel:
                 require(self.rank[victim] <= least, "a block went before one of lower rank")
 
 
-# A policy's life as a Hypothesis state machine: everything its driver may tell and ask it.
+# A Hypothesis state machine of all calls that a policy may receive.
 #
-# Three copies of the policy live through the same story. One gets the times as they come,
-# backwards too; one gets the clamped times; one hears nothing but what must have an effect: no
-# questions, no refused evictions. All three must answer alike.
+# Three copies of the policy go through the same story. One gets the times as they come,
+# backwards too; one gets the clamped times; one gets only calls that must have an effect: no
+# queries, no refused evictions. All three must answer alike.
 
 SLOTS = 12
 SECOND = 10**9
@@ -179,17 +179,17 @@ requests = st.integers(0, 3)
 
 
 def array(slots: Sequence[int]) -> Slots:
-    """As policies get them."""
+    """Return slots as the array that policies get."""
     return np.array(slots, dtype=np.int64)
 
 
 def overrides(policy: Policy, *methods: str) -> bool:
-    """Whether a policy does more than `Policy` in all these."""
+    """Return whether a policy overrides all of these methods."""
     return all(getattr(type(policy), m) is not getattr(Policy, m) for m in methods)
 
 
 class PolicyStory(RuleBasedStateMachine):
-    """Calls of all kinds, told to a policy and a slow model of it; `check_policy` fills this in."""
+    """Calls of all kinds to a policy and a slow model of it; `check_policy` sets the attributes."""
 
     make: Callable[[], Policy]
     leases: tuple[str | Lease, ...]
@@ -199,7 +199,7 @@ class PolicyStory(RuleBasedStateMachine):
 
     @initialize(start=st.sampled_from([0, 5 * SECOND, 10**18, -SECOND]))
     def begin(self, start: int) -> None:
-        """Makes the three copies."""
+        """Make the three copies."""
         self.raw, self.twin, self.quiet = self.make(), self.make(), self.make()
         require(isinstance(self.raw, Policy), "it must have every method of Policy")
         require(bool(self.raw.name), "its name must not be empty")
@@ -213,7 +213,7 @@ class PolicyStory(RuleBasedStateMachine):
         for first in (0, 3):
             self.insert(SECOND, 3, first, True, first, (1, 0, 0))
 
-    # --- what happens ---------------------------------------------------------------------------
+    # --- changes --------------------------------------------------------------------------------
 
     @rule(
         dt=steps_ns,
@@ -226,7 +226,7 @@ class PolicyStory(RuleBasedStateMachine):
     def insert(
         self, dt: int, n: int, first: int, known: bool, lease: int, said: tuple[int, int, int]
     ) -> None:
-        """A chain becomes resident, below `first` if that is resident and parents are known."""
+        """Insert a chain, below `first` if that is resident and parents are known."""
         self.ask_expired(dt)
         order = [(first + 5 * i) % SLOTS for i in range(SLOTS)]
         slots = [s for s in order if s not in self.model.parent][:n]
@@ -252,7 +252,7 @@ class PolicyStory(RuleBasedStateMachine):
     def access(
         self, dt: int, end: int, strangers: list[int], request: int, session: int, tokens: int
     ) -> None:
-        """A request uses the chain down to `end`, and names some slots that are not resident."""
+        """Let a request use the chain down to `end`, and name some slots that are not resident."""
         self.pass_time(dt, silently=True)
         path = self.model.path(end) + [s for s in strangers if s not in self.model.parent]
         visit = Visit(request, session, tokens, len(path))
@@ -261,20 +261,20 @@ class PolicyStory(RuleBasedStateMachine):
 
     @rule(dt=steps_ns, request=requests, stop=st.integers(0, 3), tokens=st.integers(0, 10**6))
     def complete(self, dt: int, request: int, stop: int, tokens: int) -> None:
-        """A request ended, known or not."""
+        """Complete a request, known or not."""
         self.pass_time(dt)
         self.tell(lambda x, now: x.complete(now, request, stop=stop, output_tokens=tokens))
 
     @rule(slots=few_slots)
     def remove(self, slots: list[int]) -> None:
-        """Blocks vanish, resident or not; their children stay as roots."""
+        """Remove blocks, resident or not; their children stay as roots."""
         here = sorted(set(slots) & set(self.model.parent))
         self.tell(lambda x, now, a: x.remove(a), slots, quiet=here)
         self.model.drop(here)
 
     @rule(slots=few_slots)
     def forget(self, slots: list[int]) -> None:
-        """Nobody knows some blocks any more that are neither resident, pinned nor queued for."""
+        """Forget some blocks that are neither resident, pinned nor queued for."""
         busy = {
             *self.model.parent,
             *self.model.pins,
@@ -284,7 +284,7 @@ class PolicyStory(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, SLOTS - 1))
     def reuse(self, slot: int) -> None:
-        """Another block takes the slot, and has none of the children of the last one."""
+        """Reuse a slot for another block, which has none of the children of the last one."""
         self.remove([slot])
         self.forget([slot])
         self.model.add(slot, -1, 0, DEFAULT_RANK)
@@ -293,7 +293,7 @@ class PolicyStory(RuleBasedStateMachine):
     @precondition(lambda self: overrides(self.raw, "pin", "unpin"))
     @rule(end=st.integers(0, SLOTS), others=few_slots)
     def pin(self, end: int, others: list[int]) -> None:
-        """A chain, and some others, resident or not, must stay."""
+        """Pin a chain, and some other slots, resident or not."""
         slots = self.model.path(end) + others
         self.tell(lambda x, now, a: x.pin(a), slots)
         self.model.pins.update(slots)
@@ -301,7 +301,7 @@ class PolicyStory(RuleBasedStateMachine):
     @precondition(lambda self: self.model.pins)
     @rule(which=slot_sets)
     def unpin(self, which: list[int]) -> None:
-        """Some pins end."""
+        """Release some pins."""
         slots = [s for s in which if self.model.pins[s]] or [min(self.model.pins)]
         self.tell(lambda x, now, a: x.unpin(a), slots)
         self.model.pins.subtract(slots)
@@ -314,7 +314,7 @@ class PolicyStory(RuleBasedStateMachine):
         sigma=st.sampled_from([0.0, 0.5, 2.0]),
     )
     def hint(self, dt: int, end: int, eta_ns: int, sigma: float) -> None:
-        """The application says when it comes back; for a slot that is not resident, too."""
+        """Announce the next use of a chain, or of a slot that is not resident."""
         self.pass_time(dt)
         path = self.model.path(end) or [end]
         self.tell(lambda x, now, a: x.hint(now, a, eta_ns, sigma), path)
@@ -322,7 +322,7 @@ class PolicyStory(RuleBasedStateMachine):
 
     @rule(dt=steps_ns, request=requests, end=st.integers(0, SLOTS))
     def enqueue(self, dt: int, request: int, end: int) -> None:
-        """A request waits; perhaps it waited already, for another chain."""
+        """Queue a request, which may be queued already, for another chain."""
         self.pass_time(dt)
         path = self.model.path(end) or [end]
         self.tell(lambda x, now, a: x.enqueue(now, request, a), path)
@@ -330,14 +330,14 @@ class PolicyStory(RuleBasedStateMachine):
 
     @rule(dt=steps_ns, request=requests)
     def abort(self, dt: int, request: int) -> None:
-        """A request will not go on, known or not."""
+        """Abort a request, known or not."""
         self.pass_time(dt)
         self.tell(lambda x, now: x.abort(now, request))
         self.model.queued.pop(request, None)
 
     @rule(dt=steps_ns, tenant=st.integers(0, 2))
     def invalidate(self, dt: int, tenant: int) -> None:
-        """All that a tenant has is stale; the third one has nothing."""
+        """Invalidate all blocks of a tenant; the third tenant has none."""
         self.ask_expired(dt)
         self.tell(lambda x, now: x.invalidate(now, tenant))
         stale = self.model.stale_of(tenant)
@@ -345,7 +345,7 @@ class PolicyStory(RuleBasedStateMachine):
         if overrides(self.raw, "invalidate"):
             require(stale <= self.model.gone, "an invalid block had not expired")
 
-    # --- what is decided ------------------------------------------------------------------------
+    # --- decisions ------------------------------------------------------------------------------
 
     @rule(
         dt=steps_ns,
@@ -356,7 +356,7 @@ class PolicyStory(RuleBasedStateMachine):
     def evict(
         self, dt: int, n: int, protected: list[int], box: Callable[..., Collection[int]]
     ) -> None:
-        """Room is needed: for `n` blocks or, if negative, for about all that can be had."""
+        """Evict `n` blocks or, if negative, about as many as possible."""
         self.ask_expired(dt)
         model = self.model
         most = len(model.parent) - len(model.stuck(protected))
@@ -386,7 +386,7 @@ class PolicyStory(RuleBasedStateMachine):
         protected=slot_sets,
     )
     def displace(self, dt: int, n: int, rate: float, protected: list[int]) -> None:
-        """A prefetch asks for room."""
+        """Make room for a prefetch."""
         self.ask_expired(dt)
         free = set(self.model.parent) - set(protected) - set(self.model.pins)
         got = self.raw.displace(self.clock, n, rate, protected)
@@ -399,7 +399,7 @@ class PolicyStory(RuleBasedStateMachine):
 
     @rule(dt=steps_ns)
     def ask_expired(self, dt: int) -> None:
-        """What has run out?"""
+        """Query the expired slots."""
         self.pass_time(dt)
         got = self.take(self.raw.expired(self.clock), self.twin.expired(self.clamped))
         require(len(set(got)) == len(got), "expired named a slot twice")
@@ -409,7 +409,7 @@ class PolicyStory(RuleBasedStateMachine):
 
     @rule(dt=steps_ns, slots=slot_sets)
     def ask_admit(self, dt: int, slots: list[int]) -> None:
-        """What would be worth its bytes?"""
+        """Query which slots are worth their bytes."""
         self.pass_time(dt)
         news = [s for s in slots if s not in self.model.parent]
         got = self.raw.admit(self.clock, array(news))
@@ -419,7 +419,7 @@ class PolicyStory(RuleBasedStateMachine):
 
     @rule(dt=steps_ns, n=st.integers(0, 4))
     def ask_wanted(self, dt: int, n: int) -> None:
-        """What should come back?"""
+        """Query which slots should come back."""
         self.pass_time(dt)
         (got, rates), (same, equal) = (
             self.raw.wanted(self.clock, n),
@@ -428,16 +428,16 @@ class PolicyStory(RuleBasedStateMachine):
         tips = self.take(got, same)
         require(bool(np.array_equal(rates, equal)), "equal stories must give equal answers")
         require(len(tips) <= n and len(tips) == len(rates), "wanted: at most n, one rate each")
-        require(not set(tips) & set(self.model.parent), "wanted named what is resident")
+        require(not set(tips) & set(self.model.parent), "wanted named a resident slot")
         require(bool(np.all(np.diff(rates) <= 0)), "wanted: the best first")
         require(bool(np.all(rates >= 0)), "wanted: rates are numbers from 0 upwards")
 
     @invariant()
     def agrees(self) -> None:
-        """Residence, priorities and digests, after every call."""
+        """Compare residence, priorities and digests, after every call."""
         here = list(self.raw.resident())
         require(len(set(here)) == len(here), "resident names a slot twice")
-        require(set(here) == set(self.model.parent), "resident is not what came and did not go")
+        require(set(here) == set(self.model.parent), "resident lists other slots than the story")
         for s in range(-1, SLOTS + 3):
             value = self.raw.priority(s)
             require(not math.isnan(value), "a priority must be a number")
@@ -450,9 +450,9 @@ class PolicyStory(RuleBasedStateMachine):
     # --- parts ----------------------------------------------------------------------------------
 
     def pass_time(self, dt: int, silently: bool = False) -> None:
-        """Moves the raw clock, perhaps backwards, and the clamped one.
+        """Move the raw clock, perhaps backwards, and the clamped one.
 
-        A call that a policy ignores does not tell it the time; an eviction of nothing does.
+        A call that a policy ignores does not pass it the time; an eviction of nothing does.
         """
         self.clock = self.clamped + dt
         self.clamped = max(self.clamped, self.clock)
@@ -463,7 +463,7 @@ class PolicyStory(RuleBasedStateMachine):
     def tell(
         self, call: Callable[..., None], *arrays: list[int], quiet: list[int] | None = None
     ) -> None:
-        """One call to all three; arrays that are kept or written show up."""
+        """Pass one call to all three copies; arrays that are kept or written are detected."""
         mine = [array(a) for a in arrays]
         call(self.raw, self.clock, *mine)
         for a, given in zip(mine, arrays, strict=True):
@@ -476,7 +476,7 @@ class PolicyStory(RuleBasedStateMachine):
             call(self.quiet, self.clamped, array(quiet))
 
     def take(self, got: NDArray[Any], same: NDArray[Any]) -> list[int]:
-        """The answer of two copies, which must be equal; scribbles over one of them."""
+        """Return the answer of two copies, which must be equal; overwrite one of them."""
         answer: list[int] = got.tolist()
         require(got.ndim == 1 and got.dtype.kind == "i", "an answer is a vector of integers")
         require(answer == same.tolist(), "equal stories must give equal answers")
@@ -485,10 +485,10 @@ class PolicyStory(RuleBasedStateMachine):
         return answer
 
     def leave(self, victims: list[int], free: set[int], worth: dict[int, float]) -> None:
-        """Victims go, each of which must have been free to, in its turn."""
-        require(len(set(victims)) == len(victims), "a slot was given up twice")
+        """Remove victims from the model, after checking each of them."""
+        require(len(set(victims)) == len(victims), "a slot was evicted twice")
         require(set(victims) <= set(self.model.parent), "a victim was not resident")
-        require(set(victims) <= free, "a protected or pinned slot was given up")
+        require(set(victims) <= free, "a protected or pinned slot was evicted")
         for victim in victims:
             self.model.judge(victim, free, worth, self.heeded)
             self.model.drop([victim])

@@ -1,4 +1,4 @@
-"""What any rule that drops tokens owes whoever calls it, on made-up keys, values and weights."""
+"""`check_sparsifier`: check any rule that drops tokens on made-up keys, values and weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Array = np.ndarray[Any, Any]
 
 
 class MadeUpPrompt(NamedTuple):
-    """A made-up prompt in one layer.
+    """Made-up prompt in one layer.
 
     Attributes:
         layer: The layer's number.
         heads: KV heads.
         tokens: Its length.
-        kind: "random", "equal" for tokens that are all alike, "zero" or "huge".
-        seed: Of its numbers.
+        kind: "random", "equal" (all tokens alike), "zero" or "huge".
+        seed: Seed of its numbers.
     """
 
     layer: int
@@ -32,7 +32,7 @@ class MadeUpPrompt(NamedTuple):
     seed: int
 
     def arrays(self) -> list[Array]:
-        """Its keys, values and weights."""
+        """Return its keys, values and weights."""
         dice, (heads, tokens) = np.random.default_rng(self.seed), self[1:3]
         equal, size = self.kind == "equal", {"zero": 0.0, "huge": 1e18}.get(self.kind, 1.0)
         shapes = [(heads, 1 if equal else tokens, dim) for dim in (8, 4)]
@@ -55,21 +55,20 @@ PROMPTS = st.builds(
 def check_sparsifier(
     make: Callable[[Any], Sparsifier], *, max_examples: int = 150, shrink: bool = True
 ) -> None:
-    """Runs the conformance suite on a rule that drops tokens; returns if it found no fault.
+    """Run the conformance suite on a rule that drops tokens; return if it found no fault.
 
-    Checked: it keeps as many slots as its share says, the same number for all heads, each once, in
-    ascending order; the first and the latest tokens are among them; a larger share keeps all that a
-    smaller one keeps, the protected ones aside; all is kept at a share of 1; a layer keeps what its
-    own share says, whatever those of others are; equal prompts give equal answers, also after
-    others and from another object; arrays are neither kept nor written; it does without the
-    attention that it did not ask for; nothing is raised, also where all keys are equal, zero or
-    huge.
+    Checked: the rule keeps its share of slots, the same number for all heads, each once, in
+    ascending order; the first and the latest tokens are among them; a larger share keeps all slots
+    of a smaller one, except protected ones; a share of 1 keeps all; a layer keeps its own share,
+    whatever those of others are; equal prompts give equal answers, also after others and from
+    another object; arrays are neither kept nor written; the rule works without attention that it
+    did not ask for; nothing is raised, also if all keys are equal, zero or huge.
 
     Args:
         make: Makes a rule that keeps a share, or a share for each layer: its class, or any callable
-            of the one and the other.
-        max_examples: Prompts to show it.
-        shrink: Look for the simplest prompt that shows a fault, rather than tell the first.
+            that takes both.
+        max_examples: Number of prompts to try.
+        shrink: Search for the simplest prompt that shows a fault, rather than report the first.
 
     Raises:
         AssertionError: With a prompt that shows the fault.
@@ -98,7 +97,7 @@ def _judge(make: Callable[[Any], Sparsifier], prompt: MadeUpPrompt, shares: list
     require(bool((np.diff(first, axis=1) > 0).all()), "slots are not ascending", first)
     require(bool((first >= 0).all() and (first < tokens).all()), "there is no such slot", first)
     written = any(not np.array_equal(a, b) for a, b in zip(arrays, before, strict=True))
-    require(not written, "it writes to what it was given")
+    require(not written, "it writes to its arguments")
     kept(few, prompt.layer + 1, [part * 0 + 1 for part in arrays])
     for again in (kept(few), kept(make(shares[0]))):
         require(np.array_equal(first, again), "the same prompt is answered otherwise", again)
@@ -114,4 +113,4 @@ def _judge(make: Callable[[Any], Sparsifier], prompt: MadeUpPrompt, shares: list
     require(most == (tokens, tokens), "a layer does not keep its own share", most)
     if len(safe) == few.sink_tokens + few.recent_tokens:  # else the wider share protects more
         lost = [set(a) - set(b) for a, b in zip(first, kept(many), strict=True)]
-        require(not any(lost), "a larger share loses what a smaller one keeps", lost)
+        require(not any(lost), "a larger share loses slots that a smaller one keeps", lost)

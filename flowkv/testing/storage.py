@@ -1,7 +1,7 @@
-"""`check_tier` and `check_codec`: what keeps frames, and what is in them, whoever wrote it.
+"""`check_tier` and `check_codec`: check tiers, which store frames, and codecs, which encode them.
 
 FlowKV's own codecs write the same bytes everywhere: seal on one machine, read on any other.
-Running the suite with `device="cuda"` proves it for the compiler and the GPU at hand.
+Running the suite with `device="cuda"` proves that for the compiler and the GPU at hand.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from flowkv.testing.stories import (
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import KINDS
 
-# What a tier may hold, seen from outside: the model that `check_tier` compares it with.
+# A model of the possible contents of a tier, which `check_tier` compares with the tier's answers.
 #
-# With several jobs in flight nobody outside knows which came first. So the model keeps, per key,
-# all frames that may be there now (`None` stands for nothing there), and every request collects
-# what may have been there while it was under way. An answer must agree with one of them; one to
-# a request that nothing disturbed tells which one it is.
+# With several jobs in flight, their order is not visible outside. So the model keeps, per key, all
+# frames that may be stored now (`None` stands for no frame), and every request collects the frames
+# that may have been stored while it was in flight. An answer must agree with one of them; the
+# answer to an undisturbed request reveals which one is stored.
 
 
 class Frame(NamedTuple):
-    """A description and a body."""
+    """Description and body of a frame."""
 
     info: FrameInfo
     body: bytes
 
     def part(self, request: Load) -> bytes | None:
-        """The stripes wished for; None if the frame has not got them."""
+        """Return the requested stripes; None if the frame does not have them."""
         stripes = len(self.body) // self.info.stripe_bytes
         end = request.first + request.stripes if request.stripes else stripes
         if not 0 <= request.first < end <= stripes:
@@ -59,7 +59,7 @@ class Frame(NamedTuple):
         return self.body[request.first * self.info.stripe_bytes : end * self.info.stripe_bytes]
 
     def problems(self, request: Load) -> set[tuple[Outcome, str]]:
-        """Why a request for this frame cannot be granted; any of the reasons may be given."""
+        """Return the reasons to refuse a request for this frame; a tier may answer any of them."""
         found = set()
         part = self.part(request)
         if self.info.layout != request.layout:
@@ -74,21 +74,21 @@ class Frame(NamedTuple):
 
 
 class TierRequest:
-    """One item in flight.
+    """Item in flight.
 
     Args:
-        item: What was asked of the tier.
-        frame: What a store should make of the key.
-        due_s: When it must be answered, in `time.monotonic` seconds.
+        item: The item submitted to the tier.
+        frame: The frame that a store writes; None for loads, and stores that must fail.
+        due_s: Time by which it must be answered, in `time.monotonic` seconds.
         step: Number of the call that submitted it.
 
     Attributes:
-        seen: What may have been there since it was submitted.
+        seen: Frames that may have been stored since it was submitted.
         alone: Whether no store or deletion of the key overlapped with it.
         deleted: Whether the key was deleted meanwhile.
-        brought: Whether its frame may be there only because of it.
+        brought: Whether its frame may be stored only because of it.
         room_bytes: Most bytes that the tier may need, counting everything in flight.
-        cancelled: Whether it was to be cancelled.
+        cancelled: Whether its job was cancelled.
         n_bytes: Bytes of its memory.
     """
 
@@ -106,13 +106,13 @@ class Model:
     """All keys, and all requests in flight.
 
     Args:
-        lossy: Frames may vanish at any time, and a store that failed may be there all the same.
+        lossy: Frames may vanish at any time, and a failed store may have stored its frame.
 
     Attributes:
-        may: What may be there now, by key.
+        may: Frames that may be stored now, by key.
         flying: Requests in flight.
-        doubtful: Keys whose frame may be damaged: said to be there, and refused when it is read.
-        promised: Keys whose frame was written, and answered `STORED`, since the last `doubt`.
+        doubtful: Keys of frames that may be damaged: listed as stored, and refused when read.
+        promised: Keys of frames that were written, and answered `STORED`, since the last `doubt`.
     """
 
     def __init__(self, lossy: bool) -> None:
@@ -124,11 +124,11 @@ class Model:
         self._ghosts: defaultdict[bytes, set[Frame]] = defaultdict(set)
 
     def stores(self, key: bytes) -> list[TierRequest]:
-        """Stores of a key that are in flight."""
+        """Return the stores of a key that are in flight."""
         return [request for request in self.flying if request.frame and request.item.key == key]
 
     def submit(self, request: TierRequest) -> None:
-        """A request was given to the tier."""
+        """Record a request that was submitted to the tier."""
         key, may = request.item.key, self.may[request.item.key]
         others = [other for other in self.flying if other.item.key == key]
         if request.frame is not None:
@@ -143,7 +143,7 @@ class Model:
         self.flying.append(request)
 
     def delete(self, key: bytes) -> None:
-        """A key was deleted; stores in flight may bring it back."""
+        """Record the deletion of a key; stores in flight may bring it back."""
         self.may[key] = {None, *self._ghosts[key]}
         self.doubtful.discard(key)
         self.promised.discard(key)
@@ -155,10 +155,10 @@ class Model:
             self._add(request)
 
     def doubt(self, *, but_promised: bool = False) -> None:
-        """Every frame that is there now may be gone, or damaged.
+        """Record that every frame stored now may be gone, or damaged.
 
         Args:
-            but_promised: Except those that were promised.
+            but_promised: Except promised ones.
         """
         kept = self.promised if but_promised else set()
         for key, states in self.may.items():
@@ -172,7 +172,7 @@ class Model:
         self.promised = set(kept)
 
     def stored(self, request: TierRequest) -> None:
-        """A store was answered `STORED`; one of an impossible frame says that another is there."""
+        """Record the answer `STORED`; to an impossible frame it means that another is stored."""
         self.flying.remove(request)
         if request.alone and request.frame:
             self.promised.add(request.item.key)
@@ -182,7 +182,7 @@ class Model:
             assert self.may[request.item.key]
 
     def failed(self, request: TierRequest) -> None:
-        """A store was answered `FAILED`: unless the tier is lossy, its frame is not there."""
+        """Record the answer `FAILED` to a store; only a lossy tier may have stored its frame."""
         self.flying.remove(request)
         if request.frame is None:
             return
@@ -196,13 +196,13 @@ class Model:
                 self.may[request.item.key].discard(request.frame)
 
     def loaded(self, request: TierRequest, answer: TierAnswer) -> None:
-        """A load was answered; raises AssertionError if it cannot have been."""
+        """Record the answer to a load; raise AssertionError if the answer is impossible."""
         self.flying.remove(request)
         load = request.item
         assert isinstance(load, Load)
         agree = {state for state in request.seen if agrees(state, load, answer)}
         if answer.outcome is Outcome.HIT:
-            assert agree, f"WRONG BYTES, or a hit for what was not stored: {_short(answer)}"
+            assert agree, f"WRONG BYTES, or a hit for a frame that was not stored: {_short(answer)}"
         elif self.lossy:
             assert answer.outcome in (Outcome.MISS, Outcome.FAILED)
             assert answer.outcome is Outcome.MISS or answer.reason, "a failure says why"
@@ -211,7 +211,7 @@ class Model:
             excused = answer.outcome is Outcome.FAILED and (
                 answer.reason == "deadline" or (answer.reason == "cancelled" and request.cancelled)
             )
-            assert agree or excused, f"{_short(answer)} does not fit what is there"
+            assert agree or excused, f"{_short(answer)} does not fit the stored frame"
             if excused:
                 return
         if request.alone:
@@ -219,7 +219,7 @@ class Model:
             self.may[load.key] &= agree | ({None} if doubtful else set())
 
     def present(self, key: bytes, there: bool) -> None:
-        """The tier said whether a key is there; raises AssertionError if it cannot be so."""
+        """Record whether the tier has a key; raise AssertionError if that is impossible."""
         may = self.may[key]
         if there:
             assert may != {None}, "a key that is not there is said to be there"
@@ -241,7 +241,7 @@ class Model:
 
 
 def agrees(state: Frame | None, request: Load, answer: TierAnswer) -> bool:
-    """Whether a load may be answered so while this is what is there."""
+    """Return whether a load may be answered like this if `state` is stored."""
     said = answer.outcome, answer.reason
     if state is None:
         return said == (Outcome.MISS, "") or (
@@ -264,13 +264,13 @@ def _short(answer: TierAnswer) -> str:
     return f"{answer.outcome.name} {answer.reason!r} of {answer.n_bytes} bytes for {key}"
 
 
-# What is stored and asked for: frames and loads, at random, small enough to read.
+# Random frames and loads, small enough to read.
 
 NAMES = st.integers(0, 11)
 
 
 def key_of(name: int) -> bytes:
-    """Key of the frame that the machine knows by a small number."""
+    """Return the key of the frame with a small number."""
     return hashlib.sha256(b"check_tier %d" % name).digest()
 
 
@@ -278,7 +278,7 @@ LAYOUTS = (b"\1" * 16, b"\2" * 16)
 
 
 class Sketch(NamedTuple):
-    """The ingredients of a frame; small, so that a failing example can be read."""
+    """Ingredients of a frame; small, so that a failing example can be read."""
 
     kind: str
     codec: int
@@ -292,7 +292,7 @@ class Sketch(NamedTuple):
     spoil: str = ""
 
     def frame(self) -> Frame:
-        """Description and body: one odd stripe, or several of a granule."""
+        """Return description and body: one odd stripe, or several of a granule."""
         step = self.stripe_bytes if self.stripes == 1 else GRANULE_BYTES
         group, tokens, world, heads = self.numbers
         info = FrameInfo(
@@ -322,7 +322,7 @@ SPOILED: dict[str, dict[str, Any]] = {
     "stripes": {"stripe_bytes": 3 * GRANULE_BYTES + 1},
     "codec": {"codec": len(CODECS), "fidelity": len(CODECS)},
 }
-"""Descriptions that no frame can have; a store of one fails as "invalid"."""
+"""Impossible descriptions; a store with one fails as "invalid"."""
 
 SKETCHES = st.builds(
     Sketch,
@@ -340,7 +340,7 @@ SKETCHES = st.builds(
 
 
 class Want(NamedTuple):
-    """A load to make: an honest one asks for what the frame can give; `lie` says if not."""
+    """Load to make; `lie` names the property that does not fit the stored frame, "" for none."""
 
     name: int
     layout: bytes
@@ -363,11 +363,11 @@ WANTS = st.builds(
 )
 
 
-# The state machine behind `check_tier`: any tier against a model of what it may hold.
+# The state machine behind `check_tier`: any tier against a model of its possible contents.
 
 
 GRACE_S = 5.0
-"""How much later than its deadline an answer may be seen on a busy machine."""
+"""Most seconds after its deadline at which an answer may arrive on a busy machine."""
 PATIENCE_S = 20.0
 STEPS = 30
 HANDLES = st.integers(0, 1)
@@ -377,7 +377,7 @@ SPARE_BYTES = 3
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Random calls, several jobs in flight; `model` knows what may be there."""
+    """Random calls with several jobs in flight, compared with `model`."""
 
     factory: Callable[[int], Tier]
     reopener: Callable[[Tier], Tier] | None
@@ -394,13 +394,13 @@ class TierMachine(RuleBasedStateMachine):
             self.tiers.append(cls.peer(self.tiers[0]))  # type: ignore[misc]
         self.model = Model(self.lossy)
         self.jobs: dict[tuple[Tier, int], dict[int, TierRequest]] = {}
-        self.born: dict[bytes, tuple[int, int]] = {}  # when its store began and was answered
-        self.done: list[tuple[object, bytes]] = []  # memory that no tier may touch any more
+        self.born: dict[bytes, tuple[int, int]] = {}  # steps of a store's begin and answer
+        self.done: list[tuple[object, bytes]] = []  # memory that no tier may write any more
         self.step = 0
-        self.sound = True  # until a check of answers fails: then some of them are lost
+        self.sound = True  # False once a check of answers failed, which loses some of them
 
     def teardown(self) -> None:
-        """Closes everything; what was in flight is answered all the same."""
+        """Close all tiers; items in flight must still be answered."""
         for tier in reversed(self.tiers):
             tier.close()
             if self.sound:
@@ -415,7 +415,7 @@ class TierMachine(RuleBasedStateMachine):
         deadline_s=DEADLINES_S,
     )
     def store(self, wanted: list[tuple[int, Sketch]], handle: int, deadline_s: float) -> None:
-        """Starts stores; a key that is there keeps its frame."""
+        """Start stores; a key that is stored keeps its frame."""
         tier = self.tiers[handle % len(self.tiers)]
         self.step += 1
         requests, due_s = {}, time.monotonic() + deadline_s
@@ -438,7 +438,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(WANTS, min_size=1, max_size=4), handle=HANDLES, deadline_s=DEADLINES_S)
     def load(self, wanted: list[Want], handle: int, deadline_s: float) -> None:
-        """Starts loads, most of them of what may be there."""
+        """Start loads, most of them of frames that may be stored."""
         tier = self.tiers[handle % len(self.tiers)]
         self.step += 1
         requests, due_s = {}, time.monotonic() + deadline_s
@@ -449,10 +449,10 @@ class TierMachine(RuleBasedStateMachine):
         self.jobs[tier, tier.submit_load(items, deadline_s=deadline_s)] = requests  # type: ignore[arg-type]
 
     def load_of(self, want: Want) -> Load:
-        """A load with a target that has the size wished for, or not quite."""
+        """Return a load with a target of the requested size, or not quite."""
         key, layout, fidelity = key_of(want.name), want.layout, want.fidelity
         there = [each for each, states in self.model.may.items() if any(states)]
-        if there and want.name % 4:  # mostly something that is there
+        if there and want.name % 4:  # mostly a key that is stored
             key = there[want.name % len(there)]
         first, stripes, size = want.first, want.stripes, GRANULE_BYTES
         frame = next(filter(None, self.model.may[key]), None)
@@ -474,12 +474,12 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(handle=HANDLES, all_of_it=st.booleans())
     def poll(self, handle: int, all_of_it: bool) -> None:
-        """Takes some answers, or waits for all."""
+        """Take some answers, or wait for all."""
         self.collect(self.tiers[handle % len(self.tiers)], all_of_it=all_of_it)
 
     @rule(which=st.integers(0, 7))
     def cancel(self, which: int) -> None:
-        """Gives up a job, if one is in flight; no precondition, since threads decide about that."""
+        """Cancel a job, if one is in flight; no precondition, since threads decide about that."""
         if not self.jobs:
             return
         (tier, job), requests = list(self.jobs.items())[which % len(self.jobs)]
@@ -489,7 +489,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(names=st.lists(NAMES, max_size=4, unique=True), handle=HANDLES, erase=st.booleans())
     def delete(self, names: list[int], handle: int, erase: bool) -> None:
-        """Forgets frames."""
+        """Delete or erase frames."""
         tier = self.tiers[handle % len(self.tiers)]
         keys = [key_of(name) for name in names]
         if not tier.writable:
@@ -501,8 +501,8 @@ class TierMachine(RuleBasedStateMachine):
         try:
             gone = tier.erase(keys) if erase else tier.delete(keys)
         except StoreError:
-            assert erase and self.model.lossy, "what was asked for was not done"
-            for key in keys:  # some may still be there, which is what it says
+            assert erase and self.model.lossy, "a deletion was not carried out"
+            for key in keys:  # the error means that some may still be stored
                 self.model.delete(key)
                 self.model.may[key] |= before[key]
             return
@@ -514,7 +514,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(handle=HANDLES)
     def scan(self, handle: int) -> None:
-        """Lists frames."""
+        """List frames, and compare them with the model."""
         tier = self.tiers[handle % len(self.tiers)]
         entries = list(tier.scan())
         found = {entry.key: entry.info for entry in entries}
@@ -534,7 +534,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reopener is not None)
     @rule()
     def reopen(self) -> None:
-        """Closes the tier, with whatever is in flight, and opens it again."""
+        """Close the tier, with items in flight, and open it again."""
         assert self.reopener is not None
         old = self.tiers[0]
         self.tiers[0] = type(self).reopener(old)  # type: ignore[misc]
@@ -543,7 +543,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.damager is not None)
     @rule(number=st.integers(0, 2**31 - 1))
     def damage(self, number: int) -> None:
-        """Spoils a bit where the frames lie."""
+        """Flip a bit in the tier's storage."""
         assert self.damager is not None
         self.collect(self.tiers[0], all_of_it=True)
         type(self).damager(self.tiers[0], number)  # type: ignore[misc]
@@ -553,7 +553,7 @@ class TierMachine(RuleBasedStateMachine):
     # ---- answers
 
     def collect(self, tier: Tier, *, all_of_it: bool, closed: bool = False) -> None:
-        """Takes answers of a tier and compares them with the model."""
+        """Take answers of a tier, and compare them with the model."""
         self.sound = False
         end_s = time.monotonic() + PATIENCE_S
         while True:
@@ -576,7 +576,7 @@ class TierMachine(RuleBasedStateMachine):
         self.sound = True
 
     def check(self, tier: Tier, answer: TierAnswer, closed: bool) -> None:
-        """One answer against the model."""
+        """Compare one answer with the model."""
         requests = self.jobs.get((tier, answer.job), {})
         request = requests.pop(answer.item, None)
         assert request is not None, (
@@ -593,7 +593,7 @@ class TierMachine(RuleBasedStateMachine):
                 self.model.loaded(request, answer)
             moved = answer.n_bytes if answer.outcome is Outcome.HIT else item.target.nbytes
             rest = item.target[moved:]
-            assert rest == bytes([BEFORE]) * len(rest), "bytes written past what was wished for"
+            assert rest == bytes([BEFORE]) * len(rest), "bytes written past the requested ones"
             memory = item.target
         elif answer.outcome is Outcome.STORED:
             assert request.frame or any(request.seen), "a frame that cannot be was stored"
@@ -608,11 +608,11 @@ class TierMachine(RuleBasedStateMachine):
             self.model.failed(request)
             memory = item.body
         if not memory.readonly:
-            memory[:] = bytes([AFTER]) * memory.nbytes  # its owner uses it again, at once
+            memory[:] = bytes([AFTER]) * memory.nbytes  # reused at once, as its owner may do
         self.done.append((memory.obj, bytes(memory)))
 
     def excused(self, tier: Tier, request: TierRequest, reason: str) -> bool:
-        """Whether a store may fail for this reason."""
+        """Return whether a store may fail for this reason."""
         return {
             "read-only": not tier.writable,
             "invalid": request.frame is None,
@@ -622,17 +622,17 @@ class TierMachine(RuleBasedStateMachine):
             "cancelled": request.cancelled,
         }.get(reason, False)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def capacity_holds(self) -> None:
-        """Never more than allowed."""
+        """Check that no tier exceeds its capacity."""
         for tier in self.tiers:
             assert 0 <= tier.used_bytes() <= tier.capacity_bytes, "over its capacity"
 
     @invariant()
     def contains_agrees(self) -> None:
-        """What was stored is believed to be there, and nothing else."""
+        """Check that `contains` is true for stored keys alone."""
         keys = [key_of(name) for name in range(12)]
         for tier in self.tiers:
             for key, there in zip(keys, tier.contains(keys), strict=True):
@@ -640,7 +640,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_touched_after_its_answer(self) -> None:
-        """Targets and bodies belong to their owner again."""
+        """Check that targets and bodies are not written after their answer."""
         assert all(memory == kept for memory, kept in self.done), "memory touched after its answer"
 
 
@@ -653,28 +653,28 @@ def check_tier(
     lossy: bool = False,
     capacity_bytes: int = 4 << 20,
 ) -> None:
-    """Drives a tier through random calls and compares it with a model.
+    """Drive a tier through random calls, and compare it with a model.
 
-    Several jobs are in flight at a time, their answers are polled whenever, and the memory of every
-    item is used for something else the moment it is answered. Checked: every item is answered once
-    and in time; a `HIT` has exactly the bytes and the description that were stored, and only the
-    stripes wished for; another layout, a fidelity above the accepted one, or stripes that are not
-    there are a `MISS` that says so; unfit targets and impossible frames fail; nothing is written
-    past what was wished for, nor after an answer; a store that failed is not there; deleted and
-    erased frames stay away; `scan` and `contains` agree; the capacity holds; a frame for which
-    there is room is stored; closing answers what is in flight; after `reopen` everything is there.
+    Several jobs are in flight at a time, their answers are polled at random times, and the memory
+    of every item is reused the moment it is answered. Checked: every item is answered once and in
+    time; a `HIT` has exactly the bytes and the description that were stored, and only the requested
+    stripes; another layout, a fidelity above the accepted one, or missing stripes are a `MISS` with
+    that reason; unfit targets and impossible frames fail; nothing is written past the requested
+    bytes, nor after an answer; a failed store has not stored its frame; deleted and erased frames
+    stay away; `scan` and `contains` agree; the capacity holds; a frame that fits is stored; closing
+    answers all items in flight; after `reopen` all frames are stored.
 
     Args:
         factory: Makes an empty tier of a capacity in bytes.
-        reopen: Closes a tier and opens it again, where frames should survive that.
+        reopen: Closes a tier and opens it again, if frames should survive that.
         peer: Opens a second handle of the same place: a reader, or another writer.
-        damage: `damage(tier, number)` spoils a bit where the frames lie, which one is up to the
-            number. The tier may lose frames from then on, but never give wrong bytes.
-        lossy: The tier may fail and lose frames (never lie), as `FlakyTier` does.
+        damage: `damage(tier, number)` flips a bit in the tier's storage, chosen by the number. The
+            tier may lose frames from then on, but never return wrong bytes.
+        lossy: The tier may fail and lose frames (never return wrong bytes), as `FlakyTier` does.
         capacity_bytes: Capacity to test with; about fifty frames should fit.
 
     Raises:
-        AssertionError: The tier broke the protocol; the message has the calls that led there.
+        AssertionError: The tier broke the protocol; the message has the calls up to the fault.
     """
     members: dict[str, Any] = {
         "factory": staticmethod(factory),
@@ -689,7 +689,7 @@ def check_tier(
     tell(lambda: run_state_machine_as_test(machine, settings=how))
 
 
-# Codecs, on pages that codecs get wrong.
+# Codecs, on pages that are hard for codecs.
 
 Runs = tuple[torch.Tensor, torch.Tensor]
 
@@ -706,24 +706,24 @@ PAGE_KINDS = (
     "halves",
     "mixed",
 )
-"""Of pages that codecs get wrong; see `page_of`."""
+"""Kinds of pages that are hard for codecs; see `page_of`."""
 
 
 class Codec(Protocol):
-    """The protocol `check_codec` needs of your codec; K is `[Hk, P, D]`, V `[Hk, P, Dv]`."""
+    """Protocol of codecs for `check_codec`; K is `[Hk, P, D]`, V `[Hk, P, Dv]`."""
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> bytes:
-        """A page as bytes; raises `ValueError` for NaN and infinity."""
+        """Return a page as bytes; raise `ValueError` for NaN and infinity."""
 
     def decode(self, code: bytes) -> Runs:
-        """What attention reads, float32."""
+        """Return K and V as attention reads them, float32."""
 
     def bounds(self, k: torch.Tensor, v: torch.Tensor) -> Runs:
-        """The most by which each decoded element may differ from the given one, float64."""
+        """Return the greatest allowed error of each decoded element, float64."""
 
 
 def page_of(kind: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Float32 runs `[..., P, D]` of a kind; all but "denormal" and "tiny" suit float16."""
+    """Return float32 runs `[..., P, D]` of a kind; all but "denormal" and "tiny" suit float16."""
     rng = torch.Generator().manual_seed(seed)
     tokens, dim = shape[-2:]
     x = torch.randn(*shape, generator=rng)
@@ -763,8 +763,8 @@ class CatalogueCodec:
     Args:
         codec: One of `CODECS`.
         shape: Hk, P, D, Dv.
-        dtype: Of raw pages.
-        device: Of the pages.
+        dtype: Dtype of raw pages.
+        device: Device of the pages.
         backend: As for `kernels.transcode`.
     """
 
@@ -784,7 +784,7 @@ class CatalogueCodec:
     def moved(
         self, page: bytes, old: PageLayout, new: PageLayout, backend: str | None
     ) -> tuple[bytes, int]:
-        """A page in another layout, and the status of that; guards what lies around it."""
+        """Return a page in another layout, and the status; check that no byte around it changes."""
         place = old.granules + 2
         arena = torch.full(((place + new.granules + 1) * GRANULE_BYTES,), 0xA5, dtype=torch.uint8)
         arena[GRANULE_BYTES:][: len(page)] = torch.frombuffer(bytearray(page), dtype=torch.uint8)
@@ -816,7 +816,7 @@ class CatalogueCodec:
         return code
 
     def decode(self, code: bytes) -> Runs:
-        """What attention reads; a raw page made of it must hold the same, rounded."""
+        """Return K and V of a page; check that its raw page has the same values, rounded."""
         page = torch.frombuffer(bytearray(code), dtype=torch.uint8)
         k, v = reference_codec.decoded(page, self.layout, 0, [0])
         raw, status = self.moved(code, self.layout, self.raw, self.backend)
@@ -828,7 +828,7 @@ class CatalogueCodec:
         return k[0], v[0]
 
     def bounds(self, k: torch.Tensor, v: torch.Tensor) -> Runs:
-        """The bounds that docs/explain/codecs.md derives."""
+        """Return the bounds that docs/explain/codecs.md derives."""
         return bounds(self.layout.codec, k, v)
 
 
@@ -841,21 +841,21 @@ def check_codec(
     backend: str | None = None,
     max_examples: int = 40,
 ) -> None:
-    """Runs the conformance suite on a codec; returns if it found no fault. Deterministic.
+    """Run the conformance suite on a codec; return if it found no fault. Deterministic.
 
     Checked on pages of zeros, outliers, extremes, denormals, ties and noise: no element is off by
-    more than the bound; what was decoded once and is encoded again stays within the bound; equal
-    pages give equal bytes, in a number that depends on their shape alone; NaN and infinity are
-    refused; operands are not written to. Of a codec of the catalogue also: this device and backend
-    write the very bytes that the oracle writes, and none beside the page.
+    more than the bound; decoded pages that are encoded again stay within the bound; equal pages
+    give equal bytes, in a number that depends on their shape alone; NaN and infinity are refused;
+    operands are not written to. For a codec of the catalogue also: this device and backend write
+    the same bytes as the oracle, and none beside the page.
 
     Args:
         codec: A name, one of `CODECS`, or a codec of your own.
         shapes: Hk, P, D and Dv of the pages.
-        dtype: What elements are rounded to first; of raw pages.
-        device: Where the pages of a codec of the catalogue lie.
-        backend: Which kernels encode and decode it: "reference", "cpu" or "triton".
-        max_examples: Pages to try.
+        dtype: Dtype of raw pages, which elements are rounded to first.
+        device: Device of the pages of a codec of the catalogue.
+        backend: Kernels that encode and decode its pages: "reference", "cpu" or "triton".
+        max_examples: Number of pages to try.
 
     Raises:
         AssertionError: The codec breaks a rule; the message says which.
@@ -888,10 +888,10 @@ def check_codec(
 
 
 def judge(codec: Codec, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, seed: int) -> None:
-    """All rules of `check_codec` on one page, whose elements `dtype` can hold.
+    """Check all rules of `check_codec` on one page with elements of `dtype`.
 
     Raises:
-        AssertionError: The codec breaks one.
+        AssertionError: The codec breaks a rule.
     """
     given_k, given_v = k.clone(), v.clone()
     code = codec.encode(k, v)
@@ -906,7 +906,7 @@ def judge(codec: Codec, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, se
         codec.decode(codec.encode(*once)),
         (once[0], once[1]),
         codec,
-        "what was encoded twice is off by more than the bound",
+        "an element that was encoded twice is off by more than the bound",
     )
     for x, bad in ((k, torch.nan), (v, torch.inf), (k, -torch.inf), (v, torch.nan)):
         place = seed % x.numel()

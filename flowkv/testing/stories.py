@@ -1,4 +1,4 @@
-"""Scenarios of the conformance checks: the same every time, and one fault reported at most."""
+"""Scenarios of the conformance checks: the same in every run, with at most one fault reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ try:
 except ImportError:  # pragma: no cover
     raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
-# Hypothesis is imported here alone, so that whoever lacks it is told what to install.
+# Hypothesis is imported in this module alone, so that its absence raises one clear error.
 __all__ = [
     "RuleBasedStateMachine",
     "VerificationError",
@@ -41,11 +41,11 @@ __all__ = [
 
 
 def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings:
-    """Settings of a suite.
+    """Return the Hypothesis settings of a suite.
 
     Args:
-        max_examples: Stories to tell.
-        shrink: Look for the shortest story that shows a fault, rather than tell the first.
+        max_examples: Number of stories (examples) to run.
+        shrink: Search for the shortest story that shows a fault, rather than report the first.
         steps: Most steps of a state machine's story.
     """
     return settings(
@@ -61,11 +61,11 @@ def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings
 
 
 def tell(stories: Callable[[], object]) -> None:
-    """Tells stories until one shows a fault.
+    """Run stories until one shows a fault.
 
     Raises:
-        AssertionError: A story ended differently when it was told again, so that what is judged is
-            not deterministic; or what a story raised.
+        AssertionError: A story failed; or it ended differently when it was run again, so the
+            tested object is not deterministic.
     """
     try:
         stories()
@@ -76,7 +76,7 @@ def tell(stories: Callable[[], object]) -> None:
 def tell_machine(
     machine: type[RuleBasedStateMachine], max_examples: int, steps: int, shrink: bool
 ) -> None:
-    """Tells stories of a state machine."""
+    """Run stories of a state machine."""
     how = told(max_examples, shrink=shrink, steps=steps)
     try:
         tell(lambda: run_state_machine_as_test(machine, settings=how))
@@ -85,14 +85,14 @@ def tell_machine(
 
 
 class VerificationError(AssertionError):
-    """Something breaks a rule. The message begins with it."""
+    """Error of a broken rule, which its message begins with."""
 
 
 def require(holds: bool, sentence: str, about: object = None) -> None:
-    """Fails with a sentence, and what it is about.
+    """Fail with a sentence, and the object it is about, unless a condition holds.
 
     Raises:
-        VerificationError: (an `AssertionError`) It does not hold.
+        VerificationError: (an `AssertionError`) The condition does not hold.
     """
     if not holds:
         raise VerificationError(sentence if about is None else f"{sentence}: {about}")

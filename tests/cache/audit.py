@@ -124,14 +124,14 @@ def audit_residency(kv: KV, store: PageStore) -> None:
         idle |= {pages[g] for pages in store.tails.values() for g in groups}
         free = pool.capacity_bytes() - pool.used_bytes()
         assert store.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
-    for number, place in enumerate(store.tier_places):
+    for number, place in enumerate(store.stack.places):
         there = [block.slot for block in store.index if block.tiers >> number & 1]
         assert sorted(place.policy.resident()) == sorted(there)
-        assert set(place.held) == {b.slot for b in store.index if b.moving or b.kept}
+        assert set(place.held) == {b.slot for b in store.index if b.going or b.kept}
     restores = kv.restores._active.values()
     coming = Counter(one.block for restore in restores for one in restore if one._kept)
     for block in store.index:
-        assert block.somewhere or block.moving, "a block lies nowhere and is still known"
+        assert block.somewhere or block.going, "a block lies nowhere and is still known"
         assert block.kept == block.pinned + coming[block]
         assert store.index.at(block.slot) is block
 

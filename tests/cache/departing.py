@@ -46,7 +46,7 @@ def begin(directory: Path, name: str = "kv", **options: Any) -> KV:
     """A cache with pages that wait to be written."""
     kv = make_kv(simple(), disk=f"{directory / name}:4MiB", **options)
     held.append(kv)
-    lane = kv.planner.store.mover.lanes[0]
+    lane = kv.planner.store.stack.mover.lanes[0]
     lane.schedule.barred = True
     lane._bar = lambda barred: None  # until the end, as if another one erased all the time
     published(kv, list(range(PAGES * 8)))
@@ -98,7 +98,7 @@ def several(directory: Path) -> None:
 
 
 def dropped(directory: Path) -> None:
-    lane = begin(directory).planner.store.mover.lanes[0]
+    lane = begin(directory).planner.store.stack.mover.lanes[0]
     unbar(lane)
     held.clear()
     gc.collect()
@@ -106,7 +106,7 @@ def dropped(directory: Path) -> None:
 
 def closed(directory: Path) -> None:
     kv = begin(directory)
-    unbar(kv.planner.store.mover.lanes[0])
+    unbar(kv.planner.store.stack.mover.lanes[0])
     kv.close()
 
 
@@ -117,13 +117,13 @@ def unproven(directory: Path) -> None:
     store = kv.planner.store
 
     def prove(end_s: float) -> None:
-        store.provisional.begin()
+        store.stack.provisional.begin()
         store.confirm()
 
     follow(kv, prove=prove)
-    store.provisional.active = True
+    store.stack.provisional.active = True
     published(kv, list(range(PAGES * 8)))
-    assert len(store.provisional) == PAGES and not store.unsaved
+    assert len(store.stack.provisional) == PAGES and not store.unsaved
     atexit.register(setattr, threading.Thread, "start", no_more)
 
 
@@ -136,7 +136,7 @@ def out_of_time(directory: Path) -> None:
     kv = make_kv(simple(), disk=f"{directory / 'kv'}:4MiB", exit_s=0.1)
     held.append(kv)
     follow(kv, prove=lambda end_s: False)
-    kv.planner.store.provisional.active = True
+    kv.planner.store.stack.provisional.active = True
     published(kv, list(range(PAGES * 8)))
 
 
@@ -168,7 +168,7 @@ def forks(directory: Path) -> None:
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0
-        assert len(held[0].planner.store.tiers[0].contains([])) == 0
+        assert len(held[0].planner.store.stack.tiers[0].contains([])) == 0
         assert stored(directory / "kv") == 0
     else:
         sys.exit(0)
@@ -179,7 +179,7 @@ def works(directory: Path) -> None:
 
     def work() -> None:
         begin(directory)
-        unbar(held[0].planner.store.mover.lanes[0])
+        unbar(held[0].planner.store.stack.mover.lanes[0])
 
     worker = multiprocessing.get_context("fork").Process(target=work)
     worker.start()

@@ -100,7 +100,7 @@ class Worker:
     def open(self, order: dict[str, Any]) -> dict[str, Any]:
         self.times, self.kv = [], opened(order)
         self.kv.bus.subscribe(self.note, Promoted)
-        return {"writable": [tier.writable for tier in self.kv.planner.store.tiers]}
+        return {"writable": [tier.writable for tier in self.kv.planner.store.stack.tiers]}
 
     def send(self, order: dict[str, Any]) -> dict[str, Any]:
         model, kv = Model(order["layer_s"]), self.kv
@@ -129,7 +129,7 @@ class Worker:
 
     def close(self, _: dict[str, Any]) -> dict[str, Any]:
         if self.kv is not None:
-            tiers = self.kv.planner.store.tiers
+            tiers = self.kv.planner.store.stack.tiers
             kinds = [entry.info.kind for tier in tiers for entry in tier.scan()]
             self.kv.close()
             self.kv = None

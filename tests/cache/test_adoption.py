@@ -16,7 +16,7 @@ from flowkv.tiers import Entry, FrameInfo, Store
 from tests.cache.audit import audit
 from tests.cache.fakes import Wrapped
 from tests.cache.toy import make_kv, published, simple
-from tests.inside import Evicted, FileIO, inspect, read_superblock, store, write_superblock
+from tests.inside import Evicted, FileIO, inspect, read_superblock, tier_stack, write_superblock
 
 P, Q = [1] * 24, [2] * 24
 BODY = bytes(4096)
@@ -76,8 +76,8 @@ def test_what_is_used_here_stays_before_what_nobody_uses() -> None:
 
 
 def test_the_work_is_bounded() -> None:
-    residency_adopted, store._ADOPTED = store._ADOPTED, 4
-    residency_looked, store._LOOKED_AT = store._LOOKED_AT, 6
+    residency_adopted, tier_stack._ADOPTED = tier_stack._ADOPTED, 4
+    residency_looked, tier_stack._LOOKED_AT = tier_stack._LOOKED_AT, 6
     try:
         memory = MemoryTier(200 * 4096)
         kv, pool = kv_over(memory)
@@ -87,7 +87,7 @@ def test_the_work_is_bounded() -> None:
         assert kv.flush() and pool.listed <= 6 and kv.stats()["blocks"] <= 4
         audit(kv)
     finally:
-        store._ADOPTED, store._LOOKED_AT = residency_adopted, residency_looked
+        tier_stack._ADOPTED, tier_stack._LOOKED_AT = residency_adopted, residency_looked
 
 
 def test_after_a_restart_the_oldest_prompt_goes_first() -> None:
@@ -114,7 +114,7 @@ def test_a_tier_of_our_own_has_nothing_to_adopt() -> None:
     kv.pin(P)
     published(kv, Q)
     kv.flush()
-    assert kv.planner.store.adopt(0) == 0
+    assert kv.planner.store.stack.adopt(0) == 0
     audit(kv)
 
 
@@ -125,7 +125,7 @@ def test_a_second_cache_writes_once_the_first_is_closed(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="another cache of this process"):
         second = make_kv(simple(), pages=16, disk=disk)
     published(second, Q)
-    assert second.flush() and not second.planner.store.tiers[0].writable
+    assert second.flush() and not second.planner.store.stack.tiers[0].writable
     first.close()
     for prompt in (P, [3] * 24):  # the first look finds that nobody owns it any more
         published(second, prompt)
@@ -144,7 +144,7 @@ def test_a_cache_whose_directory_is_deleted_goes_on(tmp_path: Path) -> None:
     for prompt in (Q, [3] * 24, P):
         published(kv, prompt)
     kv.flush()
-    assert not kv.planner.store.tiers[0].writable
+    assert not kv.planner.store.stack.tiers[0].writable
     audit(kv)
     kv.close()
     assert not (tmp_path / "kv").exists()
@@ -204,7 +204,7 @@ def test_frames_of_an_earlier_version_are_the_first_to_go(tmp_path: Path) -> Non
     reasons = list[str]()
     with small_disk(tmp_path, "kept") as kv:
         kv.bus.subscribe(lambda event: reasons.append(event.reason), Evicted)
-        tier = kv.planner.store.tiers[0]
+        tier = kv.planner.store.stack.tiers[0]
         number = 200
         while by_name(tmp_path).get("unknown", 0) > 3:
             fill(kv, number, 1)
@@ -233,7 +233,7 @@ def test_what_any_cache_of_the_process_uses_is_in_use(tmp_path: Path) -> None:
     mine = small_disk(tmp_path, "mine")
     with pytest.warns(UserWarning, match="another cache of this process"):
         beside = small_disk(tmp_path, "other")
-    tier = mine.planner.store.tiers[0]
+    tier = mine.planner.store.stack.tiers[0]
     assert set(inspect(tmp_path).names.values()) == {"mine"}, "a reader writes nothing"
     assert tier.in_use(mine.namespace) and tier.in_use(beside.namespace)
     beside.close()

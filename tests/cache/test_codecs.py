@@ -479,7 +479,7 @@ def test_pages_leave_and_come_back_encoded(codec: str, place: str, tmp_path: Any
     seq = kv.open(tokens)
     assert seq.reused == 5 * PAGE and "raw" not in codecs_of(kv, seq)
     check(kv, seq, tokens[: 5 * PAGE])
-    name = kv.planner.store.tiers[0].name
+    name = kv.planner.store.stack.tiers[0].name
     loaded = kv.stats()["tiers"][name]["loaded_bytes"]
     forms = kv.planner.store.forms
     assert loaded == sum(
@@ -679,7 +679,7 @@ def test_policies_are_told_the_likely_size_of_what_others_wrote() -> None:
     for block in store.index:
         block.enter(0, UNKNOWN)
         wanted = store.page_bytes(block.group, 1)
-        assert store.size(block, 0) == wanted < store.body_bytes(block, 0)
+        assert store.stack.size(block, 0) == wanted < store.stack.body_bytes(block, 0)
     kv.close()
 
 

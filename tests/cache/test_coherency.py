@@ -91,11 +91,11 @@ def test_nor_from_its_private_host_tier(two: tuple[KV, KV], forget: Forget) -> N
     assert a.flush() and reused(b, P) == 24
     store = b.planner.store
     for block in list(store.index):
-        store.remove(block)
+        store.device_places[store.device(block.group)].remove(block)
         store._leave_device(block, "space")
-    assert b.flush() and len(list(store.tiers[0].scan())) == 3
+    assert b.flush() and len(list(store.stack.tiers[0].scan())) == 3
     forget(a)
-    assert reused(b, P) == 0 and not list(store.tiers[0].scan())
+    assert reused(b, P) == 0 and not list(store.stack.tiers[0].scan())
     audit(b)
 
 
@@ -240,7 +240,7 @@ def test_a_load_that_is_under_way_is_not_followed_by_later_ones(tmp_path: Path) 
     writer.flush()
     new = b.prefetch(P)
     b.planner.store.drain()
-    assert new.left == 3 and b.planner.store.mover.lanes[0].schedule.joined == 0
+    assert new.left == 3 and b.planner.store.stack.mover.lanes[0].schedule.joined == 0
     tier.speak()
     old.cancel()
     new.cancel()
@@ -254,7 +254,7 @@ def test_a_load_that_is_under_way_is_not_followed_by_later_ones(tmp_path: Path) 
 def test_a_page_that_waits_to_be_stored_is_not_stored_any_more(tmp_path: Path) -> None:
     a, tier = kv_over(shared(tmp_path)), shared(tmp_path)
     b = kv_over(Wrapped(tier, kind="disk"))
-    lane = b.planner.store.mover.lanes[0]
+    lane = b.planner.store.stack.mover.lanes[0]
     lane.schedule.barred = True
     before = lane.pump
     lane.pump = lambda: 0  # nothing goes out
@@ -272,9 +272,9 @@ def test_a_page_that_waits_to_be_stored_is_not_stored_any_more(tmp_path: Path) -
 
 def test_nobody_erases_while_somebody_stores(tmp_path: Path) -> None:
     a, b = kv_over(shared(tmp_path)), kv_over(shared(tmp_path, kind="disk"))
-    log = a.planner.store.erasure_logs[0]
+    log = a.planner.store.stack.erasure_logs[0]
     log._patience_s = 0.05
-    with b.planner.store.erasure_logs[0].storing() as free:
+    with b.planner.store.stack.erasure_logs[0].storing() as free:
         assert free
         with pytest.raises(StoreError, match=r"is locked by a process .* forget again"):
             a.forget(P)
@@ -288,15 +288,15 @@ def test_stores_wait_while_somebody_erases_and_not_for_ever(
 ) -> None:
     monkeypatch.setattr(mover, "_BARRED_S", 0.2)
     a, b = kv_over(shared(tmp_path)), kv_over(shared(tmp_path, kind="disk"))
-    with a.planner.store.erasure_logs[0].erasing():
+    with a.planner.store.stack.erasure_logs[0].erasing():
         published(b, P)
-        assert not list(b.planner.store.tiers[0].scan())
+        assert not list(b.planner.store.stack.tiers[0].scan())
         begun_s = time.monotonic()
         assert not b.flush(30.0), "pages were dropped"
         assert time.monotonic() - begun_s < 25.0
-    assert not list(b.planner.store.tiers[0].scan())
+    assert not list(b.planner.store.stack.tiers[0].scan())
     published(b, Q)
-    assert b.flush() and len(list(b.planner.store.tiers[0].scan())) == 3
+    assert b.flush() and len(list(b.planner.store.stack.tiers[0].scan())) == 3
     a.close()
     b.close()
 
@@ -308,10 +308,12 @@ def test_a_step_hears_of_it_where_nobody_opens_prompts(tmp_path: Path) -> None:
     a.forget(P)
     advance(b, [seq], [[9, *[7] * 16]])
     b.planner.store.drain()
-    assert b.planner.store.behind and not list(b.planner.store.tiers[0].scan())
+    assert b.planner.store.stack.behind and not list(b.planner.store.stack.tiers[0].scan())
     advance(b, [seq], [[7]])
     b.planner.store.drain()
-    assert not b.planner.store.behind and len(list(b.planner.store.tiers[0].scan())) == 2
+    assert (
+        not b.planner.store.stack.behind and len(list(b.planner.store.stack.tiers[0].scan())) == 2
+    )
     seq.close()
     a.close()
     b.close()
@@ -350,7 +352,7 @@ def test_a_reader_cannot_forget_and_the_owner_does_it_for_him(tmp_path: Path) ->
     with pytest.raises(StoreError, match="3 of them and can only be read here"):
         b.forget(P)
     assert reused(a, P) == 0  # he heard of it
-    assert not list(a.planner.store.tiers[0].scan())
+    assert not list(a.planner.store.stack.tiers[0].scan())
     assert reused(b, P) == 0
     with pytest.raises(StoreError, match="perhaps some of them and can only be read here"):
         b.invalidate()  # what the owner stores just now would stay
@@ -366,7 +368,7 @@ def test_where_nobody_can_be_told_it_says_so(tmp_path: Path) -> None:
     published(a, P)
     with pytest.raises(StoreError, match="cannot be written, so other caches would not learn"):
         a.forget(P)
-    assert reused(a, P) == 0 and not list(a.planner.store.tiers[0].scan())
+    assert reused(a, P) == 0 and not list(a.planner.store.stack.tiers[0].scan())
     log.rmdir()
     assert a.forget(P) == 0
     a.close()
@@ -388,7 +390,7 @@ class Counted(ErasureLog):
 def test_nothing_is_asked_per_token_and_one_thing_per_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowkv.cache.store.ErasureLog", Counted)
+    monkeypatch.setattr("flowkv.cache.tier_stack.ErasureLog", Counted)
     kv = kv_over(shared(tmp_path))
     published(kv, P)
     kv.flush()

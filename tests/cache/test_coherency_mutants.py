@@ -25,6 +25,7 @@ from tests.inside import (
     PrefixIndex,
     Schedule,
     StoreError,
+    TierStack,
     erasure,
     erasure_log,
 )
@@ -64,7 +65,7 @@ class World:
     @contextmanager
     def held(self, kv: KV) -> Iterator[None]:
         """Nothing is sent to the tier within it."""
-        (lane,) = kv.planner.store.mover.lanes
+        (lane,) = kv.planner.store.stack.mover.lanes
         lane.pump, pump = (lambda: 0), lane.pump
         try:
             yield
@@ -75,7 +76,7 @@ class World:
         """Two caches that store nothing by themselves."""
         both = self.cache("host"), self.cache("host")
         for kv in both:
-            kv.planner.store.write_back = False
+            kv.planner.store.stack.write_back = False
         return both
 
     def end(self) -> None:
@@ -144,7 +145,7 @@ def in_private_memory(world: World) -> None:
     b.flush()
     world.seen.forget(a, "a")
     b.explain([1])
-    assert not list(b.planner.store.tiers[0].scan()), "its bytes are left"
+    assert not list(b.planner.store.stack.tiers[0].scan()), "its bytes are left"
     world.seen.ask(b, "a")
 
 
@@ -250,8 +251,8 @@ def store_that_waits(world: World) -> None:
 def store_that_begins(world: World) -> None:
     """Somebody erases after a store looked, and before it is done."""
     a, b = world.cache(), world.cache()
-    world.patch.setattr(a.planner.store.erasure_logs[0], "_patience_s", 0.02)
-    tier = b.planner.store.tiers[0].inner
+    world.patch.setattr(a.planner.store.stack.erasure_logs[0], "_patience_s", 0.02)
+    tier = b.planner.store.stack.tiers[0].inner
     submit = tier.submit_store
 
     def meanwhile(items: Any, **options: Any) -> int:
@@ -277,7 +278,7 @@ def erased_while_others_store(world: World) -> None:
         store = b.planner.store
         for block in list(store.index):
             block.tiers = 0
-            store._save_page(block, 0)
+            store._store_page(block, 0)
         b.planner.store.drain()
         before(log, *names, **options)
 
@@ -329,7 +330,7 @@ def load_that_ends_late(world: World) -> None:
     writer.flush()
     new = b.prefetch(PROMPTS["a"])
     b.planner.store.drain()
-    assert b.planner.store.mover.lanes[0].schedule.joined == 0, "it follows what was before"
+    assert b.planner.store.stack.mover.lanes[0].schedule.joined == 0, "it follows what was before"
     tier.speak()
     old.cancel()
     new.cancel()
@@ -345,7 +346,9 @@ def read_from_a_store(world: World) -> None:
     with world.seen.erases(pages_of("a")), other.erasing():
         other.publish(keys)
     world.seen.ask(b, "b")
-    assert not any(b.planner.store.mover.on_the_way(key) for key in keys), "it can still be read"
+    assert not any(b.planner.store.stack.mover.on_the_way(key) for key in keys), (
+        "it can still be read"
+    )
     tier.work()
 
 
@@ -367,16 +370,16 @@ def opened_while_others_erase(world: World) -> None:
     a = world.cache()
     world.seen.ask(a, "a")
     a.flush()
-    enter = PageStore._enter
+    enter = TierStack._enter
 
-    def meanwhile(store: PageStore, *given: Any) -> None:
-        world.patch.setattr(PageStore, "_enter", enter)
+    def meanwhile(store: TierStack, *given: Any) -> None:
+        world.patch.setattr(TierStack, "_enter", enter)
         world.seen.forget(a, "a")
         enter(store, *given)
 
-    world.patch.setattr(PageStore, "_enter", meanwhile)
+    world.patch.setattr(TierStack, "_enter", meanwhile)
     b = world.cache()
-    assert not len(b.planner.store.index) or b.planner.store.outdated(), "nobody tells it"
+    assert not len(b.planner.store.index) or b.planner.store.stack.outdated(), "nobody tells it"
 
 
 def two_places(world: World) -> None:
@@ -647,11 +650,11 @@ def erases_without_a_lock(patch: Patch) -> None:
 @mutant(store_that_waits)
 def stores_without_looking(patch: Patch) -> None:
     @contextmanager
-    def blind(store: PageStore, log: ErasureLog) -> Iterator[bool]:
+    def blind(stack: TierStack, log: ErasureLog) -> Iterator[bool]:
         with log.storing() as free:
             yield free
 
-    patch.setattr(PageStore, "_storing", blind)
+    patch.setattr(TierStack, "_storing", blind)
 
 
 replaces(
@@ -667,12 +670,12 @@ replaces(
 @mutant(store_that_begins)
 def lets_go_before_it_stores(patch: Patch) -> None:
     @contextmanager
-    def early(store: PageStore, log: ErasureLog) -> Iterator[bool]:
+    def early(stack: TierStack, log: ErasureLog) -> Iterator[bool]:
         with log.storing() as free:
-            store.behind |= free and log.changed()
-        yield free and not store.behind
+            stack.behind |= free and log.changed()
+        yield free and not stack.behind
 
-    patch.setattr(PageStore, "_storing", early)
+    patch.setattr(TierStack, "_storing", early)
 
 
 # who erases
@@ -681,7 +684,7 @@ def tells_before_it_erases(patch: Patch) -> None:
     erase = erasure._erase
 
     def early(store: PageStore, doomed: Any, meant: Any, names: Any, problems: Any) -> int:
-        for log in store.erasure_logs.values():
+        for log in store.stack.erasure_logs.values():
             publish(log, *names)
         patch.setattr(ErasureLog, "publish", lambda *_, **__: None)
         return erase(store, doomed, meant, names, problems)
@@ -725,7 +728,7 @@ replaces(
     lambda store, blocks, number: (
         lose(store, blocks, -2 if number < 0 else number)
         if not blocks
-        else [store.strike(b) for b in blocks]
+        else [store.stack.unlist_all(b) for b in blocks]
     ),
     forgotten,
     said="drops_no_device_pages",
@@ -734,19 +737,19 @@ replaces(
 
 @mutant(in_private_memory)
 def leaves_private_memory(patch: Patch) -> None:
-    patch.setattr(PageStore, "_wipe", lambda store, number, keys: None)
-    patch.setattr(PageStore, "delete", PageStore.strike)
+    patch.setattr(TierStack, "_wipe", lambda stack, number, keys: None)
+    patch.setattr(TierStack, "delete", TierStack.unlist_all)
 
 
 @mutant(store_that_waits)
 def lets_waiting_stores_go_out(patch: Patch) -> None:
     patch.setattr(Lane, "retract", lambda lane, keys, reason="": None)
-    patch.setattr(PageStore, "_wipe", lambda store, number, keys: None)
+    patch.setattr(TierStack, "_wipe", lambda stack, number, keys: None)
 
 
 @mutant(store_that_ends_late)
 def keeps_what_ends_late(patch: Patch) -> None:
-    patch.setattr(PageStore, "_wipe", lambda store, number, keys: None)
+    patch.setattr(TierStack, "_wipe", lambda stack, number, keys: None)
 
 
 @mutant(load_that_ends_late)
@@ -782,22 +785,22 @@ def lets_open_sequences_publish(patch: Patch) -> None:
 
 @mutant(two_places)
 def hears_of_the_first_place_only(patch: Patch) -> None:
-    def first(store: PageStore) -> bool:
-        return next(iter(store.erasure_logs.values())).changed()
+    def first(stack: TierStack) -> bool:
+        return next(iter(stack.erasure_logs.values())).changed()
 
-    patch.setattr(PageStore, "outdated", first)
+    patch.setattr(TierStack, "outdated", first)
 
 
 @mutant(opened_while_others_erase)
 def lists_before_it_reads_the_log(patch: Patch) -> None:
-    add = PageStore.add_tier
+    add = TierStack.add
 
-    def late(store: PageStore, *given: Any, **how: Any) -> None:
-        add(store, *given, **how)
-        for log in store.erasure_logs.values():
+    def late(stack: TierStack, *given: Any, **how: Any) -> None:
+        add(stack, *given, **how)
+        for log in stack.erasure_logs.values():
             news(log)
 
-    patch.setattr(PageStore, "add_tier", late)
+    patch.setattr(TierStack, "add", late)
 
 
 @mutant(read_from_a_store)

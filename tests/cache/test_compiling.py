@@ -52,7 +52,7 @@ def test_a_load_that_compiles_is_not_late(tmp_path: Path, busy: str, wait: bool)
         measured = [rates.expected_s(1) for rates in kv.gate.rates.values() if rates.samples]
         if busy == "a compiler":
             assert seq.length == len(PROMPT) - 1
-            assert not any(lane.overdue for lane in kv.planner.store.mover.lanes)
+            assert not any(lane.overdue for lane in kv.planner.store.stack.mover.lanes)
             assert all(seconds < COMPILES_S for seconds in measured)
         else:  # so the deadline is one
             assert seq.length < len(PROMPT) // 8 * 8
@@ -101,7 +101,7 @@ for n in range(3):
     seq.close()
 assert kv.flush(600)
 samples = {name: rates.samples for name, rates in kv.gate.rates.items()}
-overdue = [lane.overdue for lane in kv.planner.store.mover.lanes]
+overdue = [lane.overdue for lane in kv.planner.store.stack.mover.lanes]
 print(json.dumps({"reused": reused, "lost": lost, "overdue": overdue, "samples": samples}))
 kv.close()
 """

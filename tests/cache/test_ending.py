@@ -231,7 +231,7 @@ def test_used_bytes_are_those_of_frames(tmp_path: Path) -> None:
         published(kv, list(range(40)))
         assert kv.flush()
         (found,) = kv.stats()["tiers"].values()
-        tier = kv.planner.store.tiers[0]
+        tier = kv.planner.store.stack.tiers[0]
         assert 5 * 8192 <= found["used_bytes"] <= 5 * tier.frame_bytes(4096)
         assert found["capacity_bytes"] == 100 << 30
 

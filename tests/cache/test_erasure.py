@@ -77,7 +77,7 @@ def test_what_was_evicted_before_is_erased_too(disk: str, tmp_path: Path) -> Non
     published(kv, P, tenant="alice", tag=1)
     hers = plaintext(kv, P, tenant="alice")
     kv.flush()
-    (tier,) = kv.planner.store.tiers
+    (tier,) = kv.planner.store.stack.tiers
     assert tier.delete([entry.key for entry in tier.scan()]) == 3
     assert holds(tmp_path, hers) == [True] * 3
     kv.forget(tenant="alice")
@@ -160,7 +160,7 @@ def test_a_server_proves_it_too(tmp_path: Path) -> None:
         published(kv, P, tenant="alice", tag=1)
         published(kv, Q, tenant="bob", tag=2)
         assert kv.flush()
-        (tier,) = kv.planner.store.tiers
+        (tier,) = kv.planner.store.stack.tiers
         assert len(list(tier.scan())) == 6
         pieces = plaintext(kv, P, tenant="alice")
         assert holds(tmp_path, pieces) == [True] * 3
@@ -261,7 +261,7 @@ def test_frames_that_others_sent_to_an_engine_are_erased_or_named() -> None:
     with pytest.raises(StoreError, match="a cannot list its frames"):
         kv.forget(tenant="")
     engine.release()
-    kv.planner.store.tiers[0]._breaker = Breaker(SystemClock())
+    kv.planner.store.stack.tiers[0]._breaker = Breaker(SystemClock())
     assert len(engine.objects) == 3 and kv.forget(tenant="") == 3
     assert list(engine.objects) == ["erased"]  # no frame: what tells other nodes
     for each in (kv, other):
@@ -278,7 +278,7 @@ def test_a_tier_that_cannot_prove_it_is_named_and_all_others_erase(silent: bool)
     store = kv.planner.store
     for block in list(store.index):
         for number in (0, 2):
-            assert store._save_page(block, number)
+            assert store._store_page(block, number)
     kv.flush()
     assert len(near.frames) == len(stubborn.frames) == len(far.frames) == 3
     message = "3 of them still, or again" if silent else "stubborn lost its connection"

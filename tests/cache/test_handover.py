@@ -239,7 +239,7 @@ def test_nothing_is_kept_back_that_would_not_pay_here(tmp_path: Path) -> None:
         with kv.hand_over(), kv.hand_over():
             toy.published(kv, prompt)
         toy.published(kv, [98, *prompt])
-        names = [entry.info.tokens for entry in kv.planner.store.tiers[0].scan()]
+        names = [entry.info.tokens for entry in kv.planner.store.stack.tiers[0].scan()]
         assert names.count(kv.page_size) == len(prompt) // kv.page_size
 
 

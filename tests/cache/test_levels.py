@@ -136,7 +136,7 @@ def test_a_tier_may_have_a_breaker_of_its_own(state: str) -> None:
         trips = 3
 
     kv = make_kv(simple(), tiers=[Guarded(name="far")])
-    assert breaker(kv.planner.store, 0) == state
+    assert breaker(kv.planner.store.stack, 0) == state
     assert kv.stats()["tiers"]["far"]["breaker"] == state
     assert value(list(levels(kv)), "tier_breaker_trips_total", tier="far") == 3
     kv.close()
@@ -145,7 +145,7 @@ def test_a_tier_may_have_a_breaker_of_its_own(state: str) -> None:
 def test_a_tier_that_rests_counts_as_open() -> None:
     kv = make_kv(simple(), tiers=[MemoryTier(name="far")])
     store = kv.planner.store
-    assert breaker(store, 0) == "closed"
-    store.rest(0, 5.0)
-    assert breaker(store, 0) == "open" and kv.stats()["tiers"]["far"]["breaker"] == "open"
+    assert breaker(store.stack, 0) == "closed"
+    store.stack.rest(0, 5.0)
+    assert breaker(store.stack, 0) == "open" and kv.stats()["tiers"]["far"]["breaker"] == "open"
     kv.close()

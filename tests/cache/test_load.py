@@ -87,7 +87,7 @@ def test_a_page_that_came_twice_is_copied_up_before_it_is_another_ones(
     tier.waited_for = False
     kv.prefetch([*text[: 8 * fetched], 99])
     for _ in range(4):
-        store.mover.drain()
+        store.stack.mover.drain()
     coming = {load.key for _, _, load in tier.asked}
 
     def rank(load: Load) -> int | None:  # what was fetched before comes while the rest is awaited

@@ -286,7 +286,7 @@ class Machine(RuleBasedStateMachine):
         for tenant in TENANTS:
             self.kv.forget(tenant=tenant)
         audit_empty(self.kv)
-        assert all(tier.used_bytes() == 0 for tier in self.kv.planner.store.tiers)
+        assert all(tier.used_bytes() == 0 for tier in self.kv.planner.store.stack.tiers)
         self.kv.close()
 
 

@@ -118,12 +118,12 @@ def test_a_load_takes_what_is_being_stored_from_memory() -> None:
     mover, answers = mover_over(tier), list[Completion]()
     assert mover.store(0, key_of(1), INFO, memoryview(BODY), answers.append)
     load, target = load_of(1)
-    (answer,), lent = mover.load([(0, load)], lambda _: None)
+    (answer,), lent = mover.load([(0, load)])
     assert answer.outcome is Outcome.HIT and answer.info == INFO and target == BODY
     assert not lent and not tier.jobs and mover.from_memory == 1
     mover.drain()
     load, target = load_of(1)
-    assert mover.load([(0, load)], lambda _: None)[0][0].outcome is Outcome.HIT
+    assert mover.load([(0, load)])[0][0].outcome is Outcome.HIT
     assert tier.jobs == [("store", 1)]
     tier.allowed = 9
     assert flushed(mover, 1.0) and [a.outcome for a in answers] == [Outcome.STORED]
@@ -139,7 +139,7 @@ def test_memory_gives_only_what_was_asked_for(change: dict[str, Any]) -> None:
     if "target" in change:
         change = {"target": memoryview(change["target"])}
     wanted = load_of(1)[0]._replace(**change)
-    (answer,), _ = mover.load([(0, wanted)], lambda _: None)
+    (answer,), _ = mover.load([(0, wanted)])
     assert mover.from_memory == 0 and answer.outcome is not Outcome.HIT
 
 
@@ -180,15 +180,15 @@ def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
     kv = simple_kv(disk, pages=16, clock=clock)
     published(kv, [*range(4)])  # the cache is bound
     store, calls = kv.planner.store, list[int]()
-    save = store.save
+    save = store.stack.store
 
     def going(*given: Any, **how: Any) -> bool:
         calls.append(1)
         if len(calls) == 2:
-            store.rest(0, 1.0)
-        return not store.rests(0) and save(*given, **how)
+            store.stack.rest(0, 1.0)
+        return not store.stack.rests(0) and save(*given, **how)
 
-    monkeypatch.setattr(store, "save", going)
+    monkeypatch.setattr(store.stack, "store", going)
     published(kv, P)
     assert len(calls) == 2 and len(store._unwritten) == 2
     clock.advance(s=2.0)
@@ -201,7 +201,7 @@ def test_a_part_is_given_from_memory_too() -> None:
     two = bytes(4096) + BODY
     mover.store(0, key_of(1), INFO, memoryview(two), lambda _: None)
     load, target = load_of(1)
-    (answer,), _ = mover.load([(0, load._replace(first=1, stripes=1))], lambda _: None)
+    (answer,), _ = mover.load([(0, load._replace(first=1, stripes=1))])
     assert answer.outcome is Outcome.HIT and answer.n_bytes == 4096 and target == BODY
 
 
@@ -229,7 +229,7 @@ def test_the_same_frame_is_loaded_once() -> None:
     mover.drain()
     second, two = load_of(1)
     tier.allowed = 9
-    (answer,), _ = mover.load([(0, second)], lambda _: None)
+    (answer,), _ = mover.load([(0, second)])
     assert answer.outcome is Outcome.HIT and one == two == BODY and len(told) == 1
     assert tier.jobs == [("load", 1)] and mover.lanes[0].schedule.joined == 1
 
@@ -250,7 +250,7 @@ def test_who_waits_with_another_asks_anew_when_that_fails() -> None:
 
     original = tier.poll
     tier.poll = lambda timeout_s=0.0: (fail() if len(tier.jobs) == 1 else None) or original()
-    (answer,), _ = mover.load([(0, second)], lambda _: None)
+    (answer,), _ = mover.load([(0, second)])
     assert answer.outcome is Outcome.HIT and two == BODY and told[0].reason == "EIO"
     assert tier.jobs == [("load", 1), ("load", 1)]
 
@@ -284,7 +284,7 @@ def test_what_somebody_waits_for_is_not_called_off() -> None:
         return Slow.poll(tier, timeout_s)
 
     tier.poll = cancelling
-    (answer,), _ = mover.load([(0, load)], lambda _: None)
+    (answer,), _ = mover.load([(0, load)])
     assert answer.outcome is Outcome.HIT and target == BODY and not tier.cancelled
     assert len(told) == 1 and not lane.busy
 
@@ -293,13 +293,13 @@ def test_an_overdue_load_is_owed_and_called_off() -> None:
     tier = Slow(MemoryTier())
     stored(tier.inner, 1)
     tier.poll = lambda timeout_s=0.0: []
-    mover, late = mover_over(tier, deadline_s=0.02), list[int]()
-    (answer,), lent = mover.load([(0, load_of(1)[0])], late.append)
+    mover = mover_over(tier, deadline_s=0.02)
+    (answer,), lent = mover.load([(0, load_of(1)[0])])
     assert (answer.outcome, answer.reason) == (Outcome.FAILED, "deadline passed") and lent == {0}
-    assert mover.lanes[0].overdue == 1 and tier.cancelled == [1] and not late
+    assert mover.lanes[0].overdue == 1 and tier.cancelled == [1]
     del tier.poll
     mover.drain()
-    assert late == [0] and mover.lanes[0].overdue == 0 and not mover.lanes[0].busy
+    assert mover.lanes[0].overdue == 0 and not mover.lanes[0].busy
 
 
 def test_what_was_never_sent_is_not_owed() -> None:
@@ -308,7 +308,7 @@ def test_what_was_never_sent_is_not_owed() -> None:
     mover = mover_over(tier, deadline_s=0.02)
     mover.lanes[0].schedule.demand_bytes = 4096
     loads = [(0, load_of(number)[0]) for number in range(3)]
-    answers, lent = mover.load(loads, lambda _: None)
+    answers, lent = mover.load(loads)
     assert all(a.outcome is Outcome.FAILED for a in answers) and lent == {0}
     assert tier.jobs == [("load", 1)]
 
@@ -394,7 +394,7 @@ def test_a_closed_tier_fails_what_it_is_asked() -> None:
 
     mover, told = mover_over(Closed(MemoryTier())), list[Completion]()
     mover.store(0, key_of(1), INFO, memoryview(BODY), told.append)
-    (answer,), lent = mover.load([(0, load_of(2)[0])], lambda _: None)
+    (answer,), lent = mover.load([(0, load_of(2)[0])])
     assert answer.reason == told[0].reason == "closed" and not lent and not mover.storing()
 
 
@@ -433,7 +433,7 @@ def test_pages_that_are_on_their_way_down_are_found() -> None:
     with kv.open([*P, 0], limit=8) as seq:
         assert seq.reused == 8
         check_content(kv, seq, P[:8])
-    assert kv.planner.store.mover.from_memory == 1
+    assert kv.planner.store.stack.mover.from_memory == 1
     del disk.poll
     disk.work()
     assert kv.flush(60)
@@ -443,8 +443,8 @@ def test_pages_that_are_on_their_way_down_are_found() -> None:
 def test_pages_wait_while_a_tier_is_busy_and_are_written_later() -> None:
     disk = Deferred(lasting())
     kv = simple_kv(disk, pages=16)
-    kv.planner.store.mover.lanes[0].schedule.queue_bytes = 4096
-    kv.planner.store.mover.lanes[0].schedule.background_bytes = 4096
+    kv.planner.store.stack.mover.lanes[0].schedule.queue_bytes = 4096
+    kv.planner.store.stack.mover.lanes[0].schedule.background_bytes = 4096
     for prompt in (P, Q, R):
         published(kv, prompt)
     store = kv.planner.store
@@ -459,8 +459,8 @@ def test_pages_that_cannot_wait_any_longer_are_dropped_and_counted() -> None:
     disk = Deferred(lasting())
     disk.poll = lambda timeout_s=0.0: []
     kv = simple_kv(disk, pages=16)
-    kv.planner.store.mover.lanes[0].schedule.queue_bytes = 4096
-    kv.planner.store.mover.lanes[0].schedule.background_bytes = 4096
+    kv.planner.store.stack.mover.lanes[0].schedule.queue_bytes = 4096
+    kv.planner.store.stack.mover.lanes[0].schedule.background_bytes = 4096
     published(kv, P)
     published(kv, Q)
     with kv.lock:

@@ -238,7 +238,7 @@ class TestWhatFits:
             assert grow(kv, [seq], [Noise(shape)], 600) < TOLERANCE
             over = kv.planner.overflow
             assert over.staging_bytes() == over.read_bytes == over.away == 0
-            assert kv.planner.store.loaded_bytes.total() == 0
+            assert kv.planner.store.stack.loaded_bytes.total() == 0
             with kv.step([seq], [[1]]) as step:
                 assert not step.overflows and step.decode(0) is not None
                 run_rest(step, shape)
@@ -294,7 +294,7 @@ class TestBounds:
         with make(shape, 8, **options) as kv, opened(kv) as (seq,):
             model = Noise(shape)
             assert grow(kv, [seq], [model], 500) < TOLERANCE
-            read, tiers = kv.planner.store.loaded_bytes, kv.planner.store.tiers
+            read, tiers = kv.planner.store.stack.loaded_bytes, kv.planner.store.stack.tiers
             assert all(read[tier.name] > 0 for tier in tiers), read
 
     def test_without_any_room_the_sequence_is_as_before(self) -> None:
@@ -453,7 +453,7 @@ class TestWhatDoesNotCome:
                 for first in range(0, 320, 32):
                     run(kv, [seq], [prompt[first : first + 32]], [model])
                 grow(kv, [other], [calm], 60)
-                (host,) = kv.planner.store.tiers
+                (host,) = kv.planner.store.stack.tiers
                 line = kv.planner.tables.pages[0][seq.row, :20]
                 number = int((line < 0).nonzero()[0][0])
                 key = seq.key(0, number)
@@ -522,7 +522,7 @@ class TestWhatDoesNotCome:
             first, third = Noise(shape), Noise(shape, 9)
             for start in range(0, 320, 32):
                 run(kv, [a], [prompt[start : start + 32]], [first])
-            (host,) = kv.planner.store.tiers
+            (host,) = kv.planner.store.stack.tiers
             lost = int((kv.planner.tables.pages[0][a.row, :20] < 0).nonzero()[0][0])
             host._frames[a.key(0, lost)].body[100] ^= 1
             with pytest.raises(StoreError):

@@ -489,7 +489,7 @@ class Eager(FakeStreams):
 
 def behind_a_bus(kv: KV, *faults: str) -> list[Copies]:
     """Gives every pool of a cache on the CPU memory for copies, as pools on a GPU have."""
-    pools, tiers = kv.planner.store.pools.values(), kv.planner.store.tiers
+    pools, tiers = kv.planner.store.pools.values(), kv.planner.store.stack.tiers
     shared = next((tier.slots for tier in tiers if hasattr(tier, "slots")), None)
     for seed, pool in enumerate(pools):
         streams = Eager(seed, *faults)
@@ -543,7 +543,7 @@ def test_what_leaves_a_full_device_waits_for_memory_that_is_slow(
     monkeypatch.setattr(host, "_compiled", lambda: True)
     kv = make_kv(pages=20, tiers=[Slow(1 << 24)])
     (copies,) = behind_a_bus(kv)
-    schedule = kv.planner.store.mover.lanes[0].schedule
+    schedule = kv.planner.store.stack.mover.lanes[0].schedule
     schedule.background_bytes = schedule.queue_bytes = 1 << 14
     texts = [[number, *range(48)] for number in range(12)]
     for text in texts:
@@ -596,7 +596,7 @@ def test_making_room_waits_for_no_copy(below: str) -> None:
     }
     kv = make_kv(pages=20, tiers=tiers[below], prefetch="off")
     (copies,) = behind_a_bus(kv)
-    device, mover, copies.most_bytes = copies.streams, kv.planner.store.mover, 1 << 30
+    device, mover, copies.most_bytes = copies.streams, kv.planner.store.stack.mover, 1 << 30
     device.behind = True
     texts = [[number, *range(48)] for number in range(9)]
     for text in texts:
@@ -662,7 +662,7 @@ def test_a_page_that_is_asked_for_before_its_copy_is_over_is_waited_for(
                 check_content(kv, seq, text[:48])
             except AssertionError:
                 wrong += 1
-    assert kv.planner.store.mover.from_memory
+    assert kv.planner.store.stack.mover.from_memory
     assert bool(wrong) != waits
     copies.streams.finish()
     kv.close()
@@ -717,9 +717,9 @@ def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.Monkey
         check_content(kv, seq, texts[0][: seq.length])
     store = kv.planner.store
     go_on.set()
-    while store.mover.lanes[0].overdue:
+    while store.stack.mover.lanes[0].overdue:
         store.drain(0.1)
-    store.rest(0, 0.0)  # it is asked again from now on
+    store.stack.rest(0, 0.0)  # it is asked again from now on
     for text in [*texts, *texts]:
         with kv.open([*text, 99]) as seq:
             assert seq.reused == 48
@@ -735,7 +735,7 @@ def test_damaged_memory_of_the_host_tier_is_not_used(moment: str) -> None:
     """A bit flips in the slots before a page is asked for, or once it is lent."""
     kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
     (copies,) = behind_a_bus(kv)
-    tier, texts = kv.planner.store.tiers[0], [[number, *range(48)] for number in range(8)]
+    tier, texts = kv.planner.store.stack.tiers[0], [[number, *range(48)] for number in range(8)]
     for text in texts:
         published(kv, text)
     kv.flush()
@@ -768,7 +768,7 @@ def test_pages_that_are_erased_while_they_come_stay_as_they_are() -> None:
     """What a sequence was given is not overwritten before it has been copied up."""
     kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
     (copies,) = behind_a_bus(kv)
-    tier, text = kv.planner.store.tiers[0], [0, *range(48)]
+    tier, text = kv.planner.store.stack.tiers[0], [0, *range(48)]
     for number in range(8):
         published(kv, [number, *range(48)])
     kv.flush()

@@ -342,7 +342,7 @@ def test_a_guard_that_says_no_is_heard_before_anything_leaves() -> None:
     kv = small(pages=5)
     away(kv, P)
     published(kv, [*Q, 9])
-    lane = kv.planner.store.mover.lanes[0]
+    lane = kv.planner.store.stack.mover.lanes[0]
     lane.guard.wasted(lane.clock_ns(), 1 << 30)
     kv.enqueue([*P, 9])
     edges(kv)

@@ -81,7 +81,7 @@ def test_quotas_survive_a_restart_with_their_tenants(tmp_path: Path) -> None:
         published(kv, [*P, 9], tenant="bob")
         assert kv.flush()
     with make_kv(simple(), pages=8, **options) as kv:
-        (disk,) = kv.planner.store.tier_places
+        (disk,) = kv.planner.store.stack.places
         assert isinstance(disk.policy, Tenants)
         assert (disk.policy.used_bytes(0), disk.policy.used_bytes(1)) == (0, 12 * KIB)
         audit(kv)

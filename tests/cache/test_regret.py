@@ -183,7 +183,7 @@ def ask(mover: Mover, numbers: Sequence[int], n_bytes: int) -> tuple[int, list[C
 
 def demand(mover: Mover, number: int, n_bytes: int) -> Completion:
     load = Load(key_of(number), memoryview(bytearray(n_bytes)), LAYOUT)
-    (answer,), lent = mover.load([(0, load)], lambda _: None)
+    (answer,), lent = mover.load([(0, load)])
     assert answer.outcome is Outcome.HIT and not lent
     return answer
 
@@ -293,7 +293,7 @@ def test_the_guard_learns_what_became_of_prefetched_pages(used: bool) -> None:
     published(kv, prompt)
     assert kv.flush(60)
     store = kv.planner.store
-    guard = store.mover.lanes[0].guard
+    guard = store.stack.mover.lanes[0].guard
     with kv.lock:
         while store._give_up(0, 1):
             pass

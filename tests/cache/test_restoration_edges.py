@@ -35,8 +35,8 @@ def test_pages_on_their_way_are_not_waited_for_where_others_need_room() -> None:
         assert kv.flush()
         link.per_poll = 0
         store, waits = kv.planner.store, list[float]()
-        drain = store.mover.drain
-        store.mover.drain = lambda timeout_s=0.0: (waits.append(timeout_s), drain(0.0))[1]
+        drain = store.stack.mover.drain
+        store.stack.mover.drain = lambda timeout_s=0.0: (waits.append(timeout_s), drain(0.0))[1]
         with kv.open(prompt, wait=False) as seq:
             assert seq.restoration is not None and link.waiting == 4
             with kv.open(tokens(5 * PAGE, seed=5)) as decode:  # some other request
@@ -51,12 +51,12 @@ def test_pages_on_their_way_are_not_waited_for_where_others_need_room() -> None:
 def test_what_is_called_off_is_asked_of_no_other_tier() -> None:
     prompt, near, far = tokens(6 * PAGE + 1), Link(), Link(per_poll=0, name="far")
     with stored(prompt, near, policy=Farther()) as kv:
-        kv.planner.store.add_tier(far)
+        kv.planner.store.stack.add(far)
         for block in kv.planner.store.index:
             block.enter(1, 0)
-            kv.planner.store.insert([block], 1)
+            kv.planner.store.stack.insert([block], 1)
         near.per_poll = 0
-        kv.planner.store.mover.lanes[1].schedule.demand_bytes = 1  # all but one of them wait
+        kv.planner.store.stack.mover.lanes[1].schedule.demand_bytes = 1  # all but one of them wait
         with kv.open(prompt, wait=False) as seq:
             assert seq.restoration is not None and len(far.asked) == 1
             seq.restoration.cancel()
@@ -230,15 +230,15 @@ def test_one_page_out_of_reach_does_not_keep_the_others() -> None:
     prompt, near, far = tokens(6 * PAGE + 1), Link(per_poll=100), Link(name="far")
     with stored(prompt, near, policy=Split()) as kv:
         store = kv.planner.store
-        store.add_tier(far)
+        store.stack.add(far)
         with kv.open(prompt, limit=0) as seq:
             last = store.find(seq.key(0, 5))
         assert last is not None
-        store.remove(last, 0)
+        store.stack.places[0].remove(last)
         last.tiers = 0
         last.enter(1, 0)
-        store.insert([last], 1)
-        store.rest(1, 60.0)
+        store.stack.insert([last], 1)
+        store.stack.rest(1, 60.0)
         with kv.open(prompt, wait=False) as seq:
             assert seq.restoration is not None and seq.restoration.tokens == 5 * PAGE
             finish(kv, [seq], "restore")

@@ -238,7 +238,7 @@ def test_a_tier_that_never_answers_costs_one_deadline_and_keeps_its_pages() -> N
     memory.speak()
     kv.flush()
     with kv.lock:
-        kv.planner.store.mover.drain()
+        kv.planner.store.stack.mover.drain()
     assert not kv.planner.store.lent("cpu")
     audit(kv)
     kv.close()
@@ -252,7 +252,7 @@ def test_a_tier_that_was_late_rests_and_is_asked_again() -> None:
     assert reused(kv, P) < 24
     memory.speak()
     with kv.lock:
-        kv.planner.store.mover.drain()
+        kv.planner.store.stack.mover.drain()
     assert reused(kv, P) < 24 and memory.loads == 1
     clock.advance(s=1.0)
     assert reused(kv, P) == 24

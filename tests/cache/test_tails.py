@@ -233,19 +233,19 @@ def test_nothing_is_stored_of_what_is_private_short_or_not_proven() -> None:
         seq = opened(kv, [7] * 13)
         seq.publishable = False
         seq.close()
-        kv.planner.store.provisional.active = True
+        kv.planner.store.stack.provisional.active = True
         published(kv, [8] * 13)
         assert kv.flush()
         kinds = [header.info.kind for header, _ in tier.frames.values()]
         assert kinds.count("state") == 0
         store = kv.planner.store
-        store.provisional.begin()
+        store.stack.provisional.begin()
         store.confirm()
         assert kv.flush()
         kinds = [header.info.kind for header, _ in tier.frames.values()]
         assert kinds.count("state") == 2  # of 13 tokens and of 12
         published(kv, [9] * 13)
-        assert store.reject() and not store._bodies
+        assert store.reject() and not store.stack._bodies
         audit(kv)
 
 
@@ -260,7 +260,7 @@ def stored(prompt: list[int] = PROMPT) -> Any:
 
 def test_whoever_waits_for_a_stored_tail_is_told_of_the_end() -> None:
     with make_kv(simple(), tiers=[stored()]) as kv:
-        (tier,) = kv.planner.store.tiers
+        (tier,) = kv.planner.store.stack.tiers
         poll, tier.poll = tier.poll, lambda timeout_s=0.0: []
         seq = kv.open(PROMPT, wait=False)
         timer = threading.Timer(0.05, seq.restoration.cancel)
@@ -278,7 +278,7 @@ def test_a_load_that_is_lost_while_room_is_made_for_a_tail_is_lost(computable: b
             published(kv, [first] * 33)  # the device is full of idle pages
         assert kv.flush()
         store = kv.planner.store
-        (own,) = store.tiers
+        (own,) = store.stack.tiers
         poll, held, there = own.poll, [True], list[Any]()
         lost = _key(kv, PROMPT, 2)
         header, body = tier.frames[lost]
@@ -324,7 +324,7 @@ def test_what_is_condemned_meanwhile_is_no_tail() -> None:
         restoration.meet()
         (one,) = restoration._behind
         assert one.complete
-        kv.planner.store.condemn(one.block)
+        kv.planner.store.quarantine(one.block)
         assert restoration.gone
         restoration.complete()
         restoration.finish()

@@ -647,19 +647,34 @@ class TestOwnCaches:
             del cache
             assert open_rows(kv) == 0
 
-    def test_unattached_models_read_what_is_known(self, model: Any) -> None:
-        ids = models.prompt(60)
-        theirs = answer(model, ids)
+    @pytest.mark.parametrize("known", [0, 48])
+    def test_a_forward_past_the_hook_goes_on_natively(self, model: Any, known: int) -> None:
+        """As of an inner module that is called by itself: nothing of it is published."""
+        ids, more = models.prompt(60), models.prompt(40, seed=3)
+        own = DynamicCache(config=model.config)
+        forward(model, ids, own)
+        with torch.no_grad():
+            wanted = model.model(more, **{PAST: own}).last_hidden_state
+        with attached(model) as kv:
+            if known:
+                answer(model, ids)
+            cache = kv.cache(input_ids=ids) if known else DynamicCache(config=model.config)
+            if known:
+                assert cache.reused == known
+                forward(model, ids[:, known:], cache)
+            else:
+                forward(model, ids, cache)
+            with torch.no_grad():
+                found = model.model(more, **{PAST: cache}).last_hidden_state
+            assert torch.allclose(found, wanted, atol=1e-4)
+            assert type(cache) is DynamicCache and cache.get_seq_length() == 100
+            assert open_rows(kv) == 0
+
+    def test_a_cache_of_no_model_has_none_for_a_call(self) -> None:
         geometry = flowkv.Geometry.uniform(layers=4, kv_heads=2, head_dim=16, page_size=16)
-        with flowkv.KV(geometry, namespace="llama@0", gpu="64MiB") as kv:
-            for turn in range(2):
-                cache = kv.cache(input_ids=ids)
-                assert cache.reused == 48 * turn
-                assert torch.equal(answer(model, ids, **{PAST: cache}), theirs)
-            with pytest.raises(StateError, match="attach"):
-                kv.cache(inputs_embeds=torch.zeros(1, 3, 64))
-        with flowkv.KV() as kv, pytest.raises(ConfigError, match="geometry"):
-            kv.cache(input_ids=ids)
+        kv = flowkv.KV(geometry, namespace="llama@0", gpu="64MiB")
+        with kv, pytest.raises(ConfigError, match=r"no model.*flowkv\.attach"):
+            kv.cache(input_ids=models.prompt(60))
 
 
 class TestInputs:

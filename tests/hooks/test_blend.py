@@ -486,7 +486,7 @@ class TestWhatIsNotServed:
             (dict(reuse="blend", recompute="first:inf"), "first:inf"),
             (dict(reuse="blend", recompute="first:nan"), "first:nan"),
             (dict(reuse="blend", recompute="values:nan"), "values:nan"),
-            (dict(reuse="blend", recompute="values:much"), "how much is computed again"),
+            (dict(reuse="blend", recompute="values:much"), "has no numeric amount"),
             (dict(reuse="blend", recompute=1.5), "from 0 to 1"),
             (dict(reuse="blend", sparsify="latest:0.5"), "keep their own tokens"),
             (dict(reuse="blend", overflow=True, host="16MiB"), "keep their own tokens"),

@@ -814,10 +814,10 @@ def test_pages_of_large_weights_wait_for_a_reading(tmp_path, monkeypatch) -> Non
     with attached(model, disk=place) as kv:
         door_of(model).proof.enter()  # never idle
         generate(model, 4, input_ids=prompt)
-        assert kv.planner.store.provisional
+        assert kv.planner.store.stack.provisional
         assert on_disk(kv) == 0
         kv.flush()
-        assert not kv.planner.store.provisional
+        assert not kv.planner.store.stack.provisional
         assert on_disk(kv) > 0
         model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
         generate(model, 4, input_ids=models.prompt(60, 5))
@@ -901,10 +901,10 @@ def test_idle_time_proves_pages(late: bool, monkeypatch, tmp_path) -> None:
     with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
         generate(model, 4, input_ids=models.prompt(60))
         for _ in range(2000):
-            if not kv.planner.store.provisional:
+            if not kv.planner.store.stack.provisional:
                 break
             time.sleep(0.01)
-        assert not kv.planner.store.provisional
+        assert not kv.planner.store.stack.provisional
         kv.planner.store.flush(30.0)
         assert on_disk(kv) > 0
 

@@ -167,7 +167,7 @@ class TestWhatDoesNotCome:
             with torch.no_grad():
                 model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 assert away(kv) > 20
-                (host,) = kv.planner.store.tiers
+                (host,) = kv.planner.store.stack.tiers
                 host.delete(list(host._frames)[5:7])
                 with pytest.raises(StoreError, match="Generate again"):
                     for _ in range(3):

@@ -166,7 +166,7 @@ def test_wrong_plans_are_refused() -> None:
     batch = scene.batch
     plan = plan_cascade(batch, 16, least_tokens=1)
     again = batch._replace(lengths=batch.lengths + 0)
-    with pytest.raises(GeometryError, match="plan each step"):
+    with pytest.raises(GeometryError, match="Plan each step"):
         cascade_attention(scene.queries(2), scene.pages, again, plan)
     for groups in (
         [Group(0, 6, 5)],  # the fifth page is not shared

@@ -127,7 +127,7 @@ def test_prometheus_text() -> None:
         "# HELP flowkv_audit_worst Greatest error of a sound page as a share of its bound\n"
         "# TYPE flowkv_audit_worst gauge\n"
         "flowkv_audit_worst 0.25\n"
-        "# HELP flowkv_prefetch_precision Used share of those of either kind, 0 to 1\n"
+        "# HELP flowkv_prefetch_precision Used share of prefetched bytes, 0 to 1\n"
         "# TYPE flowkv_prefetch_precision gauge\n"
         "flowkv_prefetch_precision NaN\n"
         "# HELP flowkv_quarantined_total Stored pages that failed their check\n"

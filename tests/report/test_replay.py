@@ -77,7 +77,7 @@ def test_a_report_shows_curves_closures_and_the_table(tmp_path: Path) -> None:
 
 def test_each_trace_has_its_own_card(tmp_path: Path) -> None:
     page = write_replay_report(tmp_path / "r.html", rows("a") + rows("b")).read_text()
-    assert "What a policy keeps</title>" in page
+    assert "Replays of policies</title>" in page
     assert [title for title in ("a", "b") if f"<h2>{title}</h2>" in page] == ["a", "b"]
 
 

@@ -219,7 +219,7 @@ def test_sizes():
 
 def test_what_replay_does_not_know():
     trace = generate("chat", requests=50, seed=1)
-    with pytest.raises(ConfigError, match=r"knows no prefech\. Use .*prefetch"):
+    with pytest.raises(ConfigError, match=r"has no setting prefech\. Use .*prefetch"):
         replay(trace, "lru", size=0.1, prefech=True)
     with pytest.raises(ConfigError, match="tau_s"):
         replay(trace, "opt", size=0.1, options={"tau_s": 3})

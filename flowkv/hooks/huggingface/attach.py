@@ -27,9 +27,8 @@ from flowkv.core.errors import (
 from flowkv.hooks.embedding import AttachedEmbedding
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.blend import Blending
-from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
-from flowkv.hooks.huggingface.inputs import ForwardCall, Names
+from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
     native_cache,
@@ -41,8 +40,7 @@ from flowkv.hooks.huggingface.probe import (
     settle,
 )
 from flowkv.hooks.huggingface.remember import remember
-from flowkv.hooks.huggingface.restore import NOTHING, ReuseLimits, admit
-from flowkv.hooks.huggingface.rows import Rows
+from flowkv.hooks.huggingface.restore import NOTHING
 from flowkv.hooks.huggingface.thin import check_thinnable
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
 from flowkv.hooks.identity import Identity
@@ -245,10 +243,8 @@ def make_cache(
 ) -> Any:
     """`KV.cache`: a cache for one call, `generate(**inputs, past_key_values=kv.cache(**inputs))`.
 
-    With an attached model this does what happens by itself, for a tenant of choice. Without one it
-    reads known prefixes for any model that fits the geometry, and publishes what the prompt's own
-    full pages hold; generated tokens are not seen and not published. In a forked child it is a
-    `DynamicCache`.
+    This does what happens by itself in a forward of the attached model, for a tenant of choice. In
+    a forked child it is a `DynamicCache`.
 
     Args:
         kv: The cache.
@@ -258,7 +254,7 @@ def make_cache(
         **inputs: What `generate` is given.
 
     Raises:
-        ConfigError: Nothing says what the model looks like.
+        ConfigError: The cache is attached to no model.
         StateError: The prompt cannot be named by its token ids.
     """
     found = _DOORS.get(kv)
@@ -267,40 +263,16 @@ def make_cache(
         warn_inherited(kv)
         model = None if door is None else door.model
         return DynamicCache() if model is None else native_cache(model)
+    if door is None or not door.installed:
+        raise ConfigError(
+            "the cache is attached to no model",
+            "Call flowkv.attach(model), or generate without past_key_values",
+        )
     if args:
-        inputs = {(door.names.ids if door else "input_ids"): args[0], **inputs}
-    if door is not None and door.installed:
-        cache = door.open(inputs, tenant, care)
-    else:
-        cache = _unattached(kv, inputs, tenant, care)
+        inputs = {door.names.ids: args[0], **inputs}
+    cache = door.open(inputs, tenant, care)
     cache.tenant, cache.care = tenant, care
     return cache
-
-
-def _unattached(
-    kv: KV, inputs: dict[str, Any], tenant: str | None, care: Mapping[str, Any]
-) -> PagedCache:
-    if kv.geometry is None:
-        raise ConfigError(
-            "the cache does not know its model",
-            "Call flowkv.attach(model), or pass a geometry to KV(...)",
-        )
-    call = ForwardCall(Names({"logits_to_keep": 0}, False, {}), inputs)
-    more = call.problem or call.modal or call.condition or call.types
-    pads = None if more else call.pads()
-    if pads is None:
-        raise StateError(
-            "no cache for this prompt: "
-            + (call.problem or "it has more than token ids and left padding"),
-            "Call flowkv.attach(model) and generate, or generate without past_key_values",
-        )
-    plan = plan_geometry(kv.geometry)
-    # `generate` makes positions from the mask, which count a row's own tokens.
-    prompts = [prompt._replace(salts=[]) for prompt in call.prompts(pads)[0]]
-    found = admit(kv, prompts, ReuseLimits(call.columns - 1, tenant, care=care))
-    rows = Rows(kv, found.seqs, pads, found.base, layers=len(plan.placed))
-    rows.promised = call.columns
-    return PagedCache(rows, plan)
 
 
 def base_model(model: Any) -> Any:

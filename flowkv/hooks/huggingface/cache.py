@@ -24,8 +24,6 @@ from flowkv.hooks.huggingface.versions import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     layer_types,
@@ -258,18 +256,6 @@ def place_layers(
     return ModelPlan(seen, geometry, devices, in_pages=in_pages)
 
 
-def plan_geometry(geometry: Geometry) -> ModelPlan:
-    """A plan from a geometry alone, for caches of models that are not attached."""
-    count = 1 + max(layer for group in geometry.groups for layer in group.layers)
-    specs = [LayerSpec("full", DynamicLayer, {})] * count
-    for group in geometry.groups:
-        if group.kind in ("sliding", "chunked"):
-            arguments = {"sliding_window": group.window}
-            for layer in group.layers:
-                specs[layer] = LayerSpec(group.kind, DynamicSlidingWindowLayer, arguments)
-    return ModelPlan(specs, geometry, in_pages=False)
-
-
 # Cache layers whose K and V lie in pages, beside a recurrent state or not.
 
 PAGED_STATE = frozenset(("rows", "placed", "spec", "decode", "_cache", "_step", "_gathered"))
@@ -389,20 +375,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             views for FlowKV's attention, or dense tensors for any other.
         """
         rows = self.rows
-        if rows.step is None or rows.step is self._step:
-            stays = self._own_step(key_states)
-        else:
-            stays = self._gathered is None or not self.edited()
+        stays = self._begun() and (self._gathered is None or not self.edited())
         if not stays or not self._write(key_states, value_states):
             return self.leave().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows.updated += 1
         self._step = rows.step
-        found = self._given(key_states, value_states)
-        if rows.driven and rows.updated == rows.layers:
-            cache = self._cache()
-            if cache is None or cache.stays():
-                rows.finish()
-        return found
+        return self._given(key_states, value_states)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Puts new tokens into pages; False if they are not what these hold."""
@@ -427,7 +405,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             if rows.thinning is not None:
                 setattr(k, OBSERVER, partial(rows.thinning.observe, self.index))
             return k, v
-        if rows.driven or not self.placed.in_pages:
+        if not self.placed.in_pages:
             return self.dense()
         shown = rows.views.setdefault(group, [])
         # A layer's attention is over, as a rule, when the next one makes its keys: nobody else
@@ -477,18 +455,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert isinstance(out, torch.Tensor)
         return rows.unpack(out)
 
-    def _own_step(self, k: torch.Tensor) -> bool:
-        """Begins a step that no hook has begun; False if that cannot be done in pages."""
-        rows, cache = self.rows, self._cache()
-        rows.alive()
-        if (rows.step is not None and not rows.driven) or (cache and not cache.stays()):
-            return False  # called twice in one forward: a native layer would append twice
-        rows.finish()  # of a forward that left layers out
-        rows.land()  # nobody computes meanwhile
-        refuse_lost(rows)
-        rows.expand(k.shape[0])
-        rows.begin(k.shape[2], driven=True)
-        return True
+    def _begun(self) -> bool:
+        """Return whether a hook began the step under way, and this layer has no part of it yet.
+
+        Raises:
+            StateError: Outside a step, columns are missing that were on their way.
+        """
+        rows = self.rows
+        if rows.step is None:  # the model's own forward, and with it its hook, was passed over
+            rows.alive()
+            rows.land()
+            refuse_lost(rows)
+        return rows.step is not None and rows.step is not self._step
 
     def _expected(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         heads, dim, dim_v, dtype, device = self.shape

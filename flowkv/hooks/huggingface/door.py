@@ -773,7 +773,6 @@ class ForwardHook:
         return not (
             call.columns != 1
             or asked
-            or rows.driven
             or rows.taken
             or rows.wants_weights
             or rows.thinning is not None

@@ -24,7 +24,6 @@ from flowkv.cache.kv import KV, plan
 from flowkv.cache.later import Later
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
-from flowkv.core import interrupts
 from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.inputs import ForwardCall, Notes, usual
 from flowkv.hooks.huggingface.versions import PREFILL, EncoderDecoderCache
@@ -75,7 +74,6 @@ class Rows:
         by_column: Positions count columns, padding included: the model was given none.
         prefilling: Every forward so far was as long as a page.
         noted: Columns whose ids a forward has said; pages behind them are not published.
-        promised: Columns of a prompt whose ids no hook will show, of a model not attached.
         switch: Length from which positions are encoded otherwise, if there is one.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
@@ -97,8 +95,8 @@ class Rows:
 
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
-        """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling uneven switch restoring promised lost pads shifts most_pad views
+        """kv seqs base layers trusted total new updated forwards step wants_weights blind
+        by_column prefilling uneven switch restoring lost pads shifts most_pad views
         _last taken thinning noted _index _notes _agrees _one _left _known _next_full
         __weakref__""".split()
     )
@@ -111,20 +109,19 @@ class Rows:
         base: int,
         *,
         layers: int,
-        trusted: Callable[[Rows], bool] = lambda _: True,
+        trusted: Callable[[Rows], bool],
     ) -> None:
         self.kv, self.seqs, self.base, self.layers = kv, list(seqs), base, layers
         self.trusted = trusted
         self.total, self.new, self.updated = base, 0, 0
         self.forwards = 0
         self.step: Step | None = None
-        self.driven = False  # by layers: no hook says when a forward begins and ends
         self.wants_weights = self.blind = self.by_column = self.taken = False
         self.prefilling, self.uneven = True, False
         self.switch: int | None = None
         self.restoring: Any = None
         self.thinning: Any = None
-        self.promised = self.lost = 0
+        self.lost = 0
         self.views: dict[int, Any] = {}
         self._last: Step | None = None
         self._index: torch.Tensor | None = None
@@ -154,12 +151,11 @@ class Rows:
 
     # ---- a step
 
-    def begin(self, new: int, *, driven: bool = False) -> Step:
+    def begin(self, new: int) -> Step:
         """Plans the next forward, over `new` columns.
 
         Args:
             new: Columns.
-            driven: Layers call this themselves, since no hook does.
 
         Returns:
             Its step.
@@ -171,8 +167,6 @@ class Rows:
         if self.step is not None:
             self.abandon()
         total = self.base + new
-        if driven and not (total <= self.promised or self.base >= self.promised > 0):
-            self.disable_publishing()
         if self.switch is not None and total >= self.switch:
             self.disable_publishing()
         if self.base >= self.most_pad and not self.uneven:
@@ -182,13 +176,11 @@ class Rows:
             if (counts > new).any():
                 raise StateError("tokens before the forward are missing", "Start a new generation")
             counts, ragged = counts.clip(0, new), bool((counts < new).any())
-        if driven:
-            interrupts.cover()
         last, self._last = self._last if self.restoring is None else None, None
         self.step = step = plan(self.kv, self.seqs, counts, last)
         if self.restoring is not None:
             step.awaits = self._await
-        self.new, self.total, self.updated, self.driven = new, total, 0, driven
+        self.new, self.total, self.updated = new, total, 0
         self._index = None
         if ragged:  # where real tokens are among all columns
             real = np.arange(new) >= new - counts[:, None]
@@ -223,7 +215,7 @@ class Rows:
         if full and not self.blind:
             self.flush()
             # A page is named by the ids that forwards were given, and by nothing else.
-            given = self.driven or step.tokens is not None or self.noted >= self.total
+            given = step.tokens is not None or self.noted >= self.total
             if not self.blind and not (given and self.trusted(self)):
                 self.disable_publishing()
         step.commit()

@@ -1,7 +1,7 @@
 """Attention over pages on the CPU: one slice of a step's work, and the merge of its partials.
 
-Beside it: the loops over the elements of a head, raw and in codes, the merge of whole results, and
-dense rows from pages of several codecs.
+It also holds the loops over the elements of a head, raw and in codes, the merge of whole results,
+and dense rows from pages of several codecs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def _scores1(q, k, dim, s):
 
 @njit(**_INLINE)
 def scores(rows, q, k, dim, s, size):
-    """s[r * size + t] = q[r] . k[t] for `rows` (4, 2 or 1) query rows and the tokens t = 0, 1."""
+    """Set s[r * size + t] = q[r] .
+
+    k[t] for `rows` (4, 2 or 1) query rows and the tokens t = 0, 1.
+    """
     if rows == 4:
         _scores4(q, k, dim, s, size)
     elif rows == 2:
@@ -151,13 +154,13 @@ def _mix1(p, v0, v1, v2, v3, dim, o):
 
 @njit(**_INLINE)
 def mix(rows, p, size, v, tokens, dims, o, stride):
-    """o[r] += sum of p[r * size + i] * v[t + i], i = 0 to 3, for `rows` (4, 2 or 1) query rows.
+    """Add the sum over i < 4 of p[r * size + i] * v[t + i] to o[r], for `rows` (4, 2, 1) rows.
 
     `dims` is (elements of a value, elements from one to the next). Lines of o begin `stride`
     elements from each other.
 
-    `tokens` is (t, low, high): of tokens outside [low, high), whose p are 0, nothing may be read,
-    for 0 * NaN is NaN: the nearest one inside stands in.
+    `tokens` is (t, low, high): tokens outside [low, high), which have p = 0, must not be read, for
+    0 * NaN is NaN: the nearest one inside stands in.
     """
     t, low, high = tokens
     dim, row = dims
@@ -182,19 +185,19 @@ def mix(rows, p, size, v, tokens, dims, o, stride):
 STRIPE, RUN, V_AT, K_SCALES, V_SCALES = range(5)
 FORMAT_FIELDS = 5
 FIELDS = FORMATS + FORMAT_FIELDS * len(CODECS)
-"""Places in the int64 vector `a` that describes a call.
+"""Indices in the int64 vector `a` that describes a call.
 
 Q, OUT, LSE, SINKS, ALIBI, TREE, MASS, ARENA and TABLE to STARTS are addresses of operands (0:
 absent) with strides in elements, SINKS and ALIBI of float32. ITEM are the bytes of an element of a
 page, V_ROW the elements from one token's value to the next one's, SCALE and SOFTCAP (0: none) the
-bits of a float32. Rows with more than MOST_NEW new tokens are left to someone else; MOST_ROWS are
-the query rows of the largest item. SHARES is the address of float32 [B, Hk, PAGES, MOST_ROWS, 2],
-the maximum and the sum that a query row found in a page, or 0. CHUNK are the pages of a piece, and
-SLOTS lie where partials of items of several pieces go: float32 [., MOST_ROWS * (Dv + 2)], Dv in
-whole vectors. Of PARTS slices, NEXT is drawn next and DONE are done; WORK is the C
-function that draws them, TEAM what calls it in several threads. From FORMATS on lie, for each
-codec of `core.geometry.CODECS`, the bytes from layer to layer, those of a run (0: no such pages),
-and the offsets in it of V, of the scales of K and of those of V.
+bits of a float32. Rows with more than MOST_NEW new tokens are skipped; MOST_ROWS are the query rows
+of the largest item. SHARES is the address of float32 [B, Hk, PAGES, MOST_ROWS, 2], the maximum and
+the sum of a query row in a page, or 0. CHUNK are the pages of a piece, and SLOTS is the address of
+partials of items of several pieces: float32 [., MOST_ROWS * (Dv + 2)], Dv in whole vectors. Of
+PARTS slices, NEXT is drawn next and DONE are done; WORK is the C function that draws them, TEAM the
+function that calls it in several threads. From FORMATS on follow, for each codec of
+`core.geometry.CODECS`, the bytes from layer to layer, those of a run (0: no such pages), and the
+offsets in it of V, of the scales of K and of those of V.
 """
 
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
@@ -203,7 +206,7 @@ NONE = np.float32(-np.inf)
 
 @njit(**_INLINE)
 def cost(a, new):
-    """Cost of a page for all query rows: reading it costs about as much as serving 4 of them."""
+    """Return the cost of a page for all query rows: reading it costs about as much as 4 of them."""
     return max(np.int64(4), new * a[GROUP])
 
 
@@ -221,7 +224,7 @@ def load_rows(a, like, first, new, head, factor, q):
 
 @njit(**_INLINE)
 def block_rows(rows):
-    """How many of the query rows that are left are served at once."""
+    """Return how many of the remaining query rows are served at once."""
     return 4 if rows >= 4 else 2 if rows >= 2 else 1
 
 
@@ -243,14 +246,14 @@ def add_partial(dim, rows, to, part):
 
 # The inner loop of attention over sealed pages on the CPU: dot products with rows of codes.
 #
-# V of a sealed page lies transposed, so both of its products are dots along rows as they lie in
-# memory: scores of query rows with the tokens of K, outputs of weight rows with the dims of V^T.
-# What lies in a row is widened in registers, once for all rows of the other side.
+# V of a sealed page is transposed, so both of its products are dots along rows in memory order:
+# scores of query rows with the tokens of K, outputs of weight rows with the dims of V^T. A row's
+# codes are widened in registers, once for all rows of the other side.
 #
 # LLVM would reduce every sum on its own, which costs as much as the products. So the loop is
 # written in vectors of `LANES` floats here, `LANES` sums at a time (4 x 4 of them, 2 x 8, ...),
 # which then fold into one vector in log2(LANES) steps. Zero points are a constant per row on the
-# other side, `bias`, and scales are the callers'.
+# other side, `bias`, and scales are applied by the callers.
 
 
 def _lanes() -> int:
@@ -262,7 +265,7 @@ def _lanes() -> int:
 
 
 LANES = _lanes()
-"""Floats of a vector, and sums of a block: what fits into the registers with room to spare."""
+"""Floats of a vector, and sums of a block: as many as fit into the registers with room to spare."""
 
 SIGNED, UNSIGNED, NIBBLES = range(3)
 """Bytes as int8, as uint8, and as two numbers 0 to 15: byte i of n is i | (i + n) << 4."""
@@ -279,7 +282,7 @@ def _mask(lanes: list[int]) -> ir.Constant:
 
 
 def _folded(lanes: int) -> list[int]:
-    """Of which sum the halving steps of `_fold` leave the total in each lane."""
+    """Return the index of the sum that the halving steps of `_fold` leave in each lane."""
     sums, step = [[i] * lanes for i in range(lanes)], lanes // 2
     while len(sums) > 1:
         half = len(sums) // 2
@@ -291,7 +294,7 @@ def _folded(lanes: int) -> list[int]:
 
 
 def _fold(builder, sums, lanes):
-    """One vector of the totals of `lanes` vectors, in their order."""
+    """Return one vector of the totals of `lanes` vectors, in their order."""
     order = _folded(lanes)
     sums = [sums[order.index(i)] for i in range(lanes)]
     step = lanes // 2
@@ -309,19 +312,19 @@ def _fold(builder, sums, lanes):
 
 
 def _load(builder, kind, p, i):
-    """The vector that begins at p[i], at whatever address."""
+    """Load the vector that begins at p[i], at any alignment."""
     x = builder.load(builder.bitcast(builder.gep(p, [i]), kind.as_pointer()))
     x.align = 1 if kind.element is _I8 else 4
     return x
 
 
 def block_of(lanes: int, rows: int, kind: int, adds: bool):
-    """An intrinsic that fills (or adds to) `rows` rows and `lanes // rows` columns of dots.
+    """Return an intrinsic that fills (or adds to) `rows` rows, `lanes // rows` columns of dots.
 
     Its arguments: `a`, float32 (pointer, elements from row to row), of as many elements as codes,
     those of each half of nibbles padded with zeros to whole vectors; `b`, (pointer, bytes from row
-    to row, rows that there are), where missing rows are replaced by the last; vectors of bytes in
-    a row of b; `bias`, float32 to be added to each row; `out`, (pointer, elements from row to row).
+    to row, existing rows), where missing rows are replaced by the last; vectors of bytes in a row
+    of b; `bias`, float32 to be added to each row; `out`, (pointer, elements from row to row).
     """
     columns, planes = lanes // rows, 2 if kind == NIBBLES else 1
     floats, codes, ints = (_vector(x, lanes) for x in (_F32, _I8, _I32))
@@ -389,11 +392,11 @@ def block_of(lanes: int, rows: int, kind: int, adds: bool):
 
 
 def dots_of(lanes: int, kind: int, adds: bool):
-    """A numba function of dots of `count` rows of floats with all rows of a matrix of codes.
+    """Return a numba function of dots of `count` rows of floats with all rows of a matrix of codes.
 
     Its arguments: rows of a; a, b, vectors, bias and out as for `block_of`, except that b has all
-    its rows; and a pointer into the matrix that will be wanted next, for which it asks meanwhile.
-    Rows of out are padded to whole vectors, with anything.
+    its rows; and a pointer into the matrix that is needed next, which it prefetches meanwhile. The
+    padding of rows of out to whole vectors is undefined.
     """
     four, two, one = (block_of(lanes, rows, kind, adds) for rows in (4, 2, 1))
 
@@ -429,22 +432,23 @@ mix_bytes = dots_of(LANES, UNSIGNED, True)
 mix_nibbles = dots_of(LANES, NIBBLES, True)
 
 
-# From a page's logits to its weights on the CPU, under every switch of `operands.Scoring`.
+# Weights of a page from its logits on the CPU, under every option of `operands.Scoring`.
 
 
 @njit(**_INLINE)
 def weigh(a, s, r, place, scales, m, cap):
-    """Logits of query row r for a page's tokens to probabilities; 0 for those that it cannot see.
+    """Turn logits of query row r for a page's tokens into probabilities; 0 for invisible tokens.
 
     `place` is (first new token, packed; head; place of the page's token 0 counted from the first
-    new one; first token of the page that any row sees; the first that none does; anything).
-    `scales` is the address of float16 scales of the logits, or 0; m the row's maximum so far.
+    new one; first token of the page that any row sees; the first that no row sees; the page's
+    shares). `scales` is the address of float16 scales of the logits, or 0; m the row's maximum so
+    far.
 
-    Returns the new maximum, the sum, and the factor for what was accumulated under the old maximum.
+    Return the new maximum, the sum, and the factor for accumulators under the old maximum.
     """
     first, head, offset, low, high, _ = place
     end, j = high, r // a[GROUP]
-    last = j - offset  # where the query row's own token stands, counted from the page's first
+    last = j - offset  # place of the query row's own token, counted from the page's first
     if a[CAUSAL]:
         low = max(low, last - a[WINDOW] + 1)
         if not a[TREE]:
@@ -486,7 +490,7 @@ def weigh(a, s, r, place, scales, m, cap):
 
 @njit(**_INLINE)
 def share(shares, rows, m, z):
-    """The weight that finished query rows give to a page, from what they found in it."""
+    """Return the weight that finished query rows give to a page, from their shares in it."""
     total = ZERO
     for r in range(rows):
         if z[r] != ZERO:
@@ -496,43 +500,43 @@ def share(shares, rows, m, z):
 
 @njit(**_INLINE)
 def shares_of(a, item, page):
-    """Where the shares of a page of an item (row * Hk + head) begin."""
+    """Return the pointer to the shares of a page of an item (row * Hk + head)."""
     return ahead(pointer(a[SHARES], ZERO), (item * a[PAGES] + page) * 2 * a[MOST_ROWS])
 
 
-# Scores and outputs of sealed pages on the CPU, from their codes: nothing is decoded to memory.
+# Scores and outputs of sealed pages on the CPU, computed from codes without decoding to memory.
 #
 # Scales that differ by token multiply scores (K) and weights (V); those of `kv4c`, which differ
 # by dim, multiply the query once a page, and its minima add a constant to each query row's
 # scores; the rotation of `kv4h` is applied to the query once. Queries and weights are float32, as
-# over raw pages.
+# for raw pages.
 
 
 @njit(**_INLINE)
 def padded(n):
-    """N in whole vectors."""
+    """Round n up to whole vectors."""
     return (n + LANES - 1) // LANES * LANES
 
 
 @njit(**_INLINE)
 def format_of(a, codec, field):
-    """A field of a codec's format."""
+    """Return a field of a codec's format."""
     return a[FORMATS + FORMAT_FIELDS * codec + field]
 
 
 @njit(**_INLINE)
 def code_floats(a):
-    """Floats of scratch that a query row needs for sealed pages; see `codes_of`."""
+    """Return the floats of scratch that a query row needs for sealed pages; see `codes_of`."""
     half_d, half_p = 2 * padded(a[DIM] // 2), 2 * padded(a[SIZE] // 2)
     return padded(a[DIM]) + 2 * half_d + max(padded(a[SIZE]), half_p) + 2
 
 
 @njit(**_INLINE)
 def codes_of(a, scratch, rows):
-    """The scratch of `rows` query rows for sealed pages, as lines of rows.
+    """Return the scratch of `rows` query rows for sealed pages, as lines of rows.
 
-    They are the query in order; rotated, in two halves; times the channel scales of a page, in two
-    halves; weights times the scales of V; sums of the rotated query; constants of a product.
+    The parts are the query in order; rotated, in two halves; times the channel scales of a page, in
+    two halves; weights times the scales of V; sums of the rotated query; constants of a product.
     """
     half_d, half_p = 2 * padded(a[DIM] // 2), 2 * padded(a[SIZE] // 2)
     turned = ahead(scratch, rows * padded(a[DIM]))
@@ -544,7 +548,7 @@ def codes_of(a, scratch, rows):
 
 @njit(**_PLAIN)
 def prepare(a, count, q, codes):
-    """Lay the query rows of an item out for the codecs that there are, pads filled with zeros."""
+    """Lay the query rows of an item out for the codecs in use, with pads of zeros."""
     plain, turned, scaled, _, sums, _ = codes
     dim, wide, plane = a[DIM], padded(a[DIM]), padded(a[DIM] // 2)
     for r in range(count):
@@ -568,7 +572,7 @@ def prepare(a, count, q, codes):
 
 @njit(**_PLAIN)
 def _turn(row, free, to, dim):
-    """The rotated row, by way of `free`, in two padded halves."""
+    """Rotate a row, with `free` as scratch, into two padded halves."""
     half, second = dim // 2, ahead(to, padded(dim // 2))
     for d in range(dim):
         free[d] = row[d]
@@ -580,7 +584,7 @@ def _turn(row, free, to, dim):
 
 @njit(**_PLAIN)
 def _scale_channels(a, run, count, q, codes):
-    """Query rows times the channel scales of a `kv4c` page; their dots with its minima."""
+    """Scale query rows by the channels of a `kv4c` page, and compute their dots with its minima."""
     _, _, scaled, _, _, bias = codes
     dim, half, plane = a[DIM], a[DIM] // 2, padded(a[DIM] // 2)
     scales = pointer(run + format_of(a, KV4C, K_SCALES), np.int16(0))
@@ -598,16 +602,16 @@ def _scale_channels(a, run, count, q, codes):
 
 @njit(**_PLAIN)
 def score(a, codec, runs, count, q, codes, s):
-    """Scores of query rows with a sealed page's tokens, but for the scales of its keys.
+    """Score query rows with a sealed page's tokens, without the scales of its keys.
 
     Args:
         a: The call.
         codec: Number of the page's codec.
-        runs: Addresses of the page's run and of the one that comes next.
+        runs: Addresses of the page's run and of the next one.
         count: Query rows.
         q: The query rows.
         codes: See `codes_of`.
-        s: Where to, lines of `padded(P)`.
+        s: Output, lines of `padded(P)`.
 
     Returns:
         The address of the scales, float16 by token; 0 if there are none.
@@ -664,21 +668,20 @@ def mix_sealed(a, codec, runs, count, s, codes, o):
         mix_nibbles(count, (w, 2 * plane), (v, tokens, dim), vectors, bias, out, after)
 
 
-# Attention on the CPU over pages, with every switch.
+# Attention on the CPU over pages, with every option.
 #
 # The unit of work is a *piece*: up to CHUNK pages of one item (row, KV head), with all query rows
-# that read them (T new tokens x G query heads). The pieces of a call stand in one line, weighted by
-# what they cost; a slice takes those that begin in its stretch of it, so ragged batches balance,
-# and a single long row splits like many short ones. Where an item is cut depends on the item and
-# CHUNK alone, so with a CHUNK that is always the same a row's result has the same bits whatever
-# else is in the batch. An item of one piece is finished at once; others leave a partial
-# (accumulator, maximum, sum) of each piece in a slot, which `combine` merges in order. Softmax is
-# online per page, in base 2.
+# that read them (T new tokens x G query heads). The pieces of a call form one line, weighted by
+# cost; a slice takes those that begin in its stretch of it, so ragged batches balance, and a single
+# long row splits like many short ones. The cuts of an item depend on the item and CHUNK alone, so
+# with a constant CHUNK a row's result has the same bits in any batch. An item of one piece is
+# finished at once; others leave a partial (accumulator, maximum, sum) of each piece in a slot,
+# which `combine` merges in order. Softmax is online per page, in base 2.
 
 
 @njit(**_INLINE)
 def _row(a, b):
-    """(first packed token, new tokens, length, first page, pages) of a row; new = 0: no work."""
+    """Return (first packed token, new, length, first page, pages) of a row; new = 0: no work."""
     starts, length = pointer(a[STARTS], np.int32(0)), np.int64(pointer(a[LENGTHS], np.int32(0))[b])
     first, size, page = np.int64(starts[b]), a[SIZE], np.int64(0)
     new = np.int64(starts[b + 1]) - first
@@ -689,13 +692,13 @@ def _row(a, b):
 
 @njit(**_INLINE)
 def _pieces(a, new, pages):
-    """Pieces of each item of a row; one even if there is no page to see."""
+    """Return the pieces of each item of a row; one even if it sees no page."""
     return max(np.int64(1), (pages + a[CHUNK] - 1) // a[CHUNK]) if new else np.int64(0)
 
 
 @njit(**_INLINE)
 def _reset(a, rows, head, with_sinks, lines):
-    """Empty accumulators; the sinks, if any, are the first thing that the maximum and sum see."""
+    """Empty the accumulators; the sinks, if any, initialise the maximum and sum."""
     _, _, o, m, z = lines
     for i in range(rows * padded(a[DIM_V])):
         o[i] = ZERO
@@ -709,7 +712,7 @@ def _reset(a, rows, head, with_sinks, lines):
 
 @njit(**_PLAIN)
 def _score_raw(a, k, after, span, count, q, s):
-    """Scores of query rows with tokens [low, high) of a raw page, of which no other may count."""
+    """Score query rows with tokens [low, high) of a raw page; other entries are undefined."""
     low, high = span
     dim, size, row_bytes = a[DIM], padded(a[SIZE]), a[DIM_V] * a[ITEM]
     r = 0
@@ -742,7 +745,7 @@ def _mix_raw(a, v, after, span, count, s, o):
 
 @njit(**_PLAIN)
 def _weigh_page(a, place, scales, count, lines, cap):
-    """Logits of a page to weights, and what was accumulated before to the maximum it has now."""
+    """Turn a page's logits into weights, and rescale the accumulators to the new maximum."""
     _, s, o, m, z = lines
     shares, stride = place[5], padded(a[DIM_V])
     for r in range(count):
@@ -763,7 +766,7 @@ def _raw_page(a, like, page, place, count, lines, codes, cap):
     q, s, o, _, _ = lines
     span, v_at = (place[3], place[4]), format_of(a, RAW, V_AT)
     v, byte = pointer(run + v_at, like), np.uint8(0)
-    # V comes in behind the scores, the next page's K behind the mix.
+    # V is prefetched behind the scores, the next page's K behind the mix.
     _score_raw(a, pointer(run, like), pointer(run + v_at, byte), span, count, q, s)
     _weigh_page(a, place, np.int64(0), count, lines, cap)
     _mix_raw(a, v, pointer(then, byte), span, count, s, o)
@@ -773,8 +776,7 @@ def _raw_page(a, like, page, place, count, lines, codes, cap):
 def _any_page(a, like, page, place, count, lines, codes, cap):
     """Attend with an item's query rows over a page.
 
-    `page` is its codec, the address of its run and that of the next page's; `place` as for `weigh`,
-    with the page's shares behind.
+    `page` is its codec, the address of its run and that of the next page's; `place` as for `weigh`.
     """
     codec, run, then = page
     if codec == RAW:
@@ -788,7 +790,7 @@ def _any_page(a, like, page, place, count, lines, codes, cap):
 
 @njit(**_INLINE)
 def _run(a, page, head):
-    """The address of a head's run in a page."""
+    """Return the address of a head's run in a page."""
     codec = np.int64(page) >> CODEC_SHIFT
     start = a[ARENA] + a[LAYER] * format_of(a, codec, STRIPE)
     start += GRANULE * (np.int64(page) & GRANULE_MASK)
@@ -818,7 +820,7 @@ def _finish(a, like, b, row, head, lines):
 
 @njit(**_INLINE)
 def _slot(a, i):
-    """Scratch of partial i, as (accumulators, maxima, sums)."""
+    """Return the scratch of partial i, as (accumulators, maxima, sums)."""
     most, dim = a[MOST_ROWS], padded(a[DIM_V])
     o = ahead(pointer(a[SLOTS], ZERO), i * most * (dim + 2))
     return o, ahead(o, most * dim), ahead(o, most * (dim + 1))
@@ -835,7 +837,7 @@ def _no_codes(a, count, q, codes):
 
 
 def _attention(attend_page, code_floats, prepare):
-    """Attention over the pages that `attend_page` knows: the function that does a slice of it.
+    """Return the function that does a slice of attention, over the pages of `attend_page`.
 
     Args:
         attend_page: Attends over one page.
@@ -848,7 +850,7 @@ def _attention(attend_page, code_floats, prepare):
         """Attend with the query rows of an item, (row number, row, head), over some pages."""
         b, row, head = item
         first, new, length, first_page, _ = row
-        size, seen = a[SIZE], np.int64(0)  # the first token anybody sees
+        size, seen = a[SIZE], np.int64(0)  # the first token that any row sees
         if a[CAUSAL]:
             seen = max(seen, length - new - a[WINDOW] + 1)
         table = pointer(a[TABLE], np.int32(0))
@@ -865,7 +867,7 @@ def _attention(attend_page, code_floats, prepare):
 
     @njit(**_PLAIN)
     def attend(a, likes, part):
-        """Do slice `part`; `likes` are the types as which elements of q and of pages travel."""
+        """Do slice `part`; `likes` are the types under which elements of q and of pages travel."""
         like_q, like = likes
         scale, softcap = float_of(np.int32(a[SCALE])), float_of(np.int32(a[SOFTCAP]))
         rows, dim_v = a[MOST_ROWS], padded(a[DIM_V])
@@ -939,8 +941,8 @@ def combine(a, like_q):
 def merge(a, like, part, parts):
     """Merge slice `part` of `parts` of the lines (token, head).
 
-    `a` is int64 [1 + inputs + 1, 2]: first lines and Dv; then the addresses of o (whose elements
-    travel as `like`) and lse (float32) of each input, last of the result.
+    `a` is int64 [1 + inputs + 1, 2]: first lines and Dv; then the addresses of o (with elements
+    under the type `like`) and lse (float32) of each input, last of the result.
     """
     count, lines, dim = a.shape[0] - 2, a[0, 0], a[0, 1]
     addresses = a[1:]
@@ -996,7 +998,7 @@ def gather(a, raw, part, parts):
     a: k, v, table, rows, lengths; B, Hk, P, D, Dv, bytes of a raw element, table stride, columns,
     columns of a block, blocks of a row; then for each codec: its number, the address of the layer
     in granule 0, run bytes, starts of V, of the scales of K and of those of V.
-    raw: the type of raw elements, and where they saturate.
+    raw: type of raw elements, and their saturation.
     """
     heads, size, dim, dim_v, item, columns = a[6], a[7], a[8], a[9], a[10], a[12]
     k_bytes, v_bytes = dim * item, dim_v * item

@@ -18,7 +18,7 @@ from flowkv.core.digest import STEP
 from flowkv.core.parts import PART
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-"""Not "ninf" and "nnan": masks are -inf, and NaN in a cache must show in the answer."""
+"""Without "ninf" and "nnan": masks are -inf, and NaN in a cache must show in the answer."""
 
 _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
 _BYTES = _I8.as_pointer()
@@ -26,7 +26,7 @@ _BYTES = _I8.as_pointer()
 
 @intrinsic
 def widen(context, x):
-    """A stored element as float32."""
+    """Return a stored element as float32."""
 
     def codegen(context, builder, signature, args):
         if signature.args[0] == types.float32:
@@ -40,7 +40,7 @@ def widen(context, x):
 
 @intrinsic
 def narrow(context, x, like):
-    """A float32 as a stored element of the type of `like`, rounded to nearest even."""
+    """Return a float32 as a stored element of the type of `like`, rounded to nearest even."""
 
     def codegen(context, builder, signature, args):
         if signature.return_type == types.float32:
@@ -58,13 +58,13 @@ def narrow(context, x, like):
 
 @intrinsic
 def bits_of(context, x):
-    """The bits of a float32 as int32."""
+    """Return the bits of a float32 as int32."""
     return types.int32(x), lambda context, builder, signature, args: builder.bitcast(args[0], _I32)
 
 
 @intrinsic
 def float_of(context, x):
-    """The float32 that has these bits."""
+    """Return the float32 with these bits."""
     return types.float32(x), lambda context, builder, signature, args: builder.bitcast(
         args[0], _F32
     )
@@ -95,7 +95,7 @@ def memzero(context, target, n_bytes):
 
 @intrinsic
 def draw(context, p):
-    """What p[0] held before one was added to it, whoever else draws from it at the same time."""
+    """Add one to p[0] atomically, and return its value from before."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "seq_cst")
@@ -132,14 +132,14 @@ def call_team(context, team, function, argument, threads):
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 
 
-# Spelled out, for numba lets callers pass their own flags down to a function that names none, and
-# under "reassoc" (x + _ROUND) - _ROUND folds to x.
+# The flags are explicit because numba lets callers pass their own flags down to a function without
+# any, and under "reassoc" (x + _ROUND) - _ROUND folds to x.
 _EXACT = {**PART, "fastmath": {"contract"}, "forceinline": True}
 
 
 @njit(**_EXACT)
 def exp2(x):
-    """2**x for x <= 127, to 2 ulp; exactly 0 below -126.5. NaN stays NaN."""
+    """Return 2**x for x <= 127, to 2 ulp; exactly 0 below -126.5. NaN stays NaN."""
     x = np.float32(-127) if x < np.float32(-127) else x
     r = x + _ROUND
     f = x - (r - _ROUND)
@@ -155,7 +155,7 @@ def exp2(x):
 
 @njit(**_EXACT)
 def tanh(x):
-    """Hyperbolic tangent to 3 ulp (near zero, where 1 - 2 / (e**2x + 1) cancels, as in Cephes)."""
+    """Return the hyperbolic tangent to 3 ulp (near 0 as Cephes: 1 - 2 / (e**2x + 1) cancels)."""
     a = abs(x)
     a = np.float32(10) if a > np.float32(10) else a
     z = a * a
@@ -172,7 +172,7 @@ def tanh(x):
 
 @njit(**_EXACT)
 def order(x):
-    """The bits of a float32 so changed that they compare as it does, with +NaN above everything.
+    """Return the bits of a float32, changed to compare as it does, with +NaN above all.
 
     A maximum of integers vectorises; one of floats does only where NaN may be ignored.
     """
@@ -182,13 +182,14 @@ def order(x):
 
 @njit(**_EXACT)
 def unorder(bits):
-    """The float32 that `order` made `bits` of."""
+    """Return the float32 of bits that `order` returned."""
     return float_of(np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
-# numba kernels that move bytes: none of them looks at what it moves, so one compile serves all.
+# numba kernels that move bytes without reading them, so that one compile serves all dtypes.
 #
-# Each takes one int64 vector of addresses and sizes (made by `cpu`) and its slice of the work.
+# Each takes one int64 vector of addresses and sizes (made by `operations`) and its slice of the
+# work.
 
 GRANULE = 4096
 
@@ -225,7 +226,7 @@ def append(a, part, parts):
 
 @njit(**PART)
 def _page(a, side, n):
-    """Where page n of a side of a copy begins."""
+    """Return the address of page n of a side of a copy."""
     line = a[side + 1]
     return a[side] + (GRANULE * _int32_at(line, n) if line else n * a[5])
 
@@ -234,7 +235,7 @@ def _page(a, side, n):
 def digest_pages(a, part, parts):
     """Digest stripes of pages; the slice is a range of all.
 
-    a: as of `move_pages`, whose target may be 0 for no copy; stripes of a page, digests.
+    a: as for `move_pages`, with a target of 0 for no copy; stripes of a page, digests.
     """
     stripes, step = a[6], a[5] // a[6]
     digests = pointer(a[7], np.uint64(0))
@@ -294,7 +295,7 @@ _STEP = np.uint64(STEP)
 
 @njit(**PART)
 def sum_blocks(a, part, parts):
-    """Sum up every block of a slice; a: words, their number, those of a block, sums."""
+    """Sum up every block of a slice; a: words, their number, words of a block, sums."""
     words = pointer(a[0], np.uint64(0))
     sums = pointer(a[3], np.uint64(0))
     blocks = (a[1] + a[2] - 1) // a[2]
@@ -311,10 +312,10 @@ def sum_blocks(a, part, parts):
     return blocks
 
 
-# numba kernels that rotate keys (RoPE): on their way into pages, and where they lie in pages.
+# numba kernels that rotate keys (RoPE): on their way into pages, and in pages.
 #
-# The functions name no fast-math flags, so that every product and sum is rounded by itself, as the
-# contract of `operands.Rotary` wants; see above for how they take their operands.
+# The functions set no fast-math flags, so that every product and sum is rounded by itself, as the
+# contract of `operands.Rotary` requires; their operands are packed as above.
 
 _ROTARY_JIT = {**PART, "fastmath": False}
 _INLINE = {**_ROTARY_JIT, "forceinline": True}
@@ -322,7 +323,7 @@ _INLINE = {**_ROTARY_JIT, "forceinline": True}
 
 @njit(**_INLINE)
 def _rotate(to, of, cos, sin, pairs, interleaved, like):
-    """Write the rotation of the 2 * pairs elements at `of` to `to`, another place."""
+    """Write the rotation of the 2 * pairs elements at `of` to `to`, which must not overlap."""
     if interleaved:
         for i in range(pairs):
             x, y, c, s = widen(of[2 * i]), widen(of[2 * i + 1]), cos[i], sin[i]
@@ -338,10 +339,10 @@ def _rotate(to, of, cos, sin, pairs, interleaved, like):
 
 @njit(**_INLINE)
 def _rotate_here(p, cos, sin, pairs, interleaved, like):
-    """Rotate the 2 * pairs elements at `p`, four times faster than `_rotate` could from p to p.
+    """Rotate the 2 * pairs elements at `p` in place, four times faster than `_rotate` from p to p.
 
-    LLVM vectorises loops under the condition that what is written is not read by later rounds, and
-    asks that at run time of any two pointers, of equal ones too.
+    LLVM vectorises loops only if later iterations do not read what earlier ones wrote, and checks
+    that at run time for any two pointers, also for equal ones.
     """
     if interleaved:
         for i in range(pairs):
@@ -358,7 +359,7 @@ def _rotate_here(p, cos, sin, pairs, interleaved, like):
 
 @njit(**_ROTARY_JIT)
 def append_rotary(a, turn, likes, part, parts):
-    """Write packed tokens into pages, their keys rotated; operands `a` are those of moves.
+    """Write packed tokens into pages, with rotated keys; operands `a` are those of `append`.
 
     turn: addresses of cos and sin, pairs, first rotated dim, whether interleaved, bytes of an
     element of a page. `likes` are the types of an element of a packed key and of a page.
@@ -417,7 +418,7 @@ def reposition(a, turn, like, part, parts):
     return units
 
 
-# Bytes turned over in numba: sealed pages hold V as `[Dv, P]`, rows are tokens everywhere else.
+# Transposition of bytes: sealed pages hold V as `[Dv, P]`, rows are tokens everywhere else.
 
 _WORDS = ir.IntType(64).as_pointer()
 
@@ -466,7 +467,7 @@ def transpose(to, of, rows, columns):
 
 @intrinsic
 def _word(context, p):
-    """The eight bytes from p on as uint64, wherever p lies."""
+    """Return the eight bytes from p on as uint64, at any alignment."""
 
     def codegen(context, builder, signature, args):
         return builder.load(builder.bitcast(args[0], _WORDS), align=1)
@@ -487,6 +488,6 @@ def _put(context, p, x):
 
 @njit(**_INLINE)
 def _swapped(x, y, mask, shift):
-    """Exchange what lies in x above `mask` with what lies in y under it."""
+    """Exchange the bits of x above `mask` with the bits of y under it."""
     z = ((x >> shift) ^ y) & mask
     return x ^ (z << shift), y ^ z

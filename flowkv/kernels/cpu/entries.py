@@ -1,8 +1,8 @@
-"""The numba functions that Python calls, and the only ones whose machine code is kept on disk.
+"""The numba functions that Python calls, and the only ones with machine code cached on disk.
 
-numba keeps the machine code of a function until the function's own file changes, whatever becomes
-of the functions it calls. So the sources of all kernels are digested into a constant that the
-entries close over, which makes it part of their key.
+numba caches the machine code of a function until the function's own file changes, regardless of
+the functions it calls. So the sources of all kernels are digested into a constant that the entries
+close over, which makes it part of their key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def _entries(stamp):
 
     @jit
     def attend(a, threads, layer, q, q_token, q_head, out):
-        """Attend with the queries at q: by `threads` of a team, or alone, or (0) not yet.
+        """Attend with the queries at q: `threads` of a team, 1 alone, 0 sets operands only.
 
-        Returns how many slices are not done: what a slice raises, C functions cannot hand on.
+        Return how many slices are not done, since C functions cannot pass on what a slice raises.
         """
         to = pointer(a, np.int64(stamp))
         to[LAYER], to[Q], to[Q_TOKEN], to[Q_HEAD], to[OUT] = layer, q, q_token, q_head, out
@@ -104,13 +104,13 @@ def _entries(stamp):
 
 
 def _worker(stamp, like_q, like, sealed):
-    """The C function that draws slices of an attention call until none is left."""
+    """Compile the C function that draws slices of an attention call until none is left."""
 
     def work(address):
         a = pointer(address, np.int64(stamp))
         part = draw(ahead(a, NEXT))
         while part < a[PARTS]:
-            if sealed:  # a constant: what is not asked for is not compiled
+            if sealed:  # a constant: the other branch is not compiled
                 cpu_attend.attend_any(a, (like_q, like), part)
             else:
                 cpu_attend.attend_raw(a, (like_q, like), part)
@@ -123,11 +123,11 @@ def _worker(stamp, like_q, like, sealed):
 
 @lru_cache(maxsize=None, typed=True)  # zeros of different types are equal
 def worker(like_q, like, sealed: bool):
-    """The C function that does an attention call, compiled for these types: see `attend`.
+    """Return the C function of an attention call, compiled for these types; see `attend`.
 
     Args:
-        like_q: The type as which elements of q and of the output travel.
-        like: That of elements of pages.
+        like_q: Type under which elements of q and of the output travel.
+        like: Type under which elements of pages travel.
         sealed: Whether pages of other codecs than raw are served.
     """
     with compiling.around():

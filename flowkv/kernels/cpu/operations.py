@@ -1,6 +1,6 @@
-"""Attention of the numba twin: few new tokens a row in numba, many in torch.
+"""Operations of the numba twin; attention runs in numba for few new tokens a row, else in torch.
 
-As in `cpu`, tensors become addresses without any view of them.
+Tensors become addresses here, without any view of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 # The numba twin of `gather_dense`: raw pages are copied, sealed ones decoded.
 
 DECODING = 8
-"""Bytes that could be copied in the time that decoding one takes."""
+"""Bytes that are copied in the time of decoding one."""
 
 
 def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `columns` tokens of each row, dense; see `dispatch.gather_dense`."""
+    """Return the last `columns` tokens of each row, dense; see `dispatch.gather_dense`."""
     layout = pages.layout
     rows, heads, dtype = batch.rows.shape[0], layout.kv_heads, DTYPES[layout.dtype]
     k = fresh(rows, heads, columns, layout.head_dim, dtype=dtype)
@@ -76,16 +76,16 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
 
 # Attention of many new tokens on the CPU: gather the context once, then matrix products in torch.
 #
-# What a row's new tokens see is its past, without any mask, and themselves, causally. Both go
-# through torch's fused kernel, which takes neither windows nor softcaps nor Dv != D, and merge by
-# their log-sum-exps. Everything else goes block by block of query tokens, in float32.
+# A row's new tokens see its past, without any mask, and themselves, causally. Both go through
+# torch's fused kernel, which takes neither windows nor softcaps nor Dv != D, and merge by their
+# log-sum-exps. All other calls go block by block of query tokens, in float32.
 
 QUERY_BLOCK = 128
 """Query tokens of a block: with fewer, the products are thin; with more, scores leave the cache."""
 
 
 class PackedQueries(NamedTuple):
-    """Packed queries, and where the packed outputs go; `lse` is None where nobody asks for it."""
+    """Packed queries, and their packed outputs; `lse` is None unless requested."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -121,7 +121,7 @@ def attend_long(packed: PackedQueries, pages: Pages, batch: Ragged, how: Scoring
 def _fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o `[Hk, G, T, Dv]`, lse `[Hk, G, T]`) of q `[Hk, G, T, D]` over k and v `[Hk, S, D]`."""
+    """Attend with q `[Hk, G, T, D]` over k and v `[Hk, S, D]`; return o and lse `[Hk, G, T]`."""
     new = q.shape[2] if how.causal else 0
     past = k.shape[1] - new
 
@@ -149,14 +149,14 @@ def _fused(
 
 
 class RowPart(NamedTuple):
-    """Of which row the queries, keys and values are, and where in it.
+    """Part of a row that queries, keys and values belong to.
 
     Attributes:
-        how: The switches of the call.
-        new: Its new tokens in packed tensors.
-        number: Its number in the batch.
+        how: Options of the call.
+        new: Slice of its new tokens in packed tensors.
+        number: Index of the row in the batch.
         first: Position of the first key and value.
-        layout: Of raw pages.
+        layout: Layout of raw pages.
     """
 
     how: Scoring
@@ -169,7 +169,7 @@ class RowPart(NamedTuple):
 def _blocked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: RowPart
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_fused`, with every switch, block by block of query tokens."""
+    """Attend as `_fused` does, with every option, block by block of query tokens."""
     (heads, group, new, _), how = q.shape, row.how
     past = k.shape[1] - new if how.causal else 0
     k, v = k.float().mT, v.float()
@@ -180,7 +180,7 @@ def _blocked(
         low, high = 0, k.shape[2]
         if how.causal:
             low = 0 if how.window is None else max(0, past + i - how.window + 1)
-            high = past + j  # drafts of a tree, of which any may be seen, are one block
+            high = past + j  # drafts of a tree, which may see any other, are one block
         s = (q[:, :, i:j].float() * how.scale).flatten(1, 2) @ k[:, :, low:high]
         if how.softcap is not None:
             s = torch.tanh_(s.div_(how.softcap)).mul_(how.softcap)
@@ -193,7 +193,7 @@ def _blocked(
         total = torch.logsumexp(s, 3)
         if how.sinks is not None:
             total = torch.logaddexp(total, how.sinks.view(heads, group, 1))
-        least = total.masked_fill(total == -torch.inf, 0.0)  # of a token that sees nothing
+        least = total.masked_fill(total == -torch.inf, 0.0)  # for a token that sees nothing
         p = s.sub_(least[..., None]).exp_()
         if how.mass is not None:
             _weigh_pages(p.sum((1, 2)), row, row.first + low)
@@ -205,7 +205,7 @@ def _blocked(
 def _place(
     s: torch.Tensor, own: torch.Tensor, column: torch.Tensor, past: int, row: RowPart
 ) -> None:
-    """Bias and mask logits `[Hk, G, T, S]` of queries whose own tokens have the columns `own`."""
+    """Bias and mask logits `[Hk, G, T, S]` of queries with own tokens in the columns `own`."""
     how, own = row.how, own[:, None]
     if how.alibi is not None:
         s += how.alibi.float().view(*s.shape[:2], 1, 1) * (column - own)
@@ -228,11 +228,11 @@ def _weigh_pages(weights: torch.Tensor, row: RowPart, first: int) -> None:
 
 
 FEW_NEW = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 8}
-"""Up to so many new tokens a row attends in numba, beyond in torch, by q's dtype.
+"""Most new tokens a row that attend in numba, beyond in torch, by q's dtype.
 
-Where the two meet on a core with AVX-512 and AMX, for 1 to 8 query heads per KV head, 512 to 4096
-tokens of context and head dims of 64 and 128: at 16 to 32 new tokens in float32, at 6 to 14 in
-bfloat16, whose products AMX takes (`bench/bench_kernels.py`, group "crossover").
+The two cross, on a core with AVX-512 and AMX, for 1 to 8 query heads per KV head, 512 to 4096
+tokens of context and head dims of 64 and 128, at 16 to 32 new tokens in float32, at 6 to 14 in
+bfloat16, where AMX does the products (`bench/bench_kernels.py`, group "crossover").
 """
 LATENT_ROWS = 32
 """The same for latents, by query rows: one core reads 4 x 4k latents of 16 heads in half the time
@@ -241,7 +241,7 @@ _ALL = 1 << 40
 LEAST_ATTENDED = 1 << 15
 """Elements of K and V that are worth a slice: 10 us, three times what a team takes to start."""
 INVARIANT_TOKENS = 1024
-"""Tokens of a piece when rows must not depend on each other: cut for parallelism, but always so."""
+"""Tokens of a piece when rows must not depend on each other: always cut in the same places."""
 
 
 class Call:
@@ -250,9 +250,9 @@ class Call:
     Args:
         pages: One layer of the pages.
         batch: The rows; those with more than `few` new tokens are left out.
-        how: The switches; sinks and slopes are float32.
+        how: Options of the calls; sinks and slopes are float32.
         heads: Query heads.
-        dtype: Of queries and outputs.
+        dtype: Dtype of queries and outputs.
         few: Most new tokens of a row.
     """
 
@@ -334,20 +334,20 @@ class Call:
         self._held = slots, shares, how, batch  # addresses do not keep them alive
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Attends over a layer, counted within its group: `[N, Hq, D]` to contiguous outputs."""
+        """Attend over a layer, counted within its group: `[N, Hq, D]` to contiguous outputs."""
         by_token, by_head, _ = q.stride()
         self.run(layer, q.data_ptr(), by_token, by_head, out.data_ptr())
 
     def sink(self, sinks: torch.Tensor) -> None:
-        """Lets later calls weigh other sinks, float32 `[Hq]`, that live as long."""
+        """Set the sinks of later calls, float32 `[Hq]`; they must live as long."""
         self._operands[fields.SINKS] = address(sinks)
 
     def normalise(self, lse: torch.Tensor) -> None:
-        """Lets later calls write their normalisers, float32 `[N, Hq]`."""
+        """Set the normalisers that later calls write, float32 `[N, Hq]`."""
         self._operands[fields.LSE] = address(lse)
 
     def run(self, layer: int, q: int, by_token: int, by_head: int, out: int) -> None:
-        """`attend` with addresses and strides."""
+        """Attend with addresses and strides; see `attend`."""
         threads = 1 if self._parts == 1 else min(torch.get_num_threads(), self._parts)
         alone = threads > 1 and not team()
         left = entries.attend(
@@ -357,7 +357,7 @@ class Call:
             spread(lambda _: entries.help_with(self.address), threads)
             left = self._operands[fields.PARTS] - self._operands[fields.DONE]
         if left:
-            raise MemoryError("no room for what attention works with")
+            raise MemoryError("no memory for the scratch of attention")
 
 
 def _address(x: torch.Tensor | None) -> int:
@@ -365,7 +365,7 @@ def _address(x: torch.Tensor | None) -> int:
 
 
 def few_new(layout: PageLayout, heads: int, dtype: torch.dtype, how: Scoring) -> int:
-    """Up to how many new tokens of a row attend in numba."""
+    """Return the most new tokens of a row that attend in numba."""
     if not layout.latent:
         return FEW_NEW[dtype]
     # Many query heads make a matrix product of a single token.
@@ -375,7 +375,7 @@ def few_new(layout: PageLayout, heads: int, dtype: torch.dtype, how: Scoring) ->
 def paged_attention(
     q: torch.Tensor, pages: Pages, batch: Ragged, how: Scoring
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the new tokens over their rows' pages; see `dispatch.paged_attention`."""
+    """Attend from the new tokens to their rows' pages; see `dispatch.paged_attention`."""
     dtype, layout = q.dtype, pages.layout
     if dtype is not torch.float32 and dtype is not DTYPES[layout.dtype]:
         q = q.float()  # so that numba compiles for few pairs of types
@@ -402,13 +402,13 @@ def paged_attention(
 
 
 class Decode:
-    """New tokens of rows, over all layers of a group: what each layer's call has left to do.
+    """Step of new tokens, prepared once for the calls of all layers of a group.
 
-    Serves tensors of the pages' own dtype on the CPU. Not thread-safe.
+    It serves tensors of the pages' own dtype on the CPU. Not thread-safe.
 
     Args:
         pages: One layer of the pages, not latent.
-        batch: Rows of one new token each; for `append` alone, of any numbers.
+        batch: Rows of one new token each; for `append` alone, of any number.
         window: Tokens that a token sees, itself included; None for all before it.
     """
 
@@ -429,12 +429,12 @@ class Decode:
         self._by, self._shape = 0, (0,)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Writes the new tokens of a layer, counted within the group; False if they do not fit.
+        """Write a layer's new tokens, counted within the group; return False if they do not fit.
 
         Args:
             layer: The layer.
             k: `[N, Hk, 1, D]`, `[1, Hk, N, D]` or `[N, Hk, D]`.
-            v: The same of Dv.
+            v: Likewise, of Dv.
         """
         by_k, by_v = self._keys.get(k.shape), self._values.get(v.shape)
         if by_k is None or by_v is None or not (k.dtype is v.dtype is self._dtype):
@@ -462,12 +462,12 @@ class Decode:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Attends with the new tokens; None if the queries do not fit.
+        """Attend with the new tokens; return None if the queries do not fit.
 
         Args:
             layer: The layer, counted within the group.
             q: `[B, Hq, 1, D]`, `[1, Hq, B, D]` or `[B, Hq, D]`.
-            scale: Of the logits; default 1 / sqrt(D).
+            scale: Scale of the logits; default 1 / sqrt(D).
             softcap: c in `c * tanh(s / c)` on scaled logits.
             sinks: `[Hq]`, logits that join each softmax's denominator.
 
@@ -492,7 +492,7 @@ class Decode:
         elif entries.attend(
             self._call.address, 1, layer, q.data_ptr(), by[self._by], by[1], out.data_ptr()
         ):
-            raise MemoryError("no room for what attention works with")
+            raise MemoryError("no memory for the scratch of attention")
         return out
 
     def _prepare(
@@ -519,11 +519,11 @@ class Decode:
 
 
 def _token_dims(tokens: int, heads: int, dim: int) -> dict[tuple[int, ...], int]:
-    """In which dim of packed tensors of these shapes tokens follow each other."""
+    """Return by shape of packed tensors the dim of the tokens."""
     return {(tokens, heads, 1, dim): 0, (1, heads, tokens, dim): 2, (tokens, heads, dim): 0}
 
 
-# The numba twin: what all of it shares, moves of whole pages, and merges.
+# Shared parts of the numba twin, moves of whole pages, and merges.
 
 
 LIKE = {
@@ -531,23 +531,23 @@ LIKE = {
     torch.bfloat16: np.uint16(0),
     torch.float16: np.int16(0),
 }
-"""Under which type the elements of a dtype travel through numba; see `cpu.bits`."""
+"""Types under which the elements of a dtype travel through numba; see `cpu.bits`."""
 TOP = {dtype: np.float32(torch.finfo(dtype).max) for dtype in LIKE}
-"""Where raw elements saturate. Of the three, decoded elements can only exceed float16."""
+"""Saturation of raw elements. Of the three, decoded elements can only exceed float16."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 LEAST_ELEMENTS = 1 << 18
-"""Elements of K and V that are worth a thread: 50 to 100 us, far more than waking one."""
+"""Elements of K and V that are worth a thread: 50 to 100 us, far more than its wake-up."""
 LEAST_BYTES = 1 << 20
 """Bytes moved that are worth a thread."""
 HUGE_BYTES = 1 << 22
-"""From this size on numpy's arrays want huge pages."""
+"""Least size of numpy arrays that want huge pages."""
 _HERE = torch.from_numpy(np.empty(0, np.uint8))
-"""On the CPU, as what it makes is, whatever torch's default device and patches of torch say."""
+"""A CPU tensor: `new_empty` of it is on the CPU, regardless of torch's default device."""
 
 
 def address(x: torch.Tensor) -> int:
-    """Where a tensor's elements begin, for compiled code, which reads and writes there unasked.
+    """Return the address of a tensor's elements, for compiled code, which does not check it.
 
     Raises:
         GeometryError: The tensor is not in this process's memory.
@@ -561,12 +561,12 @@ def address(x: torch.Tensor) -> int:
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if the elements of its last dimension are neighbours, or a copy."""
+    """Return the tensor if the elements of its last dimension are neighbours, else a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor, aligned to 64 bytes.
+    """Return an uninitialised tensor, aligned to 64 bytes.
 
     Large ones come from numpy, which asks Linux for huge pages: their first writes fault once in
     2 MiB instead of 4 KiB, which makes filling a new tensor nearly twice as fast.
@@ -646,7 +646,7 @@ def _move(target: _Side, source: _Side, granules: int, digests: torch.Tensor | N
 
 
 def run(kernel, n_bytes: int, *operands: object) -> None:
-    """Call `kernel(*operands, part, parts)` for all parts, as many as moving `n_bytes` is worth."""
+    """Call `kernel(*operands, part, parts)` for all parts, as many as `n_bytes` justify."""
     parts = slices(n_bytes, LEAST_BYTES)
     if parts == 1:
         kernel(*operands, 0, 1)
@@ -655,7 +655,7 @@ def run(kernel, n_bytes: int, *operands: object) -> None:
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `dispatch.checksum`."""
+    """Return two sums over each block; see `dispatch.checksum`."""
     sums = words.new_empty(-(-len(words) // block_words), 2, dtype=torch.int64)
     a = np.array([address(words), len(words), block_words, address(sums)], np.int64)
     run(entries.checksum, 8 * len(words), a)
@@ -665,7 +665,7 @@ def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
 def merge(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint sets of tokens; see `dispatch.merge`."""
+    """Merge attention over disjoint sets of tokens; see `dispatch.merge`."""
     parts = [(o.contiguous(), lse.float().contiguous()) for o, lse in parts]
     first = parts[0][0]
     o, lse = torch.empty_like(first), first.new_empty(first.shape[:2], dtype=torch.float32)
@@ -679,7 +679,7 @@ def merge(
     return o, lse
 
 
-# The numba twin of `append`: packed new tokens into open pages, as they are or rotated (RoPE).
+# The numba twin of `append`: packed new tokens into open pages, unchanged or rotated (RoPE).
 
 
 def append(
@@ -708,7 +708,7 @@ def append(
 
 
 def append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
-    """The operands that all layers of a step share; the others are left 0."""
+    """Return the operands that all layers of a step share; the others are left 0."""
     item = DTYPES[layout.dtype].itemsize
     a = np.zeros(19, np.int64)
     a[3:15] = (
@@ -729,7 +729,7 @@ def append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
 
 
 def rotary_operands(rope: Rotary, item_bytes: int) -> np.ndarray:
-    """The addresses and sizes of `rope` as `cpu.bits` reads them."""
+    """Return the addresses and sizes of `rope` as `cpu.bits` reads them."""
     return np.array(
         [
             address(rope.cos),
@@ -743,7 +743,7 @@ def rotary_operands(rope: Rotary, item_bytes: int) -> np.ndarray:
     )
 
 
-# The numba twins of the operations that remake pages: `drop_tokens` and `reposition`.
+# The numba twins of the operations that rewrite pages: `drop_tokens` and `reposition`.
 
 
 def drop_tokens(
@@ -753,7 +753,7 @@ def drop_tokens(
     keep: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    """Make pages of chosen tokens of others; see `dispatch.drop_tokens`."""
+    """Fill pages with chosen tokens of others; see `dispatch.drop_tokens`."""
     source, target, keep = source.contiguous(), target.contiguous(), keep.contiguous()
     kept, item = keep.shape[2], ITEMSIZE[layout.dtype]
     k_bytes, v_bytes = layout.head_dim * item, layout.stored_value_dim * item
@@ -810,7 +810,7 @@ def reposition(
     run(entries.reposition, item * n_bytes, a, turn, like)
 
 
-# The numba twin of the codecs: the layers of pages are dealt out.
+# The numba twin of the codecs: threads share the layers of pages.
 
 
 def transcode(
@@ -820,7 +820,7 @@ def transcode(
     old: PageLayout,
     new: PageLayout,
 ) -> torch.Tensor:
-    """Write full pages once more in another codec; see `dispatch.transcode`."""
+    """Write full pages in another codec; see `dispatch.transcode`."""
     if old.dtype not in DTYPES:
         raise ConfigError(f"pages of {old.dtype} have no numba codec", "Pass backend='reference'")
     count, dtype = len(source), DTYPES[old.dtype]
@@ -850,7 +850,7 @@ def _offsets(layout: PageLayout) -> tuple[int, ...]:
     )
 
 
-# Threads for the CPU kernels: a counter that everyone draws slices from, the caller included.
+# Threads for the CPU kernels: a counter from which all draw slices, the caller included.
 
 SLICES_PER_THREAD = 4
 """Slices are drawn, not dealt: a core that is busy elsewhere takes fewer of them."""
@@ -862,7 +862,7 @@ _team: int | None = None
 
 
 def slices(work: int, least: int) -> int:
-    """Into how many slices to cut `work`, none much smaller than `least`; 1 means inline."""
+    """Return into how many slices to cut `work`, none much smaller than `least`; 1 means inline."""
     if work < 2 * least:
         return 1
     threads = torch.get_num_threads()
@@ -870,7 +870,7 @@ def slices(work: int, least: int) -> int:
 
 
 def team() -> int:
-    """The address of OpenMP's `GOMP_parallel`; 0 where there is none, or none of this process."""
+    """Return the address of OpenMP's `GOMP_parallel`; 0 if absent, or after a fork."""
     global _team  # noqa: PLW0603 - found once
     if _team is None:
         found = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if os.name == "posix" else None
@@ -891,7 +891,7 @@ def spread(run: Callable[[int], object], count: int) -> None:
     try:
         drain()
     finally:
-        for future in futures:  # one that never started finds nothing left to do
+        for future in futures:  # a helper that never started has nothing left to do
             if not future.cancel():
                 future.result()
 

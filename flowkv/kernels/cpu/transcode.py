@@ -1,4 +1,4 @@
-"""The numba kernel of the codecs: decode a run into float32 rows, encode the rows anew."""
+"""The numba kernel of the codecs: decode a run into float32 rows, encode the rows again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flowkv.kernels.cpu.bits import (
     widen,
 )
 
-# What the numba codecs do with one row of a page, a token's K or V: clean, rotate, quantize.
+# Steps of the numba codecs on one row of a page, a token's K or V: clean, rotate, quantize.
 #
-# Bit for bit what `reference.codec` does, so no function here may be compiled with any fastmath
+# They match the reference codec bit for bit, so no function here may be compiled with any fastmath
 # flag: every float32 operation is rounded once, in the order in which it is written.
 
 EXACT = {**PART, "fastmath": False}
@@ -30,20 +30,20 @@ _EIGHT, _EIGHT_INTS = ir.VectorType(ir.FloatType(), 8), ir.VectorType(ir.IntType
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITE = np.int32(0x7F800000)  # these bits and more, without the sign: infinity and NaN
-HUGE = np.int32(0x71800000)  # 2.0**100, from where on elements are encoded as 0
+HUGE = np.int32(0x71800000)  # 2.0**100, least magnitude that is encoded as 0
 _FITS, _LARGEST = np.float32(65520.0), np.float32(65504.0)
 SOUND, NON_FINITE, OUT_OF_RANGE = np.int64(0), np.int64(1), np.int64(2)
 
 
 @njit(**_INLINE)
 def worse(a, b):
-    """Of two states of a layer the one to report: non-finite elements before large scales."""
+    """Return the state of a layer to report out of two: non-finite elements before large scales."""
     return NON_FINITE if NON_FINITE in (a, b) else max(a, b)
 
 
 @njit(**EXACT)
 def clean(x, n, limit):
-    """Zero the elements of a row whose magnitude has the bits `limit` or more; the row's state."""
+    """Zero the elements of a row with a magnitude of the bits `limit` or more; return its state."""
     worst = np.int32(0)
     for i in range(n):
         worst = max(worst, np.int32(bits_of(x[i]) & _MAGNITUDE))
@@ -57,7 +57,7 @@ def clean(x, n, limit):
 
 @intrinsic
 def _turn(context, p):
-    """The first three stages of the transform of the eight elements from p on, each in a vector."""
+    """Apply the first three stages of the transform to the eight elements from p on."""
 
     def codegen(context, builder, signature, args):
         where = builder.bitcast(args[0], _EIGHT.as_pointer())
@@ -76,7 +76,7 @@ def _turn(context, p):
 
 @intrinsic
 def _cross(context, p, q):
-    """The sums and the differences of the eight elements from p on and those from q on."""
+    """Replace the eight elements from p on and those from q on by their sums and differences."""
 
     def codegen(context, builder, signature, args):
         low, high = (builder.bitcast(x, _EIGHT.as_pointer()) for x in args)
@@ -116,7 +116,7 @@ def rotate(x, n):
 
 @njit(**_INLINE)
 def nearest(t, low, high, bias):
-    """The nearest integer to t from low to high, and an even bias: a byte."""
+    """Return the nearest integer to t from low to high, plus an even bias, as a byte."""
     t = low if t < low else t
     t = high if t > high else t
     return np.uint8(bits_of(t + (_ROUND + bias)))
@@ -124,7 +124,7 @@ def nearest(t, low, high, bias):
 
 @njit(**_INLINE)
 def half(x):
-    """(Bits of the float16 nearest to x, saturated; its value; the state this means)."""
+    """Return (bits of the float16 nearest to x, saturated; its value; the resulting state)."""
     state = SOUND if abs(x) < _FITS else OUT_OF_RANGE
     x = -_LARGEST if x < -_LARGEST else x
     x = _LARGEST if x > _LARGEST else x
@@ -134,13 +134,13 @@ def half(x):
 
 @njit(**_INLINE)
 def reciprocal(s):
-    """1 / s, and 0 for 0: all of what has no scale becomes 0."""
+    """Return 1 / s, and 0 for 0: all elements without a scale become 0."""
     return s if s == np.float32(0) else np.float32(1) / s
 
 
 @njit(**EXACT)
 def quantize(x, rows, n, levels, bias, out, scales):
-    """Encode each of some rows by one scale, as bytes q + bias, the bias a float that is even."""
+    """Encode each of some rows by one scale, as bytes q + bias, the bias an even float."""
     state = SOUND
     for t in range(rows):  # all scales first: none waits for the quotients of the one before it
         row = ahead(x, t * n)
@@ -159,7 +159,7 @@ def quantize(x, rows, n, levels, bias, out, scales):
 RAW, KV8, K8V4, KV4C, KV4H = range(5)  # indices in core.geometry.CODECS
 GRANULE = 4096
 ROWS = 16
-"""Tokens that are decoded and encoded at a time: their float32 stay in the nearest cache."""
+"""Tokens decoded and encoded at a time: their float32 stay in the nearest cache."""
 
 _U8, _I8, _HALF, _F32 = np.uint8(0), np.int8(0), np.int16(0), np.float32(0)
 _0, _7, _8, _15, _127, _128 = (np.float32(x) for x in (0, 7, 8, 15, 127, 128))
@@ -172,7 +172,7 @@ def transcode(a, raw, part, parts):
 
     a: arena, source list, target list, status; n, L, Hk, P, D, Dv; then of the old layout and of
     the new: codec, stripe stride, run bytes, starts of V, of the scales of K and of those of V.
-    raw: the type of raw elements, and where they saturate.
+    raw: type of raw elements, and their saturation.
     """
     layers, heads, size, dim, dim_v = a[5], a[6], a[7], a[8], a[9]
     old, new = a[10:16], a[16:22]
@@ -205,13 +205,13 @@ def transcode(a, raw, part, parts):
 
 @njit(**{**EXACT, "forceinline": True})
 def _number(b):
-    """A byte as float32, by way of int32: numba would take 64 bits, and four times as long."""
+    """Return a byte as float32, via int32: numba would use 64 bits, and take four times as long."""
     return np.float32(np.int32(b))
 
 
 @njit(**EXACT)
 def key_row(of, old, t, dim, like, x):
-    """Token t of the keys of a run, decoded."""
+    """Decode token t of the keys of a run."""
     codec = old[0]
     if codec == RAW:
         raw = ahead(pointer(of, like), t * dim)
@@ -243,7 +243,7 @@ def key_row(of, old, t, dim, like, x):
 
 @njit(**EXACT)
 def value_row(of, old, t, size, dim, like, byte, x):
-    """Token t of the values of a run, decoded; `byte` holds those of a sealed one as `[P, Dv]`."""
+    """Decode token t of the values of a run; `byte` holds those of a sealed one as `[P, Dv]`."""
     if old[0] == RAW:
         raw = ahead(pointer(of + old[3], like), t * dim)
         for i in range(dim):
@@ -262,7 +262,7 @@ def value_row(of, old, t, size, dim, like, byte, x):
 
 @njit(**EXACT)
 def _key_rows(of, old, t, count, dim, like, x):
-    """`count` rows of keys from token t on; raw ones lie together, which makes them one loop."""
+    """Decode `count` rows of keys from token t on, adjacent raw ones in one loop."""
     if old[0] == RAW:
         raw = ahead(pointer(of, like), t * dim)
         for i in range(2 * count * dim, 3 * count * dim, 32):  # for the rows after the next
@@ -276,7 +276,7 @@ def _key_rows(of, old, t, count, dim, like, x):
 
 @njit(**EXACT)
 def _value_rows(of, old, t, count, size, dim, like, byte, x):  # noqa: PLR0913, PLR0917
-    """`count` rows of values from token t on, as `_key_rows`."""
+    """Decode `count` rows of values from token t on, as `_key_rows`."""
     if old[0] == RAW:
         raw = ahead(pointer(of + old[3], like), t * dim)
         for i in range(2 * count * dim, 3 * count * dim, 32):  # for the rows after the next
@@ -290,7 +290,7 @@ def _value_rows(of, old, t, count, size, dim, like, byte, x):  # noqa: PLR0913, 
 
 @njit(**EXACT)
 def store_row(x, n, like, top, raw):
-    """One row or several as raw elements, saturated at `top`; their state."""
+    """Store one row or several as raw elements, saturated at `top`; return their state."""
     state = clean(x, n, INFINITE)
     for i in range(n):
         y = top if x[i] > top else x[i]
@@ -306,7 +306,7 @@ def _pack(low, high, n, out):
 
 @njit(**EXACT)
 def _keys(of, to, old, new, shape, raw, room):
-    """The keys of a run, token by token; their state."""
+    """Encode the keys of a run, token by token; return their state."""
     (size, dim), (like, top), (x, _, byte) = shape, raw, room
     state = SOUND
     scales = pointer(to + new[4], _HALF)
@@ -333,7 +333,7 @@ def _keys(of, to, old, new, shape, raw, room):
 
 @njit(**EXACT)
 def _keys_by_channel(of, to, old, new, shape, raw, room):
-    """The keys of a run, each channel by its extremes over all tokens; their state."""
+    """Encode the keys of a run by the extremes of each channel; return their state."""
     (size, dim), (like, _), (x, low, byte) = shape, raw, room
     high = ahead(low, dim)
     for i in range(dim):
@@ -362,7 +362,7 @@ def _keys_by_channel(of, to, old, new, shape, raw, room):
 
 @njit(**EXACT)
 def _values(of, to, old, new, shape, raw, room):
-    """The values of a run, token by token; their state."""
+    """Encode the values of a run, token by token; return their state."""
     (size, dim), (like, top), (x, _, byte) = shape, raw, room
     out, pair = ahead(byte, size * dim), size // 2
     if old[0] != RAW:

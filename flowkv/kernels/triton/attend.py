@@ -1,8 +1,8 @@
-"""Paged attention and the merging of partials on GPUs: chooses kernels and tile sizes, launches.
+"""Paged attention and merging of partials on GPUs: choice of kernels and tile sizes, launches.
 
-Grids and scratch depend only on what the host knows without asking the device: shapes,
+Grids and scratch depend only on facts that the host has without a look at the device: shapes,
 `batch.most_new` and `batch.most_length`. So a call can be captured in a CUDA graph and replayed
-after lengths and tables have changed, as long as they stay below the maxima it was captured with.
+after lengths and tables have changed, as long as they stay below the maxima of its capture.
 """
 
 # ruff: noqa: PLR0913, PLR0917
@@ -55,13 +55,13 @@ from flowkv.kernels.triton.tile import LOWEST, load, locate, row_at, sight_of, u
 # 2405.04434: 576 = 512 + 64).
 #
 # Rows of few and of many new tokens are served alike. Where there are fewer blocks than the device
-# holds, the pages of each are cut into chunks, whose partials are merged.
+# holds, the pages of each are cut into chunks, and the chunks' partials are merged.
 
 
 @triton.jit
 def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree, n_tokens,
                 context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Take a tile of tokens into the running softmax (m, l, acc) of a block of query rows."""
+    """Add a tile of tokens to the running softmax (m, l, acc) of a block of query rows."""
     p_page, o_slot, position = locate(t, p_run, p_line, C)
     o_t = tl.arange(0, C.TILE)
     o_v = tl.arange(0, C.DV)
@@ -70,7 +70,7 @@ def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slop
     m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
     m_v = (o_v < C.VALUE_DIM)[None, :]
     m_k = (o_d < C.HEAD_DIM - C.VALUE_DIM)[:, None]
-    if MASK:  # a slot that holds no token yet may hold anything, NaN included
+    if MASK:  # a slot without a token may hold anything, NaN included
         m_v = m_v & m_t[:, None]
         m_k = m_k & m_t[None, :]
     p_tile = p_page + o_slot * C.HEAD_DIM
@@ -95,8 +95,8 @@ def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slop
 def attend_latent(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_alibi, p_tree,
                   p_out, p_lse, stride_token, stride_head, stride_table, layer, n_rows, n_shares,
                   scale, softcap, C: tl.constexpr):  # fmt: skip
-    """One block of query rows over one chunk of pages. Grid (items,), as of `attend_many`."""
-    i_item = tl.num_programs(0) - 1 - tl.program_id(0)  # later blocks see more: they begin first
+    """Attend with a block of query rows over a chunk of pages. Grid (items,), as `attend_many`."""
+    i_item = tl.num_programs(0) - 1 - tl.program_id(0)  # later blocks see more, so they begin first
     i_row, _, i_block, page, n_pages = block_of_item(
         i_item, p_starts, p_lengths, n_rows, n_shares, C)  # fmt: skip
     if i_row >= n_rows:
@@ -143,7 +143,7 @@ def attend_latents(task: Task) -> None:
     """Attend with all rows over pages of latents.
 
     Raises:
-        ConfigError: The weights of pages are asked for.
+        ConfigError: The mass of pages is requested.
     """
     if task.how.mass is not None:
         raise ConfigError(
@@ -151,7 +151,7 @@ def attend_latents(task: Task) -> None:
         )
     task = task._replace(few=0, batching=task.batching._replace(FEW=0))
     layout, device = task.layout, traits(task.out.device)
-    # 64 rows for WGMMA, whose outputs are 64 x 512, do not fit beside all else in registers.
+    # 64 rows for WGMMA, with outputs of 64 x 512, do not fit in the registers beside the rest.
     most = task.group * (1 if task.how.invariant else task.batch.most_new)
     block = 16 if layout.dtype == "float32" or most <= 16 else 32
     cut = cut_of(task, block, device.processors)
@@ -173,12 +173,12 @@ def attend_latents(task: Task) -> None:
 
 @lru_cache(maxsize=256)
 def _config(layout: PageLayout, device: Traits, block: int, split: bool) -> Constants:
-    """Constants of `attend_latent`."""
+    """Return the constants of `attend_latent`."""
     item = ITEMSIZE[layout.dtype]
     rest = padded(layout.head_dim - layout.value_dim)
     shape = strides(layout)._replace(VALUE_DIM=layout.value_dim, REST=rest)
     row_bytes = (shape.DV + rest) * item
-    # What writes the result itself takes a few registers more than what writes partials.
+    # Programs that write results themselves take a few registers more than writers of partials.
     tile = tile_of(layout, 16 if item == 4 else 64 if split else 32)
     room = device.shared_bytes - 1024
     while tile > 16 and block * (row_bytes + tile * item) + 2 * tile * row_bytes > room:
@@ -187,7 +187,7 @@ def _config(layout: PageLayout, device: Traits, block: int, split: bool) -> Cons
 
 
 MOST_COLUMNS = 32
-"""Query rows per KV head up to which a row counts as having few new tokens."""
+"""Most query rows per KV head of a row that counts as having few new tokens."""
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -195,7 +195,7 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 def paged_attention(
     q: torch.Tensor, pages: Pages, batch: Ragged, how: Scoring
 ) -> torch.Tensor | Partial:
-    """Attention of the new tokens over their rows' pages; see `dispatch.paged_attention`.
+    """Attend from the new tokens to their rows' pages; see `dispatch.paged_attention`.
 
     Tokens of q that belong to no row (padding of a captured graph) get no result.
 
@@ -205,7 +205,7 @@ def paged_attention(
     layout, sinks, return_lse = pages.layout, how.sinks, how.return_lse
     tokens, heads, _ = q.shape
     out = q.new_empty(tokens, heads, layout.value_dim)
-    asks_lse = return_lse or how.mass is not None  # a page's weight is relative to it
+    asks_lse = return_lse or how.mass is not None  # the mass of a page is relative to it
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if asks_lse else None
     rows, group = batch.rows.shape[0], heads // layout.kv_heads
     few = _few(batch.most_new, group, rows, how.invariant)
@@ -255,8 +255,8 @@ def paged_attention(
 
 
 def _few(most_new: int, group: int, rows: int, invariant: bool) -> int:
-    """New tokens up to which a row goes to the decode kernel; 0 sends all to the prefill kernel."""
-    if invariant:  # the kernel that serves a row must not depend on the others
+    """Return the most new tokens of a row for the decode kernel; 0: prefill for all."""
+    if invariant:  # a row's kernel must not depend on the other rows
         return 1 if group <= MOST_COLUMNS else 0
     few = 1 << max(most_new - 1, 0).bit_length()  # a power of two: fewer kernels to compile
     if few * group <= MOST_COLUMNS:
@@ -265,7 +265,7 @@ def _few(most_new: int, group: int, rows: int, invariant: bool) -> int:
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
-    """Attention over the union of disjoint sets of tokens, exactly; see `dispatch.merge`."""
+    """Merge attention over disjoint sets of tokens, exactly; see `dispatch.merge`."""
     o, lse = parts[0]
     tokens, heads, dim = o.shape
     dtype = o.dtype

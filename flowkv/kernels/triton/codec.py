@@ -1,6 +1,6 @@
-"""Codecs on GPUs, in Triton: pages are transcoded, shown as dense rows, or decoded for prompts.
+"""Codecs on GPUs, in Triton: pages are transcoded, copied to dense rows, or decoded for prompts.
 
-One program decodes K or V of a run, and encodes it anew or writes raw lines.
+One program decodes K or V of a run, and encodes it again or writes raw lines.
 """
 
 # ruff: noqa: PLR0913, PLR0917, PLR1714 - kernels have many constants, and no `in`
@@ -29,21 +29,21 @@ from flowkv.kernels.triton.launch import Constants, coded, launch, padded, power
 from flowkv.kernels.triton.task import Task
 from flowkv.kernels.triton.tile import first_page, pick, row_of_item
 
-# What the Triton codecs do with tiles: widen, rotate, quantise. Bit for bit `reference.codec`.
+# Tile operations of the Triton codecs: widen, rotate, quantise, bit for bit as the reference codec.
 #
-# Kernels that call these are compiled without FP fusion. Tiles come in pairs, `b_a` and `b_b`,
-# whose elements share bytes once they are nibbles; columns are dims.
+# Kernels that call these are compiled without FP fusion. Tiles come in pairs, `b_a` and `b_b`, with
+# elements that share bytes once they are nibbles; columns are dims.
 
 INFINITE = tl.constexpr(0x7F800000)  # these bits and more, without the sign: infinity and NaN
-HUGE = tl.constexpr(0x71800000)  # 2.0**100, from where on elements are encoded as 0
-FITS = tl.constexpr(65520.0)  # what float16 rounds to infinity
+HUGE = tl.constexpr(0x71800000)  # 2.0**100, least magnitude that is encoded as 0
+FITS = tl.constexpr(65520.0)  # least number that float16 rounds to infinity
 LARGEST = tl.constexpr(65504.0)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: leaves the nearest integer in the low bits
 
 
 @triton.jit
 def widen(b, BF16: tl.constexpr):
-    """Raw elements as float32; bfloat16 comes as int16, for the interpreter cannot cast it."""
+    """Return raw elements as float32; bfloat16 is int16 here, as the interpreter cannot cast it."""
     if BF16:
         return (b.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -52,7 +52,7 @@ def widen(b, BF16: tl.constexpr):
 
 @triton.jit
 def narrow(b, dtype: tl.constexpr, BF16: tl.constexpr):
-    """Finite float32 as raw elements, to nearest even; float16 saturates."""
+    """Return finite float32 as raw elements, to nearest even; float16 saturates."""
     if BF16:
         bits = b.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
@@ -64,34 +64,34 @@ def narrow(b, dtype: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def clean(b, LIMIT: tl.constexpr):
-    """(The tile with 0 for magnitudes of the bits LIMIT and more, the bits of magnitudes)."""
+    """Return (the tile with 0 for magnitudes of the bits LIMIT or more, the magnitudes' bits)."""
     bits = b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(bits < LIMIT, b, 0.0), bits
 
 
 @triton.jit
 def half(x):
-    """(float16 nearest to x, saturated, where it saturated)."""
+    """Return (float16 nearest to x, saturated, where it saturated)."""
     clamped = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     return clamped.to(tl.float16), tl.abs(x) >= FITS
 
 
 @triton.jit
 def reciprocal(s):
-    """1 / s, and 0 for 0: all of what has no scale becomes 0."""
+    """Return 1 / s, and 0 for 0: all elements without a scale become 0."""
     return tl.where(s == 0.0, 0.0, tl.div_rn(1.0, tl.where(s == 0.0, 1.0, s)))
 
 
 @triton.jit
 def nearest(b, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """The nearest integer from LOW to HIGH, in the low bits of an int32."""
+    """Return the nearest integer from LOW to HIGH, in the low bits of an int32."""
     b = tl.minimum(tl.maximum(b, LOW), HIGH) + ROUND
     return b.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def scale_of(b_a, b_b, LEVELS: tl.constexpr):
-    """(float16 scale by row, its reciprocal, where it is too large) of a symmetric code."""
+    """Return (float16 scale by row, its reciprocal, where it is too large) of a symmetric code."""
     most = tl.maximum(tl.max(tl.abs(b_a), axis=1), tl.max(tl.abs(b_b), axis=1))
     scale, over = half(tl.div_rn(most, LEVELS))
     return scale, reciprocal(scale.to(tl.float32)), over
@@ -99,10 +99,10 @@ def scale_of(b_a, b_b, LEVELS: tl.constexpr):
 
 @triton.jit
 def butterfly(b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr):
-    """One stage of the transform: columns i and i + H become their sum and their difference.
+    """Apply one stage of the transform: columns i and i + H become their sum and their difference.
 
-    The other column of a pair is found as the sum of both, as integers, less the own: a reduction
-    over two elements is a shuffle at most, so that nothing goes through shared memory.
+    The other column of a pair is the sum of both, as integers, less the own: a reduction over two
+    elements is a shuffle at most, so that nothing goes through shared memory.
     """
     own = tl.reshape(b, [ROWS, COLUMNS // (2 * H), 2, H])
     bits = own.to(tl.int32, bitcast=True)
@@ -113,7 +113,7 @@ def butterfly(b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def rotate(b_a, b_b, C: tl.constexpr):
-    """The transform of blocks of n = 2**STAGES dims, `b_a` their lower halves, `b_b` the upper.
+    """Transform blocks of n = 2**STAGES dims, `b_a` their lower halves, `b_b` the upper.
 
     FACTOR is n**-0.5.
     """
@@ -126,7 +126,7 @@ def rotate(b_a, b_b, C: tl.constexpr):
 # Blocks of K and V of a run, in Triton: read and decoded from any codec, stored in any.
 #
 # A tile is two blocks of float32: of K the lower and the upper halves of the dims, of V tokens of
-# the lower and of the upper half of the page. So both nibbles of a byte lie in the same place of
+# the lower and of the upper half of the page. So both nibbles of a byte have the same index in
 # either.
 
 RAW, KV8, K8V4, KV4C, KV4H = (tl.constexpr(i) for i in range(len(CODECS)))
@@ -134,7 +134,7 @@ RAW, KV8, K8V4, KV4C, KV4H = (tl.constexpr(i) for i in range(len(CODECS)))
 
 @triton.jit
 def fetch(p, m, MASKED: tl.constexpr):
-    """A block; elements outside of `m` are 0 and not read."""
+    """Load a block; elements outside of `m` are 0 and not read."""
     if MASKED:
         return tl.load(p, mask=m, other=0)
     else:
@@ -143,7 +143,7 @@ def fetch(p, m, MASKED: tl.constexpr):
 
 @triton.jit
 def put(p, b, m, MASKED: tl.constexpr):
-    """Store what lies within `m`."""
+    """Store the elements within `m`."""
     if MASKED:
         tl.store(p, b, mask=m)
     else:
@@ -152,10 +152,10 @@ def put(p, b, m, MASKED: tl.constexpr):
 
 @triton.jit
 def near(SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """Offsets of a line of a block, of which a thread takes COUNT neighbours and not 16 bytes.
+    """Return the offsets of a line of a block, with COUNT neighbours a thread instead of 16 bytes.
 
-    What belongs to a column is computed by every thread that holds elements of it: a thread of few
-    columns and many lines computes little twice. Loads of a warp are as wide in either case.
+    Every thread with elements of a column repeats the column's computation, so a thread of few
+    columns and many lines repeats little. Loads of a warp are as wide in either case.
     """
     return tl.max_contiguous(tl.arange(0, SIZE), COUNT)
 
@@ -170,7 +170,7 @@ def zero(p, START: tl.constexpr, END: tl.constexpr):
 
 @triton.jit
 def dims_of(o_c, UPPER: tl.constexpr, C: tl.constexpr):
-    """The dims that the columns `o_c` of a block of K hold.
+    """Return the dims of the columns `o_c` of a block of K.
 
     With BLOCK, which must divide D an odd number of times, the block holds the halves of blocks.
     """
@@ -182,7 +182,7 @@ def dims_of(o_c, UPPER: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, UPPER: tl.constexpr, C: tl.constexpr):
-    """One block of keys, decoded but for turning them back; 0 outside of the page."""
+    """Decode one block of keys, without the inverse rotation; 0 outside of the page."""
     o_d = dims_of(o_c, UPPER, C)
     m_d = (o_c < C.HALF_DIM) & (o_d < C.DIM)
     m = m_t[:, None] & m_d[None, :]
@@ -210,7 +210,7 @@ def keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, UPPER: tl.constexpr, C: tl.con
 
 @triton.jit
 def picked(b_a, b_b, o_d, C: tl.constexpr):
-    """Columns of dims `o_d` out of two blocks that hold halves of blocks; see `dims_of`."""
+    """Select columns of dims `o_d` from two blocks that hold halves of blocks; see `dims_of`."""
     column = o_d // C.BLOCK * (C.BLOCK // 2) + o_d % (C.BLOCK // 2)
     column = tl.broadcast_to(tl.minimum(column, b_a.shape[1] - 1)[None, :], b_a.shape)
     upper = (o_d % C.BLOCK >= C.BLOCK // 2)[None, :]
@@ -238,7 +238,7 @@ def put_keys(p_byte, b_a, b_b, o_t, o_c, m_t, NIBBLES: tl.constexpr, C: tl.const
 
 @triton.jit
 def key_tile(p_byte, p_half, p_raw, t, o_c, C: tl.constexpr):
-    """(Both blocks of the keys of ROWS tokens, ready to be encoded, largest bits of each row)."""
+    """Return (both key blocks of ROWS tokens, ready to be encoded; largest bits of each row)."""
     LIMIT: tl.constexpr = INFINITE if C.NEW.CODEC == RAW else HUGE
     o_t = t + tl.arange(0, C.K_ROWS)
     m_t = o_t < C.PAGE
@@ -255,7 +255,7 @@ def key_tile(p_byte, p_half, p_raw, t, o_c, C: tl.constexpr):
 
 @triton.jit
 def values_of(p_byte, p_half, p_raw, o_c, o_d, UPPER: tl.constexpr, C: tl.constexpr):
-    """One block of values, tokens `o_c` of a half of the page, decoded; 0 outside of the page."""
+    """Decode one block of values, tokens `o_c` of a half of the page; 0 outside of the page."""
     o_t = o_c + UPPER * C.HALF_PAGE
     m_t = (o_c < C.HALF_PAGE) & (o_t < C.PAGE)
     m = m_t[:, None] & (o_d < C.VALUE_DIM)[None, :]
@@ -275,14 +275,14 @@ def values_of(p_byte, p_half, p_raw, o_c, o_d, UPPER: tl.constexpr, C: tl.conste
 NON_FINITE, OUT_OF_RANGE = tl.constexpr(1), tl.constexpr(2)  # see `dispatch`
 GRANULE = tl.constexpr(GRANULE_BYTES)
 KEY_ELEMENTS, VALUE_ELEMENTS = 2048, 4096
-"""Of each block of a tile of K, of V; V is turned over, which wants many tokens."""
+"""Elements of each block of a tile of K, of V; V is transposed, which needs many tokens."""
 CHANNEL_ELEMENTS = 2048
-"""Of a block of K that is encoded by channel: all tokens of the page, and as many of the dims."""
+"""Elements of a block of K encoded by channel: all tokens of the page, and some of the dims."""
 
 
 @triton.jit
 def report(p_status, worst, over, LIMIT: tl.constexpr):
-    """Tell the status of a layer what was found: non-finite elements before large scales."""
+    """Record the status of a layer: non-finite elements before large scales."""
     if tl.max(worst, axis=0) >= INFINITE:
         tl.atomic_xchg(p_status, NON_FINITE)
     elif (tl.max(worst, axis=0) >= LIMIT) | (over > 0):
@@ -291,7 +291,7 @@ def report(p_status, worst, over, LIMIT: tl.constexpr):
 
 @triton.jit
 def transcode_keys(p_byte, p_half, p_raw, p_to, p_to_half, p_to_raw, p_status, C: tl.constexpr):
-    """Keys with a scale for each token, or raw."""
+    """Transcode keys with a scale for each token, or raw."""
     o_c = tl.arange(0, C.K_COLUMNS)
     worst = tl.full([C.K_ROWS], 0, tl.int32)
     over = tl.full([C.K_ROWS], 0, tl.int32)
@@ -322,10 +322,10 @@ def transcode_keys(p_byte, p_half, p_raw, p_to, p_to_half, p_to_raw, p_status, C
 
 @triton.jit
 def put_channels(low, high, p_scale, o_d, m_d, C: tl.constexpr):
-    """Store the scales of channels, and what they count from.
+    """Store the scales and offsets of channels.
 
     Returns:
-        What they count from, the reciprocals of their scales, and 1 where either is too large.
+        The offsets, the reciprocals of the scales, and 1 where either is too large.
     """
     scale, over = half(tl.div_rn(high - low, 15.0))
     offset, low_over = half(low + 0.0)
@@ -337,7 +337,7 @@ def put_channels(low, high, p_scale, o_d, m_d, C: tl.constexpr):
 
 @triton.jit
 def transcode_channels(p_byte, p_half, p_raw, p_to, p_to_half, p_status, C: tl.constexpr):
-    """Keys with a scale and an offset for each channel: all rows at once, or by reading twice."""
+    """Transcode keys with a scale and an offset per channel: all rows at once, or in two reads."""
     p_scale = p_to_half + C.NEW.K_SCALES // 2
     for c in range(0, C.HALF_DIM, C.K_COLUMNS):
         o_c = c + near(C.K_COLUMNS, 2)
@@ -375,7 +375,7 @@ def transcode_channels(p_byte, p_half, p_raw, p_to, p_to_half, p_status, C: tl.c
 
 @triton.jit
 def transcode_values(p_byte, p_half, p_raw, p_to, p_to_half, p_to_raw, p_status, C: tl.constexpr):
-    """Values: a scale for each token, and turned over, unless raw."""
+    """Transcode values: a scale for each token, and transposed, unless raw."""
     LIMIT: tl.constexpr = INFINITE if C.NEW.CODEC == RAW else HUGE
     LEVELS: tl.constexpr = 127.0 if C.NEW.CODEC == KV8 else 7.0
     BIAS: tl.constexpr = 128 if C.NEW.CODEC == KV8 else 8
@@ -416,7 +416,7 @@ def transcode_values(p_byte, p_half, p_raw, p_to, p_to_half, p_to_raw, p_status,
 @triton.jit(do_not_specialize=["n_layers"])  # one kernel for models of any depth
 def transcode_kernel(p_arena, p_halves, p_raw, p_source, p_target, p_status, n_layers,
                      C: tl.constexpr):  # fmt: skip
-    """K (0) or V (1) of one run. Grid (pages * L * Hk, 2)."""
+    """Transcode K (0) or V (1) of one run. Grid (pages * L * Hk, 2)."""
     i_head = tl.program_id(0) % C.HEADS
     i_layer = tl.program_id(0) // C.HEADS
     i_page = i_layer // n_layers
@@ -463,11 +463,11 @@ def transcode_kernel(p_arena, p_halves, p_raw, p_source, p_target, p_status, n_l
 
 
 class Coding(NamedTuple):
-    """Constants of a kernel that decodes pages, and may encode them anew.
+    """Constants of a kernel that decodes pages, and may encode them again.
 
     Attributes:
-        OLD: Where the bytes of the pages lie that are read.
-        NEW: Where those of the pages lie that are written; only the codec where lines are.
+        OLD: Layout of the pages that are read.
+        NEW: Layout of the pages that are written; only the codec where lines are written.
         HEADS: KV heads of a layer.
         PAGE: Tokens of a page.
         DIM: Dims of a key.
@@ -478,7 +478,7 @@ class Coding(NamedTuple):
         HALF_PAGE: Tokens that share bytes with as many others.
         BLOCK: Dims that kv4h rotates together, if those are not all; else 0.
         STAGES: Log 2 of the dims that are rotated together.
-        FACTOR: Of the rotation.
+        FACTOR: Factor of the rotation.
         K_ROWS: Tokens of a block of K.
         K_COLUMNS: Extent of a block that covers HALF_DIM.
         K_MASKED: Whether blocks of K reach beyond the page.
@@ -510,13 +510,13 @@ class Coding(NamedTuple):
 
 @cache
 def coding(old: PageLayout, new: PageLayout | None = None) -> Coding:
-    """The constants for reading pages of `old`, to be written as `new`, or as raw lines."""
+    """Return the constants for reading pages of `old`, to be written as `new`, or as raw lines."""
     page, dim, value_dim = old.page_size, old.head_dim, old.value_dim
     rotates = old.codec == "kv4h" or (new is not None and new.codec == "kv4h")
     block = dim & -dim if rotates else 0
     columns, value_columns = padded((dim + 1) // 2), padded(value_dim)
     rows = min(power(page), max(1, KEY_ELEMENTS // columns))
-    if new is not None and new.codec == "kv4c" and not block:  # columns need no others
+    if new is not None and new.codec == "kv4c" and not block:  # columns are independent
         rows = min(256, power(page))
         columns = min(columns, max(16, CHANNEL_ELEMENTS // rows))
     half_page = power((page + 1) // 2)
@@ -551,7 +551,7 @@ def transcode(
     old: PageLayout,
     new: PageLayout,
 ) -> torch.Tensor:
-    """Write full pages once more in another codec; see `dispatch.transcode`."""
+    """Write full pages in another codec; see `dispatch.transcode`."""
     if old.dtype == "float64":
         raise ConfigError("pages of float64 have no Triton codec", "Pass backend='reference'")
     dtype = torch.int16 if old.dtype == "bfloat16" else getattr(torch, old.dtype)
@@ -572,12 +572,12 @@ def transcode(
 
 # The dense view of rows: raw pages are copied, sealed ones are decoded.
 #
-# One launch writes the columns of raw pages and of no page, one launch for each other codec its
-# own: each of these has one compile-time codec, and programs that find another one end at once.
+# One launch writes the columns of raw and of absent pages, and one launch for each other codec
+# those of its pages: it is compiled for that codec, and programs that find another one end at once.
 # Grids depend on shapes alone, so that calls can be captured in CUDA graphs.
 
 DENSE_ELEMENTS = 4096
-"""Of K or V that a program of `dense_kernel` holds."""
+"""Elements of K or V that a program of `dense_kernel` holds."""
 
 TAG = tl.constexpr(CODEC_SHIFT)
 PLACE = tl.constexpr(GRANULE_MASK)
@@ -586,7 +586,7 @@ PLACE = tl.constexpr(GRANULE_MASK)
 @triton.jit(do_not_specialize=["layer", "columns"])
 def dense_kernel(p_out_k, p_out_v, p_arena, p_table, p_rows, p_lengths, stride_table, layer,
                  columns, C: tl.constexpr):  # fmt: skip
-    """BLOCK columns of one row and head of `gather_dense`. Grid (cdiv(columns, BLOCK), Hk, B)."""
+    """Write BLOCK columns of one row and head. Grid (cdiv(columns, BLOCK), Hk, B)."""
     i_head = tl.program_id(1)
     i_row = tl.program_id(2)
     o_c = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
@@ -596,7 +596,7 @@ def dense_kernel(p_out_k, p_out_v, p_arena, p_table, p_rows, p_lengths, stride_t
     m_t = m_c & (position >= 0)
     granule = tl.load(p_line + position // C.PAGE, mask=m_t, other=-1)
     if C.SEALED:
-        m_c = m_c & (granule >> TAG <= 0)  # columns of other codecs are written by others
+        m_c = m_c & (granule >> TAG <= 0)  # another launch writes columns of other codecs
         m_t = m_t & m_c
     m_t = m_t & (granule >= 0)
     p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
@@ -669,7 +669,7 @@ def dense_sealed_kernel(p_out_k, p_out_v, p_bytes, p_halves, p_table, p_rows, p_
 
 
 def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `columns` tokens of each row, right-aligned; see `dispatch.gather_dense`."""
+    """Return the last `columns` tokens of each row, right-aligned; see `dispatch.gather_dense`."""
     layout = pages.layout
     shape = strides(layout)
     rows, heads = batch.rows.shape[0], layout.kv_heads
@@ -700,7 +700,7 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
     return k, v
 
 
-# Decodes sealed pages into spare raw runs, for kernels that are bound by arithmetic, in Triton.
+# Decoding of sealed pages into spare raw runs, for kernels that are bound by arithmetic.
 #
 # A block of 128 query rows multiplies an element of a page in 1/16 of a clock of an H200's tensor
 # cores: time for 8 thread-instructions, of which the softmax takes about 5. Decoding in the loop
@@ -711,15 +711,15 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
 # of 4 heads) it takes as long as the products. The decode kernel, which decodes in its loop, serves
 # rows with up to 32.
 #
-# The spare runs of all KV heads of long prompts would be large, and heads are independent: so many
-# are decoded and attended over at a time as SPARE_BYTES hold, at least one. One head's runs are
-# 4 / (Hk * L) of the rows' own 4-bit pages.
+# The spare runs of all KV heads of long prompts would be large, and heads are independent: so the
+# heads are decoded and attended over in passes of as many as SPARE_BYTES hold, at least one. One
+# head's runs are 4 / (Hk * L) of the rows' own 4-bit pages.
 #
-# Which pages are decoded is found on the device, so a captured CUDA graph stays right when tables
-# change; the number of spare runs depends on the batch's maxima, which it was captured with.
+# The pages to decode are found on the device, so a captured CUDA graph stays right when tables
+# change; the number of spare runs depends on the batch's maxima at its capture.
 
 SPARE_BYTES = 256 << 20
-"""Spare runs of one pass, where a single head's are not more."""
+"""Bytes of the spare runs of one pass, unless a single head's are more."""
 
 
 class Spare(NamedTuple):
@@ -764,9 +764,9 @@ def unseal_kernel(p_out, p_bytes, p_halves, p_table, p_rows, p_lengths, p_starts
 
 
 def unseal(task: Task) -> Iterator[Spare]:
-    """Raw runs of the sealed pages of all rows with many new tokens, for some heads at a time.
+    """Yield raw runs of the sealed pages of all rows with many new tokens, some heads at a time.
 
-    Each `Spare` is overwritten by the next. Without sealed pages it is one, of all heads, empty.
+    Each `Spare` is overwritten by the next. Without sealed pages there is one, of all heads, empty.
     """
     layout, sealed = task.layout, task.pages.sealed
     if not sealed:
@@ -785,7 +785,7 @@ def unseal(task: Task) -> Iterator[Spare]:
 
 
 def _most_rows(task: Task) -> int:
-    """Rows that may have more than `few` new tokens, from what the host knows."""
+    """Return how many rows may have more than `few` new tokens, as far as the host knows."""
     most = min(task.rows, task.out.shape[0] // (task.few + 1))
     if task.few and task.batch.most_prompts >= 0:
         most = min(most, task.batch.most_prompts)

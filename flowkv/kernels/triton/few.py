@@ -1,13 +1,13 @@
 """Paged attention for few new tokens per row, in Triton: decode and speculative verify.
 
-Bound by memory, so the work is to keep loads in flight and instructions few:
-* the problem is transposed, S^T = K Q^T and O^T = V^T P^T: the few query rows lie along the
+Decoding is bound by memory, so loads must stay in flight and instructions be few:
+* the problem is transposed, S^T = K Q^T and O^T = V^T P^T: the few query rows are along the
   dimension that pads to 8, not along the one that pads to 16;
-* one tile lies in one page: one scalar page address, affine below it;
+* one tile is within one page: one scalar page address, affine below it;
 * tiles that every query sees in full run without masks, the others are peeled.
 
-Where pages may be sealed, one launch serves the raw ones and those of the first codec, which
-`triton.sealed` attends over, as those of each other codec; all partials are merged at once.
+Where pages may be sealed, one launch serves the raw ones and those of the first codec, and
+`triton.sealed` has one more launch per further codec; all partials are merged at once.
 """
 
 # ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
@@ -66,9 +66,9 @@ from flowkv.kernels.triton.tile import (
 
 # The weight that few new tokens of a row give to each page they see, in Triton.
 #
-# The decode kernels know it when they have read a page, but for the normaliser, which comes last.
-# So they leave log 2 of each tile's weight, 4 bytes a tile, head and column, and this kernel ends
-# it.
+# The decode kernels know this weight when they have read a page, except for the normaliser, which
+# comes last. So they store log 2 of each tile's weight, 4 bytes a tile, head and column, and this
+# kernel normalises it.
 
 BLOCK = 32
 """Pages of a program."""
@@ -76,7 +76,7 @@ BLOCK = 32
 
 @triton.jit(do_not_specialize=["n_pages", "stride_mass"])
 def mass_few(p_part, p_starts, p_lse, p_mass, n_pages, stride_mass, C: tl.constexpr):
-    """Add to p_mass `[B, pages, Hk]` what p_part `[B, n_pages, TILES, Hk, COLUMNS]` says.
+    """Add the weights of p_part `[B, n_pages, TILES, Hk, COLUMNS]` to p_mass `[B, pages, Hk]`.
 
     Grid (B, cdiv(n_pages, BLOCK), Hk). p_lse is `[N, Hq]`, natural log; tiles that were not read
     hold -inf.
@@ -93,7 +93,7 @@ def mass_few(p_part, p_starts, p_lse, p_mass, n_pages, stride_mass, C: tl.conste
         o_lse = (start + o_c // C.GROUP).to(tl.int64) * n_heads * C.GROUP
         p_from = p_lse + o_lse + i_head * C.GROUP + o_c % C.GROUP
         b_lse = tl.load(p_from, mask=m_c, other=0.0) * LOG2E
-        b_lse = tl.where(b_lse == -float("inf"), 0.0, b_lse)  # that query saw nothing
+        b_lse = tl.where(b_lse == -float("inf"), 0.0, b_lse)  # the query saw nothing
         b_sum = tl.full([C.BLOCK, C.COLUMNS], 0, tl.float32)
         m = m_c[None, :] & (o_page < n_pages)[:, None]
         MASS: tl.constexpr = C.MASS
@@ -108,13 +108,13 @@ def mass_few(p_part, p_starts, p_lse, p_mass, n_pages, stride_mass, C: tl.conste
 
 
 def new_parts(task: Task, columns: int, tiles: int) -> torch.Tensor:
-    """Room for the weights of all tiles of a call, `tiles` to a page."""
+    """Allocate the weights of all tiles of a call, `tiles` to a page."""
     size = task.rows, task.most_pages, tiles, task.layout.kv_heads, columns
     return task.out.new_full(size, -torch.inf, dtype=torch.float32)
 
 
 def add_mass(task: Task, parts: torch.Tensor) -> None:
-    """Add the weights of rows with few new tokens to `task.how.mass`; their lse is written."""
+    """Add the weights of rows with few new tokens to `task.how.mass`; needs their lse."""
     mass = task.how.mass
     assert mass is not None
     rows, pages, tiles, heads, columns = parts.shape
@@ -135,15 +135,15 @@ def add_mass(task: Task, parts: torch.Tensor) -> None:
 
 MOST_SHARES = (1 << BITS.value) - 1
 MOST_UNITS = 64
-"""Units into which a row's pages are cut at most where its bits must not depend on the batch."""
+"""Most units of a row's pages where its bits must not depend on the batch."""
 
 
 @triton.jit
 def few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_numbers, p_mass, b_seen, b_slope, b_tree,
              n_tokens, context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Take a tile of tokens into the running softmax (m, l, acc) of all columns.
+    """Add a tile of tokens to the running softmax (m, l, acc) of all columns.
 
-    MASS is the number of tiles of a page for which p_mass has room, `[pages, MASS, Hk, COLUMNS]`.
+    MASS is the number of tiles of a page in p_mass, `[pages, MASS, Hk, COLUMNS]`.
     """
     p_page, o_slot, position = locate(t, p_run, p_line, C)
     if C.LISTED:
@@ -154,7 +154,7 @@ def few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_numbers, p_mass, b_seen, 
     m_k = (o_d < C.HEAD_DIM)[None, :]
     m_v = (o_v < C.VALUE_DIM)[:, None]
     b_at = position + o_t
-    if MASK:  # a slot that holds no token yet may hold anything, NaN included
+    if MASK:  # a slot without a token may hold anything, NaN included
         m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
         m_k = m_k & m_t[:, None]
         m_v = m_v & m_t[None, :]
@@ -374,11 +374,11 @@ def _cut(
     most_pages: int,
     invariant: bool,
 ) -> tuple[Constants, int, tuple[int, ...], int, int, dict[str, Any]]:
-    """Cut the work of rows with `queries` query rows of each KV head at most.
+    """Cut the work of rows with at most `queries` query rows of each KV head.
 
     Returns:
-        Constants of `few_share`, warps of its programs, shares of each list, room of one list in
-        the partials, tiles of a page at most, constants of all kernels.
+        Constants of `few_share`, warps of its programs, shares of each list, segments of one list
+        in the partials, most tiles of a page, constants of all kernels.
     """
     columns = max(8, power(queries))
     tunes = [sealed_config(codec, columns, device)[1] for codec in sealed]
@@ -390,7 +390,7 @@ def _cut(
     most = max(1, -(-rows * most_pages // least))
     configs = [tune, *tunes]
     held = [device.processors * config["programs"] // layout.kv_heads for config in configs]
-    if sealed:  # they share programs, of which no more are resident than of list 1
+    if sealed:  # a program serves both lists, so no more are resident than of list 1
         held[0] = min(held[:2])
     shares = tuple(max(1, min(count, most, MOST_SHARES)) for count in held)
     segments = max(shares) + rows
@@ -443,9 +443,9 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: tuple[
 def _config(
     layout: PageLayout, device: Traits, warps: int = 0, room: int = 0
 ) -> tuple[Constants, dict[str, int]]:
-    """Constants of `few_share`; warps of a program, programs that a processor holds at once.
+    """Return the constants of `few_share`, and the warps, programs a processor and tile.
 
-    Beside a sealed list, a program has that list's warps and room.
+    Beside a sealed list, a program has that list's warps and shared memory.
     """
     tiling = decoding(stream(layout, 8), device, warps, room)
     shape = strides(layout)._replace(TILE=tiling.block, STAGES=tiling.stages)

@@ -1,12 +1,12 @@
 """Tiles, warps, stages and programs of attention kernels, chosen by a model of bytes in flight.
 
-Decoding waits for memory. What a processor has in flight is `programs x buffers x tile bytes`: by
-Little's law that many bytes arrive in one latency, as long as the programs it holds (limited by
-shared memory and registers) find time to compute, and memory has more to give. Prefill is bound by
-arithmetic: there the model says how well tensor cores, softmax and loads hide each other.
+Decoding waits for memory. The bytes in flight of a processor are `programs x buffers x tile bytes`:
+by Little's law that many bytes arrive in one latency, as long as its programs (limited by shared
+memory and registers) find time to compute, and memory has bandwidth left. Prefill is bound by
+arithmetic: there the model predicts how well tensor cores, softmax and loads hide each other.
 
-Constants are clocks, fitted to a sweep on an H200 whose order the model reproduces
-(`tests/kernels/sweep_h200.json`); the best of what was measured is taken from a table.
+Constants are clocks, fitted to a sweep on an H200; the model reproduces its order
+(`tests/kernels/sweep_h200.json`). The best measured tilings are in a table.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from flowkv.core.geometry import ITEMSIZE, PageLayout
 from flowkv.kernels.triton.launch import Traits, padded
 
 BITS = {"kv8": (8, 8), "k8v4": (8, 4), "kv4c": (4, 4), "kv4h": (4, 4)}
-"""Of an element of K and of V, by codec."""
+"""Bits of an element of K and of V, by codec."""
 
 REGISTERS = 65536
-"""Of a processor; a thread has 255 at most."""
+"""Registers of a processor; a thread has 255 at most."""
 
 SHARED_LOST = 1024
 """Bytes of shared memory that each program costs beside its own."""
 
 LATENCY = 1050.0
-START = 65.0  # of a part of a tile, whatever its size
-ELEMENT = 6.0  # of each element of K and V that a thread holds
-SPILLING = 7.0  # of a raw element, for each 512 of a thread that are too many
-CHANNELS = 2000.0  # of a tile of kv4c: its query is multiplied by the channels' scales
-BARRIER = 1200.0  # of a part that several warps share
-BUSY = 11.0  # warps that proceed as if they were alone
-PROGRAM = 1000.0  # of a program beside its loop: its begin, and a partial
-SHARPNESS = 3.4  # of the least of several limits
+START = 65.0  # per part of a tile, regardless of its size
+ELEMENT = 6.0  # per element of K and V that a thread holds
+SPILLING = 7.0  # per raw element, for each 512 of a thread that are too many
+CHANNELS = 2000.0  # per tile of kv4c: its query is multiplied by the channels' scales
+BARRIER = 1200.0  # per part that several warps share
+BUSY = 11.0  # warps that proceed at full speed
+PROGRAM = 1000.0  # per program beside its loop: its begin, and a partial
+SHARPNESS = 3.4  # exponent of the soft minimum of several limits
 BANDWIDTH = {0: 8.0, 8: 10.0, 9: 19.0, 10: 29.0}  # bytes a clock and processor, by generation
-WORK = 1 << 20  # bytes of a processor
+WORK = 1 << 20  # bytes per processor
 
 
 class Tiling(NamedTuple):
-    """How a kernel cuts its work.
+    """Tiling of a kernel's work.
 
     Attributes:
-        block: Slots of a page in a part of a tile: tokens, or pairs whose values share bytes; of
-            prefill, query rows.
+        block: Slots of a page in a part of a tile: tokens, or pairs with values that share bytes;
+            of prefill, query rows.
         parts: Parts of a tile; of prefill, tokens of a tile.
-        warps: Of a program.
-        stages: Of the loop; it reads the page table first, so (stages - 1) // 2 tiles are ahead.
-        programs: That a processor is given at once.
+        warps: Warps of a program.
+        stages: Stages of the loop; it reads the page table first, so (stages - 1) // 2 tiles are
+            ahead.
+        programs: Programs that a processor gets at once.
     """
 
     block: int
@@ -61,19 +62,19 @@ class Tiling(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Tiles whose K and V are in shared memory or on their way."""
+        """Tiles with K and V in shared memory or in flight."""
         return (self.stages - 1) // 2
 
 
 class Stream(NamedTuple):
-    """What a decode kernel reads.
+    """Pages that a decode kernel reads.
 
     Attributes:
-        codec: Of its pages.
-        slots: Of a page.
-        slot_bytes: K and V of a slot.
+        codec: Codec of the pages.
+        slots: Slots of a page.
+        slot_bytes: Bytes of K and V of a slot.
         width: Elements of a slot, padded as its tile is.
-        tile_bytes: Of each tile whatever its slots.
+        tile_bytes: Bytes of each tile regardless of its slots.
         columns: Query rows.
         item: Bytes of a raw element.
     """
@@ -95,14 +96,14 @@ MEASURED = {
     (9, "kv4h", 512): Tiling(32, 1, 2, 5, 4),
     (9, "prefill", 256): Tiling(64, 64, 4, 5),
 }
-"""The best of the sweep without spills, by generation, codec and elements of a slot; 8 columns.
+"""Best tilings of the sweep without spills, by generation, codec and elements of a slot; 8 columns.
 
 64 slots of 4 bits, one warp, are 1 % (kv4c, 3 stages) and 2 % (kv4h) faster, and spill."""
 
 
 @lru_cache(maxsize=256)
 def stream(layout: PageLayout, columns: int) -> Stream:
-    """Describe what `columns` query rows read of the pages of a layout."""
+    """Describe the pages of a layout as `columns` query rows read them."""
     dim, value_dim = layout.head_dim, layout.value_dim
     item = ITEMSIZE[layout.dtype]
     k_bits, v_bits = BITS.get(layout.codec, (8 * item, 8 * item))
@@ -114,18 +115,18 @@ def stream(layout: PageLayout, columns: int) -> Stream:
 
 
 def held(tiling: Tiling, read: Stream) -> float:
-    """Elements of K and V of a part that a thread holds, once for each 8 query rows."""
+    """Return the elements of K and V of a part that a thread holds, once per 8 query rows."""
     return tiling.block * read.width * max(1, read.columns // 8) / (32 * tiling.warps)
 
 
 def room_of(tiling: Tiling, read: Stream) -> int:
-    """Bytes of shared memory of a program."""
+    """Return the bytes of shared memory of a program."""
     tile_bytes = tiling.block * tiling.parts * read.slot_bytes + read.tile_bytes
     return tiling.buffers * tile_bytes + 2048
 
 
 def resident(tiling: Tiling, read: Stream, device: Traits) -> int:
-    """Programs that a processor holds at once: as many as shared memory and registers admit."""
+    """Return the programs that a processor holds, limited by shared memory and registers."""
     if read.codec == "raw":
         registers = 80 + 0.56 * held(tiling, read)
     else:
@@ -136,12 +137,12 @@ def resident(tiling: Tiling, read: Stream, device: Traits) -> int:
 
 
 def in_flight(tiling: Tiling, read: Stream, programs: int) -> int:
-    """Bytes in flight or in work of so many programs that a processor holds."""
+    """Return the bytes in flight or in use of so many programs of a processor."""
     return programs * tiling.buffers * tiling.block * tiling.parts * read.slot_bytes
 
 
 def clocks(tiling: Tiling, read: Stream, device: Traits) -> float:
-    """Model the clocks in which a processor attends over `WORK` bytes."""
+    """Return the modelled clocks in which a processor attends over `WORK` bytes."""
     elements = held(tiling, read)
     spilled = max(0.0, elements / 512 - 1) * SPILLING if read.codec == "raw" else 0.0
     loop = tiling.parts * (START + ELEMENT * elements * (1 + spilled))
@@ -163,7 +164,7 @@ def clocks(tiling: Tiling, read: Stream, device: Traits) -> float:
 
 
 def fits(tiling: Tiling, read: Stream, device: Traits) -> bool:
-    """Whether a program's shared memory suffices, and no register spills."""
+    """Return whether a program's shared memory suffices, and no register spills."""
     # The assembler for sm_100 spills with twice as many of 4-bit keys.
     spills = read.codec in {"kv4c", "kv4h"} and device.major >= 10
     most = 256 if read.codec == "raw" or spills else 512
@@ -174,7 +175,7 @@ def fits(tiling: Tiling, read: Stream, device: Traits) -> bool:
 
 
 def candidates(read: Stream, device: Traits, warps: int) -> Iterator[Tiling]:
-    """All tilings that a kernel may have; of one number of warps, if it is not 0."""
+    """Yield all tilings that a kernel may have, with `warps` warps if that is not 0."""
     raw = read.codec == "raw"
     exact = raw and read.item == 4  # float32 is multiplied exactly, without tensor cores
     blocks: tuple[int, ...] = (16, 32, 64, 128) if raw else (32, 64, 128)
@@ -199,9 +200,9 @@ def decoding(read: Stream, device: Traits, warps: int = 0, room: int = 0) -> Til
     """Choose the tiling of a decode kernel.
 
     Args:
-        read: What the kernel reads.
-        device: Where.
-        warps: Of a program, if it has to share a launch with others; 0 for any.
+        read: Pages that the kernel reads.
+        device: Traits of the device.
+        warps: Warps of a program, if it has to share a launch with others; 0 for any.
         room: Bytes of shared memory that a program may have then; 0 for all.
     """
     best = MEASURED.get((device.major, read.codec, read.width))
@@ -214,10 +215,10 @@ def decoding(read: Stream, device: Traits, warps: int = 0, room: int = 0) -> Til
         for tiling in every
         if fits(tiling, read, device) and (not room or room_of(tiling, read) <= room)
     ]
-    if not good:  # the least that there is
+    if not good:  # the least demanding tiling
         least = min(every, key=lambda tiling: (held(tiling, read), room_of(tiling, read)))
         return least._replace(programs=resident(least, read, device))
-    # Each warp of a sealed kernel repeats what belongs to columns.
+    # Each warp of a sealed kernel repeats the work per column.
     fewest = 4 if read.codec == "raw" else min(tiling.warps for tiling in good)
     filled = [
         tiling._replace(programs=n)
@@ -226,23 +227,23 @@ def decoding(read: Stream, device: Traits, warps: int = 0, room: int = 0) -> Til
         for n in range(1, resident(tiling, read, device) + 1)
     ]
     model = {tiling: clocks(tiling, read, device) for tiling in filled}
-    near = 1.1 * min(model.values())  # of what is as good, the least instructions an element
+    near = 1.1 * min(model.values())  # among equally good ones, the fewest instructions per element
     most = max(tiling.block * tiling.parts for tiling in filled if model[tiling] <= near)
     large = [tiling for tiling in filled if tiling.block * tiling.parts == most]
     return min(large, key=lambda tiling: model[tiling])
 
 
-# Prefill. A program multiplies one tile after the other; others of its processor fill its pauses.
+# Prefill: a program multiplies one tile after the other; others of its processor fill its pauses.
 
 MATRIX = 4096.0  # products and sums of 16-bit elements a clock, by tensor cores
-THIN = 4.9  # times as long, where two groups of 4 warps share the 64 rows that one takes
-WEIGH, WEIGH_START = 19.7, 760.0  # of each score that a thread holds, and of a tile
-SPILLED = 12.0  # of what a thread does, for each time its registers are exceeded
-WAITED = 3600.0  # of a tile, where none is loaded ahead while another is multiplied
+THIN = 4.9  # factor where two groups of 4 warps share the 64 rows that one takes
+WEIGH, WEIGH_START = 19.7, 760.0  # per score that a thread holds, and per tile
+SPILLED = 12.0  # added share of a thread's work, per multiple of its registers in excess
+WAITED = 3600.0  # per tile, where none is loaded ahead while another is multiplied
 
 
 def prefill_clocks(tiling: Tiling, dims: int, device: Traits) -> float:
-    """Model the clocks per query row and token of prefill, with keys and values of `dims`."""
+    """Return the modelled clocks per query row and token of prefill, with K and V of `dims`."""
     block, tile, warps = tiling.block, tiling.parts, tiling.warps
     product = 2.0 * block * tile * dims / MATRIX * (THIN if warps * 16 > block else 1.0)
     registers = block * (dims / 2 + 0.57 * tile) / (32 * warps)
@@ -257,7 +258,7 @@ def prefill_clocks(tiling: Tiling, dims: int, device: Traits) -> float:
 
 
 def prefilling(dims: int, tile: int, device: Traits) -> tuple[int, int]:
-    """Choose query rows and warps of a prefill kernel whose tiles have so many tokens."""
+    """Choose the query rows and warps of a prefill kernel with tiles of so many tokens."""
     best = MEASURED.get((device.major, "prefill", dims))
     if best is None or best.parts != tile:
         sizes = [Tiling(16 * warps, tile, warps, 5) for warps in (4, 8)]

@@ -1,4 +1,4 @@
-"""Launching of Triton kernels: on the tensors' device, with what that device has to offer."""
+"""Launching of Triton kernels on the tensors' device, with that device's traits."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 
 
 def interpreted(kernel: Any) -> bool:
-    """Whether a kernel runs in Triton's interpreter (TRITON_INTERPRET=1 when it was imported)."""
+    """Return whether a kernel runs in Triton's interpreter (TRITON_INTERPRET=1 at its import)."""
     return isinstance(kernel, InterpretedFunction)
 
 
 class Traits(NamedTuple):
-    """The traits of a device on which tile sizes and grids depend.
+    """Traits of a device on which tile sizes and grids depend.
 
     Attributes:
-        major: Compute capability, before the point; 0 of devices that are not NVIDIA's.
+        major: Compute capability, before the point; 0 for devices that are not NVIDIA's.
         processors: Streaming multiprocessors.
         shared_bytes: Shared memory that one program may use.
         ptx: Whether kernels may hold inline PTX: not in the interpreter, not for AMD.
@@ -41,12 +41,12 @@ class Traits(NamedTuple):
 
 
 INTERPRETED = Traits(9, 4, 227 << 10, ptx=False)
-"""Traits of no device: few processors, so that grids stay small."""
+"""Traits of the interpreter: few processors, so that grids stay small."""
 
 
 @cache
 def traits(device: torch.device) -> Traits:
-    """Traits of a device."""
+    """Return the traits of a device."""
     if device.type != "cuda":
         return INTERPRETED
     found = torch.cuda.get_device_properties(device)
@@ -57,12 +57,12 @@ def traits(device: torch.device) -> Traits:
 
 _THREAD = threading.local()
 _OTHERS: list[Any] = [None]
-"""Who else hears when Triton compiles."""
+"""The hook that was set before `_hear`; it is called as well."""
 
 
 @cache
 def _warn() -> None:
-    """Before the first launch: warns of a Triton that compiles badly."""
+    """Warn before the first launch of a Triton version that compiles badly."""
     if triton.__version__.startswith("3.8."):
         warnings.warn(
             "Triton 3.8 compiles 4-bit kernels so that registers spill. "
@@ -72,11 +72,12 @@ def _warn() -> None:
 
 
 def _hear(*args: Any, **given: Any) -> Any:
-    """Triton says that it is about to compile, but of no end that comes whatever happens.
+    """Announce a compilation when Triton's hook reports that it is about to compile.
 
-    That is the end of the launch, which also loads what was compiled.
+    Triton reports no end that is certain to come. The end is that of the launch, which also loads
+    the compiled code.
     """
-    if getattr(_THREAD, "hearing", False):  # whoever hears, too, passes it on to us
+    if getattr(_THREAD, "hearing", False):  # another hook that wraps this one passed the call back
         return None
     if getattr(_THREAD, "launching", False) and not _THREAD.compiling:
         _THREAD.compiling = True
@@ -89,7 +90,7 @@ def _hear(*args: Any, **given: Any) -> Any:
 
 
 def _listen() -> None:
-    """Hears when Triton compiles, also after others took the hook for themselves."""
+    """Set the hook for compilations, also after another caller has replaced it."""
     there: Any = triton.knobs.runtime.jit_cache_hook
     if there is not _hear:
         _OTHERS[0] = there
@@ -99,8 +100,8 @@ def _listen() -> None:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run `kernel` over `grid` on the device of its first argument, a tensor.
 
-    Neither waits for the device nor allocates, so it can be captured in a CUDA graph. FP fusion is
-    asked for by name: its default differs between versions of Triton.
+    The call neither waits for the device nor allocates, so it can be captured in a CUDA graph. FP
+    fusion is set explicitly: its default differs between versions of Triton.
 
     Args:
         kernel: A function under `triton.jit`.
@@ -118,7 +119,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
-    """Launch on the current device, prepared where possible; the compiled kernel."""
+    """Launch on the current device, prepared where possible; return the compiled kernel."""
     kinds = tuple(map(type, args))
     at = id(kernel), kinds
     site = _SITES.get(at) or _SITES.setdefault(at, Site(kernel, kinds))
@@ -134,14 +135,14 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[st
     compiled, run, binary, behind = prepared[:4]
     try:
         run(*(*grid, 1, 1)[:3], stream, *binary, None, None, None, *args, *behind)
-    except TypeError:  # a launcher of another form, which has launched nothing
+    except TypeError:  # a launcher with another signature, which has launched nothing
         site.fits = False
         return ask(kernel, grid, args, constants)
     return compiled
 
 
 def ask(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
-    """Launch as Triton documents it; the compiled kernel. What Triton compiles is announced."""
+    """Launch by Triton's public call, announcing compilations; return the compiled kernel."""
     _warn()
     _listen()
     _THREAD.launching, _THREAD.compiling = True, False
@@ -155,16 +156,17 @@ def ask(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]
 
 # Prepared launches.
 #
-# `kernel[grid](...)` finds out the type of each argument, and the compiled kernel by a string: tens
-# of microseconds of Python. Here a tuple finds it, and its launcher is called as Triton calls it.
-# The tuple says at least as much as Triton's string: of a tensor, its dtype and whether it begins
-# at a multiple of 16 bytes; of an integer, unless `do_not_specialize`, whether it is 1 or divisible
-# by 16; of anything else its type; all constants and options. Where Triton would look at more,
-# Triton is asked each time: on AMD's devices, for integers that are negative or wider than 31 bits,
-# while hooks or switches of its own are set, and in versions that the tests do not know.
+# `kernel[grid](...)` determines the type of each argument, and finds the compiled kernel by a
+# string: tens of microseconds of Python. Here a tuple finds the kernel, and its launcher is called
+# as Triton calls it. The tuple is at least as specific as Triton's string: of a tensor, its dtype
+# and whether it begins at a multiple of 16 bytes; of an integer, unless `do_not_specialize`,
+# whether it is 1 or divisible by 16; of all other arguments the type; all constants and options.
+# Where Triton would check more, each launch goes through Triton: on AMD's devices, for integers
+# that are negative or wider than 31 bits, while hooks or switches of Triton are set, and in
+# untested versions.
 
 KNOWN = frozenset({"3.6", "3.7", "3.8", "3.9"})
-"""Versions of Triton whose own keys and launchers were compared."""
+"""Versions of Triton with keys and launchers that were compared with these."""
 
 _KINDS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, NoneType})
 _DTYPE, _ADDRESS = attrgetter("dtype"), torch.Tensor.data_ptr
@@ -173,22 +175,22 @@ Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 def _pick(which: Iterable[bool]) -> Pick:
-    """Make what takes some of a call's arguments."""
+    """Return a function that takes some of a call's arguments."""
     chosen = [i for i, taken in enumerate(which) if taken]
     first = chosen[0] if chosen else 0
     return itemgetter(*chosen) if len(chosen) > 1 else itemgetter(slice(first, first + len(chosen)))
 
 
 class Prepared(NamedTuple):
-    """A compiled kernel, and what its launch needs beside a call's arguments.
+    """Compiled kernel, with the operands of its launch beside a call's arguments.
 
     Attributes:
         compiled: The kernel.
-        run: Its launcher.
-        binary: What is launched: the loaded function, and its metadata.
+        run: Launcher of the kernel.
+        binary: The loaded function, and its metadata.
         behind: Constants, behind the arguments of a call.
-        known: What Triton has compiled of this kernel for its device; replaced when it forgets.
-        names: Values of the modules that were compiled into it: (where, name, value).
+        known: Triton's cache of this kernel for its device; replaced when Triton clears it.
+        names: Values of modules that were compiled into it: (namespace, name, value).
     """
 
     compiled: Any
@@ -199,7 +201,7 @@ class Prepared(NamedTuple):
     names: tuple[tuple[dict[str, Any], str, Any], ...]
 
     def holds(self, kernel: Any, device: int) -> bool:
-        """Whether Triton would still launch it; else Triton compiles anew, or says what changed."""
+        """Return whether Triton would still launch this kernel; else it recompiles or raises."""
         for there, name, value in self.names:
             if there.get(name) is not value:
                 return False
@@ -207,16 +209,16 @@ class Prepared(NamedTuple):
 
 
 class Site:
-    """The launches of one kernel with arguments of the same types.
+    """Launches of one kernel with arguments of the same types.
 
     Attributes:
-        kernel: Kept, since sites are found by its `id`.
+        kernel: The kernel, referenced since sites are found by its `id`.
         fits: Whether launches can be prepared.
         tensors: Takes the tensors of a call's arguments.
         integers: Takes the integers.
-        special: Takes those integers whose value decides what is compiled.
-        behind: Names of the constants, which follow.
-        prepared: Launches, by key.
+        special: Takes the integers with values that decide the compilation.
+        behind: Names of the constants, which follow the arguments.
+        prepared: Prepared launches, by key.
     """
 
     def __init__(self, kernel: Any, kinds: tuple[type, ...]) -> None:
@@ -233,7 +235,7 @@ class Site:
         self.special = _pick(map(gt, whole, exempt))
 
     def key(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...] | None:
-        """All that decides which compiled kernel serves a call; None: only Triton can say."""
+        """Return the key of the compiled kernel for a call; None if only Triton can find it."""
         if not self.fits or reduce(or_, self.integers(args), 0) >> 31:
             return None
         tensors, device, aligned = self.tensors(args), args[0].get_device(), None
@@ -251,7 +253,7 @@ class Site:
         )
 
     def prepare(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
-        """Keep what served a call, if calls with the same key are served alike."""
+        """Store the launch that served a call, if it serves all calls with the same key."""
         kernel, whole = self.kernel, type(compiled) is triton.compiler.CompiledKernel
         given = whole and all(name in constants for name in self.behind)
         if given and compiled.metadata.target.backend == "cuda":
@@ -270,7 +272,7 @@ _SITES: dict[tuple[Any, ...], Site] = {}
 
 
 def changed(kernel: Any) -> bool:
-    """Whether hooks or switches of Triton ask for other kernels or launches than the usual ones."""
+    """Return whether hooks or switches of Triton require kernels or launches of their own."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
@@ -285,52 +287,52 @@ def changed(kernel: Any) -> bool:
 
 
 def power(size: int) -> int:
-    """The least power of two that is no less than `size`, from 1 on."""
+    """Return the least power of two that is no less than `size`, from 1 on."""
     return 1 << (size - 1).bit_length()
 
 
 def padded(size: int) -> int:
-    """The extent of a block that covers `size` elements of a dot operand: a power of two, >= 16."""
+    """Return the extent of a block that covers `size` elements of a dot operand, at least 16."""
     return max(16, power(size))
 
 
 class Constants(NamedTuple):
-    """Constants of a kernel; each is given those that it reads, all others are left out.
+    """Constants of a kernel; each kernel sets those that it reads, all others keep their defaults.
 
-    One value, not a parameter for each: what calls what passes it on, and a launch hashes it once.
-    Where elements lie are constants, not arguments: they tell the compiler the alignment of what it
-    loads. Strides and offsets are elements, of sealed pages bytes.
+    They are one value, not many parameters: device functions pass it on, and a launch hashes it
+    once. Offsets and strides are constants, not arguments: the compiler derives the alignment of
+    loads from them. Strides and offsets count elements, of sealed pages bytes.
 
     Attributes:
         HEAD_DIM: Dims of a key.
         VALUE_DIM: Dims of a value.
         D: Extent of a block that covers a key, of sealed pages a line of its bytes.
         DV: Extent of a block that covers a value.
-        REST: Of the dims of a latent key that are no value.
+        REST: Extent of a block that covers the dims of a latent key outside its value.
         PAGE: Tokens of a page.
-        GRANULE: Of the arena.
-        VALUES: Where V begins in a run.
-        K_SCALES: Where the scales of K begin in a run.
-        V_SCALES: Where the scales of V begin in a run.
-        RUN: From one KV head to the next.
-        STRIPE: From one layer to the next.
+        GRANULE: Elements of a granule of the arena.
+        VALUES: Offset of V in a run.
+        K_SCALES: Offset of the scales of K in a run.
+        V_SCALES: Offset of the scales of V in a run.
+        RUN: Stride from one KV head to the next.
+        STRIDE: Stride from one layer to the next.
         CODEC: Number of the pages' codec in `CODECS`.
-        K_BITS: Of an element of K.
-        V_BITS: Of an element of V.
+        K_BITS: Bits of an element of K.
+        V_BITS: Bits of an element of V.
         CHANNELS: Whether scales of K belong to channels.
         ITEM: Bytes of a raw element.
         BF16: Whether raw elements are bfloat16, which travels as int16.
         TILE: Tokens of a tile.
-        PARTS: Into which a tile is cut.
-        STAGES: Of the pipelined loop.
+        PARTS: Parts of a tile.
+        STAGES: Stages of the pipelined loop.
         HEADS: KV heads.
         GROUP: Query heads of a KV head.
         FEW: Most new tokens of a row that has few.
         ROWS: Extent of a block that covers the rows of the batch.
         COLUMNS: Extent of a block that covers the query rows of few new tokens.
         BLOCK: Query rows, pages, heads or tokens that a program takes at once.
-        MIN_PAGES: Pages of a share or chunk, at least.
-        UNITS: Into which a row is cut whatever the others are; 0 for shares.
+        MIN_PAGES: Least pages of a share or chunk.
+        UNITS: Most units of a row, cut independently of other rows; 0 for shares.
         SPLIT: Whether a block's pages are cut into chunks.
         SEGMENTS: Partials that are merged at once.
         WINDOW: Tokens seen, 0 for all.
@@ -339,12 +341,12 @@ class Constants(NamedTuple):
         ALIBI: Whether there are slopes.
         TREE: Whether bits stand in for the causal rule among new tokens.
         CAUSAL: Whether positions are compared at all.
-        LSE: Whether normalisers are asked for.
+        LSE: Whether normalisers are written.
         LISTED: Whether pages are those of a list (`task.Lists`).
-        LISTS: Lists that there are.
+        LISTS: Number of lists.
         SEALED: Whether pages may be sealed.
-        MASS: Tiles of a page whose weights are stored; 0 for none.
-        WARPS: Of a program.
+        MASS: Tiles of a page in the stored masses; 0 for none.
+        WARPS: Warps of a program.
         ASM: Whether to use inline PTX.
         UPCAST: Whether to compute in float32: the interpreter's bfloat16 is wrong.
     """
@@ -397,18 +399,18 @@ class Constants(NamedTuple):
 
     @property
     def TILES(self) -> int:
-        """Tiles of a page."""
+        """Number of tiles of a page."""
         return -(-self.PAGE // self.TILE)
 
 
 @lru_cache(maxsize=4096)
 def given(shape: Constants, *parts: Any, **constants: Any) -> Constants:
-    """Replace some constants: one object for equal ones, since making them takes time.
+    """Replace some constants; equal results are one object, since making them takes time.
 
     Args:
-        shape: Those of a layout.
-        *parts: Named tuples of others.
-        **constants: Still others.
+        shape: Constants of a layout.
+        *parts: Named tuples of further constants.
+        **constants: More constants, by name.
     """
     for part in parts:
         shape = shape._replace(**part._asdict())
@@ -417,7 +419,7 @@ def given(shape: Constants, *parts: Any, **constants: Any) -> Constants:
 
 @cache
 def strides(layout: PageLayout) -> Constants:
-    """Where the elements of raw pages lie."""
+    """Return the offsets and strides of raw pages."""
     item = ITEMSIZE[layout.dtype]
     return Constants(
         HEAD_DIM=layout.head_dim,
@@ -434,7 +436,7 @@ def strides(layout: PageLayout) -> Constants:
 
 @cache
 def coded(layout: PageLayout) -> Constants:
-    """Where the bytes of pages of any codec lie."""
+    """Return the offsets and strides, in bytes, of pages of any codec."""
     return Constants(
         HEAD_DIM=layout.head_dim,
         VALUE_DIM=layout.value_dim,

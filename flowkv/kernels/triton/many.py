@@ -1,12 +1,12 @@
 """Paged attention for many new tokens per row, in Triton: prefill, or a suffix over a prefix.
 
-Bound by arithmetic. A block of query rows packs tokens and the query heads of one KV head, so
-that grouped heads share each tile; tiles before the diagonal (and inside of every window) run
-without masks. A short suffix over a long prefix has too few blocks to fill a device: then SPLIT
-cuts the pages of each block into chunks, whose partials are merged.
+Prefill is bound by arithmetic. A block of query rows packs tokens and the query heads of one KV
+head, so that grouped heads share each tile; tiles before the diagonal (and inside of every window)
+run without masks. A short suffix over a long prefix has too few blocks to fill a device: then SPLIT
+cuts the pages of each block into chunks, and their partials are merged.
 
-Sealed pages are decoded first, once, into spare raw runs (`codec.unseal`), so that what attends is
-the same kernel with the same tensor-core instructions whatever the codecs of a row are.
+Sealed pages are decoded before, once, into spare raw runs (`codec.unseal`), so that the same kernel
+with the same tensor-core instructions attends over rows of any codecs.
 """
 
 # ruff: noqa: PLR0913, PLR0917
@@ -44,18 +44,18 @@ from flowkv.kernels.triton.tile import (
     visible,
 )
 
-# What the kernels for many new tokens do alike with one block of query rows.
+# Common parts of the kernels for many new tokens, for one block of query rows.
 #
 # Row r of a block stands for new token r // GROUP and query head r % GROUP of a KV head's group,
-# counted from the block's first. Which rows a block has, which pages it attends over, how scores
-# become probabilities, and where the result goes, is the same for every kind of page.
+# counted from the block's first. The rows of a block, its pages, the way from scores to
+# probabilities, and the place of the result, are the same for every kind of page.
 
 TAG = tl.constexpr(CODEC_SHIFT)
 
 
 @triton.jit
 def block_of_item(i_item, p_starts, p_lengths, n_rows, n_shares, C: tl.constexpr):
-    """(Row, rank, block, first page, pages) of an item: a chunk of pages of a block of a row.
+    """Return (row, rank, block, first page, pages) of an item: a chunk of pages of a row's block.
 
     The row is `n_rows` or more for items of no row. The rank counts rows with more than FEW new
     tokens.
@@ -70,11 +70,11 @@ def block_of_item(i_item, p_starts, p_lengths, n_rows, n_shares, C: tl.constexpr
 
 @triton.jit
 def block_tiles(page, n_pages, i_block, n_new, n_tokens, C: tl.constexpr):
-    """`tile_range` of a block's chunk, whose pages count from the first that the row sees."""
+    """Return `tile_range` of a block's chunk; its pages count from the first that the row sees."""
     if not C.CAUSAL:
         least = n_tokens
         most = n_tokens
-    elif C.TREE:  # all see what lies before the new tokens
+    elif C.TREE:  # all see the tokens before the new ones
         least = n_tokens - n_new
         most = n_tokens
     else:
@@ -86,9 +86,9 @@ def block_tiles(page, n_pages, i_block, n_new, n_tokens, C: tl.constexpr):
 
 @triton.jit
 def spare_offset(p_spare, p_run, i_rank, i_spare, n_columns, n_spare, C: tl.constexpr):
-    """Elements from p_run to the spare run of a row's first page, whose rank is i_rank.
+    """Return the elements from p_run to the spare run of the first page of the row of rank i_rank.
 
-    An offset, not a pointer: AMD's compiler wants all that a load may read to have one base.
+    It is an offset, not a pointer: AMD's compiler wants one base for all addresses of a load.
     """
     ITEM: tl.constexpr = 4096 // C.GRANULE
     o_spare = (p_spare.to(tl.int64) - p_run.to(tl.int64)) // ITEM
@@ -97,7 +97,7 @@ def spare_offset(p_spare, p_run, i_rank, i_spare, n_columns, n_spare, C: tl.cons
 
 @triton.jit
 def page_of_tile(t, p_run, p_line, o_spare, n_spare, C: tl.constexpr):
-    """`locate`; a sealed page p is read at p_run + o_spare + p * n_spare instead."""
+    """Return `locate`; a sealed page p is read at p_run + o_spare + p * n_spare instead."""
     if C.SEALED:
         i_page = t // C.TILES
         o_slot = t % C.TILES * C.TILE
@@ -113,20 +113,20 @@ def page_of_tile(t, p_run, p_line, o_spare, n_spare, C: tl.constexpr):
 @triton.jit
 def weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK: tl.constexpr,
           C: tl.constexpr):  # fmt: skip
-    """Scores `[BLOCK, TILE]` of the tokens at b_at, in units of `unit_of`; -inf where hidden.
+    """Return scores `[BLOCK, TILE]` of the tokens at b_at, in units of `unit_of`; -inf if hidden.
 
     Args:
         b_s: Products of queries and keys.
         b_at: `[TILE]` positions.
-        m_t: `[TILE]`, which of them hold tokens.
+        m_t: `[TILE]`, mask of the slots that hold tokens.
         b_seen: `[BLOCK]`: each query sees the positions below.
-        b_slope: `[BLOCK]`, of ALiBi.
+        b_slope: `[BLOCK]`, slopes of ALiBi.
         b_tree: `[BLOCK]`, bits of the new tokens that a query sees.
         context: Position of the row's first new token.
-        scale: Of the products.
-        softcap: On scaled products.
+        scale: Scale of the products.
+        softcap: Softcap of the scaled products.
         MASK: Whether anything may be hidden.
-        C: What the kernel is compiled for (`launch.Constants`).
+        C: Constants of the kernel (`launch.Constants`).
     """
     b_s = cap(b_s, scale, softcap, C)
     if C.ALIBI:
@@ -140,7 +140,7 @@ def weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK
 @triton.jit
 def store_block(b_m, b_l, b_acc, p_out, p_lse, p_sinks, i_part, o_token, o_head, n_heads, m_r,
                 C: tl.constexpr):  # fmt: skip
-    """Write what a block has seen: maxima b_m and sums b_l in units of log 2, and outputs.
+    """Write the result of a block: maxima b_m and sums b_l in units of log 2, and outputs.
 
     With SPLIT, p_out is float32 partials `[parts, BLOCK, Dv]` and p_lse `[parts, BLOCK]` in units
     of log 2; without, the result `[N, n_heads, Dv]` and `[N, n_heads]`, natural log.
@@ -171,8 +171,8 @@ def store_block(b_m, b_l, b_acc, p_out, p_lse, p_sinks, i_part, o_token, o_head,
 # The weight that many new tokens of a row give to each page they see, in Triton.
 #
 # Weights are relative to a query's whole row, so they are known only after attention; the scores
-# are made again, and values are not read. One program owns one page of one row and KV head: sums
-# come out the same each time.
+# are computed again, and values are not read. One program owns one page of one row and KV head: the
+# sums are the same each time.
 
 
 @triton.jit(do_not_specialize=["layer", "n_rows", "head_low", "n_heads", "n_columns"])
@@ -240,7 +240,7 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
 
 
 def add_mass(task: Task, spare: Spare) -> None:
-    """Add the weights of rows with many new tokens to `task.how.mass`; their lse is written."""
+    """Add the weights of rows with many new tokens to `task.how.mass`; needs their lse."""
     layout, mass = task.layout, task.how.mass
     assert mass is not None
     shape = strides(layout)
@@ -264,13 +264,13 @@ def add_mass(task: Task, spare: Spare) -> None:
 
 
 INVARIANT_TOKENS = 4096
-"""Tokens of a chunk where a row's bits must not depend on the batch: then all chunks are alike."""
+"""Tokens of a chunk where a row's bits must not depend on the batch: all chunks are alike then."""
 
 
 @triton.jit
 def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
               n_tokens, context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Take a tile of tokens into the running softmax (m, l, acc) of a block of query rows."""
+    """Add a tile of tokens to the running softmax (m, l, acc) of a block of query rows."""
     p_page, o_slot, position = page_of_tile(t, p_run, p_line, o_spare, n_spare, C)
     o_t = tl.arange(0, C.TILE)
     o_d = tl.arange(0, C.D)
@@ -279,7 +279,7 @@ def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, 
     m_v = (o_v < C.VALUE_DIM)[None, :]
     b_at = position + o_t
     m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
-    if MASK:  # a slot that holds no token yet may hold anything, NaN included
+    if MASK:  # a slot without a token may hold anything, NaN included
         m_k = m_k & m_t[None, :]
         m_v = m_v & m_t[:, None]
     p_k = p_page + o_slot * C.HEAD_DIM
@@ -309,12 +309,12 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
                 p_spare, p_out, p_lse, stride_token, stride_head, stride_table, layer, n_rows,
                 n_shares, head_low, n_heads, n_columns, n_here, n_falling, scale, softcap,
                 C: tl.constexpr):  # fmt: skip
-    """One block of query rows of one KV head over one chunk of pages, for rows with T > FEW.
+    """Attend with a block of query rows of a KV head over a chunk of pages, for rows with T > FEW.
 
     Grid (items * n_here,), n_here KV heads from head_low on; the item counts chunks within blocks
     within rows. Later blocks see more: n_falling of each head begin first, from the last one down,
     the others follow from the first one up (`falling`). With SEALED, p_spare holds runs `[rows with
-    T > FEW, n_columns, those heads]`. Results go where `store_block` says, partials to `[items,
+    T > FEW, n_columns, those heads]`. `store_block` writes the results, partials to `[items,
     n_heads, BLOCK, Dv]`.
     """
     i_item = tl.program_id(0) // n_here
@@ -361,8 +361,8 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
         b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,
                                     b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
                                     True, C)  # fmt: skip
-    # There are no registers to keep the rows in, so they are found anew: the difference is always
-    # 0, which the compiler cannot know.
+    # There are no registers to hold the rows in, so they are computed again: the difference is
+    # always 0, but unknown to the compiler.
     o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
     o_r += tl.load(p_starts + i_row, volatile=True) - start
     o_token = (start + o_r // C.GROUP).to(tl.int64)
@@ -373,12 +373,12 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
 
 
 class Cut(NamedTuple):
-    """The cut of a call's work into programs.
+    """Cut of a call's work into programs.
 
     Attributes:
-        items: Programs along the first axis of the grid, at most.
-        shares: Chunks to aim at over all rows; `merge_many` needs it to find them again.
-        least: Pages of a chunk, at least.
+        items: Most programs along the first axis of the grid.
+        shares: Chunks to aim at over all rows; `merge_many` needs the number to find them again.
+        least: Least pages of a chunk.
         split: Whether a block's pages are cut at all.
     """
 
@@ -419,7 +419,7 @@ def prefill(task: Task) -> None:
         )
     if cut.split:
         merge_parts(merge_many, tokens, task, part, part_lse, cut.shares, common)
-    if task.how.mass is not None:  # weights are relative to what all pages together gave
+    if task.how.mass is not None:  # masses are relative to the weight of all pages together
         for spare in unseal(task):
             add_mass(task, spare)
 
@@ -427,14 +427,14 @@ def prefill(task: Task) -> None:
 def falling(items: int, heads: int, at_once: int) -> int:
     """Return how many items of each head begin in falling order, the longest first.
 
-    Whichever processor is free takes the longest that is left. Where all programs begin at once,
-    the second half rises: the programs of a processor are a long one and a short one.
+    A free processor takes the longest remaining item. Where all programs begin at once, the second
+    half rises: the programs of a processor are a long one and a short one.
     """
     return -(-items // 2) if items * heads <= at_once else items
 
 
 def cut_of(task: Task, block: int, shares: int) -> Cut:
-    """Chunks of pages only where blocks of query rows are too few to fill the device."""
+    """Cut pages into chunks only where blocks of query rows are too few to fill the device."""
     most, size = task.most_pages, task.layout.page_size
     blocks = task.out.shape[0] * task.group // block + task.rows  # at most
     least = -(-256 // size)
@@ -446,7 +446,7 @@ def cut_of(task: Task, block: int, shares: int) -> Cut:
 
 
 def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Where blocks write: (o, lse) of the call, or, where they are cut, of each item."""
+    """Return the outputs of blocks: (o, lse) of the call, or, where they are cut, of each item."""
     if not cut.split:
         return task.out, task.lse
     segments = (cut.items, task.layout.kv_heads, block)
@@ -456,7 +456,7 @@ def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tens
 
 @lru_cache(maxsize=256)
 def _config(layout: PageLayout, device: Traits, busy: bool) -> tuple[Constants, dict[str, int]]:
-    """Constants of `attend_many`; query rows of a block, warps, programs a processor holds."""
+    """Return the constants of `attend_many`, and its rows a block, warps and programs."""
     shape, item = strides(layout), ITEMSIZE[layout.dtype]
     warps, tile = 8, tile_of(layout, 64) if item == 2 else 16
     block = 128 if item == 2 else 64

@@ -1,6 +1,6 @@
-"""Moves pages on GPUs, in Triton: copies of whole pages or of their stripes.
+"""Moves of pages on GPUs, in Triton: copies of whole pages or of their stripes.
 
-Nothing here computes: every byte arrives as it left. Grids depend on shapes alone, so that calls
+Nothing here computes: every byte arrives unchanged. Grids depend on shapes alone, so that calls
 can be captured in CUDA graphs.
 """
 
@@ -33,8 +33,8 @@ def copy_kernel(p_source, p_target, p_from, p_to, n_granules, granules, SOURCE: 
                 TARGET: tl.constexpr, GRANULES: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """Copy `n_granules`, GRANULES at a time and program after program.
 
-    Granule i is number i % granules of page i // granules, which begins where the list says, or,
-    without SOURCE or TARGET, right behind the page before it.
+    Granule i is number i % granules of page i // granules, which begins at its entry in the list,
+    or, without SOURCE or TARGET, right behind the page before it.
     """
     o_w = tl.arange(0, WORDS)
     step = tl.num_programs(0) * GRANULES
@@ -68,7 +68,7 @@ def gather_pages(
     lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy pages of the arena, or `part` of each, into staging; see `dispatch.gather_pages`."""
+    """Copy pages of the arena, or a `part` of each, to staging; see `dispatch.gather_pages`."""
     first, count = part or (0, granules)
     moved = arena[GRANULE_BYTES * first :], out, source, source if lines is None else lines, count
     if digests is None:
@@ -86,7 +86,7 @@ def scatter_pages(
     lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy the lines of `data` to pages, or to `part` of each; see `dispatch.scatter_pages`."""
+    """Copy the lines of `data` to pages, or a `part` of each; see `dispatch.scatter_pages`."""
     first, count = part or (0, granules)
     moved = data, arena[GRANULE_BYTES * first :], target if lines is None else lines, target, count
     if digests is None:
@@ -106,7 +106,7 @@ def _copy(
     total = source.shape[0] * granules
     if not total:
         return
-    # A pinned host tensor is reached over a bus that few programs fill; leave the others to work.
+    # A pinned host tensor is reached over a bus that few programs fill; others stay free.
     programs = 4 * traits(source.device).processors if read.device == write.device else 16
     launch(
         copy_kernel,
@@ -134,7 +134,7 @@ def mixed(x):
 
 @triton.jit
 def products(b_x):
-    """The sum of the products of the halves of uint64."""
+    """Return the sum of the products of the halves of uint64."""
     return tl.sum(((b_x & 0xFFFFFFFF) * (b_x >> 32)).to(tl.int64, bitcast=True), 0)
 
 
@@ -144,7 +144,7 @@ def digest_kernel(p_source, p_target, p_from, p_to, p_keys, p_digests, granules,
                   WORDS: tl.constexpr):  # fmt: skip
     """Digest a stripe of `each` granules, and copy it with COPY. Grid (n * stripes,).
 
-    Pages of `granules` begin where the lists say, as those of `copy_kernel`.
+    Pages of `granules` begin at the list's entries, as those of `copy_kernel`.
     """
     i_page = tl.program_id(0) // stripes
     g_skip = tl.program_id(0) % stripes * each
@@ -229,10 +229,10 @@ def _digest(
         )
 
 
-# Makes pages of chosen tokens of other pages on GPUs, in Triton (sparsification).
+# Filling of pages with chosen tokens of other pages on GPUs (sparsification).
 
 MOST_ELEMENTS = 4096
-"""Of K or V that a program holds."""
+"""Elements of K or V that a program holds."""
 
 
 @triton.jit(do_not_specialize=["n_kept"])
@@ -268,7 +268,7 @@ def drop_tokens(
     keep: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    """Make pages of chosen tokens of others; see `dispatch.drop_tokens`."""
+    """Fill pages with chosen tokens of others; see `dispatch.drop_tokens`."""
     kept, shape = keep.shape[2], strides(layout)
     block = max(1, MOST_ELEMENTS // max(shape.D, shape.DV))
     if kept:
@@ -282,14 +282,14 @@ def drop_tokens(
         )
 
 
-# Rotates keys (RoPE) on GPUs, in Triton: device code, and pages that move to other positions.
+# Rotation of keys (RoPE) on GPUs: device code, and pages that move to other positions.
 #
 # Compiled without FP fusion: each product and sum is rounded by itself (`operands.Rotary`).
 
 
 @triton.jit
 def load_pairs(p_rows, m_rows, stride, R: tl.constexpr):
-    """The rotated dims of BLOCK rows as pairs: x `[BLOCK, P]` and y `[BLOCK, P]`."""
+    """Load the rotated dims of BLOCK rows as pairs: x `[BLOCK, P]` and y `[BLOCK, P]`."""
     if R.INTERLEAVED:
         o_d = tl.arange(0, 2 * R.P)
         m_d = m_rows[:, None] & (o_d < 2 * R.PAIRS)[None, :]
@@ -327,7 +327,7 @@ def store_turned(p_rows, m_rows, b_x, b_y, b_cos, b_sin, R: tl.constexpr):
 
 @triton.jit
 def load_turn(p_cos, p_sin, line, R: tl.constexpr):
-    """A line of cosines and one of sines, `[1, P]`."""
+    """Load a line of cosines and one of sines, `[1, P]`."""
     o_i = tl.arange(0, R.P)[None, :]
     o_from = line.to(tl.int64) * R.PAIRS + o_i
     m_i = o_i < R.PAIRS
@@ -338,7 +338,7 @@ def load_turn(p_cos, p_sin, line, R: tl.constexpr):
 @triton.jit(do_not_specialize=["layer"])
 def reposition_kernel(p_arena, p_pages, p_turns, p_cos, p_sin, layer, R: tl.constexpr,
                       C: tl.constexpr):  # fmt: skip
-    """Rotate BLOCK keys of a page, where they lie. Grid (n * cdiv(PAGE, BLOCK), Hk, layers)."""
+    """Rotate BLOCK keys of a page, in place. Grid (n * cdiv(PAGE, BLOCK), Hk, layers)."""
     BLOCKS: tl.constexpr = (C.PAGE + C.BLOCK - 1) // C.BLOCK
     i_page = tl.program_id(0) // BLOCKS
     turn = tl.load(p_turns + i_page)
@@ -355,7 +355,7 @@ def reposition_kernel(p_arena, p_pages, p_turns, p_cos, p_sin, layer, R: tl.cons
 
 
 class Turned(NamedTuple):
-    """The dims of a key that are rotated, as `Rotary` says; P, a power of two, covers the pairs."""
+    """Rotated dims of a key, as in `Rotary`; P, a power of two, covers the pairs."""
 
     PAIRS: int
     P: int
@@ -364,7 +364,7 @@ class Turned(NamedTuple):
 
 
 def turned(rope: Rotary) -> Turned:
-    """The constants by which kernels find the pairs of a key."""
+    """Return the constants by which kernels find the pairs of a key."""
     pairs = rope.cos.shape[1]
     return Turned(pairs, power(pairs), rope.interleaved, rope.start)
 
@@ -394,7 +394,7 @@ def reposition(
         )
 
 
-# Writes new tokens into open pages on GPUs, in Triton, as they are or rotated (RoPE).
+# Writing of new tokens into open pages on GPUs, in Triton, unchanged or rotated (RoPE).
 #
 # Grids depend on shapes alone, so that calls can be captured in CUDA graphs.
 
@@ -423,7 +423,7 @@ def append_kernel(p_k, p_v, p_arena, p_table, p_rows, p_lengths, p_starts, k_tok
     o_line = tl.load(p_rows + i_row, mask=m_row, other=0).to(tl.int64) * stride_table
     granule = tl.load(p_table + o_line + position // C.PAGE, mask=m_row, other=-1)
     p_stripe = p_arena + granule.to(tl.int64) * C.GRANULE + layer.to(tl.int64) * C.STRIPE
-    position = tl.where(granule < 0, -1, position)  # -1: behind a window already
+    position = tl.where(granule < 0, -1, position)  # -1: already dropped behind a window
     if position < 0:
         return
     o_slot = position % C.PAGE
@@ -471,12 +471,12 @@ def append(
 
 @cache
 def _heads(layout: PageLayout) -> int:
-    """KV heads whose keys or values of one token fit a program: a power of two."""
+    """Return the KV heads with keys or values of one token that fit a program: a power of two."""
     most = max(1, MOST_ELEMENTS // padded(max(layout.head_dim, layout.value_dim)))
     return min(most, power(layout.kv_heads))
 
 
-# `checksum` on GPUs, in Triton: every byte is read once, where it lies.
+# `checksum` on GPUs, in Triton: every byte is read once, in place.
 
 TILE = 1024
 TILES = 16
@@ -486,7 +486,7 @@ TILES = 16
 @triton.jit(do_not_specialize=["n_words", "block_words", "splits"])
 def checksum_kernel(p_words, p_sums, n_words, block_words, splits, TILE: tl.constexpr,
                     TILES: tl.constexpr):  # fmt: skip
-    """Two sums over one of the `splits` parts of a block."""
+    """Store two sums over one of the `splits` parts of a block."""
     i_p = tl.program_id(0)
     i_b = (i_p // splits).to(tl.int64)
     first = (i_p % splits).to(tl.int64) * TILE * TILES
@@ -508,7 +508,7 @@ def checksum_kernel(p_words, p_sums, n_words, block_words, splits, TILE: tl.cons
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `dispatch.checksum`."""
+    """Return two sums over each block; see `dispatch.checksum`."""
     blocks = triton.cdiv(len(words), block_words)
     splits = triton.cdiv(min(block_words, len(words)), TILE * TILES)
     sums = words.new_empty(blocks, splits, 2)
@@ -524,4 +524,4 @@ def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
         TILES=TILES,
         num_warps=4,
     )
-    return sums.sum(1)  # modulo 2**64, in any order the same
+    return sums.sum(1)  # modulo 2**64, the same in any order

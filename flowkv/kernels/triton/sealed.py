@@ -1,8 +1,9 @@
 """Paged attention for few new tokens per row over sealed pages of one codec, in Triton.
 
-As `triton.few`, but over the pages of one list (`triton.task`), full and before all new tokens, so
-that only windows need masks. A program is one warp where 8 columns suffice: without barriers, and
-with a loop that does not wait for other warps, 64 slots of 128 dims fill its registers.
+It works as `triton.few`, but over the pages of one list (`triton.task`), which are full and before
+all new tokens, so that only windows need masks. A program is one warp where 8 columns suffice:
+without barriers, in a loop that does not wait for other warps, 64 slots of 128 dims fill its
+registers.
 """
 
 # ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
@@ -55,10 +56,10 @@ from flowkv.kernels.triton.tile import (
     sum_before,
 )
 
-# One tile of a sealed page, taken into a running softmax by integer tensor cores, in Triton.
+# Addition of one tile of a sealed page to a running softmax, by integer tensor cores, in Triton.
 #
 # Eight- and four-bit pages are read two to four times as fast as raw ones, so there is that much
-# less time for an element. Whatever can be is done once per token, column or page instead:
+# less time for an element. As much as possible is done once per token, column or page instead:
 #
 # * K and V^T bytes travel to shared memory by asynchronous copies and are unpacked behind it, in
 #   the layout in which tensor cores take them. Nibbles are split by halves (of D for K, of the
@@ -91,10 +92,10 @@ from flowkv.kernels.triton.tile import (
 
 @triton.jit
 def slots_of(BLOCK: tl.constexpr, C: tl.constexpr):
-    """`[BLOCK]` slots, in the order in which `in_order` finds them.
+    """Return `[BLOCK]` slots, in the order that `in_order` inverts.
 
     Tensor cores leave a thread with rows 8 apart of a score tile, one byte each as probabilities,
-    and want four neighbours of one column in a register: byte by byte through shared memory. So
+    and need four neighbours of one column in a register: byte by byte through shared memory. So
     keys are read in an order that makes a thread's rows neighbours.
     """
     REPEATS: tl.constexpr = BLOCK // (16 * C.WARPS)
@@ -108,7 +109,7 @@ def slots_of(BLOCK: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def in_order(b, C: tl.constexpr):
-    """A tile `[BLOCK, COLUMNS]` over `slots_of`, by slot: no data moves between registers."""
+    """Sort a tile `[BLOCK, COLUMNS]` over `slots_of` by slot, without moves between registers."""
     REPEATS: tl.constexpr = b.shape[0] // (16 * C.WARPS)
     if REPEATS >= 2:
         COLUMNS: tl.constexpr = b.shape[1]
@@ -122,7 +123,7 @@ def in_order(b, C: tl.constexpr):
 @triton.jit
 def key_products(q_hi, q_lo, q_hi1, q_lo1, b_hi, b_lo, p_k, o_slot, m_t, MASK: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """`[tokens, COLUMNS]` products of keys of some slots with queries, as `joined` returns them."""
+    """Return `[tokens, COLUMNS]` products of keys of some slots with queries, as of `joined`."""
     STRIDE: tl.constexpr = C.HEAD_DIM * C.K_BITS // 8
     o_d = tl.arange(0, C.D)
     m_k = m_t[:, None] & (o_d < STRIDE)[None, :]
@@ -144,13 +145,13 @@ def key_products(q_hi, q_lo, q_hi1, q_lo1, b_hi, b_lo, p_k, o_slot, m_t, MASK: t
 
 @triton.jit
 def halves(b_0, b_1, BOTH: tl.constexpr, C: tl.constexpr):
-    """Queries as numbers of two digits, and what one unit of these is worth.
+    """Return queries as numbers of two digits, and the value of one unit of these.
 
     Args:
         b_0: float32 `[D, COLUMNS]`, the dims that meet the low nibbles of K, or all dims.
         b_1: The dims that meet the high nibbles.
         BOTH: Whether b_1 counts.
-        C: What the kernel is compiled for (`launch.Constants`).
+        C: Constants of the kernel (`launch.Constants`).
     """
     b_most = tl.max(tl.abs(b_0), axis=0)
     if BOTH:
@@ -167,7 +168,7 @@ def halves(b_0, b_1, BOTH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def zero_points(b_0, b_1):
-    """`[COLUMNS]` -8 sum(q): by so much products with nibbles, 8 above their integers, differ."""
+    """Return `[COLUMNS]` -8 sum(q), the correction of products with nibbles, 8 too large."""
     return -8 * (tl.sum(b_0.to(tl.int32), axis=0) + tl.sum(b_1.to(tl.int32), axis=0))
 
 
@@ -175,7 +176,7 @@ def zero_points(b_0, b_1):
 def sealed_tile(q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l, b_acc, b_acc1, t,
                 p_run, p_line, p_numbers, p_mass, b_seen, b_slope, softcap, MASK: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
-    """Take a tile, which is cut into PARTS, into the running softmax of all columns."""
+    """Add a tile, which is cut into PARTS, to the running softmax of all columns."""
     granule = tl.load(p_line + t // C.TILES)
     p_page = p_run + granule.to(tl.int64) * C.GRANULE
     number = t * 0
@@ -191,8 +192,9 @@ def sealed_tile(q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l
         b_s1 = load(p_ks + HALF + o_d, m_d, C.D != HALF, True)
         b_m0 = load(p_ks + C.HEAD_DIM + o_d, m_d, C.D != HALF, True)
         b_m1 = load(p_ks + C.HEAD_DIM + HALF + o_d, m_d, C.D != HALF, True)
-        # There are no registers to keep queries in, so they are read anew for each page. The offset
-        # is always 0, which the compiler cannot know; or it would read them ahead of the loop.
+        # There are no registers to hold queries in, so they are read again for each page. The
+        # offset is always 0, but unknown to the compiler, which would else read them ahead of the
+        # loop.
         o_0 = (granule >> TAG) * 64
         b_0 = tl.load(p_0 + o_0, mask=m_q, other=0.0).to(tl.float32)
         b_1 = tl.load(p_0 + o_0 + HALF, mask=m_q, other=0.0).to(tl.float32)
@@ -212,10 +214,10 @@ def sealed_tile(q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l
 def sealed_part(q_hi, q_lo, q_hi1, q_lo1, b_step, b_shift, z_hi, z_lo, b_m, b_l, b_acc, b_acc1,
                 part, p_page, number, p_mass, b_seen, b_slope, softcap, TILE: tl.constexpr,
                 MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Take a part of a tile into the running softmax of all columns.
+    """Add a part of a tile to the running softmax of all columns.
 
-    A part is BLOCK slots of a page, and with 4-bit values also those half a page later, whose
-    nibbles lie in the same bytes. b_l is `[BLOCK, COLUMNS]`, summed over slots at the end only.
+    A part is BLOCK slots of a page, and with 4-bit values also those half a page later, with their
+    nibbles in the same bytes. b_l is `[BLOCK, COLUMNS]`, summed over slots at the end only.
     """
     PAIR: tl.constexpr = C.V_BITS == 4
     SLOTS: tl.constexpr = C.PAGE // 2 if PAIR else C.PAGE
@@ -285,9 +287,9 @@ def sealed_part(q_hi, q_lo, q_hi1, q_lo1, b_step, b_shift, z_hi, z_lo, b_m, b_l,
 @triton.jit
 def add_values(b_acc, b_ha, b_la, b_hb, b_lb, b_fade, b_less, b_most, p_v, o_t, m_t,
                FROM: tl.constexpr, RAGGED: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Add the values of some slots, from dim FROM on, to `[dims, COLUMNS]`, which fades.
+    """Add the values of some slots, from dim FROM on, to faded `[dims, COLUMNS]` accumulators.
 
-    High digits are done with before low ones begin: there are not registers for both.
+    High digits are finished before low ones begin: there are not registers for both.
     """
     ROW: tl.constexpr = C.PAGE * C.V_BITS // 8
     DIMS: tl.constexpr = b_acc.shape[0]
@@ -314,7 +316,7 @@ def add_values(b_acc, b_ha, b_la, b_hb, b_lb, b_fade, b_less, b_most, p_v, o_t, 
 
 @triton.jit
 def sealed_unit(b_step, C: tl.constexpr):
-    """`[COLUMNS]` units of `logits`."""
+    """Return the `[COLUMNS]` units of `logits`."""
     if C.SOFTCAP or C.ALIBI:
         return b_step * 0.0 + LOG2E
     elif C.CHANNELS:
@@ -326,7 +328,7 @@ def sealed_unit(b_step, C: tl.constexpr):
 @triton.jit
 def logits(b_s, p_ks, o_t, m_t, b_at, b_step, b_shift, b_seen, b_slope, softcap,
            RAGGED: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Scores b_s' such that `b_s' * unit` is the logit in units of log 2."""
+    """Return scores b_s' such that `b_s' * unit` is the logit in units of log 2."""
     if C.CHANNELS:
         b_s = b_s * b_step[None, :] + (b_shift - b_step * MAGIC)[None, :]
     else:
@@ -351,8 +353,8 @@ def sealed_share(i_share, n_shares, p_q, p_arena, p_lengths, p_starts, p_part, p
                  C: tl.constexpr):  # fmt: skip
     """Write the partials of one KV head over one share of the pages of list i_list.
 
-    As `few_share` with LISTED; D and DV cover what K and V hold in a line of bytes, p_arena is
-    bytes, and all offsets are. K of kv4h wants p_q rotated.
+    It works as `few_share` with LISTED; D and DV cover the bytes of a line of K and V, p_arena and
+    all offsets are in bytes. K of kv4h needs p_q rotated.
     """
     i_head = tl.program_id(1)
     p_lists += i_list * FIELDS * n_rows
@@ -398,7 +400,7 @@ def sealed_share(i_share, n_shares, p_q, p_arena, p_lengths, p_starts, p_part, p
             b_factor = b_bad + scale * (1.0 if C.SOFTCAP or C.ALIBI else LOG2E)
             z_hi = tl.full([C.COLUMNS], HIGH_BITS, tl.int32)
             z_lo = tl.full([C.COLUMNS], MAGIC_BITS, tl.int32)
-            if C.CHANNELS:  # scales of a page come first
+            if C.CHANNELS:  # the scales of a page come first
                 q_hi, q_lo, q_hi1, q_lo1, b_step = b_0, b_0, b_0, b_0, b_factor
             else:
                 q_hi, q_lo, q_hi1, q_lo1, b_step = halves(
@@ -479,7 +481,7 @@ BLOCK = 16
 @triton.jit(do_not_specialize=["n_heads", "n_queries"])
 def turn_queries(p_q, p_turn, p_out, stride_token, stride_head, n_heads, n_queries,
                  NORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """p_out float32 `[N, Hq, D]` is p_q times p_turn `[D, D]` times NORM. Grid (blocks,)."""
+    """Set p_out float32 `[N, Hq, D]` to p_q times p_turn `[D, D]` times NORM. Grid (blocks,)."""
     o_r = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     o_d = tl.arange(0, C.D)
     m_r = o_r < n_queries
@@ -500,7 +502,7 @@ def turn_queries(p_q, p_turn, p_out, stride_token, stride_head, n_heads, n_queri
 
 
 def turned(q: torch.Tensor) -> torch.Tensor:
-    """Queries `[N, Hq, D]`, neighbours in their last dimension, rotated as kv4h keys are."""
+    """Return queries `[N, Hq, D]`, neighbours in their last dimension, rotated as kv4h keys are."""
     tokens, heads, dim = q.shape
     out = q.new_empty(q.shape, dtype=torch.float32)
     width = padded(dim)
@@ -528,14 +530,14 @@ def turned(q: torch.Tensor) -> torch.Tensor:
 
 
 def rotation(dim: int) -> tuple[int, float]:
-    """(Dims that kv4h rotates together, the factor that keeps their length)."""
+    """Return (dims that kv4h rotates together, the factor that preserves their length)."""
     block = dim & -dim
     return block, block**-0.5
 
 
 @cache
 def turn(dim: int, device: torch.device) -> torch.Tensor:
-    """The rotation of kv4h without its factor: Hadamard matrices of `rotation(dim)` dims."""
+    """Return the rotation of kv4h without its factor: Hadamard matrices of `rotation(dim)` dims."""
     block, _ = rotation(dim)
     matrix = torch.ones(1, 1, dtype=torch.float16, device="cpu")
     while len(matrix) < block:
@@ -551,11 +553,11 @@ class Work(NamedTuple):
 
     Attributes:
         lists: Pages by codec, if any may be sealed.
-        segments: Room of one list in the partials.
+        segments: Segments of one list in the partials.
         part: float32 `[lists * segments, Hk, COLUMNS, Dv]`.
         part_lse: float32 `[lists * segments, Hk, COLUMNS]`.
-        mass: Weights of tiles, `[B, pages, tiles, Hk, COLUMNS]`, and their stride, if asked for.
-        tiles: Tiles of a page in `mass`; 0 if they are not.
+        mass: Weights of tiles, `[B, pages, tiles, Hk, COLUMNS]`, and their stride, if requested.
+        tiles: Tiles of a page in `mass`; 0 without.
         common: Constants of all kernels.
     """
 
@@ -606,9 +608,9 @@ def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: 
 def sealed_config(
     layout: PageLayout, columns: int, device: Traits
 ) -> tuple[Constants, dict[str, int]]:
-    """Constants of `attend_sealed`; warps of a program, programs that a processor holds at once."""
+    """Return the constants of `attend_sealed`, and its warps, programs, tile and room."""
     k_bits, v_bits = BITS[layout.codec]
-    pair = 2 if v_bits == 4 else 1  # slots of a tile whose values share a byte
+    pair = 2 if v_bits == 4 else 1  # slots of a tile with values in one byte
     tiling = decoding(stream(layout, columns), device)
     tile = tiling.block * pair
     shape = coded(layout)._replace(

@@ -31,14 +31,14 @@ from flowkv.kernels.triton.tile import (
     sum_before,
 )
 
-# Merges partials of attention, `(o, lse)` over disjoint sets of tokens, into the result. Exact.
+# Merges of partials of attention, `(o, lse)` over disjoint sets of tokens, into the result. Exact.
 #
-# Segments of one query lie one after the other (`triton.tile`), so a program walks a short range.
+# Segments of one query are adjacent (`triton.tile`), so a program walks a short range.
 
 
 @triton.jit
 def nothing_yet(p_sinks, C: tl.constexpr):
-    """A merge (m, l, acc) before its first segment, for one query head (program axis 1)."""
+    """Return a merge (m, l, acc) before its first segment, for one query head (program axis 1)."""
     if C.SINKS:  # a logit without a value
         b_m = tl.load(p_sinks + tl.program_id(1)).to(tl.float32) * LOG2E
         b_l = b_m * 0.0 + 1.0
@@ -51,7 +51,7 @@ def nothing_yet(p_sinks, C: tl.constexpr):
 @triton.jit
 def fold_segments(b_m, b_l, b_acc, first, count, i_column, p_part, p_part_lse, WIDTH: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
-    """Take `count` segments from `first` on into a merge, for one token and query head."""
+    """Add `count` segments from `first` on to a merge, for one token and query head."""
     i_kv_head = tl.program_id(1) // C.GROUP
     n_kv_heads = tl.num_programs(1) // C.GROUP
     o_v = tl.arange(0, C.DV)
@@ -86,10 +86,10 @@ def store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, C: tl.constexpr):
 @triton.jit(do_not_specialize=["n_rows", "n_shares", "n_segments"])
 def merge_few(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_rows, n_shares,
               p_lists, n_segments, C: tl.constexpr):  # fmt: skip
-    """Merge what `attend_few` made, or it and `attend_sealed` over LISTS lists. Grid (B FEW, Hq).
+    """Merge partials of `attend_few`, or its and `attend_sealed`'s over LISTS. Grid (B FEW, Hq).
 
-    n_shares holds, BITS bits each, into how many shares each list was cut; the partials of a list
-    begin n_segments segments after those of the list before.
+    n_shares holds, BITS bits each, the number of shares of each list; the partials of a list begin
+    n_segments segments after those of the list before.
     """
     i_row = tl.program_id(0) // C.FEW
     i_new = tl.program_id(0) % C.FEW
@@ -118,7 +118,7 @@ def merge_few(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_
 @triton.jit(do_not_specialize=["n_rows", "n_shares"])
 def merge_many(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_rows, n_shares,
                C: tl.constexpr):  # fmt: skip
-    """Merge what `attend_many` made with SPLIT. Grid (N, Hq)."""
+    """Merge the partials of `attend_many` with SPLIT. Grid (N, Hq)."""
     i_token = tl.program_id(0)
     i_row = row_of_token(i_token, p_starts, n_rows, C)
     if i_row < n_rows:
@@ -158,7 +158,7 @@ def merge_two(p_a, p_a_lse, p_b, p_b_lse, p_out, p_lse, C: tl.constexpr):
 
 
 REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
-"""Keeps the assembler from spilling to fit a program more, which shared memory would not admit."""
+"""Register limit, else the assembler spills to fit a program that shared memory does not admit."""
 
 
 class Batching(NamedTuple):
@@ -171,7 +171,7 @@ class Batching(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """Constants of what scores."""
+    """Constants of the scores."""
 
     SOFTCAP: bool
     ALIBI: bool
@@ -181,7 +181,7 @@ class Switches(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Constants of what writes results."""
+    """Constants of the results."""
 
     SINKS: bool
     LSE: bool
@@ -196,7 +196,7 @@ class Task(NamedTuple):
     how: Scoring
     operands: tuple[Any, ...]  # q, arena, table, rows, lengths, starts
     out: torch.Tensor
-    lse: torch.Tensor | None  # None unless it is asked for
+    lse: torch.Tensor | None  # None unless requested
     numbers: tuple[Any, ...]  # strides and layer
     softmax: tuple[float, float]  # scale, softcap
     layout: PageLayout
@@ -233,22 +233,22 @@ def merge_parts(
 
 @cache
 def _merging(layout: PageLayout) -> Constants:
-    """Constants of `merge_few` and `merge_many`."""
+    """Return the constants of `merge_few` and `merge_many`."""
     width = padded(layout.value_dim)
     segments = max(1, 2048 // width)
     return Constants(VALUE_DIM=layout.value_dim, DV=width, SEGMENTS=segments, PAGE=layout.page_size)
 
 
 def upcast(layout: PageLayout) -> bool:
-    """Whether kernels must compute in float32: the interpreter's bfloat16 is wrong."""
+    """Return whether kernels must compute in float32: the interpreter's bfloat16 is wrong."""
     return layout.dtype == "bfloat16" and interpreted(merge_few)
 
 
 def element(layout: PageLayout) -> torch.dtype:
-    """The dtype of raw elements.
+    """Return the dtype of raw elements.
 
     Raises:
-        ConfigError: No kernel serves it, or the head dimension.
+        ConfigError: No kernel serves this dtype or head dimension.
     """
     most = 1024 if layout.latent else 256
     if layout.dtype == "float64" or max(layout.head_dim, layout.value_dim) > most:
@@ -261,7 +261,7 @@ def element(layout: PageLayout) -> torch.dtype:
 
 
 def tile_of(layout: PageLayout, most: int) -> int:
-    """Tokens of a tile: a power of two of 16 to `most` that divides the page, or else 16."""
+    """Return the tokens of a tile: a power of two of 16 to `most` that divides the page, or 16."""
     tile = most
     while tile > 16 and layout.page_size % tile:
         tile //= 2
@@ -273,15 +273,15 @@ def tile_of(layout: PageLayout, most: int) -> int:
 # A kernel's inner loop serves one codec, known when it is compiled, and must know the next page
 # early enough to copy it ahead. So the pages that a row sees are sorted by codec, in the order of
 # the row within one: list c of row b holds pages `first` to `first + count - 1` of line b. Each
-# attention kernel deals out the pages of one list over its programs as if the others were not
-# there; where a list is empty, its programs end at once.
+# attention kernel distributes the pages of one list over its programs and ignores the others; where
+# a list is empty, its programs end at once.
 #
-# Nothing is decided on the host. The kernel that makes the lists has a fixed grid and room for
-# the longest row, so it is captured in a CUDA graph with the kernels that read them, and sorts
-# anew when the graph is replayed.
+# The host decides nothing. The kernel that makes the lists has a fixed grid and room for the
+# longest row, so it is captured in a CUDA graph with the kernels that read them, and sorts again
+# when the graph is replayed.
 
 FIELDS = tl.constexpr(4)
-"""Of a list and row: count, first, and how many pages at its begin and at its end need masks."""
+"""Fields per list and row: count, first, and how many pages at either end need masks."""
 
 BITS = tl.constexpr(12)
 """Bits for each list in the packed numbers of shares."""
@@ -295,8 +295,8 @@ class Lists(NamedTuple):
 
     Attributes:
         counts: int32 `[lists, FIELDS, B]`.
-        granules: int32 `[B, pages]`, where each listed page begins.
-        numbers: int32 `[B, pages]`, which page of its row it is.
+        granules: int32 `[B, pages]`, first granule of each listed page.
+        numbers: int32 `[B, pages]`, index of each listed page in its row.
     """
 
     counts: torch.Tensor
@@ -314,12 +314,12 @@ def list_pages(p_table, p_rows, p_lengths, p_starts, p_counts, p_granules, p_num
     p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
     begin = first_page(n_tokens, n_new, C)
     end = tl.where(n_new > 0, (n_tokens + C.PAGE - 1) // C.PAGE, begin)
-    sees_all = n_tokens  # positions below are seen by every new token that has them in its window
+    sees_all = n_tokens  # every new token sees positions below, if they are in its window
     if C.CAUSAL:
         sees_all -= n_new
         if not C.TREE:
             sees_all += 1
-    hidden = n_tokens - C.WINDOW if C.WINDOW > 0 else 0  # from here on the last new token sees
+    hidden = n_tokens - C.WINDOW if C.WINDOW > 0 else 0  # the last new token sees from here on
     LINES: tl.constexpr = 2 if C.LISTS <= 2 else 4 if C.LISTS <= 4 else 8
     o_list = tl.arange(0, LINES)
     b_tags = (tags >> (o_list * 4)) & 15
@@ -356,7 +356,7 @@ def list_pages(p_table, p_rows, p_lengths, p_starts, p_counts, p_granules, p_num
 
 
 class _Made(NamedTuple):
-    """The lists of the last batch, by what they depend on, and the layer that asked last."""
+    """Cache of the last batch's lists, by their parameters, with the layer that used them last."""
 
     batch: Ragged | None
     lists: dict[tuple[Any, ...], tuple[Lists, int]]
@@ -366,7 +366,7 @@ _LAST = [_Made(None, {})]
 
 
 def lists_of(task: Task) -> Lists:
-    """The lists of a call: made by a step's first layer, found by the others.
+    """Return the lists of a call: made by a step's first layer, reused by the others.
 
     A layer that does not follow the last one begins a new step (a graph's capture, or a batch that
     was changed in place), and makes them again.
@@ -389,7 +389,7 @@ def lists_of(task: Task) -> Lists:
 
 
 def _make(task: Task) -> Lists:
-    """Sort the pages of a call."""
+    """Make the lists of a call, sorting its pages on the device."""
     batch, rows, width = task.batch, task.rows, task.most_pages
     codecs = ("raw", *(layout.codec for layout in task.pages.sealed))
     counts = batch.table.new_empty(len(codecs), FIELDS.value, rows)

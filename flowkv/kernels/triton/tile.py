@@ -1,4 +1,4 @@
-"""Device code that kernels share: tiles of K and V, numbers of two digits, who does which work."""
+"""Device code that kernels share: tiles of K and V, two-digit numbers, distribution of work."""
 
 # ruff: noqa: PLR0913, PLR0917
 
@@ -14,13 +14,13 @@ LOWEST = tl.constexpr(-1.0e30)  # finite: "nothing seen yet" needs no guards aga
 
 @triton.jit
 def locate(t, p_run, p_line, C: tl.constexpr):
-    """(Pointer to the page's run, slot of the tile's first token, position of that token).
+    """Return (pointer to the page's run, slot of the tile's first token, position of that token).
 
     Args:
         t: Number of the tile; pages are cut into cdiv(PAGE, TILE) tiles.
         p_run: Run of the head in a page at granule 0.
         p_line: The row's line of the page table.
-        C: What the kernel is compiled for (`launch.Constants`).
+        C: Constants of the kernel (`launch.Constants`).
     """
     i_page = t // C.TILES
     o_slot = t % C.TILES * C.TILE
@@ -30,9 +30,9 @@ def locate(t, p_run, p_line, C: tl.constexpr):
 
 @triton.jit
 def load(p, m, MASKED: tl.constexpr, UPCAST: tl.constexpr):
-    """A tile; elements outside of `m` are 0 and not read.
+    """Load a tile; elements outside of `m` are 0 and not read.
 
-    UPCAST is for the interpreter, whose bfloat16 arithmetic is wrong.
+    UPCAST is for the interpreter, as its bfloat16 arithmetic is wrong.
     """
     if MASKED:
         b = tl.load(p, mask=m, other=0.0)
@@ -45,7 +45,7 @@ def load(p, m, MASKED: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def cap(b_s, scale, softcap, C: tl.constexpr):
-    """Scores b_s' such that `b_s' * unit` is the logit, capped, in units of log 2."""
+    """Return scores b_s' such that `b_s' * unit` is the logit, capped, in units of log 2."""
     if C.SOFTCAP:  # cap * tanh(s / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)
         b_exp = tl.math.exp2(b_s * (2.0 * LOG2E * scale / softcap))
         return softcap - 2.0 * softcap / (b_exp + 1.0)
@@ -57,7 +57,7 @@ def cap(b_s, scale, softcap, C: tl.constexpr):
 
 @triton.jit
 def unit_of(scale, C: tl.constexpr):
-    """The unit of `cap`."""
+    """Return the unit of `cap`."""
     if C.SOFTCAP or C.ALIBI:
         return LOG2E
     else:
@@ -66,14 +66,14 @@ def unit_of(scale, C: tl.constexpr):
 
 @triton.jit
 def visible(b_at, b_seen, b_tree, context, C: tl.constexpr):
-    """Whether queries see positions b_at, as far as causality, a tree and a window say.
+    """Return whether queries see positions b_at, by causality, a tree and a window.
 
     Args:
         b_at: Positions, broadcast against the queries.
         b_seen: Number of positions up to each query's own; of the row, without causality.
         b_tree: int64, bit j of a query's: it sees new token j of its row.
         context: Position of the row's first new token.
-        C: What the kernel is compiled for (`launch.Constants`).
+        C: Constants of the kernel (`launch.Constants`).
     """
     if C.TREE:
         b_new = tl.minimum(tl.maximum(b_at - context, 0), 63).to(tl.int64)
@@ -92,8 +92,8 @@ def store_mass(p_mass, i_tile, b_top, b_sum):
     Args:
         p_mass: `[COLUMNS]` pointers for tile 0; tiles follow at the distance of all KV heads.
         i_tile: Number of the tile within the row.
-        b_top: In units of log 2.
-        b_sum: Weights relative to it.
+        b_top: Maxima in units of log 2.
+        b_sum: Weights relative to the maxima.
     """
     COLUMNS: tl.constexpr = b_sum.shape[0]
     o_tile = i_tile.to(tl.int64) * tl.num_programs(1) * COLUMNS
@@ -116,10 +116,10 @@ def store_partial(p_part, p_part_lse, o_part, m_c, b_m, b_l, b_acc, FROM: tl.con
 
 # Integers in the registers of sealed kernels: nibbles, signed bytes, and numbers of two digits.
 #
-# Four bytes fill a register, and a compiler that does not know it takes them apart: as plain code
-# these few lines cost as much as everything else in a decode kernel. With ASM they are the two or
-# three PTX instructions that they ought to be. Without (AMD, the interpreter) they are plain Triton
-# of the same meaning; a test runs the PTX in a model of its four instructions to compare them.
+# Four bytes fill a register, and a compiler without that knowledge takes them apart: as plain code
+# these few lines cost as much as all the rest of a decode kernel. With ASM they are just two or
+# three PTX instructions. Without (AMD, the interpreter) they are plain Triton of the same meaning;
+# a test runs the PTX in a model of its four instructions to compare them.
 #
 # A *number of two digits* is an integer n of at most 127 * 256 in magnitude, kept as two int8 `hi`
 # and `lo` with n = 256 hi + lo: tensor cores multiply both with 8- or 4-bit integers, exactly, and
@@ -158,7 +158,7 @@ SPLIT_DIGITS = tl.constexpr("""{
 
 @triton.jit
 def nibbles(b, C: tl.constexpr):
-    """(Low, high) nibbles of bytes, as int8 of 0 to 15."""
+    """Return the (low, high) nibbles of bytes, as int8 of 0 to 15."""
     if C.ASM:
         return tl.inline_asm_elementwise(
             SPLIT_NIBBLES, "=r,=r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
@@ -169,7 +169,7 @@ def nibbles(b, C: tl.constexpr):
 
 @triton.jit
 def signed(b, C: tl.constexpr):
-    """Bytes u as int8 u - 128."""
+    """Return bytes u as int8 u - 128."""
     if C.ASM:
         return tl.inline_asm_elementwise(
             FLIP_SIGNS, "=r,r", [b], dtype=tl.int8, is_pure=True, pack=4
@@ -180,13 +180,13 @@ def signed(b, C: tl.constexpr):
 
 @triton.jit
 def rounded(x):
-    """Float32 of at most MOST in magnitude as integers, 128 and MAGIC_BITS above themselves."""
+    """Return float32 of at most MOST in magnitude as integers, raised by 128 and MAGIC_BITS."""
     return (x + (MAGIC + 128.0)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def digits(b, C: tl.constexpr):
-    """(hi, lo) of what `rounded` returned: byte 1, and byte 0 less the 128."""
+    """Return (hi, lo) of a result of `rounded`: byte 1, and byte 0 less the 128."""
     if C.ASM:
         return tl.inline_asm_elementwise(
             SPLIT_DIGITS, "=r,=r,r,r,r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
@@ -197,25 +197,25 @@ def digits(b, C: tl.constexpr):
 
 @triton.jit
 def joined(b_hi, b_lo):
-    """Float32 MAGIC + 256 hi + lo of accumulators that began at HIGH_BITS and MAGIC_BITS.
+    """Return float32 MAGIC + 256 hi + lo of accumulators that began at HIGH_BITS and MAGIC_BITS.
 
-    Both sums are below 2**22. What is left of MAGIC goes where the result is multiplied: an FMA
-    with a constant costs less than to subtract it. The error is half a unit, or 2**-24 of the sum.
+    Both sums are below 2**22. The rest of MAGIC is removed where the result is multiplied: an FMA
+    with a constant costs less than a subtraction. The error is half a unit, or 2**-24 of the sum.
     """
     b_hi = b_hi.to(tl.float32, bitcast=True) - 256.0 * MAGIC
     return b_hi + b_lo.to(tl.float32, bitcast=True)
 
 
-# Who does which part of the work.
+# Distribution of the work over programs.
 #
-# Nothing here is planned on the host, so a captured CUDA graph stays right when lengths change:
-# every program reads the (few) lengths of the batch and finds its own share. Two ways of sharing:
+# The host plans nothing, so a captured CUDA graph stays right when lengths change: every program
+# reads the (few) lengths of the batch and finds its own share. There are two ways of sharing:
 #
-# * *few* new tokens per row (decode): stream-K. The pages of all rows stand in one line, cut into
-#   equal shares; a share may end in the middle of a row and go on in the next. Segment number
+# * *few* new tokens per row (decode): stream-K. The pages of all rows form one line, cut into equal
+#   shares; a share may end in the middle of a row and go on in the next. Segment number
 #   `share + row` is unique, so partials need no table. Where a row's result must not depend on the
-#   rest of the batch, what is dealt out are *units* of pages instead, cut within each row alone,
-#   and every unit is a segment.
+#   rest of the batch, *units* of pages are distributed instead, cut within each row alone, and
+#   every unit is a segment.
 # * *many* new tokens (prefill): a row is cut into blocks of query rows, and each block into chunks
 #   of pages where there are too few blocks to fill the device.
 #
@@ -224,7 +224,7 @@ def joined(b_hi, b_lo):
 
 @triton.jit
 def row_of_token(i_token, p_starts, n_rows, C: tl.constexpr):
-    """Row of packed token `i_token`; at least `n_rows` for a token of no row. ROWS >= n_rows."""
+    """Return the row of packed token `i_token`; at least `n_rows` for padding. ROWS >= n_rows."""
     o_row = tl.arange(0, C.ROWS)
     b_end = tl.load(p_starts + 1 + o_row, mask=o_row < n_rows, other=2147483647)
     return tl.sum((b_end <= i_token).to(tl.int32), axis=0)
@@ -232,14 +232,14 @@ def row_of_token(i_token, p_starts, n_rows, C: tl.constexpr):
 
 @triton.jit
 def row_at(i_row, p_starts, p_lengths):
-    """(First new token, new tokens, tokens) of a row."""
+    """Return (first new token, new tokens, tokens) of a row."""
     start = tl.load(p_starts + i_row)
     return start, tl.load(p_starts + i_row + 1) - start, tl.load(p_lengths + i_row)
 
 
 @triton.jit
 def sight_of(o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C: tl.constexpr):
-    """(Positions below which query rows see, their slopes of ALiBi, bits of new tokens seen)."""
+    """Return (ends of the positions that query rows see, ALiBi slopes, bits of new tokens)."""
     b_seen = context + 1 + o_r // C.GROUP
     if not C.CAUSAL:
         b_seen = o_r * 0 + n_tokens
@@ -254,7 +254,7 @@ def sight_of(o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C: t
 
 @triton.jit
 def first_page(n_tokens, n_new, C: tl.constexpr):
-    """First page that any new token of a row sees."""
+    """Return the first page that any new token of a row sees."""
     if C.WINDOW > 0:
         return tl.maximum(n_tokens - n_new - C.WINDOW + 1, 0) // C.PAGE
     else:
@@ -263,13 +263,13 @@ def first_page(n_tokens, n_new, C: tl.constexpr):
 
 @triton.jit
 def seen_pages(n_tokens, n_new, C: tl.constexpr):
-    """Number of pages that the new tokens of a row see."""
+    """Return the number of pages that the new tokens of a row see."""
     return (n_tokens + C.PAGE - 1) // C.PAGE - first_page(n_tokens, n_new, C)
 
 
 @triton.jit
 def few_pages(p_starts, p_lengths, n_rows, C: tl.constexpr):
-    """`[ROWS]` pages to read of each row that has few new tokens, 0 of the others."""
+    """Return the `[ROWS]` pages to read of each row that has few new tokens, 0 of the others."""
     o_row = tl.arange(0, C.ROWS)
     m_row = o_row < n_rows
     b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
@@ -281,7 +281,7 @@ def few_pages(p_starts, p_lengths, n_rows, C: tl.constexpr):
 
 @triton.jit
 def few_rows(p_counts, p_starts, n_rows, C: tl.constexpr):
-    """`[ROWS]` counts `[B]` of rows that have few new tokens, 0 of the others."""
+    """Return the `[ROWS]` counts of rows that have few new tokens, 0 of the others."""
     o_row = tl.arange(0, C.ROWS)
     m_row = o_row < n_rows
     b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0)
@@ -292,19 +292,19 @@ def few_rows(p_counts, p_starts, n_rows, C: tl.constexpr):
 
 @triton.jit
 def few_share(b_pages, n_shares, C: tl.constexpr):
-    """Pages of one share when all pages are dealt out over at most `n_shares`."""
+    """Return the pages of one share when all pages are cut into at most `n_shares`."""
     return tl.maximum((tl.sum(b_pages, axis=0) + n_shares - 1) // n_shares, C.MIN_PAGES)
 
 
 @triton.jit
 def row_unit(n_pages, C: tl.constexpr):
-    """Pages of a unit of a row that is cut into UNITS at most, whatever the other rows are."""
+    """Return the pages of a unit of a row that is cut into at most UNITS, regardless of others."""
     return tl.maximum((n_pages + C.UNITS - 1) // C.UNITS, C.MIN_PAGES)
 
 
 @triton.jit
 def few_items(b_pages, C: tl.constexpr):
-    """`[ROWS]` items of each row's pages that are dealt out: pages, or units if UNITS > 0."""
+    """Return the `[ROWS]` items of each row to distribute: pages, or units if UNITS > 0."""
     if C.UNITS > 0:
         b_unit = row_unit(b_pages, C)
         return (b_pages + b_unit - 1) // b_unit
@@ -314,7 +314,7 @@ def few_items(b_pages, C: tl.constexpr):
 
 @triton.jit
 def share_of_items(b_items, n_shares, C: tl.constexpr):
-    """Items of one share."""
+    """Return the items of one share."""
     if C.UNITS > 0:
         return tl.maximum((tl.sum(b_items, axis=0) + n_shares - 1) // n_shares, 1)
     else:
@@ -323,7 +323,7 @@ def share_of_items(b_items, n_shares, C: tl.constexpr):
 
 @triton.jit
 def few_segments(b_items, i_row, n_share, C: tl.constexpr):
-    """(First, number) of the segments of a row's partials."""
+    """Return (first, number) of the segments of a row's partials."""
     begin = sum_before(b_items, i_row)
     n_items = pick(b_items, i_row)
     if C.UNITS > 0:
@@ -336,7 +336,7 @@ def few_segments(b_items, i_row, n_share, C: tl.constexpr):
 
 @triton.jit
 def many_chunks(p_starts, p_lengths, n_rows, n_shares, C: tl.constexpr):
-    """Blocks `[ROWS]` and chunks per block `[ROWS]` of rows with many new tokens, pages a chunk."""
+    """Return `[ROWS]` blocks, `[ROWS]` chunks a block, pages a chunk, for many new tokens."""
     o_row = tl.arange(0, C.ROWS)
     m_row = o_row < n_rows
     b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
@@ -356,25 +356,25 @@ def many_chunks(p_starts, p_lengths, n_rows, n_shares, C: tl.constexpr):
 
 @triton.jit
 def pick(b_values, index):
-    """Element `index` of a block."""
+    """Return element `index` of a block."""
     return tl.sum(tl.where(tl.arange(0, b_values.shape[0]) == index, b_values, 0), axis=0)
 
 
 @triton.jit
 def sum_before(b_values, index):
-    """Sum of the elements of a block before `index`."""
+    """Return the sum of the elements of a block before `index`."""
     return tl.sum(tl.where(tl.arange(0, b_values.shape[0]) < index, b_values, 0), axis=0)
 
 
 @triton.jit
 def row_of_item(b_items, i_item):
-    """Row that holds item `i_item` when rows hold `b_items` each; ROWS beyond the last item."""
+    """Return the row of item `i_item` when rows hold `b_items` each; ROWS beyond the last."""
     return tl.sum((tl.cumsum(b_items, axis=0) <= i_item).to(tl.int32), axis=0)
 
 
 @triton.jit
 def tile_at(position, C: tl.constexpr):
-    """Number of the tile that holds a position. A page is cut into cdiv(PAGE, TILE) tiles."""
+    """Return the number of a position's tile. A page is cut into cdiv(PAGE, TILE) tiles."""
     if C.PAGE % C.TILE == 0:
         return position // C.TILE
     else:
@@ -383,15 +383,15 @@ def tile_at(position, C: tl.constexpr):
 
 @triton.jit
 def tiles_until(position, C: tl.constexpr):
-    """Number of tiles that hold the positions below `position`."""
+    """Return the number of tiles that hold the positions below `position`."""
     return tl.where(position > 0, tile_at(position - 1, C) + 1, 0)
 
 
 @triton.jit
 def tile_range(page, n_pages, seen_least, seen_most, C: tl.constexpr):
-    """Tiles `[t0, t1)` of `n_pages` pages that some query sees, `[f0, f1)` that all see in full.
+    """Return tiles `[t0, t1)` of pages that some query sees, `[f0, f1)` that all see in full.
 
-    Queries see the positions below `seen_least` to `seen_most`, and WINDOW of them at most.
+    Queries see the positions below `seen_least` to `seen_most`, and at most WINDOW of them.
     """
     t0 = page * C.TILES
     t1 = tl.minimum((page + n_pages) * C.TILES, tiles_until(seen_most, C))
@@ -407,9 +407,9 @@ def tile_range(page, n_pages, seen_least, seen_most, C: tl.constexpr):
 
 @triton.jit
 def list_range(skip, take, n_pages, n_edge, n_tail, C: tl.constexpr):
-    """`tile_range` of `take` pages from `skip` on of a list: its ends of n_edge, n_tail have masks.
+    """Return `tile_range` of `take` pages from `skip` on of a list, with masks at its ends.
 
-    Tiles are cut from pages of PAGE tokens.
+    The first n_edge and the last n_tail pages need masks. Tiles are cut from pages of PAGE tokens.
     """
     end = skip + take
     f0 = tl.minimum(tl.maximum(skip, n_edge), end)

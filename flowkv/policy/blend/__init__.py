@@ -1,12 +1,12 @@
-"""Which tokens of a document are computed again behind another beginning, by name. Experimental.
+"""Rules that choose which tokens of a reused document are recomputed, by name. Experimental.
 
-| name | class | which tokens are computed again |
+| name | class | recomputed tokens |
 |---|---|---|
 | `first` | `FirstTokens` | the first n of each document |
-| `values` | `ValueDeviation` | those whose values in the second layer differ most |
+| `values` | `ValueDeviation` | the tokens with the largest change in second-layer values |
 
-All others keep the K and V that they have behind the beginning of a text, turned to where they
-stand now: the answer is near that of the whole prompt, and not the same. A rule of your own needs
+All other tokens keep the K and V computed at the beginning of a text, rotated to their present
+positions: the answer is near that of the whole prompt, but not the same. A rule of your own needs
 one method, `BlendRule.choose`.
 """
 
@@ -30,14 +30,14 @@ BLEND_RULES: Mapping[str, Callable[..., BlendRule]] = MappingProxyType(
 
 
 def make_blend_rule(given: str | float | BlendRule) -> BlendRule:
-    """Makes a rule, or passes one through.
+    """Make a blend rule, or pass one through.
 
     Args:
         given: A share of the tokens, for `values`; or a name, with or without its argument:
             "first", "first:32", "values:0.3".
 
     Raises:
-        ConfigError: The name is unknown, its argument is none, or the object is no rule.
+        ConfigError: The name is unknown, its argument is no number, or the object is no rule.
     """
     if isinstance(given, (int, float)) and not isinstance(given, bool):
         given = f"values:{given}"
@@ -50,7 +50,7 @@ def make_blend_rule(given: str | float | BlendRule) -> BlendRule:
             options = {"amount": float(argument)}
         except ValueError:
             raise ConfigError(
-                f"recompute={given!r} does not say how much is computed again",
+                f"recompute={given!r} has no numeric amount of tokens",
                 "Write NAME:AMOUNT, such as first:16 or values:0.15",
             ) from None
     return made(name, BLEND_RULES, BlendRule, "blend rule", options)  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""`BlendRule`: the one method of a rule."""
+"""`BlendRule`: base class of the rules that choose recomputed tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from flowkv.core.errors import GeometryError
 
 
 class BlendRule(ABC):
-    """Says which tokens of reused documents are computed again. Deterministic; keeps no state.
+    """Rule that chooses which tokens of reused documents are recomputed.
+
+    Deterministic and stateless.
 
     Attributes:
-        name: Its name in the catalogue.
-        looks: It is told how far the values of the second layer are from what they would be. For
-            that the first layer is computed for all tokens, one part in the number of layers.
+        name: Name in the catalogue.
+        looks: Whether `choose` needs the deviation of the second layer's values. To measure it, the
+            first layer is computed for all tokens, at a cost of one part in the number of layers.
     """
 
     name: str = ""
@@ -27,24 +29,24 @@ class BlendRule(ABC):
     def choose(
         self, sizes: Sequence[int], deviation: NDArray[np.floating] | None
     ) -> NDArray[np.bool_]:
-        """The tokens that are computed again.
+        """Return a mask of the tokens to recompute.
 
         Args:
-            sizes: Tokens of each document of the prompt that is known.
+            sizes: Tokens of each cached document of the prompt.
             deviation: float `[sum(sizes)]`, if `looks`: squared distance of each token's values in
                 the second layer, over heads and dims, from those of the whole prompt.
 
         Returns:
-            `[sum(sizes)]`.
+            bool `[sum(sizes)]`.
         """
 
     def chosen(
         self, sizes: Sequence[int], deviation: NDArray[np.floating] | None = None
     ) -> NDArray[np.bool_]:
-        """What `choose` says, checked.
+        """Return the result of `choose`, checked.
 
         Raises:
-            GeometryError: It is not one truth value for each token.
+            GeometryError: `choose` did not return one truth value for each token.
         """
         found, count = np.asarray(self.choose(sizes, deviation)), sum(sizes)
         if found.shape != (count,) or found.dtype != np.bool_:

@@ -1,4 +1,4 @@
-"""`FirstTokens`: the beginning of each document."""
+"""`FirstTokens`: recompute the beginning of each document."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flowkv.policy.blend.base import BlendRule
 class FirstTokens(BlendRule):
     """The first n tokens of each document (LegoLink of EPIC, arXiv 2410.15332).
 
-    What a document's first tokens are in the place of its beginning, its other tokens have looked
-    at most: there the K and V of both differ most, and mending them costs least.
+    Computed at the beginning of a text, a document's first tokens are attention sinks for its other
+    tokens: there the K and V of both places differ most, and recomputing them costs least.
 
     Args:
         amount: Tokens of each document.
 
     Raises:
-        ConfigError: It is no such number.
+        ConfigError: The amount is negative or no whole number.
     """
 
     name = "first"
@@ -35,6 +35,6 @@ class FirstTokens(BlendRule):
     def choose(
         self, sizes: Sequence[int], deviation: NDArray[np.floating] | None
     ) -> NDArray[np.bool_]:
-        """The first `tokens` of each."""
+        """Return a mask of the first `tokens` of each document."""
         parts = [np.arange(size) < self.tokens for size in sizes]
         return np.concatenate([np.empty(0, np.bool_), *parts])

@@ -1,4 +1,4 @@
-"""`ValueDeviation`: tokens whose values changed most."""
+"""`ValueDeviation`: recompute the tokens with the largest change in values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flowkv.policy.blend.base import BlendRule
 
 
 class ValueDeviation(BlendRule):
-    """Those of all documents whose values in the second layer differ most (CacheBlend, 2405.16444).
+    """The tokens with the largest deviation in the second layer (CacheBlend, arXiv 2405.16444).
 
-    The first layer's K and V depend on a token alone, so the second is the first that tells.
+    The first layer's K and V depend on a token alone, so the second layer is the first to differ.
 
     Args:
-        amount: Part of the tokens, from 0 to 1.
+        amount: Part of the tokens of all documents, from 0 to 1.
 
     Raises:
-        ConfigError: It is no such part.
+        ConfigError: The amount is outside 0 to 1.
     """
 
     name, looks = "values", True
@@ -36,9 +36,9 @@ class ValueDeviation(BlendRule):
     def choose(
         self, sizes: Sequence[int], deviation: NDArray[np.floating] | None
     ) -> NDArray[np.bool_]:
-        """The `share` of them with the largest deviation; among equals the first."""
+        """Return a mask of the `share` of tokens that deviate most; among equals the first."""
         if deviation is None:
-            raise GeometryError("values was told no deviation", "Pass deviation=, [tokens]")
+            raise GeometryError("values needs the deviation", "Pass deviation=, [tokens]")
         found = np.zeros(sum(sizes), np.bool_)
         count = math.ceil(self.share * len(found))
         found[np.argsort(-deviation, kind="stable")[:count]] = True

@@ -1,1 +1,1 @@
-"""The learned order: how likely is it that this chain is used again, and how soon."""
+"""The learned order: how likely and how soon a chain is used again."""

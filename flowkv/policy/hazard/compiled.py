@@ -1,11 +1,11 @@
 """The hazard model and its chains, compiled: features, learning, ends of chains.
 
-Every feature is one of a few buckets, so that nothing has to be scaled, nothing can be NaN and a
-weight says what it means. Lengths go by octaves or half octaves, since what matters is the factor.
+Every feature is one of a few buckets, so that nothing has to be scaled, nothing can be NaN and
+every weight has a plain meaning. Lengths go by octaves or half octaves, since the factor matters.
 
-`pace` is the moving average of log2 of the gaps between the turns of a conversation, in seconds;
-there is one for all gaps and one per reason for which the turn before had ended: a tool answers in
-another time than a person. `spread` is the moving average of how far a gap lay from the pace.
+`pace` is the moving average of log2 of the gaps between the turns of a conversation, in seconds.
+There is one for all gaps and one per stop reason of the previous turn: a tool answers in another
+time than a person. `spread` is the moving average of the distance between gap and pace.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ TIP = np.dtype(
     [
         ("time", np.int64),  # of the access
         ("eta", np.int64),  # median time of the return by a hint, -1 for none
-        ("told", np.int64),  # when that hint came
+        ("told", np.int64),  # time of that hint
         ("slot", np.int32),  # its deepest block so far
         ("low", np.int32),  # its deepest block that may be resident
-        ("blocks", np.int32),  # of the whole request
-        ("known", np.int32),  # leading blocks that were known when it came
-        ("seen", np.int32),  # blocks named so far, those forgotten since included
+        ("blocks", np.int32),  # blocks of the whole request
+        ("known", np.int32),  # leading blocks that were known at its arrival
+        ("seen", np.int32),  # blocks named so far, including those forgotten since
         ("turn", np.int32),
         ("output", np.int32),  # tokens; -1: not complete
-        ("bin", np.int32),  # age bin that its index was computed in; -1: none
+        ("bin", np.int32),  # age bin of its index; -1: none
         ("stop", np.int8),
-        ("done", np.int8),  # 1: it returned
+        ("done", np.int8),  # 1: the chain has returned
     ]
 )
 
@@ -98,7 +98,7 @@ NO_PACE = -1e9  # also: no gap, at a first turn
 
 @inner
 def octave(x: int) -> int:
-    """0 for x < 1, else 1 + floor(log2 x), at most 17."""
+    """Return 0 for x < 1, else 1 + floor(log2 x), at most 17."""
     n = 0
     while x >= 1 and n < 17:
         x >>= 1
@@ -108,7 +108,7 @@ def octave(x: int) -> int:
 
 @inner
 def half_octave(x: int) -> int:
-    """0 for x < 1, else 1 + floor(2 log2 x), at most 31."""
+    """Return 0 for x < 1, else 1 + floor(2 log2 x), at most 31."""
     n = 0
     top = x
     while top > 1:
@@ -121,7 +121,7 @@ def half_octave(x: int) -> int:
 
 @inner
 def clip(x: float, low: int, high: int) -> int:
-    """The whole number below, within limits; NaN is the lower one."""
+    """Return x rounded down, within limits; NaN is the lower one."""
     if not x > low:
         return low
     return high if x >= high else int(np.floor(x))
@@ -129,13 +129,13 @@ def clip(x: float, low: int, high: int) -> int:
 
 @inner
 def pace_of(x: float, fine: float, most: int) -> int:
-    """0 for no pace yet, else a bucket of log2 seconds, from 1/16 s on."""
+    """Return 0 for no pace yet, else a bucket of log2 seconds, from 1/16 s on."""
     return 0 if x == NO_PACE else 1 + clip((x + 4.0) * fine, 0, most - 1)
 
 
 @helper
 def describe(tips: Array, traits: Array, rows: Array, t: int) -> None:
-    """Writes which weights speak for tip `t`: one row number per feature."""
+    """Write the row of the active weight of each feature of tip `t`."""
     tip = tips[t]
     n, g, stop = tip.blocks, tip.known, tip.stop & 3
     new, out = max(n - g, 0) + 1, tip.output + 1
@@ -164,10 +164,10 @@ def describe(tips: Array, traits: Array, rows: Array, t: int) -> None:
         row[f] += STARTS[f]
 
 
-# When does it return? A logistic hazard per age bin, learned online, and the index made of it.
+# Time of return: a logistic hazard per age bin, learned online, and the index made of it.
 #
-# *Hazard.* Age, the time since a chain was used, is cut into bins that grow by a factor of 1.5. The
-# hazard of bin i is the probability that a chain that has not returned by its beginning does so
+# *Hazard.* Age, the time since a chain was used, is cut into bins that grow by a factor of 1.37.
+# The hazard of bin i is the probability that a chain that has not returned before the bin does so
 # within it:
 #
 #     logit hazard_i = base_i + sum over features f of weight[row_f](age of bin i).
@@ -181,8 +181,8 @@ def describe(tips: Array, traits: Array, rows: Array, t: int) -> None:
 #
 #     P(return within h) / E[time until the return or h, whichever is first],
 #
-# from its present age on. The unit is 1/s. It rises as well as falls with age: a chain whose tool
-# takes ten seconds is worth more after eight seconds than after one.
+# from its present age on. The unit is 1/s. It rises as well as falls with age: a chain that waits
+# for a ten-second tool is worth more after eight seconds than after one.
 #
 # All arithmetic is + - * / and comparisons, which IEEE 754 rounds alike on every machine.
 
@@ -196,7 +196,7 @@ KNOTS = len(KNOTS_S)
 
 
 def _between_knots() -> tuple[Array, Array]:
-    """For each bin: the knot before its middle, and how far it lies towards the next."""
+    """Return for each bin the knot before its middle, and the share of the way to the next."""
     middles = np.sqrt(np.maximum(EDGES, FIRST_S / 2) * (EDGES + WIDTHS))
     at = np.interp(np.log(middles), np.log(KNOTS_S), np.arange(KNOTS, dtype=float))
     before = np.minimum(at.astype(np.int64), KNOTS - 2)
@@ -206,7 +206,7 @@ def _between_knots() -> tuple[Array, Array]:
 BEFORE, BEYOND = _between_knots()
 
 # A model is one row: (value, sum of squared steps) of each weight and base, then the reach. There
-# may be two, what is learned here and what was brought: both learn on, and the better one speaks.
+# may be two, one learned here and one loaded: both learn on, and the better one decides.
 RATE, BASE_RATE, EASE = 0.14, 0.3, 0.5
 FIRST_BASE = -2.0
 WEIGHT_LIMIT, BASE_LIMIT, LOGIT_LIMIT = 8.0, 16.0, 18.0
@@ -214,19 +214,19 @@ BASES = 2 * BUCKETS * KNOTS
 REACH = BASES + 2 * BINS
 REACHES = 8
 LOSS = REACH + REACHES  # bits lost by its predictions, halving every 700 events or so
-PROOF = 6.0  # bits by which a model that was brought must be the better one
+PROOF = 6.0  # bits by which a loaded model must be better
 MODEL_SIZE = LOSS + 1
 FORGET = 0.999
 
 LN2 = 0.6931471805599453
 EXP = tuple(1.0 / math.factorial(k) for k in range(10, -1, -1))
 MOST_INDEX = 1e6
-CERTAIN = 1.0 - 1e-9  # more than rounding can add to a ratio
+CERTAIN = 1.0 - 1e-9  # allows for rounding of a ratio
 
 
 @inner
 def decay(x: float) -> float:
-    """e^-x for x >= 0, to 1e-12, from correctly rounded operations only."""
+    """Return e^-x for x >= 0, to 1e-12, from correctly rounded operations only."""
     if not x < 40.0:
         return 0.0
     whole = int(x / LN2 + 0.5)
@@ -239,7 +239,7 @@ def decay(x: float) -> float:
 
 @inner
 def logistic(x: float) -> float:
-    """1 / (1 + e^-x), never closer to 0 or 1 than 1.5e-8; of NaN, 1.5e-8."""
+    """Return 1 / (1 + e^-x), never closer to 0 or 1 than 1.5e-8; of NaN, 1.5e-8."""
     if not x > -LOGIT_LIMIT:
         x = -LOGIT_LIMIT
     if x >= 0.0:
@@ -250,13 +250,13 @@ def logistic(x: float) -> float:
 
 @inner
 def bound(x: float, limit: float) -> float:
-    """X within +-limit."""
+    """Return x clipped to +-limit."""
     return min(max(x, -limit), limit)
 
 
 @helper
 def bin_of(age_ns: int) -> int:
-    """The bin that an age lies in."""
+    """Return the bin of an age."""
     low, high = 0, BINS - 1
     while low < high:
         middle = (low + high + 1) >> 1
@@ -269,9 +269,9 @@ def bin_of(age_ns: int) -> int:
 
 @inner
 def hazard(model: Array, row: Array, i: int) -> float:
-    """The hazard of bin `i` for a chain whose features are `row`."""
+    """Return the hazard of bin `i` for a chain with the features `row`."""
     k, u = BEFORE[i], BEYOND[i]
-    if u == 1.0:  # beyond the last knot: a third of all questions
+    if u == 1.0:  # beyond the last knot: a third of all calls
         return float(logistic(model[BASES + 2 * i] + said_at(model, row, k + 1)))
     low = high = 0.0
     for f in range(FEATURES):
@@ -283,7 +283,7 @@ def hazard(model: Array, row: Array, i: int) -> float:
 
 @inner
 def said_at(model: Array, row: Array, k: int) -> float:
-    """What the features say at a knot."""
+    """Return the sum of the features' weights at a knot."""
     total = 0.0
     for f in range(FEATURES):
         total += model[2 * (np.int64(row[f]) * KNOTS + k)]
@@ -292,14 +292,14 @@ def said_at(model: Array, row: Array, k: int) -> float:
 
 @inner
 def nudge(model: Array, at: int, step: float, rate: float, ease: float, limit: float) -> None:
-    """One AdaGrad step of the weight at `at`."""
+    """Apply one AdaGrad step to the weight at `at`."""
     model[at + 1] += step * step
     model[at] = bound(model[at] + rate * step / np.sqrt(model[at + 1] + ease), limit)
 
 
 @inner
 def learn(model: Array, row: Array, i: int, returned: int) -> None:
-    """One model learns that a chain returned in bin `i` (1), or did not (0)."""
+    """Train one model: a chain returned in bin `i` (1), or did not (0)."""
     h = hazard(model, row, i)
     model[LOSS] = FORGET * model[LOSS] - log2(h if returned == 1 else 1.0 - h)
     step = returned - h
@@ -316,20 +316,20 @@ def learn(model: Array, row: Array, i: int, returned: int) -> None:
 
 @helper
 def teach(models: Array, row: Array, i: int, returned: int) -> None:
-    """All models learn that a chain returned in bin `i` (1), or did not (0)."""
+    """Train all models: a chain returned in bin `i` (1), or did not (0)."""
     for m in range(len(models)):
         learn(models[m], row, i, returned)
 
 
 @inner
 def speaker(models: Array) -> int:
-    """The model that decides: what was brought, while it has clearly predicted better lately."""
+    """Return the deciding model: 1, the loaded one, while its recent loss is clearly lower."""
     return 1 if len(models) > 1 and models[1, LOSS] + PROOF <= models[0, LOSS] else 0
 
 
 @helper
 def teach_reach(models: Array, short: int) -> None:
-    """A chain returned but for its last `short` blocks. Remembers about a thousand returns."""
+    """Record that a chain returned but for its last `short` blocks, with a memory of about 1000."""
     for m in range(len(models)):
         for i in range(REACHES):
             models[m, REACH + i] *= FORGET
@@ -338,7 +338,7 @@ def teach_reach(models: Array, short: int) -> None:
 
 @helper
 def reach(models: Array, short: int) -> float:
-    """The share of the returning chains that use the block `short` before their end."""
+    """Return the share of returning chains that use the block `short` before their end."""
     m, total, used = speaker(models), 0.0, 0.0
     for i in range(REACHES):
         total += models[m, REACH + i]
@@ -349,14 +349,14 @@ def reach(models: Array, short: int) -> float:
 
 @helper
 def index(models: Array, row: Array, i: int) -> float:
-    """The Gittins index at the beginning of bin `i`, in 1/s.
+    """Return the Gittins index at the beginning of bin `i`, in 1/s.
 
-    Ends as soon as no later horizon can be better. What is left to gain costs no less time than if
-    all of it came evenly within the next bin, since none of those after it is shorter.
+    The loop ends as soon as no later horizon can be better: the remaining gain costs no less time
+    than if all of it came evenly within the next bin, since none of those after it is shorter.
     """
     model = models[speaker(models)]
     alive, gained, spent, best = 1.0, 0.0, 0.0, 0.0
-    at, low, high = -1, 0.0, 0.0  # the last two knots, and what the features say there
+    at, low, high = -1, 0.0, 0.0  # the last two knots, and the features' sums there
     for b in range(i, BINS):
         k, u = BEFORE[b], BEYOND[b]
         while at < k:
@@ -375,7 +375,7 @@ def index(models: Array, row: Array, i: int) -> float:
     return min(best, MOST_INDEX)
 
 
-# The index of a chain whose return the application has announced: lognormal, about an eta.
+# Index of a chain with a return announced by the application: lognormal, about an eta.
 
 STEPS = 24
 LEAST_SIGMA, MOST_SIGMA = 0.05, 5.0
@@ -385,7 +385,7 @@ ERFC = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 @inner
 def beyond(z: float) -> float:
-    """P(N > z) of a standard normal N, to 1e-7 (Abramowitz and Stegun, 7.1.26)."""
+    """Return P(N > z) of a standard normal N, to 1e-7 (Abramowitz and Stegun, 7.1.26)."""
     x = abs(z) * 0.7071067811865476
     t = 1.0 / (1.0 + 0.3275911 * x)
     e = 0.0
@@ -397,15 +397,15 @@ def beyond(z: float) -> float:
 
 @inner
 def later(t_s: float, eta_s: float, sigma: float) -> float:
-    """P(the return comes after t_s)."""
+    """Return P(the return comes after t_s)."""
     return beyond(LN2 * log2(t_s / eta_s) / sigma) if t_s > 0.0 else 1.0
 
 
 @helper
 def hinted_index(eta_s: float, sigma: float, age_s: float) -> float:
-    """The Gittins index `age_s` after a hint; -1 once the hint has proved wrong.
+    """Return the Gittins index `age_s` after a hint; -1 once the hint has proved wrong.
 
-    Horizons grow by 1.2 from a tenth of the time that is typical.
+    Horizons grow by 1.2 from a tenth of the typical time.
     """
     eta_s = max(eta_s, 1e-3)
     sigma = min(max(sigma, LEAST_SIGMA), MOST_SIGMA)
@@ -424,59 +424,58 @@ def hinted_index(eta_s: float, sigma: float, age_s: float) -> float:
     return min(best, MOST_INDEX)
 
 
-# Chains and their ends: who owns a block, what is a return, and what each block is worth now.
+# Chains and their ends: the owner of a block, the returns of a chain, and the worth of a block.
 #
 # Every request leaves a *tip*, the record of its chain's end. A block belongs to the tip of the
 # last request that used it, so the blocks of one tip are a stretch of one chain, and at most one
-# of them is a leaf where parents are known. Tips lie in a vector in the order of their times:
-# those that reach a bin edge do so in that order too, and one counter per edge finds them without
-# a search.
+# of them is a leaf where parents are known. Tips are stored in the order of their times: they reach
+# a bin edge in that order too, and one counter per edge finds them without a search.
 #
-# A tip *returns* when a request comes whose known blocks end at the tip or just before it (the last
-# block of a chain is often a partial one, that nobody uses again). It learns until then, also when
-# all its blocks have been given up.
+# A tip *returns* when a request comes with known blocks that end at the tip or just before it (the
+# last block of a chain is often a partial one, which is not used again). It trains the model until
+# then, also when all its blocks have been evicted.
 
 OWN = np.dtype(
     [
-        ("tip", np.int32),  # the tip that it belongs to, -1: not known
-        ("at", np.int32),  # its place in that chain
+        ("tip", np.int32),  # tip that owns the block, -1: not known
+        ("at", np.int32),  # index of the block in that chain
         ("up", np.int32),  # the block before it there, -1 for the first
         ("next", np.int32),  # the block after it when last used, -1: none yet
-        ("forks", np.int32),  # how often that was another block than before
+        ("forks", np.int32),  # changes of the next block so far
         ("pause", np.float32),  # moving average of the seconds between forks
         ("forked", np.int64),  # time of the last fork, or of the first use
     ]
 )
 
-# Entries of the vector of counters: tips; when the next of them reaches an edge; then, for each
-# edge, how many have passed it and when the next one reaches it.
+# Entries of the vector of counters: number of tips; time when the next of them reaches an edge;
+# then, for each edge, how many have passed it and when the next one reaches it.
 TIPS, NEXT, PASSED = 0, 1, 2
 EDGE_COUNT = BINS - 1
 REACHED = PASSED + EDGE_COUNT
 COUNTERS = REACHED + EDGE_COUNT
 
-SHORT = 1  # how far before a tip a return may end
-BRANCHES = 4  # forks from which a block counts as shared
+SHORT = 1  # blocks before a tip at which a return may end
+BRANCHES = 4  # forks from which on a block counts as shared
 KEY_SCALE = 2.0**-100
 
 
 @inner
 def key_of(value: float) -> int:
-    """An index as a key in [2^61, 2^62), in the same order; later than any clock."""
+    """Return an index as a key in [2^61, 2^62), in the same order; later than any clock."""
     scaled = np.float64(min(max(value * KEY_SCALE, 2.0**-511), 1.0))
     return int(scaled.view(np.int64))
 
 
 @inner
 def value_of(key: int) -> float:
-    """The index that a key stands for; the smallest stands for none."""
+    """Return the index that a key stands for; the smallest stands for 0."""
     value = np.int64(key).view(np.float64)
     return value / KEY_SCALE if value > 2.0**-511 else 0.0
 
 
 @helper
 def index_of(tips: Array, traits: Array, rows: Array, model: Array, t: int, now: int) -> float:
-    """The index of a tip, computed once per age bin, for its beginning."""
+    """Return the index of a tip, computed once per age bin, as of the bin's beginning."""
     tip = tips[t]
     b = bin_of(now - tip.time)
     if b == tip.bin:
@@ -494,7 +493,7 @@ def index_of(tips: Array, traits: Array, rows: Array, model: Array, t: int, now:
 
 @helper
 def worth_of(learner: tuple[Array, ...], s: int, now: int) -> float:
-    """What a block is worth: its tip's index, as far as returns reach it, and that of its forks."""
+    """Return a block's worth: its tip's index, as far as returns reach it, plus its forks'."""
     own, tips, traits, rows, model, _counters = learner
     mine = own[s]
     t = mine.tip
@@ -511,7 +510,7 @@ def worth_of(learner: tuple[Array, ...], s: int, now: int) -> float:
 
 @helper
 def rekey(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> None:
-    """Gives a resident leaf its present place among the leaves, while this order decides."""
+    """Update the place of a resident leaf among the leaves, while this order decides."""
     nodes, heaps, state = order
     if state[MODE] != 0:  # another key is in use; see `flowkv.policy.hedge`
         return
@@ -523,9 +522,9 @@ def rekey(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int
 
 @inner
 def give_up(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> None:
-    """Ends the residence of a slot; the parent that becomes a leaf by that is judged as one.
+    """End the residence of a slot, and update the parent that becomes a leaf by that.
 
-    It is judged first, so that it moves once.
+    The parent's key is set before, so that it moves once.
     """
     nodes, heaps, state = order
     p = parent_of(nodes, s)
@@ -536,7 +535,7 @@ def give_up(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: i
 
 @inner
 def take_next(order: tuple[Array, ...], learner: tuple[Array, ...], now: int) -> int:
-    """Gives up the leaf that goes next, and lets happen what only that one kept from happening."""
+    """Evict the next leaf, and expire what only this child kept alive."""
     nodes, heaps, state = order
     s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
     fold(state, DIGEST, s)
@@ -548,7 +547,7 @@ def take_next(order: tuple[Array, ...], learner: tuple[Array, ...], now: int) ->
 
 @inner
 def rekey_tip(order: tuple[Array, ...], learner: tuple[Array, ...], t: int, now: int) -> None:
-    """Re-keys the leaves of a tip: one where parents are known, else any number."""
+    """Update the keys of a tip's leaves: one where parents are known, else any number."""
     nodes = order[0]
     own, tips = learner[0], learner[1]
     s, found = tips[t].low, False
@@ -566,19 +565,19 @@ def rekey_tip(order: tuple[Array, ...], learner: tuple[Array, ...], t: int, now:
             break
         s = up
     if not found:
-        tips[t].low = -1  # all have gone: `follow` or `join` tells when one is back
+        tips[t].low = -1  # all have gone: `follow` or `join` sets it again
 
 
 @inner
 def await_edge(tips: Array, counters: Array, i: int) -> None:
-    """Notes when the next tip reaches edge `i`."""
+    """Set the time when the next tip reaches edge `i`."""
     c = counters[PASSED + i]
     counters[REACHED + i] = tips[c].time + EDGES_NS[i + 1] if c < counters[TIPS] else NEVER
 
 
 @inner
 def await_next(counters: Array) -> int:
-    """Notes when the next tip reaches any edge; returns which."""
+    """Set the time when the next tip reaches any edge; return that edge."""
     first = 0
     for i in range(1, EDGE_COUNT):
         if counters[REACHED + i] < counters[REACHED + first]:
@@ -589,7 +588,7 @@ def await_next(counters: Array) -> int:
 
 @helper
 def await_all(tips: Array, counters: Array) -> None:
-    """Notes when the next tip reaches each edge."""
+    """Set the times when the next tips reach all edges."""
     for i in range(EDGE_COUNT):
         await_edge(tips, counters, i)
     await_next(counters)
@@ -597,9 +596,9 @@ def await_all(tips: Array, counters: Array) -> None:
 
 @helper
 def advance(order: tuple[Array, ...], learner: tuple[Array, ...], now: int) -> None:
-    """Lets the tips that reach an edge by `now` learn it and be judged anew, in order of time.
+    """Train on the tips that reach an edge by `now`, and update their keys, in order of time.
 
-    So what is known at a time does not depend on how often anybody has asked in between.
+    So the model at a time does not depend on the calls in between.
     """
     _own, tips, _traits, rows, model, counters = learner
     while counters[NEXT] <= now:
@@ -616,13 +615,13 @@ def advance(order: tuple[Array, ...], learner: tuple[Array, ...], now: int) -> N
 
 @inner
 def averaged(old: float, new: float, share: float) -> float:
-    """A moving average whose first value is taken as it is."""
+    """Return a moving average that starts with its first value."""
     return new if old == NO_PACE else old + share * (new - old)
 
 
 @inner
 def succeed(tips: Array, traits: Array, t: int, q: int) -> None:
-    """Tip `t` is the turn after `q`, or a first one: what its history is."""
+    """Set the history of tip `t`, the turn after `q`, or a first turn if that is -1."""
     tips[t].turn = 0
     traits[t, GAP] = traits[t, PACE] = NO_PACE
     traits[t, SPREAD] = 1.0
@@ -646,7 +645,7 @@ def succeed(tips: Array, traits: Array, t: int, q: int) -> None:
 
 @inner
 def judge(learner: tuple[Array, ...], t: int) -> None:
-    """Describes a tip anew; its index is computed when it is asked for."""
+    """Describe a tip again, and drop its cached index."""
     _own, tips, traits, rows, _model, _counters = learner
     describe(tips, traits, rows, t)
     tips[t].bin = -1
@@ -654,7 +653,7 @@ def judge(learner: tuple[Array, ...], t: int) -> None:
 
 @helper
 def begin(learner: tuple[Array, ...], now: int, q: int, known: int, blocks: int) -> int:
-    """A new tip, the turn after `q` (-1: a first one). There is room for it."""
+    """Add a tip, the turn after `q` (-1: a first one), and return it. There must be room."""
     _own, tips, traits, _rows, _model, counters = learner
     t = counters[TIPS]
     counters[TIPS] += 1
@@ -674,7 +673,7 @@ def begin(learner: tuple[Array, ...], now: int, q: int, known: int, blocks: int)
 
 @inner
 def follow(own: Array, tips: Array, t: int, s: int, now: int) -> None:
-    """Block `s` is the next one of the chain of tip `t`."""
+    """Append block `s` to the chain of tip `t`."""
     before = tips[t].slot
     mine = own[s]
     if mine.tip < 0:
@@ -694,7 +693,7 @@ def follow(own: Array, tips: Array, t: int, s: int, now: int) -> None:
 
 @inner
 def find_return(learner: tuple[Array, ...], slots: Array, now: int) -> tuple[int, int]:
-    """How many leading blocks are known, and the tip that returns with them, or -1. It learns."""
+    """Return how many leading blocks are known, and the returning tip or -1; train on that."""
     own, tips, _traits, rows, model, _counters = learner
     known = 0
     while known < len(slots) and own[slots[known]].tip >= 0:
@@ -712,11 +711,11 @@ def find_return(learner: tuple[Array, ...], slots: Array, now: int) -> tuple[int
     return known, int(q)
 
 
-# The calls of the `Policy` protocol that a learned order answers otherwise than a static one.
+# Calls of the `Policy` protocol that a learned order answers otherwise than a static one.
 #
-# `order` is what the order's calls work on: nodes, heaps, state. `learner` is what is learned
-# from: own (per slot), tips, traits and rows (per tip), models, counters. Calls that every request
-# makes get both as one argument, the `desk` of an `ArrayCall`.
+# `order` holds the arrays of the order: nodes, heaps, state. `learner` holds the learned arrays:
+# own (per slot), tips, traits and rows (per tip), models, counters. Calls of every request get both
+# as one argument, the `desk` of an `ArrayCall`.
 
 MIND = (
     (OWN, 1),
@@ -726,7 +725,7 @@ MIND = (
     (np.float64, 2),
     (np.int64, 1),
 )
-"""Own, tips, traits, rows, models, counters."""
+"""Types of own, tips, traits, rows, models, counters."""
 
 KINDS = ORDER + MIND
 learner_on = opener(len(ORDER), MIND)
@@ -736,7 +735,7 @@ NOT_JOINED = -2
 
 @kernel
 def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
-    """A request uses these blocks, of `blocks` in all: returns its tip; -1 if there is no room."""
+    """Record a request for these blocks, of `blocks` in all; return its tip, -1 without room."""
     order, learner = order_on(desk), learner_on(desk)
     nodes, heaps, state = order
     own, tips, _traits, _rows, _model, counters = learner
@@ -755,7 +754,7 @@ def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
 
 @helper
 def rekey_path(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -> None:
-    """Re-keys the resident leaves among these slots, as of now."""
+    """Update the keys of the resident leaves among these slots, as of now."""
     nodes, now = order[0], order[2][CLOCK]
     for s in slots:
         if nodes[s].birth != 0 and nodes[s].kids == 0:
@@ -766,18 +765,18 @@ def rekey_path(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Arra
 def join(
     order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array, parents: Array
 ) -> None:
-    """Blocks became resident; those not known yet continue a chain. There is room for each.
+    """Add blocks that became resident; unknown ones continue a chain. There must be room for each.
 
     A block continues the tip that ends at its parent, at the block before it, or, for the first one
-    without a parent, the latest tip while blocks of its request are missing; or begins a tip. Time
-    has passed before: no edge judged what was not here.
+    without a parent, the latest tip while blocks of its request are missing; else it begins a tip.
+    The clock has advanced before: no edge judged a block that was absent.
     """
     own, tips, _traits, _rows, _model, counters = learner
     now = order[2][CLOCK]
-    for s in slots:  # those that come back
+    for s in slots:  # blocks that come back
         if own[s].tip >= 0:
             mine = tips[own[s].tip]
-            low = mine.low  # another chain's, if a request has taken it since
+            low = mine.low  # of another chain, if a request has taken it since
             if low < 0 or own[low].tip != own[s].tip or own[low].at < own[s].at:
                 mine.low = s
     latest = counters[TIPS] - 1
@@ -785,7 +784,7 @@ def join(
         s = slots[i]
         if own[s].tip >= 0:
             continue
-        known = 0 <= parents[i] < len(own)  # beyond, nothing is resident
+        known = 0 <= parents[i] < len(own)  # an unknown parent is not resident
         above = parents[i] if known else (slots[i - 1] if i > 0 else -1)
         t = -1
         if above >= 0:
@@ -806,7 +805,7 @@ def join(
 
 @kernel
 def tick(desk: Array, now: int) -> int:
-    """The order's `tick`; the tips follow the time as well."""
+    """Run the order's `tick`, and advance the tips as well."""
     order = order_on(desk)
     nodes, heaps, state = order
     advance(order, learner_on(desk), expire(nodes, heaps, state, now))
@@ -817,9 +816,9 @@ def tick(desk: Array, now: int) -> int:
 def insert(
     desk: Array, slots: Array, parents: Array, lease: Array, said: tuple[int, int, int]
 ) -> int:
-    """The order's `insert`, and `join`; `NOT_JOINED` if tips lack room for that.
+    """Run the order's `insert`, then `join`; return `NOT_JOINED` if there is no room for tips.
 
-    What happens by itself comes first.
+    Expiry and edges up to the present come first.
     """
     tick(desk, said[0])
     order, learner = order_on(desk), learner_on(desk)
@@ -835,7 +834,7 @@ def insert(
 
 @kernel
 def finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
-    """The request of tip `t` has ended."""
+    """Record the end of the request of tip `t`."""
     tick(desk, now)
     order, learner = order_on(desk), learner_on(desk)
     tips = learner[1]
@@ -849,7 +848,7 @@ def finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
 def announce(
     order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array, eta: int, sigma: float
 ) -> None:
-    """The tip that owns the last of these blocks returns in about `eta`; -1: nothing is known."""
+    """Hint that the tip of the last of these blocks returns in about `eta`, if it is known."""
     own, tips, traits = learner[0], learner[1], learner[2]
     nodes, heaps, state = order
     now = state[CLOCK]
@@ -868,7 +867,7 @@ def announce(
 
 @kernel
 def remove(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -> None:
-    """Drops what is resident; a parent that becomes a leaf is judged as one."""
+    """Drop resident slots; update a parent that becomes a leaf."""
     nodes, state = order[0], order[2]
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
@@ -877,9 +876,9 @@ def remove(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -
 
 @kernel
 def forget(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -> None:
-    """These numbers, where not resident, name nothing any more; their chains close up."""
+    """Forget slots that are not resident, and close the gaps in their chains."""
     nodes, own, tips = order[0], learner[0], learner[1]
-    for s in slots[::-1]:  # arrays run from root to leaf: each is the end of its chain by then
+    for s in slots[::-1]:  # root to leaf, so that each is the end of its chain by then
         if 0 <= s < len(own) and nodes[s].birth == 0 and own[s].tip >= 0:
             tip, up = tips[own[s].tip], own[s].up
             x = tip.slot
@@ -896,7 +895,7 @@ def forget(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -
 
 @kernel
 def evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
-    """As the order's `evict`; a parent that becomes a leaf is judged as one."""
+    """Run the order's `evict`; update parents that become leaves."""
     order, learner = order_on(desk), learner_on(desk)
     nodes, heaps, state = order
     now = expire(nodes, heaps, state, now)
@@ -913,9 +912,9 @@ def evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
 
 @kernel
 def compact(learner: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) -> int:
-    """Drops tips that no longer matter; `keep[t]` becomes a tip's new number, -1 if dropped.
+    """Drop needless tips; `keep[t]` becomes a tip's new number, -1 if dropped.
 
-    Kept: tips with a resident block, and of the others that have not returned the latest ones, at
+    Tips with a resident block stay, and of the others that have not returned the latest ones, at
     most `ghosts` and four times as many as there are of the first kind.
     """
     own, tips, traits, rows, _model, counters = learner
@@ -960,7 +959,7 @@ def compact(learner: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) 
 
 @kernel
 def worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int) -> float:
-    """What a block is worth as of the last call, in 1/s; whole classes apart lie further."""
+    """Return the worth of a block as of the last call, in 1/s; classes lie further apart."""
     nodes, _heaps, state = order
     own, tips, traits, _rows, _model, _counters = learner
     if nodes[s].kids == 0:
@@ -969,6 +968,6 @@ def worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int) -> float
         t = own[s].tip
         seen, known = tips[t].bin, traits[t, INDEX]
         value = worth_of(learner, s, state[CLOCK])
-        tips[t].bin, traits[t, INDEX] = seen, known  # a question changes nothing
+        tips[t].bin, traits[t, INDEX] = seen, known  # a query changes no state
     here = present_class(nodes, state, s)
     return float((here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + value)

@@ -1,4 +1,4 @@
-"""A learned order: keeps the chains whose return is most likely per second of room."""
+"""A learned order: evicts the chains that are least likely to return per second of room."""
 
 from __future__ import annotations
 
@@ -70,24 +70,24 @@ from flowkv.policy.order.compiled import (
 )
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
-# What a learned order tells a prefetcher: which chains are worth bringing back, at whose cost.
+# Answers of a learned order to a prefetcher: chains worth bringing back, and their victims.
 
 ASKED = np.dtype(
     [
-        ("tip", np.int64),  # what was judged: a number made of the tip's history
+        ("tip", np.int64),  # the tip that was judged: a number made of its history
         ("bin", np.int64),
         ("worth", np.float64),
     ]
 )
-"""By slot: what the end of a chain was worth when it was last asked for."""
+"""By slot: worth of the end of a chain, as last computed."""
 
 
-LEAST_KEY = 1 << 61  # keys that stand for a worth begin there; see `tips.key_of`
+LEAST_KEY = 1 << 61  # least key that stands for a worth; see `compiled.key_of`
 
 
 @inner
 def weakest_worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> float:
-    """What the leaf `s` is worth, also while the leaves are sorted by another rule than that."""
+    """Return the worth of the leaf `s`, also while the leaves are sorted by another key."""
     key = order[0][s].key
     if key >= LEAST_KEY:
         return float(value_of(key))
@@ -102,7 +102,7 @@ def weakest_worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, 
 
 @inner
 def asked_worth(learner: tuple[Array, ...], asked: Array, t: int, s: int, now: int) -> float:
-    """What the end `s` of tip `t` is worth, computed once per age bin; changes nothing else."""
+    """Return the worth of the end `s` of tip `t`, cached per age bin; restores the tip's state."""
     tips, traits = learner[1], learner[2]
     tip, mine = tips[t], asked[s]
     name = tip.time * 4 + tip.stop + (tip.output << 20) + tip.blocks
@@ -126,7 +126,7 @@ def wanted(
     rates: Array,
     now: int,
 ) -> int:
-    """Fills the ends of absent chains that are worth more than what would go next, best first.
+    """Fill the ends of absent chains worth more than the next victim, best first.
 
     `asked` has a record for each slot, `slots` room for one at least. Ties: the older tip first.
     """
@@ -165,7 +165,7 @@ def displace(
     now: int,
     rate: float,
 ) -> int:
-    """As `evict`, while what goes next is worth less than `rate`; returns how many."""
+    """Evict as `evict` does, while the next victim is worth less than `rate`; return how many."""
     nodes, heaps, state = order
     now = expire(nodes, heaps, state, now)
     advance(order, learner, now)
@@ -184,11 +184,11 @@ def displace(
     return int(found)
 
 
-# What a learned order carries over: its model, for a warm start.
+# Saved models of a learned order, for a warm start.
 
 MODEL_VERSION = 1
-TAIL_LIMIT = 1e15  # counts of a model; a sum of them is finite
-PSEUDO, PSEUDO_BASE = 0.5, 5.0  # sums of squared steps that a loaded weight starts with
+TAIL_LIMIT = 1e15  # bound of a model's counts, so that their sums are finite
+PSEUDO, PSEUDO_BASE = 0.5, 5.0  # initial sums of squared steps of a loaded weight
 
 
 class _Model(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -200,7 +200,7 @@ class _Model(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 def model_bytes(model: NDArray[np.float64]) -> bytes:
-    """The weights of one model, without what it needs to learn on; less than 100 KB."""
+    """Return the weights of one model without its learning state; less than 100 KB."""
     return msgspec.msgpack.encode(
         _Model(
             MODEL_VERSION,
@@ -213,10 +213,10 @@ def model_bytes(model: NDArray[np.float64]) -> bytes:
 
 
 def model_of(saved: bytes) -> NDArray[np.float64]:
-    """The row of a model that `model_bytes` gave, open to be taught otherwise.
+    """Return the row of a model that `model_bytes` wrote, ready to learn on.
 
     Raises:
-        ConfigError: It is of another version or shape, or damaged.
+        ConfigError: The bytes have another version or shape, or are damaged.
     """
     wrong = "It comes from another version or is damaged: start without it"
     try:
@@ -237,12 +237,12 @@ def model_of(saved: bytes) -> NDArray[np.float64]:
     row[1:BASES:2], row[BASES + 1 : REACH : 2] = PSEUDO, PSEUDO_BASE
     row[REACH : REACH + 8] = image.reach
     if not is_model(row[None]):
-        raise ConfigError("the hazard model holds what no model learns", wrong)
+        raise ConfigError("the hazard model is outside the bounds of learned models", wrong)
     return row
 
 
 def fresh_model() -> NDArray[np.float64]:
-    """A model that has seen nothing."""
+    """Return a model without any observation."""
     model = np.zeros((1, MODEL_SIZE))
     model[0, BASES:REACH:2] = FIRST_BASE
     model[0, BASES + 1 : REACH : 2] = 1.0
@@ -251,7 +251,7 @@ def fresh_model() -> NDArray[np.float64]:
 
 
 def is_model(models: NDArray[np.float64]) -> bool:
-    """Whether these are within the bounds that learning keeps."""
+    """Return whether models are within the bounds that learning keeps."""
     weights, bases = np.abs(models[:, :BASES:2]), np.abs(models[:, BASES:REACH:2])
     tail = models[:, REACH:]
     return bool(
@@ -271,20 +271,19 @@ SOON_NS, SOON_SIGMA = 10**9, 1.0
 
 
 class HazardIndex(LeafOrder):
-    """Gives up, among the leaves, the one whose chain is least worth its room.
+    """Leaf order by learned return: evicts the leaf with the chain least worth its room.
 
     *Worth* is the Gittins index of the chain's return (`flowkv.policy.hazard.compiled`): the best
-    chance of a return per second of room, in 1/s, from the present age on. How likely a return is
-    at which age is learned online from the turns that went before: reason and length of the
-    answer, lengths, gaps. A block shared by several chains (forks seen four times or more) is worth
-    the rate of its forks besides. A chain keeps teaching after it has been given up, so that the
-    model sees what it should have kept; at most four such *ghosts* are remembered per live chain,
-    and 4096 more.
+    chance of a return per second of room, in 1/s, from the present age on. The chance of a return
+    at each age is learned online from earlier turns: reason and length of the answer, lengths,
+    gaps. A block shared by several chains (forks seen four times or more) is worth the rate of its
+    forks besides. An evicted chain still trains the model, which so learns from wrong evictions;
+    at most four such *ghosts* are stored per live chain, and 4096 more.
 
     Leases, ranks, pins, queued requests and tenants are those of `LeafOrder`. `hint(eta, sigma)`
-    takes the place of the model with a lognormal time of return: the same index from a better
-    source. It holds until the next use, or until the time passed makes it incredible. `complete`
-    brings what an answer tells; until then its length and reason are unknown, which is a value too.
+    replaces the model with a lognormal time of return: the same index from a better source. The
+    hint holds until the next use, or until the time passed makes it improbable. `complete` adds
+    the length and reason of the answer; until then both are unknown, which is a value too.
 
     Without parents each block has its chain's index and the deepest goes first. Memory: as
     `LeafOrder`, 32 bytes per slot and about 300 bytes per chain.
@@ -312,15 +311,15 @@ class HazardIndex(LeafOrder):
         self._open: dict[int, int] = {}
         self._laid = ArrayCall()
         self._asked = np.zeros(0, ASKED)
-        super().__init__(1, self.config)  # 1 ns leaves a key beyond the clock as it is
+        super().__init__(1, self.config)  # 1 ns leaves a key beyond the clock unchanged
         self._widen(0, 2 * FIRST_TIPS)
 
     # ---- what happens
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf.
+        """Record that a request uses these known blocks, root to leaf.
 
-        Known blocks that are not resident teach as well.
+        Known blocks that are not resident train the model as well.
         """
         slots = as_slots(slots)
         said = (now_ns, visit.blocks)
@@ -336,29 +335,29 @@ class HazardIndex(LeafOrder):
     def complete(
         self, now_ns: int, request: int, *, stop: int = UNKNOWN_STOP, output_tokens: int = 0
     ) -> None:
-        """A request ended: what could only be known now."""
+        """Record the end of a request: why it ended, and its output tokens."""
         tip = self._open.pop(request, -1)
         if tip >= 0:
             learned.finish(self._desk, now_ns, tip, stop, output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
-        """A request that was enqueued or accessed will not go on."""
+        """Cancel a request that was enqueued or accessed."""
         super().abort(now_ns, request)
         self._open.pop(request, None)
 
     def remove(self, slots: Slots) -> None:
-        """Blocks left for another reason than `evict`."""
+        """Remove blocks that left for another reason than `evict`."""
         learned.remove(self._order, self._learner, as_slots(slots))
 
     def forget(self, slots: Slots) -> None:
-        """Nobody knows these blocks any more: their slots may name others next."""
+        """Forget slots that are not resident; the numbers may be reused for other blocks."""
         super().forget(slots)
         learned.forget(self._order, self._learner, as_slots(slots))
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """The application expects the next use of this chain in about `eta_ns`.
+        """Record that the application expects the next use of this chain in about `eta_ns`.
 
-        Ignored if nothing is known of the chain's last block.
+        A hint about an unknown last block is ignored.
         """
         slots = as_slots(slots)
         if eta_ns >= NEVER_NS:
@@ -372,18 +371,18 @@ class HazardIndex(LeafOrder):
     # ---- what is decided
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """Gives up to `n` victims to a prefetch: only what is worth less than that.
+        """Evict up to `n` victims for a prefetch: only blocks worth less than those it brings.
 
-        A queued request's blocks stay, whatever comes.
+        A queued request's blocks are never evicted for a prefetch.
         """
         victims = np.empty(max(min(n, int(self._state[COUNT])), 0), np.int64)
         said = as_slots(protected), victims, now_ns, rate
         return victims[: displace(self._order, self._learner, *said)]
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """Up to `n` ends of chains that are not resident and worth bringing here, best first.
+        """Return up to `n` ends of non-resident chains that are worth prefetching, best first.
 
-        Chains that have left, judged as those that are here.
+        Evicted chains are judged as resident ones are.
         """
         if n < 1:
             return NO_SLOTS.copy(), np.empty(0)
@@ -413,29 +412,29 @@ class HazardIndex(LeafOrder):
         return int(learned.tick(self._desk, now_ns))
 
     def _worth(self, slot: int) -> float:
-        """The index in 1/s, as of the last call; other classes than the default lie far away."""
+        """Return the index in 1/s as of the last call; non-default classes lie far off."""
         return float(learned.worth(self._order, self._learner, slot))
 
     # ---- carrying it over
 
     def save_model(self) -> bytes:
-        """What has been learned, for `load_model` elsewhere: less than 100 KB of msgpack.
+        """Return the learned model for `load_model` elsewhere: less than 100 KB of msgpack.
 
-        Of two models the one that has predicted better lately; of equals what was brought.
+        Of two models it is the one that has predicted better lately; of equals the loaded one.
         """
         models = self._learner[4]
         best = len(models) - 1 - int(np.argmin(models[::-1, LOSS]))
         return model_bytes(models[best])
 
     def load_model(self, saved: bytes) -> None:
-        """Starts warm, from what `save_model` gave.
+        """Load a model that `save_model` returned, for a warm start.
 
-        The model that is learned here goes on beside it. What was brought decides once it has
+        The model that is learned here goes on beside it. The loaded model decides once it has
         predicted clearly better, and as long as it does so: a dozen turns prove a model of the same
-        kind of traffic, and one from another kind is hardly ever heard.
+        kind of traffic, and one of another kind hardly ever decides.
 
         Raises:
-            ConfigError: If it comes from another version or is damaged.
+            ConfigError: The bytes come from another version or are damaged.
         """
         own, tips, traits, rows, models, counters = self._learner
         both = np.stack([models[0], model_of(saved)])
@@ -445,7 +444,7 @@ class HazardIndex(LeafOrder):
 
     @property
     def _desk(self) -> NDArray[Any]:
-        """Where everything lies, for compiled calls."""
+        """Arrays of the order and the learner, laid out for compiled calls."""
         return self._laid.lay(learned.KINDS, (self._arrays, self._state, self._learner))
 
     @property
@@ -453,7 +452,7 @@ class HazardIndex(LeafOrder):
         return (*self._arrays, self._state)
 
     def _fit(self, slots: Slots) -> Slots:
-        """The slot numbers among these, and makes room for them and for a tip."""
+        """Return the valid slot numbers among these, and make room for them and for a tip."""
         room = room_for(len(self._arrays[0]), slots)
         if room < 0:
             slots = slots[(slots >= 0) & (slots < SLOT_LIMIT)]
@@ -473,7 +472,7 @@ class HazardIndex(LeafOrder):
         self._learner = (own, *self._learner[1:])
 
     def _make_room(self, n: int) -> None:
-        """Makes room for `n` more tips: drops what no longer matters, and doubles if that helps."""
+        """Make room for `n` more tips: drop needless ones, and double the vectors if that helps."""
         tips, used = self._learner[1], int(self._learner[-1][TIPS])
         if used + n <= len(tips):
             return
@@ -484,7 +483,7 @@ class HazardIndex(LeafOrder):
             self._widen(used, 2 * (used + n))
 
     def _widen(self, used: int, room: int) -> None:
-        """Makes the vectors of tips so long, of which so many are used."""
+        """Resize the vectors of tips to `room`, of which the first `used` are kept."""
         own, tips, traits, rows, model, counters = self._learner
         more = room - used
         self._learner = (

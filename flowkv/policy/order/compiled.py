@@ -1,4 +1,4 @@
-"""The leaf-first order, compiled: slots, heaps, lists, and one function per call of a policy."""
+"""The leaf-first order, compiled: slots, heaps, lists, and one function per policy call."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flowkv.core.parts import PART
 
 Array = NDArray[Any]
 
-# Counting references to the arrays would cost five times the work itself. Nothing compiled here
-# makes or returns an array, so numba is asked to leave it out, where it knows how.
+# Reference counts of the arrays would cost five times the work itself. No compiled function here
+# makes or returns an array, so numba is asked to leave them out, where it supports that.
 LEAN = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
 
-# Rooms with code that is compiled into other files' functions.
+# Packages with code that is compiled into other files' functions.
 ROOMS = [Path(__file__).parents[2] / room for room in ("policy", "residency")]
 SOURCES = sorted(
     (path.stat().st_mtime_ns, path.stat().st_size) for room in ROOMS for path in room.rglob("*.py")
@@ -34,15 +34,15 @@ SOURCES = sorted(
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`numba.njit` whose cache on disk is good for as long as no file of these rooms changes.
+    """Compile with `numba.njit`, cached on disk until a file of these packages changes.
 
-    By itself numba looks at the file of a function only, not at those that it calls into, and
-    would go on with code that no longer fits the arrays it is given.
+    Numba alone checks the file of a function only, not those that it calls into, and would reuse
+    code that no longer fits the arrays.
     """
     return kept(SOURCES, error_model="numpy", **LEAN)(function)
 
 
-# Parts of kernels are never called from Python: they are neither wrapped for it nor cached alone.
+# Parts of kernels are never called from Python, so they have no wrapper and no cache entry.
 helper = njit(**PART, **LEAN)
 inner = njit(forceinline=True, **PART, **LEAN)
 
@@ -53,7 +53,7 @@ SLOT_MASK = SLOT_LIMIT - 1
 
 @inner
 def fold(state: Array, where: int, value: int) -> None:
-    """Rolls one number into the digest `state[where]` (a round of SplitMix64's finaliser)."""
+    """Fold one number into the digest `state[where]` (a round of SplitMix64's finaliser)."""
     x = np.uint64(state[where]) ^ np.uint64(value)
     x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     state[where] = np.int64(x ^ (x >> np.uint64(31)))
@@ -61,7 +61,7 @@ def fold(state: Array, where: int, value: int) -> None:
 
 @kernel
 def room_for(capacity: int, slots: Array) -> int:
-    """0 if all slots fit, the capacity that would do, or -1 for a number that is no slot."""
+    """Return 0 if all slots fit, else the capacity needed, or -1 for an invalid slot number."""
     top = -1
     for s in slots:
         if s < 0 or s >= SLOT_LIMIT:
@@ -72,18 +72,18 @@ def room_for(capacity: int, slots: Array) -> int:
 
 @inner
 def room_beyond(capacity: int, slots: Array) -> int:
-    """0 if all slots fit that may name blocks, else the capacity that would do."""
+    """Return 0 if all valid slots fit, else the capacity needed."""
     room = 0
     for s in slots:
         room = max(room, s + 1 if capacity <= s < SLOT_LIMIT else 0)
     return room
 
 
-# What the compiled order keeps about a slot, what every call reads in the first cache line.
+# Record of a slot in the compiled order; the fields that every call reads share a cache line.
 #
-# Residence is told by `birth`, a number never used twice; a child remembers its parent's
+# A slot is resident if `birth` is not 0. Births are never reused, and a child stores its parent's
 # (`bond`), so that the removal of a parent makes roots of its children without visiting them.
-# What outlives residence until `forget`: the key, hints, pins, being queued.
+# The key, hints, pins and queue counts outlive residence until `forget`.
 
 NODE = np.dtype(
     [
@@ -96,38 +96,38 @@ NODE = np.dtype(
         ("live", np.int32),  # resident children not expired; -1: expired itself
         ("depth", np.int32),
         ("place", np.int32),  # index in its heap of leaves, or -1
-        ("held", np.int32),  # reasons not to go: pinned (1), and each child that may not go
-        ("row", np.int32),  # which heap of leaves
+        ("held", np.int32),  # reasons against eviction: pinned (1), and each child that is held
+        ("row", np.int32),  # heap of leaves
         ("marks", np.int32),  # bits below, and the rank above RANK_SHIFT
-        # What few calls read.
+        # Fields that few calls read.
         ("lease", np.int64),  # after the last access, NEVER for none
-        ("limit", np.int64),  # when it expires whatever is accessed
+        ("limit", np.int64),  # time of expiry regardless of accesses
         ("eta", np.int64),  # time of the next use, by a hint
-        ("fall", np.int64),  # when its rank falls back
+        ("fall", np.int64),  # time when its rank falls back
         ("extra", np.int64),  # added to the key: tau * log2(worth)
         ("before", np.int32),  # neighbours in its tenant's list, a ring
         ("after", np.int32),
         ("tenant", np.int32),
         ("pins", np.int32),
         ("queued", np.int32),  # queued requests that will use it
-        ("due", np.int32),  # index in the heap of what happens by itself, or -1
+        ("due", np.int32),  # index in the heap of due events, or -1
     ]
 )
 KNOWN, LEASED, RANKED, ETA, DEAD, QUEUED, EXTRA, BRANCHED = (1 << i for i in range(8))
 TWICE, GHOST = (1 << i for i in range(8, 10))
 RANK_SHIFT = 16
-TIMED = LEASED | RANKED | ETA  # may be in the heap of what happens by itself
+TIMED = LEASED | RANKED | ETA  # may be in the heap of due events
 LASTING = KNOWN | ETA | DEAD | QUEUED | BRANCHED | TWICE | GHOST  # outlives residence
 
 NEVER = np.iinfo(np.int64).max
 CLOCK_LIMIT = 1 << 61  # nanoseconds either way; `time.time_ns` stays below it until 2043
 LATEST = (1 << 62) - 1  # keys lie between this and its negative
 
-# Entries of the state vector. First the sizes of the heaps; last the heads of lists of slots.
+# Entries of the state vector. First come the sizes of the heaps, last the heads of lists.
 LEAVES, SECOND, HINTED, DUES = 0, 1, 2, 3
 HEAPS = 4
 COUNT, BLOCKED, EXPIRED, BIRTHS, CLOCK, TAU, DIGEST, STALE, MODE = 4, 5, 6, 7, 8, 9, 10, 11, 12
-# ARC: blocks used once, its target, how many blocks fit, and (1, 2 more) ghosts of either list.
+# ARC: blocks used once, its target, capacity in blocks, and (1, 2 more) ghosts of either list.
 ONCE, TARGET, SIZE, GHOSTS = 13, 14, 15, 16
 LISTS = 24
 RUN_OUT, TENANTS = 0, 4  # lists: the expired, 1 and 2 for ARC's ghosts, the live of each tenant
@@ -144,7 +144,7 @@ CLASS_WORTH = 2.0**64
 
 @inner
 def class_of(nodes: Array, s: int) -> int:
-    """0..127; lower classes go before any higher one."""
+    """Return a leaf's class, 0..127; lower classes go before any higher one."""
     marks = nodes[s].marks
     if nodes[s].live < 0:
         return EXPIRED_CLASS
@@ -157,7 +157,7 @@ def class_of(nodes: Array, s: int) -> int:
 
 @inner
 def words(nodes: Array, s: int, row: int) -> tuple[int, int]:
-    """What a leaf is sorted by: class, key, the deeper first, the smaller slot first."""
+    """Return the sort key of a leaf: class, key, the deeper first, the smaller slot first."""
     key = nodes[s].key
     if nodes[s].marks & EXTRA:
         key += nodes[s].extra
@@ -170,14 +170,14 @@ def words(nodes: Array, s: int, row: int) -> tuple[int, int]:
 
 @inner
 def key_in(high: int, low: int) -> int:
-    """The key that an entry is sorted by."""
+    """Return the key of a heap entry."""
     key = ((high & ((1 << CLASS_SHIFT) - 1)) - KEY_BIAS) << LOW_KEY_BITS
     return key | low >> 2 * SLOT_BITS
 
 
 @inner
 def parent_of(nodes: Array, s: int) -> int:
-    """The resident parent of a slot, or -1."""
+    """Return the resident parent of a slot, or -1."""
     p = nodes[s].parent
     if p >= 0 and nodes[p].birth == nodes[s].bond:
         return int(p)
@@ -186,14 +186,14 @@ def parent_of(nodes: Array, s: int) -> int:
 
 @inner
 def own_due(nodes: Array, s: int) -> int:
-    """When its own lease runs out."""
+    """Return the time when a slot's own lease runs out."""
     lease = nodes[s].lease
     return nodes[s].limit if lease == NEVER else min(nodes[s].last + lease, nodes[s].limit)
 
 
 @inner
 def present_class(nodes: Array, state: Array, s: int) -> int:
-    """As `class_of`; also where its rank has fallen, which is noted only once it may go."""
+    """Return `class_of` as of now; a fallen rank is stored only once the slot may go."""
     here = class_of(nodes, s)
     fell = nodes[s].marks & RANKED and nodes[s].fall <= state[CLOCK]
     return FIRST_CLASS + DEFAULT_RANK if fell and FIRST_CLASS <= here < QUEUED_CLASS else here
@@ -201,7 +201,7 @@ def present_class(nodes: Array, state: Array, s: int) -> int:
 
 @kernel
 def worth(nodes: Array, state: Array, s: int) -> float:
-    """The key that a slot is sorted by, rounded; whole classes apart lie further than any key."""
+    """Return a slot's sort key, rounded; whole classes lie further apart than any two keys."""
     key = nodes[s].key
     marks = nodes[s].marks
     if marks & EXTRA:
@@ -220,16 +220,16 @@ def worth(nodes: Array, state: Array, s: int) -> float:
     return (here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + late + key
 
 
-# Binary heaps of slots that know where each slot lies, so that an entry moves in O(log n).
+# Binary heaps of slots with a back index, so that an entry moves in O(log n).
 #
 # An entry is two words, compared one after the other; the lowest bits of the second are the slot,
-# so that no two are equal and the order of what leaves depends on nothing else. `place[slot]` is
-# its index in the heap, -1 if it is in none.
+# so that no two are equal and the eviction order depends on nothing else. `place[slot]` is a slot's
+# index in the heap, -1 if it is in none.
 
 
 @inner
 def sift_up(heap: Array, place: Array, i: int) -> None:
-    """Moves entry `i` towards the top until its parent is no greater."""
+    """Move entry `i` towards the top until its parent is no greater."""
     key, tie = heap[i, 0], heap[i, 1]
     while i > 0:
         up = (i - 1) >> 1
@@ -244,7 +244,7 @@ def sift_up(heap: Array, place: Array, i: int) -> None:
 
 @inner
 def sift_down(heap: Array, place: Array, size: int, i: int) -> None:
-    """Moves entry `i` away from the top until its children are no smaller."""
+    """Move entry `i` away from the top until its children are no smaller."""
     key, tie = heap[i, 0], heap[i, 1]
     while True:
         c = 2 * i + 1
@@ -266,7 +266,7 @@ def sift_down(heap: Array, place: Array, size: int, i: int) -> None:
 
 @helper
 def put(heap: Array, place: Array, size: int, i: int, words: tuple[int, int]) -> None:
-    """Entry `i` becomes these words, whatever it was."""
+    """Set entry `i` to these words, and restore the heap's order."""
     heap[i, 0], heap[i, 1] = words
     sift_up(heap, place, i)
     sift_down(heap, place, size, place[words[1] & SLOT_MASK])
@@ -274,7 +274,7 @@ def put(heap: Array, place: Array, size: int, i: int, words: tuple[int, int]) ->
 
 @helper
 def take(heap: Array, place: Array, size: int, i: int) -> None:
-    """Removes entry `i` of a heap of `size`; the caller counts down."""
+    """Remove entry `i` of a heap of `size`; the caller decrements the size."""
     place[heap[i, 1] & SLOT_MASK] = -1
     last = size - 1
     if i == last:
@@ -288,13 +288,13 @@ def take(heap: Array, place: Array, size: int, i: int) -> None:
 # Lists of slots as rings, so that a slot enters and leaves one in O(1).
 #
 # `state[LISTS + which]` is one more than the slot at the front, 0 for an empty list. A resident
-# slot is in the list of the expired or in its tenant's; one that is not may be in a list of
-# ghosts.
+# slot is in the list of the expired or in its tenant's; one that is not resident may be in a list
+# of ghosts.
 
 
 @inner
 def enlist_behind(links: Array, s: int, t: int) -> None:
-    """Enters a slot behind another one, into the list that that is in."""
+    """Insert slot `s` behind slot `t`, into the list of `t`."""
     after = links[t].after
     links[s].before, links[s].after = t, after
     links[t].after = links[after].before = s
@@ -302,7 +302,7 @@ def enlist_behind(links: Array, s: int, t: int) -> None:
 
 @inner
 def enlist(links: Array, state: Array, which: int, s: int) -> None:
-    """Enters a slot at the front of a list."""
+    """Insert a slot at the front of a list."""
     head = state[LISTS + which] - 1
     state[LISTS + which] = s + 1
     if head < 0:
@@ -313,7 +313,7 @@ def enlist(links: Array, state: Array, which: int, s: int) -> None:
 
 @inner
 def delist(links: Array, state: Array, which: int, s: int) -> None:
-    """Takes a slot out of the list that it is in."""
+    """Remove a slot from its list."""
     before, after = links[s].before, links[s].after
     if after == s:
         state[LISTS + which] = 0
@@ -325,7 +325,7 @@ def delist(links: Array, state: Array, which: int, s: int) -> None:
 
 @kernel
 def members(links: Array, state: Array, which: int, out: Array) -> int:
-    """Fills `out` with a list from its front; returns how many slots that are."""
+    """Fill `out` with a list from its front; return the number of slots."""
     head = s = state[LISTS + which] - 1
     found = 0
     while s >= 0 and found < len(out):
@@ -337,7 +337,7 @@ def members(links: Array, state: Array, which: int, out: Array) -> int:
     return found
 
 
-# A decayed access count as one integer that never has to be touched again.
+# A decayed access count as one static integer.
 #
 # With c the access count that halves every `tau`, the static key K = t_last + tau * log2(c) orders
 # blocks as their counts do at *every* later time, since all counts fall at the same rate: ageing
@@ -346,7 +346,7 @@ def members(links: Array, state: Array, which: int, out: Array) -> int:
 #     K <- max(K, t) + tau * log2(1 + 2^(-|K - t| / tau)),
 #
 # in whole nanoseconds. tau = 0 leaves K = t: least recently used. A block that is worth w times
-# another per byte is one whose count is w times as high: its key has tau * log2(w) added.
+# another per byte has a count w times as high: its key has tau * log2(w) added.
 #
 # The logarithms are built from + - * / only, which IEEE 754 rounds alike on every machine, so that
 # ties fall alike too.
@@ -360,7 +360,7 @@ ATANH = tuple(1.0 / k for k in range(33, 0, -2))  # atanh(s) / s in s^2
 
 @inner
 def log2_from(s: float) -> float:
-    """log2((1 + s) / (1 - s)) for |s| <= 1/3."""
+    """Return log2((1 + s) / (1 - s)) for |s| <= 1/3."""
     s2 = s * s
     total = 0.0
     for c in ATANH:
@@ -370,7 +370,7 @@ def log2_from(s: float) -> float:
 
 @inner
 def softplus2(y: float) -> float:
-    """log2(1 + 2^-y) for y >= 0, to about 2 ulp, from correctly rounded operations only."""
+    """Return log2(1 + 2^-y) for y >= 0, to about 2 ulp, from correctly rounded operations."""
     if y >= 62.0:
         return 0.0
     whole = int(y + 0.5)
@@ -384,7 +384,7 @@ def softplus2(y: float) -> float:
 
 @kernel
 def log2(x: float) -> float:
-    """The logarithm to base 2 of a finite x > 0, rounded alike on every machine; to about 2 ulp."""
+    """Return log2 of a finite x > 0, rounded alike on every machine; to about 2 ulp."""
     whole = 0
     while x >= 2.0 * SQRT_HALF:
         x *= 0.5
@@ -397,7 +397,7 @@ def log2(x: float) -> float:
 
 @helper
 def aged(key: int, now: int, tau: int) -> int:
-    """The key after an access at `now`."""
+    """Return the key after an access at `now`."""
     if tau == 0:
         return now
     gain = int(np.rint(tau * softplus2(abs(key - now) / tau)))
@@ -406,14 +406,14 @@ def aged(key: int, now: int, tau: int) -> int:
 
 # ARC inside the compiled order: two lists of residents, two of ghosts, and a target between them.
 #
-# T1 (heap `LEAVES`) is what was used once, T2 (`SECOND`, mark `TWICE`) what was used again. What an
-# eviction takes from them is remembered in B1 and B2, rings of slots that are not resident, newest
-# first. A use of what B1 remembers says that T1 was too small, one of B2 that T2 was.
+# T1 (heap `LEAVES`) holds blocks used once, T2 (`SECOND`, mark `TWICE`) blocks used again. B1 and
+# B2 hold the blocks evicted from them: rings of slots that are not resident, newest first. A use of
+# a block in B1 shows that T1 was too small, one in B2 that T2 was.
 
 
 @inner
 def arrive(nodes: Array, state: Array, s: int) -> None:
-    """A block becomes resident: in T1, whatever was remembered."""
+    """Put a new resident block into T1, out of the ghosts."""
     if state[MODE] == ARC:
         unremember(nodes, state, s)
         nodes[s].marks &= ~TWICE
@@ -422,7 +422,7 @@ def arrive(nodes: Array, state: Array, s: int) -> None:
 
 @inner
 def promote(nodes: Array, state: Array, s: int) -> bool:
-    """A resident block is used; whether that moves it from T1 to T2."""
+    """Move a used resident block from T1 to T2; return whether it moved."""
     if state[MODE] != ARC or nodes[s].marks & TWICE:
         return False
     nodes[s].marks |= TWICE
@@ -432,14 +432,14 @@ def promote(nodes: Array, state: Array, s: int) -> bool:
 
 @inner
 def part(nodes: Array, state: Array, s: int) -> None:
-    """A block is no longer resident."""
+    """Count down T1 when one of its blocks leaves."""
     if state[MODE] == ARC and not nodes[s].marks & TWICE:
         state[ONCE] -= 1
 
 
 @inner
 def remember(nodes: Array, state: Array, s: int) -> None:
-    """A block was evicted: it becomes a ghost."""
+    """Make an evicted block a ghost."""
     if state[MODE] == ARC:
         which = 1 + (nodes[s].marks & TWICE != 0)
         enlist(nodes, state, which, s)
@@ -449,7 +449,7 @@ def remember(nodes: Array, state: Array, s: int) -> None:
 
 @inner
 def unremember(nodes: Array, state: Array, s: int) -> None:
-    """A block is no ghost any more, if it was one."""
+    """Take a block out of the ghosts, if it is one."""
     if nodes[s].marks & GHOST:
         which = 1 + (nodes[s].marks & TWICE != 0)
         delist(nodes, state, which, s)
@@ -459,7 +459,7 @@ def unremember(nodes: Array, state: Array, s: int) -> None:
 
 @inner
 def learn(nodes: Array, state: Array, s: int) -> None:
-    """A block that is not resident is used: the list that let go of it should be larger."""
+    """Adapt the target after a use of a ghost: the list that evicted it should be larger."""
     if nodes[s].marks & GHOST:
         once, twice = state[GHOSTS + 1], state[GHOSTS + 2]
         if nodes[s].marks & TWICE:
@@ -470,7 +470,7 @@ def learn(nodes: Array, state: Array, s: int) -> None:
 
 @inner
 def trim(nodes: Array, state: Array) -> None:
-    """Notes how many blocks fit, and forgets the oldest ghosts beyond as many in each list."""
+    """Update the capacity, and drop the oldest ghosts beyond it in each list."""
     if state[MODE] == ARC:
         state[SIZE] = max(state[SIZE], state[COUNT])
         for which in (1, 2):
@@ -481,7 +481,7 @@ def trim(nodes: Array, state: Array) -> None:
 
 @inner
 def arc_row(heaps: Array, state: Array) -> int:
-    """Whether T1 (`LEAVES`) or T2 (`SECOND`) gives up its oldest leaf; lower classes go first."""
+    """Return the list that gives up its oldest leaf, T1 or T2; lower classes go first."""
     if state[SECOND] == 0 or state[LEAVES] == 0:
         return LEAVES if state[SECOND] == 0 else SECOND
     once, twice = heaps[LEAVES, 0, 0] >> CLASS_SHIFT, heaps[SECOND, 0, 0] >> CLASS_SHIFT
@@ -490,24 +490,24 @@ def arc_row(heaps: Array, state: Array) -> int:
     return LEAVES if state[ONCE] >= state[TARGET] else SECOND
 
 
-# The order itself: which leaf goes next, and what happens by itself.
+# The order itself: the next victim, and the due events.
 #
-# There are binary heaps over the *leaves* only, since nothing else may be given up: a request of
-# 245 blocks rewrites 245 records and moves one heap entry. Which leaf goes next: the expired;
-# those hinted never to be used again; the others by rank and, among equals, by static key
-# (`.static_key`); last of all those that a queued request will use. Leaves whose next use is
-# known by a hint have a heap of their own, furthest first. Another heap, of what happens by
-# itself, tells whose lease runs out, whose rank falls and whose hint passes next.
+# Only *leaves* are in the binary heaps, since no other block may be evicted: a request of 245
+# blocks rewrites 245 records and moves one heap entry. The next victim: the expired; those hinted
+# never to be used again; the others by rank and, among equals, by static key (`aged`); last of all
+# those that a queued request will use. Leaves with a hint of their next use have a heap of their
+# own, furthest first. Another heap, of due events, holds the next expiry, fall of rank or passing
+# of a hint of each slot.
 #
-# Whatever is pinned, and all above it, is in no heap of leaves: `held` counts a slot's reasons. So
-# an eviction costs nothing per pinned block.
+# A pinned block, and all above it, are in no heap of leaves: `held` counts a slot's reasons. So an
+# eviction costs nothing per pinned block.
 
-# ---- what happens by itself
+# ---- due events
 
 
 @helper
 def attend(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """Puts a slot where it belongs in the heap of what happens by itself, or takes it out."""
+    """Update a slot's entry in the heap of due events, or take it out."""
     when = NEVER
     marks = nodes[s].marks
     if nodes[s].birth != 0 and nodes[s].live >= 0:
@@ -535,7 +535,7 @@ def attend(nodes: Array, heaps: Array, state: Array, s: int) -> None:
 
 @inner
 def row_of(nodes: Array, state: Array, s: int) -> int:
-    """Which heap of leaves a slot belongs to."""
+    """Return the heap of leaves that a slot belongs to."""
     marks = nodes[s].marks
     ahead = marks & ETA and nodes[s].eta > state[CLOCK]
     if ahead and FIRST_CLASS <= class_of(nodes, s) < QUEUED_CLASS:
@@ -545,7 +545,7 @@ def row_of(nodes: Array, state: Array, s: int) -> int:
 
 @helper
 def enter(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """A slot becomes one that may go next."""
+    """Add a slot to its heap of leaves."""
     row = row_of(nodes, state, s)
     i = state[row]
     state[row] += 1
@@ -557,7 +557,7 @@ def enter(nodes: Array, heaps: Array, state: Array, s: int) -> None:
 
 @helper
 def leave(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """A slot is no longer one that may go next."""
+    """Take a slot out of its heap of leaves."""
     row = nodes[s].row
     take(heaps[row], nodes["place"], state[row], nodes[s].place)
     state[row] -= 1
@@ -567,7 +567,7 @@ def leave(nodes: Array, heaps: Array, state: Array, s: int) -> None:
 
 @inner
 def reorder(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """What a slot is sorted by changed, other than by an access."""
+    """Move a slot after a change of its sort key, other than by an access."""
     if nodes[s].place >= 0:
         leave(nodes, heaps, state, s)
         enter(nodes, heaps, state, s)
@@ -575,14 +575,14 @@ def reorder(nodes: Array, heaps: Array, state: Array, s: int) -> None:
 
 @inner
 def settle_leaf(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """Enters a slot that is a leaf and may go, where it is not entered yet."""
+    """Add a slot to its heap of leaves if it is an evictable leaf outside it."""
     if nodes[s].kids == 0 and nodes[s].held == 0 and nodes[s].place < 0:
         enter(nodes, heaps, state, s)
 
 
 @helper
 def hold(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """One more reason for a resident slot to stay, and for all above it."""
+    """Add a reason to hold a resident slot, and all above it."""
     while s >= 0:
         nodes[s].held += 1
         if nodes[s].held > 1:
@@ -595,7 +595,7 @@ def hold(nodes: Array, heaps: Array, state: Array, s: int) -> None:
 
 @helper
 def release(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """One reason less."""
+    """Take away a reason to hold a slot, and all above it."""
     while s >= 0:
         nodes[s].held -= 1
         if nodes[s].held > 0:
@@ -605,12 +605,12 @@ def release(nodes: Array, heaps: Array, state: Array, s: int) -> None:
         s = parent_of(nodes, s)
 
 
-# Coming, going and running out: how the records and heaps follow what happens to a slot.
+# Arrival, departure and expiry: updates of records and heaps.
 
 
 @inner
 def lose_live_kid(nodes: Array, heaps: Array, state: Array, p: int) -> None:
-    """A child of `p` left or expired: with the last one, its own lease begins to matter."""
+    """Count down the live children of `p`; with the last one, its own lease takes effect."""
     nodes[p].live -= 1
     if nodes[p].live == 0 and nodes[p].marks & LEASED:
         attend(nodes, heaps, state, p)
@@ -618,7 +618,7 @@ def lose_live_kid(nodes: Array, heaps: Array, state: Array, p: int) -> None:
 
 @inner
 def are_alike(nodes: Array, s: int, t: int, row: int) -> bool:
-    """Whether `t` may simply take the place of `s` in heap `row`."""
+    """Return whether `t` may take the place of `s` in heap `row`."""
     if (nodes[s].marks | nodes[t].marks) & TIMED != 0 or row >= HINTED:
         return False
     return bool(row == (SECOND if nodes[t].marks & TWICE else LEAVES))
@@ -626,7 +626,7 @@ def are_alike(nodes: Array, s: int, t: int, row: int) -> bool:
 
 @helper
 def drop(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """Ends the residence of a slot; its children, if any, become roots."""
+    """End the residence of a slot; its children, if any, become roots."""
     p = parent_of(nodes, s)
     if nodes[s].live < 0:
         state[EXPIRED] -= 1
@@ -662,7 +662,7 @@ def drop(nodes: Array, heaps: Array, state: Array, s: int) -> None:
 
 @inner
 def link(nodes: Array, heaps: Array, state: Array, s: int, p: int) -> None:
-    """Makes `p` the parent of the live slot `s`."""
+    """Make `p` the parent of the live slot `s`."""
     nodes[s].parent = p
     nodes[s].bond = nodes[p].birth
     nodes[p].kids += 1
@@ -686,7 +686,7 @@ def link(nodes: Array, heaps: Array, state: Array, s: int, p: int) -> None:
 
 @inner
 def run_out(nodes: Array, heaps: Array, state: Array, s: int) -> None:
-    """A block and all below it have expired."""
+    """Mark a block as expired, once all below it are."""
     p = parent_of(nodes, s)
     nodes[s].live = -1
     state[EXPIRED] += 1
@@ -700,7 +700,7 @@ def run_out(nodes: Array, heaps: Array, state: Array, s: int) -> None:
 
 @inner
 def sweep(nodes: Array, heaps: Array, state: Array) -> None:
-    """Ends the leases of all blocks of the tenant that was invalidated."""
+    """End the leases of all blocks of the invalidated tenant."""
     head = s = state[LISTS + TENANTS + state[STALE] - 1] - 1
     while s >= 0:
         nodes[s].marks |= LEASED
@@ -714,9 +714,9 @@ def sweep(nodes: Array, heaps: Array, state: Array) -> None:
 
 @helper
 def expire(nodes: Array, heaps: Array, state: Array, now: int) -> int:
-    """Moves the clock, lets happen what happens by then, and returns the (clamped) time.
+    """Advance the clock, handle the events due by then, and return the (clamped) time.
 
-    A block runs out when its own lease has and every child has: expiry = max(own, children's).
+    A block expires when its own lease has run out and every child has: max(own, children's).
     """
     now = max(min(now, CLOCK_LIMIT), state[CLOCK])
     state[CLOCK] = now
@@ -738,7 +738,7 @@ def expire(nodes: Array, heaps: Array, state: Array, now: int) -> int:
 
 @inner
 def touch(nodes: Array, heaps: Array, state: Array, s: int, key: int) -> None:
-    """Gives a live slot its new key, ends its hints and renews its lease."""
+    """Give a live slot its new key, end its hints and renew its lease."""
     nodes[s].key = key
     nodes[s].last = state[CLOCK]
     i = nodes[s].place
@@ -752,14 +752,14 @@ def touch(nodes: Array, heaps: Array, state: Array, s: int, key: int) -> None:
         sift_down(heaps[row], nodes["place"], state[row], i)
 
 
-# `Policy.insert` over the compiled order: how a block begins its life, and what prolongs it.
+# `Policy.insert` over the compiled order: a block's begin of life, and its renewals.
 
 LEASE_S, MAX_AGE, RANK, RANK_S, EXPLICIT = 0, 1, 2, 3, 4
 
 
 @inner
 def live_parent(nodes: Array, s: int, p: int) -> int:
-    """`p` where it may become the parent of `s`, else -1: resident, not expired, not below `s`."""
+    """Return `p` if it may become the parent of `s`, else -1: live and not below `s`."""
     if p < 0 or p >= len(nodes) or nodes[p].birth == 0 or nodes[p].live < 0:
         return -1
     q = p
@@ -772,7 +772,7 @@ def live_parent(nodes: Array, s: int, p: int) -> int:
 
 @inner
 def sign(nodes: Array, s: int, now: int, lease: Array) -> None:
-    """Gives a slot the lease and rank of an insert, where they are more than what it has."""
+    """Give a slot the lease and rank of an insert, where they exceed its own."""
     marks = nodes[s].marks
     limit = NEVER if lease[MAX_AGE] == NEVER else now + lease[MAX_AGE]
     if not marks & LEASED or (lease[LEASE_S] == NEVER and limit == NEVER):
@@ -791,7 +791,7 @@ def sign(nodes: Array, s: int, now: int, lease: Array) -> None:
 
 @inner
 def begin_terms(nodes: Array, s: int, now: int, lease: Array, extra: int) -> None:
-    """Gives a new resident the lease and rank of its insert, and what its worth adds."""
+    """Give a new resident the lease, rank and extra key of its insert."""
     marks = nodes[s].marks | KNOWN | lease[RANK] << RANK_SHIFT
     if lease[LEASE_S] != NEVER or lease[MAX_AGE] != NEVER:
         marks |= LEASED
@@ -808,7 +808,7 @@ def begin_terms(nodes: Array, s: int, now: int, lease: Array, extra: int) -> Non
 
 @inner
 def settle(nodes: Array, heaps: Array, state: Array, s: int, depth: int, tenant: int) -> None:
-    """Makes `s` resident, without parent, lease or rank yet."""
+    """Make `s` resident, without parent, lease or rank yet."""
     state[COUNT] += 1
     state[BIRTHS] += 1
     node = nodes[s]
@@ -835,9 +835,9 @@ def insert(
     lease: Array,
     said: tuple[int, int, int],
 ) -> int:
-    """Returns `room_for`: nothing is done unless that is 0.
+    """Insert blocks and return `room_for`; if that is not 0, nothing is done.
 
-    `lease` is what `LEASE_S` and so on index; `said` = (now, tenant, what its worth adds).
+    `lease` is indexed by `LEASE_S` and so on; `said` = (now, tenant, extra key).
     """
     room = room_for(len(nodes), slots)
     if room != 0:
@@ -849,7 +849,7 @@ def insert(
     for i in range(len(slots)):
         s, p = slots[i], parents[i]
         if nodes[s].birth != 0 and nodes[s].live < 0:
-            drop(nodes, heaps, state, s)  # expired: it begins a new life
+            drop(nodes, heaps, state, s)  # expired: a new life begins
         key = now
         if nodes[s].marks & KNOWN:
             key = nodes[s].key
@@ -882,16 +882,16 @@ def insert(
 
 # One compiled function per call of the `Policy` protocol, over records, heaps and lists of slots.
 #
-# Every function that knows the time takes the clock forward first (`expire`), so that what
-# happens by itself is settled before anything is decided. Arguments common to all: `nodes`
-# [capacity] records, `heaps` [4, capacity, 2], `state` [LISTS + lists].
+# Every function with a time advances the clock first (`expire`), so that due events are handled
+# before any decision. Common arguments: `nodes` [capacity] records, `heaps` [4, capacity, 2],
+# `state` [LISTS + lists].
 
 
 @kernel
 def access(nodes: Array, heaps: Array, state: Array, slots: Array, now: int) -> None:
-    """Renews what is resident and not expired; nothing revives an expired block but `insert`.
+    """Renew resident, live blocks; only `insert` revives an expired block.
 
-    Of what is not resident only the hints end.
+    For blocks that are not resident, only hints end.
     """
     now = expire(nodes, heaps, state, now)
     old, new = np.int64(0), np.int64(0)
@@ -914,7 +914,7 @@ def access(nodes: Array, heaps: Array, state: Array, slots: Array, now: int) -> 
 
 @kernel
 def assign(nodes: Array, heaps: Array, state: Array, slots: Array, keys: Array) -> None:
-    """Gives resident slots keys that were computed elsewhere."""
+    """Set the keys of resident slots to keys that were computed elsewhere."""
     for i in range(len(slots)):
         s = slots[i]
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
@@ -924,7 +924,7 @@ def assign(nodes: Array, heaps: Array, state: Array, slots: Array, keys: Array) 
 
 @kernel
 def remove(nodes: Array, heaps: Array, state: Array, slots: Array) -> None:
-    """Drops what is resident."""
+    """Drop the slots that are resident."""
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
             drop(nodes, heaps, state, s)
@@ -932,7 +932,7 @@ def remove(nodes: Array, heaps: Array, state: Array, slots: Array) -> None:
 
 @kernel
 def forget(nodes: Array, heaps: Array, state: Array, slots: Array) -> None:
-    """Ends what outlives residence, but for pins and queued requests."""
+    """Clear the marks that outlive residence, except for queued requests; pins stay."""
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth == 0:
             unremember(nodes, state, s)
@@ -941,7 +941,7 @@ def forget(nodes: Array, heaps: Array, state: Array, slots: Array) -> None:
 
 @helper
 def change_pins(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> None:
-    """Adds `by` (1 or -1) to the pins of each slot that there is room for; none fall below 0."""
+    """Add `by` (1 or -1) to the pins of each slot within the capacity; none fall below 0."""
     for s in slots:
         if 0 <= s < len(nodes):
             before = nodes[s].pins
@@ -954,7 +954,7 @@ def change_pins(nodes: Array, heaps: Array, state: Array, slots: Array, by: int)
 
 @kernel
 def pin(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
-    """Adds `by` (1 or -1) to the pins of each. Returns the room it needs, having done nothing."""
+    """Add `by` (1 or -1) to the pins of each; or return the room needed, with nothing done."""
     room = room_beyond(len(nodes), slots)
     if room > 0 and by > 0:
         return int(room)
@@ -964,7 +964,7 @@ def pin(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
 
 @kernel
 def queue(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
-    """Adds `by` (1 or -1) to the queued requests of each. Returns the room it needs, as `pin`."""
+    """Add `by` (1 or -1) to the queued requests of each; returns as `pin` does."""
     room = room_beyond(len(nodes), slots)
     if room > 0 and by > 0:
         return int(room)
@@ -980,10 +980,10 @@ def queue(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> in
 
 @kernel
 def hint(nodes: Array, heaps: Array, state: Array, slots: Array, now: int, eta: int) -> int:
-    """Writes a hint on a chain, last block first; returns the room it needs, having done nothing.
+    """Set a hint on a chain, last block first; or return the room needed, with nothing done.
 
-    Never: on the last block and those above, up to one that another chain uses too. A time: on all
-    of them, the earliest where there are several.
+    NEVER marks the last block and those above, up to one that another chain uses too. A time marks
+    all of them, the earliest where there are several.
     """
     room = room_beyond(len(nodes), slots)
     if room > 0:
@@ -1013,7 +1013,7 @@ def hint(nodes: Array, heaps: Array, state: Array, slots: Array, now: int, eta: 
 
 @kernel
 def invalidate(nodes: Array, heaps: Array, state: Array, now: int, tenant: int) -> None:
-    """Notes which tenant's blocks are stale; the next call that decides anything sweeps them."""
+    """Record the tenant with stale blocks; the next call that decides sweeps them."""
     state[CLOCK] = max(min(now, CLOCK_LIMIT), state[CLOCK])
     if state[STALE] != 0 and state[STALE] != tenant + 1:
         sweep(nodes, heaps, state)
@@ -1023,7 +1023,7 @@ def invalidate(nodes: Array, heaps: Array, state: Array, now: int, tenant: int) 
 
 @helper
 def choose(heaps: Array, state: Array, now: int) -> int:
-    """The heap of leaves whose top goes next; one of them is not empty."""
+    """Return the heap of leaves with the next victim on top; one of them is not empty."""
     row = LEAVES if state[MODE] != ARC else arc_row(heaps, state)
     if state[HINTED] == 0:
         return row
@@ -1047,10 +1047,10 @@ def evict(
     victims: Array,
     now: int,
 ) -> bool:
-    """Fills `victims`, or returns False with no slot touched.
+    """Fill `victims`, or return False with no slot touched.
 
-    Whatever is neither pinned nor above something pinned can be freed leaf by leaf, so whether it
-    will do is known before the first victim is taken: nothing has to be put back.
+    All blocks that are neither pinned nor above a pinned one can be freed leaf by leaf, so the
+    answer is known before the first victim is taken: nothing has to be put back.
     """
     now = expire(nodes, heaps, state, now)
     change_pins(nodes, heaps, state, protected, 1)
@@ -1063,7 +1063,7 @@ def evict(
             fold(state, DIGEST, s)
             drop(nodes, heaps, state, s)
             remember(nodes, state, s)
-            if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:  # what only this child kept alive
+            if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:  # kept alive by this child
                 expire(nodes, heaps, state, now)
         trim(nodes, state)
     change_pins(nodes, heaps, state, protected, -1)
@@ -1072,7 +1072,7 @@ def evict(
 
 @kernel
 def peek(nodes: Array, heaps: Array, state: Array, protected: Array, now: int) -> int:
-    """The slot that `evict` would take first, or -1."""
+    """Return the slot that `evict` would take first, or -1."""
     now = expire(nodes, heaps, state, now)
     change_pins(nodes, heaps, state, protected, 1)
     s = -1
@@ -1084,14 +1084,14 @@ def peek(nodes: Array, heaps: Array, state: Array, protected: Array, now: int) -
 
 @kernel
 def tick(nodes: Array, heaps: Array, state: Array, now: int) -> int:
-    """Moves the clock; returns how many blocks have run out."""
+    """Advance the clock; return how many blocks have expired."""
     expire(nodes, heaps, state, now)
     return int(state[EXPIRED])
 
 
 @kernel
 def record(state: Array, answer: Array) -> None:
-    """Rolls an answer into the digest."""
+    """Fold an answer into the digest."""
     fold(state, DIGEST, len(answer))
     for s in answer:
         fold(state, DIGEST, s)
@@ -1099,22 +1099,22 @@ def record(state: Array, answer: Array) -> None:
 
 # All arrays of a policy as one argument of a compiled call.
 #
-# Taking an array out of its Python object costs a call 40 ns or so, and a learned order works on
-# ten. An `ArrayCall` is one vector with the address and shape of each; compiled code makes the
-# arrays of it.
+# Taking an array out of its Python object costs a call about 40 ns, and a learned order has ten. An
+# `ArrayCall` is one vector with the address and shape of each; compiled code rebuilds the arrays
+# from it.
 
-WORDS = 4  # of each array: its address, and up to three lengths
+WORDS = 4  # per array: its address, and up to three lengths
 ORDER = ((NODE, 1), (np.int64, 3), (np.int64, 1))
-"""What compiled calls work on: type and dimensions of nodes, heaps, state."""
+"""Arrays of compiled calls: type and dimensions of nodes, heaps, state."""
 
 
 class ArrayCall:
-    """Addresses of arrays, kept as long as the arrays are the same.
+    """Cached addresses of arrays, valid as long as the arrays are the same.
 
-    It keeps them alive, so an address is never that of something else; a copy knows none.
+    It keeps the arrays alive, so that no address is reused; a copy starts empty.
 
     Attributes:
-        groups: The arrays, as they were laid.
+        groups: The arrays of the last call.
         words: Their addresses and shapes.
     """
 
@@ -1129,12 +1129,12 @@ class ArrayCall:
         return ArrayCall, ()
 
     def lay(self, kinds: tuple[tuple[Any, int], ...], groups: tuple[Any, ...]) -> Array:
-        """The vector for these arrays.
+        """Return the vector for these arrays.
 
         Args:
             kinds: Type and dimensions that compiled code expects of each.
-            groups: Arrays and tuples of arrays. None is ever resized or changed for another
-                within its tuple.
+            groups: Arrays and tuples of arrays. No array is ever resized or replaced within its
+                tuple.
         """
         if len(groups) == len(self.groups) and all(map(is_, groups, self.groups)):
             return self.words
@@ -1152,7 +1152,7 @@ class ArrayCall:
 
 
 def opener(first: int, kinds: tuple[tuple[Any, int], ...]) -> Any:
-    """A compiled function that makes a tuple of arrays of a desk, from number `first` on."""
+    """Return a compiled function that makes a tuple of arrays of a desk, from `first` on."""
     kept = types.Tuple([types.Array(from_dtype(np.dtype(d)), n, "C") for d, n in kinds])
 
     def codegen(context: BaseContext, builder: ir.IRBuilder, _sig: Any, args: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The `Policy` protocol over the compiled order, and the policies that add little to it.
+"""The `Policy` protocol over the compiled order, and the simple policies on top of it.
 
-Recency (`LRU`), decayed frequency (`LfuTtl`), adaptive replacement (`ARC`) and time saved
+They are recency (`LRU`), decayed frequency (`LfuTtl`), adaptive replacement (`ARC`) and time saved
 per byte (`CostAware`).
 """
 
@@ -56,7 +56,7 @@ TENANT_LIMIT = 1 << 24
 
 
 def as_slots(slots: object) -> Slots:
-    """A contiguous, writable int64 vector: the one type the compiled calls are made for."""
+    """Return a contiguous, writable int64 vector, the one type of the compiled calls."""
     if type(slots) is np.ndarray and slots.dtype == np.int64 and slots.ndim == 1:
         flags = slots.flags
         return slots if flags.c_contiguous and flags.writeable else slots.copy()
@@ -66,7 +66,7 @@ def as_slots(slots: object) -> Slots:
 
 
 class LeafOrder(Policy):
-    """Gives up leaves only: a block goes after all its resident children.
+    """Policy that evicts leaves only: a block goes after all its resident children.
 
     Among the leaves, in this order: the expired; those hinted never to be used again; the others by
     rank (`Lease`), then by key; those that a queued request will use. Of equals the deepest goes
@@ -74,23 +74,23 @@ class LeafOrder(Policy):
     its parent's, or, without a resident parent, its place in the array, since arrays run from root
     to leaf. So the blocks of one request go deepest first even where no parent is known.
 
-    *Key.* The static key of a decayed access count (`.static_key`). The count of a
-    block outlives its residence until `forget`. Several inserts and an access at one `now_ns` are
-    one access; two accesses are two.
+    *Key.* The static key of a decayed access count (`compiled.static_key`). The count of a block
+    outlives its residence until `forget`. Several inserts and an access at one `now_ns` are one
+    access; two accesses are two.
 
-    *Hints.* A block that is expected back in `eta_ns` competes as one that has been unused for as
-    long as is left till then; once the time has passed, as one that was used then. `sigma` is not
-    needed. A block above several chains goes by the earliest. `NEVER_NS` holds for the chain's last
-    block and those above it that no other chain uses. A hint ends with the block's next use.
+    *Hints.* A block that is expected back in `eta_ns` competes as one that has been unused for the
+    remaining time; once the time has passed, as one that was used at that time. `sigma` is not
+    needed. A block above several chains goes by the earliest hint. `NEVER_NS` holds for the chain's
+    last block and those above it that no other chain uses. A hint ends with the block's next use.
 
     *Leases.* A block expires at min(last access + lease, birth + max age) of its class, a parent
     not before its resident children. No access revives it, only `insert` does, which begins a new
-    life; an expired parent is no parent. An insert that names a lease, of a block that is resident
-    already, prolongs its lease and raises its rank, and never the opposite.
+    life; an expired parent is no parent. An insert that names a lease for a block that is resident
+    already prolongs its lease and raises its rank, and never the opposite.
 
-    A parent that is removed leaves its children resident, as roots. A block that is inserted again
-    while resident takes the parent it is given if it has none. Memory: 128 bytes per slot number up
-    to the largest one used, 16 per leaf, and 16 where leases or hints are used.
+    Children of a removed parent stay resident, as roots. A resident block that is inserted again
+    takes the given parent if it has none. Memory: 128 bytes per slot number up to the largest one
+    used, 16 per leaf, and 16 where leases or hints are used.
 
     Args:
         tau_ns: Half-life of a block's access count in nanoseconds; 0 for recency alone.
@@ -115,7 +115,7 @@ class LeafOrder(Policy):
         }
 
     def _welcome(self, tenant: int) -> None:
-        """Makes room for the list of a tenant's blocks."""
+        """Make room for the list of a tenant's blocks."""
         if not 0 <= tenant < TENANT_LIMIT:
             raise ConfigError(f"tenant {tenant}", "Number tenants densely from 0")
         old = self._state
@@ -123,7 +123,7 @@ class LeafOrder(Policy):
         self._state[: len(old)] = old
 
     def _grow(self, room: int) -> None:
-        """Makes room for slots below `room`: doubles, so that growing costs O(1) per slot."""
+        """Make room for slots below `room`: double, so that growing costs O(1) per slot."""
         nodes, heaps = self._arrays
         old, new = len(nodes), max(room, 2 * len(nodes))
         grown = np.zeros(new, NODE), np.zeros((len(heaps), new, 2), np.int64)
@@ -132,7 +132,7 @@ class LeafOrder(Policy):
         self._arrays = grown
 
     def _call(self, kernel: Callable[..., int], *said: object) -> None:
-        """A compiled call; once more with more room, where it answers that it needs some."""
+        """Make a compiled call; if it returns that it needs room, grow and repeat it."""
         room = kernel(*self._arrays, self._state, *said)
         if room > 0:
             self._grow(room)
@@ -149,13 +149,13 @@ class LeafOrder(Policy):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1.
+        """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1.
 
-        All blocks count alike, whatever their `n_bytes`.
+        All blocks count alike, regardless of `n_bytes`.
 
         Raises:
-            ConfigError: If the arrays differ in length or hold what is no slot number, or there is
-                no such lease class.
+            ConfigError: The arrays differ in length or hold an invalid slot number, or the lease
+                class is unknown.
         """
         slots, parents = as_slots(slots), as_slots(parents)
         terms, extra = self.terms(slots, parents, lease, tenant), self._extra(n_bytes, cost_ns)
@@ -168,7 +168,7 @@ class LeafOrder(Policy):
             self._insert(*said)
 
     def terms(self, slots: Slots, parents: Slots, lease: str | Lease, tenant: int) -> Slots:
-        """A lease as an insert takes it, once its arrays fit and there is room for the tenant.
+        """Return the lease of an insert as a vector, after its arrays and tenant are checked.
 
         Raises:
             ConfigError: The arrays differ in length, or the lease class or tenant is unknown.
@@ -183,55 +183,55 @@ class LeafOrder(Policy):
         return self._lease(lease)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """A request uses these known blocks, root to leaf.
+        """Record that a request uses these known blocks, root to leaf.
 
-        Of blocks that are not resident only the hints end.
+        For blocks that are not resident, only hints end.
         """
         compiled.access(*self._arrays, self._state, as_slots(slots), now_ns)
         if self._queued and visit.request in self._queued:
             compiled.queue(*self._arrays, self._state, self._queued.pop(visit.request), -1)
 
     def remove(self, slots: Slots) -> None:
-        """Blocks left for another reason than `evict`.
+        """Remove blocks that left for another reason than `evict`.
 
         Children of a removed block stay, as roots.
         """
         compiled.remove(*self._arrays, self._state, as_slots(slots))
 
     def forget(self, slots: Slots) -> None:
-        """Nobody knows these blocks any more: their slots may name others next.
+        """Forget slots that are not resident; the numbers may be reused for other blocks.
 
-        Ends their counts and hints; resident ones are ignored.
+        Their counts and hints end; resident blocks are ignored.
         """
         compiled.forget(*self._arrays, self._state, as_slots(slots))
 
     def abort(self, now_ns: int, request: int) -> None:
-        """A request that was enqueued or accessed will not go on."""
+        """Cancel a request that was enqueued."""
         if request in self._queued:
             compiled.queue(*self._arrays, self._state, self._queued.pop(request), -1)
 
     def pin(self, slots: Slots) -> None:
-        """Blocks, resident or not, must not be given up until as many `unpin`; nests.
+        """Pin blocks, resident or not, against eviction until as many `unpin`; nests.
 
-        What is above a pinned block stays as well, while both are resident.
+        Blocks above a pinned block stay as well, while both are resident.
         """
         self._call(compiled.pin, as_slots(slots), 1)
 
     def unpin(self, slots: Slots) -> None:
-        """Ends one `pin` of each. Slots that are not pinned are ignored."""
+        """Release one `pin` of each block. Slots that are not pinned are ignored."""
         compiled.pin(*self._arrays, self._state, as_slots(slots), -1)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """The application expects the next use of this chain in about `eta_ns`.
+        """Record that the application expects the next use of this chain in about `eta_ns`.
 
-        And the notes of this class.
+        The effect is described in the notes of this class.
         """
         self._call(compiled.hint, as_slots(slots), now_ns, min(eta_ns, NEVER_NS))
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """A queued request will use this chain: certain, until its `access` or `abort`.
+        """Record that a queued request will use this chain, until its `access` or `abort`.
 
-        A request that is enqueued again has another chain now.
+        A repeated `enqueue` of a request replaces its chain.
         """
         self.abort(now_ns, request)
         slots = as_slots(slots).copy()
@@ -239,28 +239,28 @@ class LeafOrder(Policy):
         self._queued[request] = slots
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
-        """All present blocks of a tenant became stale: as expired as by a lease, at once.
+        """Expire all present blocks of a tenant at once, as if their leases had run out.
 
-        O(1); the next call that decides does the rest, once a block.
+        O(1) here; the next call that decides does the rest, once per block.
         """
         if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
-            tenant = -1  # nobody it knows; but the time is
+            tenant = -1  # an unknown tenant has no blocks; only the clock advances
         self._tick(now_ns)
         if tenant >= 0:
             compiled.invalidate(*self._arrays, self._state, now_ns, tenant)
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
-        """Everything: these policies choose what leaves, not what enters."""
+        """Admit all blocks: these policies choose victims only."""
         self._tick(now_ns)
         return np.ones(len(slots), np.bool_)
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Chooses and removes `n` victims, none pinned or protected; None, nothing changed, else.
+        """Remove and return `n` victims, none pinned or protected; else None, with nothing changed.
 
-        Victims in the order in which they go, children before parents.
+        Victims are in eviction order, children before parents.
 
-        None if fewer than `n` blocks are neither pinned or protected, nor above such a block. What
-        is in use for longer than a call is better pinned: that costs an eviction nothing.
+        None if fewer than `n` blocks are neither pinned or protected, nor above such a block. For
+        blocks in use beyond one call, pins are better: they cost an eviction nothing.
 
         Raises:
             ConfigError: If `n` is negative.
@@ -268,12 +268,12 @@ class LeafOrder(Policy):
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
         if n > self._state[COUNT]:
-            n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
+            n = int(self._state[COUNT]) + 1  # fails as well, with a smaller array
         victims = np.empty(n, np.int64)
         return victims if self._evict(as_slots(protected), victims, now_ns) else None
 
     def expired(self, now_ns: int) -> Slots:
-        """Resident blocks whose lease has run out: never a hit again, reclaimed first.
+        """Return resident blocks with an expired lease: they never hit again and go first.
 
         Ascending; they stay until removed, evicted or inserted again.
         """
@@ -287,9 +287,9 @@ class LeafOrder(Policy):
         return out
 
     def priority(self, slot: int) -> float:
-        """Smaller is given up earlier; -inf for a slot that is not resident.
+        """Return the priority of a slot: smaller is evicted earlier; -inf if it is not resident.
 
-        As of the last call; other classes lie far away.
+        It is as of the last call; classes other than the default lie far off.
         """
         nodes = self._arrays[0]
         if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
@@ -299,19 +299,19 @@ class LeafOrder(Policy):
         return self._worth(slot)
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
-        """The slot that `evict` of one would give up, for comparisons; -1 if there is none.
+        """Return the slot that `evict` of one would choose, for comparisons; -1 if there is none.
 
         O(1), and as long for each protected block as for a pin.
         """
         return int(compiled.peek(*self._arrays, self._state, as_slots(protected), now_ns))
 
     def resident(self) -> Sequence[int]:
-        """Slots it believes to be resident, ascending."""
+        """Return the resident slots, ascending."""
         births: list[int] = np.flatnonzero(self._arrays[0]["birth"]).tolist()
         return births
 
     def digest(self) -> int:
-        """64-bit rolling hash of the answers of `evict` and of `expired`, where it names any."""
+        """Return a 64-bit rolling hash of `evict`'s answers and `expired`'s non-empty ones."""
         return int(self._state[DIGEST]) & 0xFFFF_FFFF_FFFF_FFFF
 
     def __len__(self) -> int:
@@ -325,31 +325,31 @@ class LeafOrder(Policy):
     def _insert(
         self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
     ) -> int:
-        """Returns the room it needs, having done nothing; -1 for a number that is no slot."""
+        """Insert, or return the room that is missing with nothing done; -1 for an invalid slot."""
         return int(compiled.insert(*self._arrays, self._state, slots, parents, terms, said))
 
     def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
-        """Fills `victims`, or returns False with no slot touched."""
+        """Fill `victims`, or return False with no slot touched."""
         return bool(compiled.evict(*self._arrays, self._state, guarded, victims, now_ns))
 
     def _tick(self, now_ns: int) -> int:
-        """Moves the clock; returns how many blocks have run out."""
+        """Advance the clock; return how many blocks have run out."""
         return int(compiled.tick(*self._arrays, self._state, now_ns))
 
     def _worth(self, slot: int) -> float:
-        """The static key of a resident block, in nanoseconds."""
+        """Return the static key of a resident block, in nanoseconds."""
         return float(worth(self._arrays[0], self._state, slot))
 
     def _extra(self, n_bytes: int, cost_ns: int) -> int:
-        """What a block's worth adds to its key."""
+        """Return the term that a block's worth adds to its key."""
         return 0
 
     def seldom(self) -> list[Callable[[], object]]:
-        """Calls that compile what ordinary traffic reaches late; they spoil the policy."""
+        """Return calls that compile code which traffic reaches late; they spoil the policy."""
         return []
 
     def _lease(self, lease: str | Lease) -> Slots:
-        """A lease as the compiled calls take it."""
+        """Return a lease as the compiled calls take it."""
         if isinstance(lease, Lease):
             return _numbers(lease, True)
         try:
@@ -363,7 +363,7 @@ class LeafOrder(Policy):
 
 
 def no_slot() -> ConfigError:
-    """What is wrong with a number that is no slot."""
+    """Return the error for an invalid slot number."""
     return ConfigError(
         f"slot numbers must lie in 0..{SLOT_LIMIT - 1}",
         "Number the blocks of a tier densely from 0",
@@ -371,7 +371,7 @@ def no_slot() -> ConfigError:
 
 
 def _numbers(lease: Lease, explicit: bool) -> Slots:
-    """`calls.LEASE_S` and so on."""
+    """Return a lease as a vector: lease, maximum age, rank, rank time, explicit."""
     times = (_ns(lease.lease_s), _ns(lease.max_age_s), lease.rank, _ns(lease.rank_s), explicit)
     return np.array(times, np.int64)
 
@@ -381,7 +381,7 @@ def _ns(seconds: float) -> int:
 
 
 class LRU(LeafOrder):
-    """Gives up, among the leaves, the one whose last request is longest ago.
+    """Policy that evicts the leaf with the oldest last request.
 
     The rule of SGLang's radix cache and of vLLM's reversed free list. All blocks of one request
     (one `now_ns`) are equally recent; ties go deepest first, then smallest slot.
@@ -399,7 +399,7 @@ class LRU(LeafOrder):
 
 
 class LfuTtl(LeafOrder):
-    """Gives up, among the leaves, expired blocks first and then the least frequently used.
+    """Policy that evicts, among the leaves, expired blocks first and then the least frequent.
 
     *Frequency.* An access counts 1 and halves every `tau_s` seconds: c <- 1 + c * 2^(-dt/tau), the
     "combined recency and frequency" of LRFU (Lee et al., IEEE ToC 2001), kept as one static integer
@@ -417,7 +417,7 @@ class LfuTtl(LeafOrder):
     *Leases.* A block expires at min(last access + lease, birth + max age) of its class, a parent
     not before its resident children. Expired blocks are reclaimed before any live one; no access
     revives them, only `insert` does, which begins a new life (an expired parent is no parent).
-    Leases are for privacy, staleness and giving memory back. They do not raise the hit ratio,
+    Leases are for privacy, staleness and freeing memory. They do not raise the hit ratio,
     ageing does; a *short* lease after tool calls lowered it by ten points.
 
     Classes: "" (the default class), "turn_end", "tool_wait", "pinned_prefix", "one_shot",
@@ -439,18 +439,18 @@ class LfuTtl(LeafOrder):
 
 
 class ARC(LeafOrder):
-    """Gives up the longest unused leaf of what was used once, or of what was used again.
+    """Policy that evicts the longest unused leaf of the recency list or of the frequency list.
 
     The rule of vLLM's offloading (`ARCOffloadingManager`), after Megiddo and Modha (FAST 2003): T1
-    holds blocks used once, T2 blocks used again, B1 and B2 remember what was evicted from them. A
-    use of what B1 remembers raises the target size of T1 by max(1, |B2| // |B1|), one of B2 lowers
-    it by max(1, |B1| // |B2|). A victim is taken from T1 while it has at least its target size.
-    What comes back begins in T1. Each of B1 and B2 is as long at most as the cache is large, which
-    is the largest number of blocks that an eviction has left.
+    holds blocks used once, T2 blocks used again, B1 and B2 record the blocks evicted from them. A
+    use of a block in B1 raises the target size of T1 by max(1, |B2| // |B1|), one of B2 lowers it
+    by max(1, |B1| // |B2|). A victim is taken from T1 while it has at least its target size. A
+    block that comes back begins in T1. Each of B1 and B2 is at most as long as the cache is large,
+    which is the largest number of blocks that an eviction has left.
 
-    Differences to vLLM: only leaves are victims, and so are never found before their prefix is; of
-    one request the deepest goes first; where the list whose turn it is has no leaf that may go, the
-    other gives one.
+    Differences to vLLM: only leaves are victims, so that no block stays resident without its
+    prefix; of one request the deepest goes first; where the list in turn has no evictable leaf,
+    the other gives one.
 
     Args:
         **options: Fields of `ArcConfig`: leases.
@@ -469,7 +469,7 @@ _MOST_EXTRA = CLOCK_LIMIT >> 2
 
 
 class CostAware(LeafOrder):
-    """Gives up, among the leaves, the one that saves least: count * (cost / bytes) ** alpha.
+    """Policy that evicts the leaf that saves least: count * (cost / bytes) ** alpha.
 
     For blocks of unequal kinds, such as pages of several codecs, state snapshots beside pages, or
     late tokens, which cost more than early ones. Where cost is in proportion to size, and where it
@@ -499,9 +499,9 @@ class CostAware(LeafOrder):
         self._last: tuple[tuple[int, int], int] = (0, 0), 0
 
     def _extra(self, n_bytes: int, cost_ns: int) -> int:
-        """Half-life * alpha * log2 of the cost per byte, in nanoseconds."""
+        """Return half-life * alpha * log2 of the cost per byte, in nanoseconds."""
         asked = n_bytes, cost_ns
-        if asked != self._last[0]:  # mostly it is what it was
+        if asked != self._last[0]:  # mostly the same as before
             n_bytes = max(n_bytes, 1)
             per_byte = cost_ns / n_bytes if cost_ns > 0 else self.config.ns_per_byte
             extra = round(self._scale * log2(per_byte))

@@ -1,4 +1,4 @@
-"""Prefetch policies: pages to bring nearer before a request asks for them, and when not to."""
+"""Prefetch policies: chains to bring nearer before a request asks, and when to stop."""
 
 from flowkv.policy.prefetch.prefetcher import Fetch, PrefetchConfig, Prefetcher
 

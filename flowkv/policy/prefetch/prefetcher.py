@@ -1,16 +1,15 @@
 """The prefetcher: chooses chains to bring into a faster place before a request asks for them.
 
-Three reasons, in this order. The *queue*: a request that waits will use its chain, certainly and
-soon. A *hint*: the application expects a chain at about some time; bringing it starts early enough
-for the transfer, some slack and the error of the hint, and not before. And the *learned* next uses:
-those that the place's policy expects (`Policy.wanted`), or those of a Markov chain over the chains'
-last known blocks, for documents and templates that recur. All three pay for what they bring from a
-budget that fills when they were right (`credit`); on traffic that cannot be predicted the learned
-reason so switches itself off. Nothing goes for a prefetch that is worth more than it
-(`Policy.displace`), and while a `RegretGuard` says that prefetching costs more than it saves,
-nothing is brought at all. To bring nothing is the normal answer.
+There are three reasons, in this order. *Queue*: a waiting request will use its chain, certainly
+and soon. *Hint*: the application expects a chain at about some time; loading starts early enough
+for the transfer, some slack and the error of the hint, and not before. *Learned*: the place's
+policy expects a use (`Policy.wanted`), or a Markov chain over the chains' last known blocks does,
+for documents and templates that recur. Each pays for its blocks from a budget that fills when its
+predictions were right (`Credit`); on unpredictable traffic the learned reason so switches itself
+off. No block is evicted for a prefetch that is worth less than the block (`Policy.displace`), and
+while prefetching costs more than it saves, `RegretGuard` stops it. An empty answer is normal.
 
-Pure and deterministic: who drives it tells what happened, gives the time, and moves the bytes.
+Pure and deterministic: the caller reports events, passes the time, and moves the bytes.
 """
 
 from __future__ import annotations
@@ -30,34 +29,34 @@ from flowkv.policy.base import NEVER_NS, NO_SLOTS, PolicyConfig, Slots, configur
 from flowkv.policy.prefetch.markov import Markov
 from flowkv.policy.restore.costs import Rates
 
-# When to start for a chain that the application expects at about some time.
+# Start times for chains that the application expects at about some time.
 
 _MOST = 1 << 16
-_GIVEN_UP = 4  # times the expected time
+_GIVEN_UP = 4  # multiples of the expected time after which a hint is dropped
 _LEAST_S = 0.01
 
 
 class Hint(NamedTuple):
-    """A chain's next use, `eta_ns` after `told_ns`, the logarithm's deviation being `sigma`."""
+    """Hint of a next use, `eta_ns` after `told_ns`, with `sigma` of the logarithm's deviation."""
 
     told_ns: int
     eta_ns: int
     sigma: float
 
     def rate(self, now_ns: int) -> float:
-        """Uses a second, at a time when it was not used yet: 1 / E[T - t | T > t], T lognormal."""
+        """Return uses per second of a chain unused so far: 1 / E[T - t | T > t], T lognormal."""
         passed, eta = max(now_ns - self.told_ns, 1), max(self.eta_ns, 1)
         sigma = max(self.sigma, 1e-3)
         late = math.log(passed / eta) / sigma
         beyond = math.erfc(late / math.sqrt(2.0))
-        if beyond < 1e-12:  # long overdue: as if it were as far ahead as it is behind
+        if beyond < 1e-12:  # long overdue: as far ahead as it is behind
             return 1e9 / passed
         mean = eta * math.exp(sigma * sigma / 2) * math.erfc((late - sigma) / math.sqrt(2.0))
         return 1e9 / max(mean / beyond - passed, _LEAST_S * 1e9)
 
 
 class HintQueue:
-    """The hints that hold, and when each is to be looked at."""
+    """Valid hints, and the times at which each is due."""
 
     def __init__(self) -> None:
         self._hints: dict[int, Hint] = {}
@@ -73,30 +72,30 @@ class HintQueue:
         return len(self._hints)
 
     def tell(self, tip: int, hint: Hint, lead_ns: int, early: float) -> None:
-        """A new hint about a chain's last block, which takes the place of an older one.
+        """Add a hint about a chain's last block, and drop an older one about the same block.
 
         Args:
-            tip: The block.
-            hint: What is expected; `NEVER_NS` only ends the older one.
-            lead_ns: To be looked at so long before its time,
-            early: and so many deviations.
+            tip: The last block.
+            hint: The hint; with `NEVER_NS` only the older one is dropped.
+            lead_ns: Time before the expected use at which the hint is due.
+            early: Deviations to add to that lead.
         """
         self._hints.pop(tip, None)
         if hint.eta_ns == NEVER_NS:
             return
-        if len(self._hints) >= _MOST:  # the oldest has been wrong, or is far
+        if len(self._hints) >= _MOST:  # the oldest was wrong, or is far in the future
             del self._hints[next(iter(self._hints))]
         self._hints[tip] = hint
         first_ns = hint.eta_ns * math.exp(-early * hint.sigma)
         self._at(tip, hint.told_ns + round(first_ns) - lead_ns)
 
     def end(self, chain: list[int]) -> None:
-        """These blocks are used: hints about them are fulfilled."""
+        """Drop hints about these blocks, since they are used."""
         for tip in self._hints.keys() & set(chain) if self._hints else ():
             del self._hints[tip]
 
     def due(self, now_ns: int) -> list[tuple[int, float]]:
-        """Blocks whose time has come, each once, and their rates, the most urgent first."""
+        """Return the due blocks, each once, with their rates, the most urgent first."""
         tips = dict[int, float]()
         while self._starts and self._starts[0][0] <= now_ns:
             tip = heapq.heappop(self._starts)[1]
@@ -105,7 +104,7 @@ class HintQueue:
         return sorted(tips.items(), key=lambda one: -one[1])
 
     def again(self, tip: int, now_ns: int, least_ns: int) -> None:
-        """There was no room for a chain: look at it once more, later."""
+        """Schedule a chain once more, later, for which there was no room."""
         hint = self._hints[tip]
         left_ns = abs(hint.told_ns + hint.eta_ns - now_ns)
         again_ns = now_ns + max(left_ns // 4, hint.eta_ns // 16, least_ns)
@@ -113,33 +112,33 @@ class HintQueue:
             self._at(tip, again_ns)
 
     def next_ns(self) -> int:
-        """When the next one is due; `NEVER_NS` if there is none."""
+        """Return the time when the next hint is due; `NEVER_NS` if there is none."""
         return self._starts[0][0] if self._starts else NEVER_NS
 
     def _at(self, tip: int, when_ns: int) -> None:
         heapq.heappush(self._starts, (when_ns, tip))
-        if len(self._starts) > 4 * _MOST:  # mostly of hints that are gone
+        if len(self._starts) > 4 * _MOST:  # mostly entries of dropped hints
             self._starts = sorted((w, t) for w, t in self._starts if t in self._hints)
             del self._starts[2 * _MOST :]
 
 
-# Who may prefetch, and how much: a budget for each reason to prefetch, filled by being right.
+# Budgets of prefetching: one for each reason, filled by correct predictions.
 #
-# A reason pays a byte for every byte it brings, and gets back `1 / floor` for each that was used.
-# So one whose precision stays above the floor can go on for ever, and one below runs dry, losing
-# no more than what it had earned before. The learned reasons, one for each half octave of the
-# predicted rate, begin with nothing: they live on *probes*, a small share of the bytes that were
-# demanded, which all of them share. That makes the cost of being wrong, and of asking again now
-# and then whether one still is, a share of the traffic by construction.
+# A reason pays a byte for every byte it brings, and gets back `1 / floor` for each byte used. So a
+# reason with a precision above the floor can go on for ever, and one below runs dry, losing no more
+# than it had earned before. The learned reasons, one for each half octave of the predicted rate,
+# begin with nothing: they live on *probes*, a small share of the demanded bytes that all of them
+# share. That limits the cost of wrong predictions, and of later probes of a failed reason, to a
+# share of the traffic by construction.
 
 QUEUE, HINT, LEARNED = 0, 1, 2
 KINDS = ("queue", "hint", "learned")
 CLASSES = 40
-"""Purses: queue, hints, and half octaves of the rate from 2^-14 to 2^5 per second."""
+"""Number of budgets: queue, hints, and half octaves of the rate from 2^-14 to 2^5 per second."""
 
 
 def class_of(kind: int, rate: float) -> int:
-    """The budget of a prefetch: its kind, and for learned ones how soon a use is expected."""
+    """Return the budget of a prefetch: its kind, and for learned ones the expected rate."""
     if kind != LEARNED:
         return kind
     octaves = math.floor(2 * math.log2(rate)) + 28 if 0.0 < rate < math.inf else 0
@@ -147,16 +146,16 @@ def class_of(kind: int, rate: float) -> int:
 
 
 class Credit:
-    """The budgets.
+    """Budgets of the reasons to prefetch.
 
     Args:
-        most_bytes: What a budget can hold.
-        floor: The precision from which on a reason pays for itself.
-        probe_share: Of the bytes demanded, what learned reasons may risk without having earned it.
+        most_bytes: Most bytes of a budget.
+        floor: Least precision at which a reason pays for itself.
+        probe_share: Share of the demanded bytes that learned reasons may risk unearned.
 
     Attributes:
         budgets: Bytes that each reason may bring.
-        probes: Bytes that any may bring.
+        probes: Bytes that any reason may bring.
     """
 
     def __init__(self, most_bytes: int, floor: float, probe_share: float) -> None:
@@ -166,44 +165,44 @@ class Credit:
         self.probes = 0.0
 
     def demanded(self, n_bytes: float) -> None:
-        """Bytes were loaded because somebody waited for them."""
+        """Add the probe share of bytes that were loaded on demand."""
         self.probes = min(self.probes + self.probe_share * n_bytes, self.most_bytes / 4)
 
     def affords(self, budget: int) -> float:
-        """Bytes that a reason may bring now."""
+        """Return the bytes that a reason may bring now."""
         return self.budgets[budget] + self.probes
 
     def pay(self, budget: int, n_bytes: float) -> None:
-        """A reason brings bytes."""
+        """Charge a reason for bytes that it brings: first its budget, then the probes."""
         own = min(n_bytes, self.budgets[budget])
         self.budgets[budget] -= own
         self.probes = max(0.0, self.probes - (n_bytes - own))
 
     def used(self, budget: int, n_bytes: float) -> None:
-        """Somebody asked for bytes that a reason had brought."""
+        """Reward a reason for bytes that a request used."""
         self.budgets[budget] = min(self.budgets[budget] + n_bytes / self.floor, self.most_bytes)
 
 
-# What became of the blocks that were prefetched, and of those that had to go for them.
+# Outcomes of prefetched blocks, and of the blocks evicted for them.
 
 
 class _Moved:
-    """A block that was prefetched, or had to go for that: since when, its size, and who pays."""
+    """Prefetched block, or a block evicted for a prefetch: its time, size and budget."""
 
     __slots__ = ("awaited", "budget", "n_bytes", "since_ns")
 
     def __init__(self, since_ns: int, n_bytes: int, budget: int) -> None:
         self.since_ns, self.n_bytes, self.budget = since_ns, n_bytes, budget
-        self.awaited = False  # somebody asked for it while it was on its way
+        self.awaited = False  # a request asked for the block while it was in flight
 
 
 class PrefetchOutcome(NamedTuple):
     """The outcome of prefetches that were just settled.
 
     Attributes:
-        used: Bytes that somebody asked for, by budget.
-        wasted: Bytes that nobody did.
-        displaced_bytes: Asked for, and pushed out by a prefetch.
+        used: Bytes that requests asked for, by budget.
+        wasted: Bytes that no request asked for, by budget.
+        displaced_bytes: Requested bytes that a prefetch had displaced.
     """
 
     used: Counter[int]
@@ -212,15 +211,15 @@ class PrefetchOutcome(NamedTuple):
 
 
 class Outcomes:
-    """Follows prefetched slots until they are used, leave, or are forgotten about.
+    """Tracker of prefetched slots until they are used, leave, or reach the horizon.
 
     Args:
-        horizon_ns: A prefetch that was not used by then counts as wasted, a block that is asked for
-            later than that after it was pushed out as not displaced.
+        horizon_ns: A prefetch that is not used by then counts as wasted; a block that is requested
+            later than that after its eviction does not count as displaced.
 
     Attributes:
-        flying_bytes: On their way.
-        unproven_bytes: On their way, or there and not used yet.
+        flying_bytes: Bytes in flight.
+        unproven_bytes: Bytes in flight, or landed and not used yet.
     """
 
     def __init__(self, horizon_ns: int) -> None:
@@ -232,7 +231,7 @@ class Outcomes:
         self._batches: deque[tuple[int, Slots]] = deque()
 
     def bring(self, now_ns: int, budget: int, slots: Slots, sizes: Slots) -> None:
-        """Blocks of some sizes start to come, for a reason."""
+        """Record that blocks start to load, charged to a budget."""
         self._batches.append((now_ns, slots))
         for slot, n_bytes in zip(slots.tolist(), sizes.tolist(), strict=True):
             self._flying[slot] = _Moved(now_ns, n_bytes, budget)
@@ -241,30 +240,30 @@ class Outcomes:
             self.unproven_bytes += n_bytes
 
     def push(self, now_ns: int, slots: Slots, sizes: Slots) -> None:
-        """Blocks of some sizes had to go for a prefetch. Those it brought itself have left."""
+        """Record blocks evicted for a prefetch; prefetched ones among them have already left."""
         self._batches.append((now_ns, slots))
         for slot, n_bytes in zip(slots.tolist(), sizes.tolist(), strict=True):
             self._pushed[slot] = _Moved(now_ns, n_bytes, -1)
 
     def absent(self, slots: Slots) -> Slots:
-        """Those of some slots that were not prefetched."""
+        """Return the slots that are not prefetched."""
         known = [s not in self._flying and s not in self._landed for s in slots.tolist()]
         return slots[known]
 
     def land(self, slots: Slots) -> None:
-        """Blocks came."""
+        """Record that blocks have landed."""
         for slot, one in self._arrive(slots):
             if not one.awaited:
                 self._landed[slot] = one
                 self.unproven_bytes += one.n_bytes
 
     def drop(self, slots: Slots) -> None:
-        """Blocks will not come."""
+        """Record that blocks will not arrive."""
         for _ in self._arrive(slots):
             pass
 
     def _arrive(self, slots: Slots) -> Iterator[tuple[int, _Moved]]:
-        """Blocks are no longer on their way."""
+        """Take blocks out of those in flight, and yield them."""
         for slot in slots.tolist():
             one = self._flying.pop(slot, None)
             if one is not None:
@@ -273,13 +272,13 @@ class Outcomes:
                 yield slot, one
 
     def ask(self, chain: Slots, hits: int) -> PrefetchOutcome:
-        """Somebody asks for a chain, of which so many leading blocks were there."""
+        """Settle the blocks of a requested chain, of which so many leading ones were resident."""
         used = self._settle(chain[:hits])
         displaced_bytes = 0
         if self._flying or self._pushed:
             for i, slot in enumerate(chain.tolist()):
                 one = self._flying.get(slot)
-                if one is not None and not one.awaited:  # waited for, but shorter
+                if one is not None and not one.awaited:  # the request waits, but for a shorter time
                     one.awaited = True
                     used[one.budget] += one.n_bytes
                 pushed = self._pushed.pop(slot, None)
@@ -288,18 +287,18 @@ class Outcomes:
         return PrefetchOutcome(used, self._settle(chain[hits:]), displaced_bytes)
 
     def leave(self, slots: Slots) -> PrefetchOutcome:
-        """Blocks left the place."""
+        """Settle blocks that left the place."""
         return PrefetchOutcome(Counter(), self._settle(slots), 0)
 
     def forget(self, slots: Slots) -> None:
-        """Slots that name other blocks next."""
+        """Forget slots; the numbers may be reused for other blocks."""
         self.drop(slots)
         self._settle(slots)
         for slot in slots.tolist():
             self._pushed.pop(slot, None)
 
     def tick(self, now_ns: int) -> PrefetchOutcome:
-        """What nobody asked for within the horizon is wasted."""
+        """Settle blocks without a use within the horizon as wasted."""
         wasted = Counter[int]()
         while self._batches and self._batches[0][0] + self.horizon_ns <= now_ns:
             since_ns, slots = self._batches.popleft()
@@ -313,7 +312,7 @@ class Outcomes:
         return PrefetchOutcome(Counter(), wasted, 0)
 
     def _settle(self, slots: Slots) -> Counter[int]:
-        """Bytes of those that lie here and were not used yet, by budget; they count no more."""
+        """Remove landed, unused blocks; return their bytes by budget."""
         found = Counter[int]()
         for slot in slots.tolist() if self._landed else ():
             one = self._landed.pop(slot, None)
@@ -323,51 +322,51 @@ class Outcomes:
         return found
 
 
-# What a prefetcher is given to decide with, and what a decision says.
+# View of the places that a prefetcher decides on, and its decisions.
 
 
 class PrefetchView(Protocol):
-    """A driver's view of the place and the one below it, at this moment."""
+    """View of a place and the one below it, at this moment."""
 
     capacity_bytes: int
-    """Of the place."""
+    """Bytes of the place."""
 
     def room_bytes(self) -> int:
-        """Free in the place."""
+        """Return the free bytes of the place."""
         ...
 
     def sizes(self, slots: Slots) -> Slots:
-        """Bytes of blocks."""
+        """Return the bytes of each block."""
         ...
 
     def missing(self, tip: int) -> tuple[int, Slots]:
-        """The deepest ancestor of `tip` that is in the place, or -1, and what lies between.
+        """Return the deepest ancestor of `tip` in the place, or -1, and the blocks between.
 
-        Root to leaf, and only as far as the source holds it without a gap; `tip` comes last.
+        The blocks run from root to leaf and end with `tip`; they stop at a gap in the source.
         """
         ...
 
 
 class Giver(Protocol):
-    """A judge of what is worth bringing and what may go for it: a `Policy` or a stand-in."""
+    """Judge of the blocks worth bringing and the blocks to evict: a `Policy` or a stand-in."""
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
+        """Return up to `n` ends of non-resident chains that are worth prefetching, best first."""
         ...
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """Gives up to `n` victims to a prefetch: only what is worth less than that."""
+        """Evict up to `n` victims for a prefetch: only blocks worth less than those it brings."""
         ...
 
 
 class Fetch(NamedTuple):
-    """A decision, carried out at once: what leaves the place, and what comes.
+    """Decision, carried out at once: blocks that leave the place, and blocks that come.
 
     Attributes:
         kind: `QUEUE`, `HINT` or `LEARNED`.
-        rate: Uses a second that are expected.
-        slots: What to bring, root to leaf.
-        victims: What the policy has given up for that; the driver removes it.
+        rate: Expected uses per second.
+        slots: Blocks to bring, root to leaf.
+        victims: Blocks that the policy has evicted for them; the caller removes them.
     """
 
     kind: int
@@ -376,18 +375,17 @@ class Fetch(NamedTuple):
     victims: Slots
 
 
-# What prefetching costs those who wait, weighed against what it saves them.
+# Cost of prefetching to requests that wait, weighed against its savings.
 #
-# Two promises. The first holds for every single demand and needs no measuring: prefetches are
-# sent in *chunks*, no chunk while a demand waits or is under way, so a demand finds at most one
-# in its way. (Chunks start only when no demand is unfinished; so the work before a demand is
-# never more than without prefetches, plus that chunk.) The second is about the sum: bytes that
-# were in the way of demands, bytes loaded again since a prefetch had displaced them, and bytes
-# that nobody used are held against the bytes that were there when somebody asked. When the
-# balance exceeds its budget, prefetching rests, twice as long each time, and then gets another
-# small trial.
+# There are two promises. The first holds for every single demand and needs no measuring: prefetches
+# are sent in *chunks*, no chunk while a demand waits or is under way, so a demand finds at most one
+# in its way. (Chunks start only when no demand is unfinished; so the work before a demand is never
+# more than without prefetches, plus that chunk.) The second is about the sum: bytes in the way of
+# demands, bytes loaded again since a prefetch had displaced them, and unused bytes are held against
+# the prefetched bytes that requests used. When the balance exceeds its budget, prefetching rests,
+# twice as long each time, and then gets another small trial.
 #
-# Pure: bytes and times are told, no clock is read.
+# Pure: bytes and times are arguments, no clock is read.
 
 _LEAST_BYTES, _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 22, 1 << 26
 _ENOUGH = 8
@@ -400,15 +398,15 @@ class RegretConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     """Options of `RegretGuard`.
 
     Attributes:
-        chunk_s: A demand may wait so long for prefetches that were sent before it, and as long as
-            the latency of one load.
-        interference: Bytes in the way of demands, and displaced ones, may exceed the bytes that
-            prefetching saved by this share of what was demanded.
-        waste: Bytes that nobody used, as a share of those demanded and of those saved.
-        trial_bytes: What may be lost before anything is known.
-        memory_s: Half-life of all that is counted.
+        chunk_s: Longest wait of a demand for prefetches sent before it, beside the latency of
+            one load.
+        interference: Share of the demanded bytes by which bytes in the way of demands, and
+            displaced ones, may exceed the bytes saved.
+        waste: Unused bytes allowed, as a share of the bytes demanded and saved.
+        trial_bytes: Bytes that may be lost before the balance counts.
+        memory_s: Half-life of all counts.
         rest_s: Length of the first rest.
-        longest_rest_s: Length of the longest.
+        longest_rest_s: Length of the longest rest.
     """
 
     chunk_s: Span = 0.005
@@ -421,16 +419,16 @@ class RegretConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RegretGuard:
-    """Says whether prefetching from one place may go on.
+    """Guard that stops prefetching from one place while its costs exceed its savings.
 
     Args:
         **options: Fields of `RegretConfig`.
 
     Attributes:
         in_the_way_bytes: All bytes that were in flight when a demand arrived, ever.
-        saved_bytes: All prefetched bytes that were there when somebody asked for them, ever.
-        wasted_bytes: All of them that nobody used, ever.
-        rests: How often prefetching was stopped.
+        saved_bytes: All prefetched bytes that were resident when requested, ever.
+        wasted_bytes: All prefetched bytes without a use, ever.
+        rests: Number of rests.
 
     Raises:
         ConfigError: If an option is unknown or wrong.
@@ -447,7 +445,7 @@ class RegretGuard:
     # ---- what happens
 
     def demanded(self, now_ns: int, n_bytes: int, in_the_way_bytes: int = 0) -> None:
-        """Somebody waits for bytes, and found prefetches in flight before them."""
+        """Record demanded bytes, and the prefetches in flight before them."""
         self._fade(now_ns)
         self._demanded += n_bytes
         self._cost += in_the_way_bytes
@@ -455,20 +453,20 @@ class RegretGuard:
         self._judge(now_ns)
 
     def used(self, now_ns: int, n_bytes: int) -> None:
-        """Prefetched bytes were there when somebody asked for them."""
+        """Record prefetched bytes that were resident when requested."""
         self._fade(now_ns)
         self._saved += n_bytes
         self.saved_bytes += n_bytes
 
     def wasted(self, now_ns: int, n_bytes: int) -> None:
-        """Prefetched bytes left unused, or were not used in time."""
+        """Record prefetched bytes that left unused, or were not used in time."""
         self._fade(now_ns)
         self._wasted += n_bytes
         self.wasted_bytes += n_bytes
         self._judge(now_ns)
 
     def displaced(self, now_ns: int, n_bytes: int) -> None:
-        """Bytes were demanded that a prefetch had pushed out."""
+        """Record demanded bytes that a prefetch had displaced."""
         self._fade(now_ns)
         self._cost += n_bytes
         self._judge(now_ns)
@@ -476,18 +474,18 @@ class RegretGuard:
     # ---- what is decided
 
     def allows(self, now_ns: int) -> bool:
-        """Whether to prefetch now."""
+        """Return whether to prefetch now."""
         self._fade(now_ns)
         if self._until_ns is None or now_ns < self._until_ns:
             return self._until_ns is None
-        self._until_ns = None  # a new trial; what was lost before has been paid for by the rest
+        self._until_ns = None  # a new trial: the rest has paid for earlier losses
         self._cost = self._wasted = 0.0
         return True
 
     def chunk_bytes(self, rates: Rates) -> int:
-        """Most bytes of prefetches in flight: what takes `chunk_s` by the rates measured so far.
+        """Return the most bytes of prefetches in flight: `chunk_s` worth at measured rates.
 
-        And the bytes that pass during the latency of one load, or a far tier would idle meanwhile.
+        The bytes that pass during the latency of one load are added, else a far tier would idle.
         """
         if rates.samples < _ENOUGH:
             return _FIRST_BYTES
@@ -515,7 +513,7 @@ class RegretGuard:
         waste = self._wasted - config.waste * (self._demanded + self._saved)
         if max(cost, waste) <= config.trial_bytes:
             if self._saved > self._cost + self._wasted:
-                self._rest_s = config.rest_s  # it has proved itself
+                self._rest_s = config.rest_s  # the trial has succeeded
             return
         self.rests += 1
         self._until_ns = now_ns + round(self._rest_s * 1e9)
@@ -528,7 +526,7 @@ class RegretGuard:
 
 _RESTLESS = 16
 _STEPS, _GAPS = 4, 64  # requests that a Markov chain looks ahead; latest gaps between requests
-_TOGETHER = 16  # hints that are due within this part of a period are looked at together
+_TOGETHER = 16  # hints due within this part of a period are handled together
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(gt=0.0)]
@@ -538,21 +536,21 @@ class PrefetchConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_o
     """Options of `Prefetcher`.
 
     Attributes:
-        bytes_per_s: Most bytes a second that it brings, on average.
-        burst_s: Of so many seconds, bytes may be brought at once.
-        flying_bytes: Most bytes that are on their way.
-        unproven: Share of the place that may hold what was brought and not used yet, before what
-            was learned brings more.
-        margin: What is brought must be worth so much more than what goes for it.
-        slack_s: A hinted chain should be there so long before its time.
-        early: ... and so many standard deviations of the hint's error.
-        period_s: The learned reason is asked so often.
-        candidates: Chains that it is asked for.
-        learned: "policy" asks the place's policy which chains return, and when; "markov" a `Markov`
-            which of them follow the latest ones.
-        floor: Precision from which on a reason pays for itself.
-        probe_share: What learned reasons may risk, of the bytes that are demanded anyway.
-        horizon_s: What was not used by then was brought in vain.
+        bytes_per_s: Most bytes prefetched per second, on average.
+        burst_s: Seconds of that rate that may be spent at once.
+        flying_bytes: Most bytes in flight.
+        unproven: Share of the place that prefetched, unused blocks may take before learned reasons
+            pause.
+        margin: Part by which a prefetched block must be worth more than its victims.
+        slack_s: Seconds before the expected use by which a hinted chain should be resident,
+        early: and standard deviations of the hint's error to add.
+        period_s: Seconds between two predictions of learned uses.
+        candidates: Most chains of a prediction.
+        learned: Source of predictions: "policy" for the place's policy, which predicts returns and
+            their times; "markov" for a `Markov` chain, which predicts the next chains.
+        floor: Least precision at which a reason pays for itself.
+        probe_share: Share of the demanded bytes that learned reasons may risk.
+        horizon_s: Seconds after which an unused prefetch counts as wasted.
     """
 
     bytes_per_s: Annotated[float, Meta(gt=0.0)] = math.inf
@@ -571,20 +569,20 @@ class PrefetchConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Prefetcher:
-    """Decides for one place and the one below it.
+    """Prefetcher from the place below into one place.
 
     Args:
-        capacity_bytes: Of the place.
-        rates: How fast the place below is; unknown by default.
-        guard: Whether to go on; one of its own by default.
+        capacity_bytes: Bytes of the place.
+        rates: Transfer rates of the place below; unknown by default.
+        guard: Guard that stops prefetching; one of its own by default.
         **options: Fields of `PrefetchConfig`.
 
     Attributes:
-        credit: What each reason may bring, and how often it was right.
-        fetched_bytes: Brought so far, by kind.
-        used_bytes: Of these, somebody asked for.
-        wasted_bytes: Of these, nobody did.
-        displaced_bytes: Asked for, and pushed out by a prefetch.
+        credit: Budgets of the reasons.
+        fetched_bytes: Bytes prefetched so far, by kind.
+        used_bytes: Bytes of these that were requested.
+        wasted_bytes: Bytes of these that were not.
+        displaced_bytes: Requested bytes that a prefetch had displaced.
 
     Raises:
         ConfigError: If an option is unknown or wrong.
@@ -625,13 +623,13 @@ class Prefetcher:
     # ---- what may be used
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """A queued request will use this chain; `accessed` or `abort` ends that."""
+        """Record a queued request's chain, until `accessed` or `abort`."""
         self._tick(now_ns)
         if len(slots):
             self._queue[request] = int(slots[-1])
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """The application expects this chain in about `eta_ns`; see `Policy.hint`."""
+        """Record that the application expects this chain in about `eta_ns`; see `Policy.hint`."""
         self._tick(now_ns)
         lead_s = self.config.slack_s + self.rates.expected_s(round(self._mean * len(slots)))
         if len(slots):
@@ -639,7 +637,7 @@ class Prefetcher:
             self._hints.tell(int(slots[-1]), hint, round(lead_s * 1e9), self.config.early)
 
     def abort(self, now_ns: int, request: int) -> None:
-        """A queued request will not run."""
+        """Drop a queued request and its chain."""
         self._tick(now_ns)
         self._queue.pop(request, None)
 
@@ -648,14 +646,14 @@ class Prefetcher:
     def accessed(
         self, now_ns: int, chain: Slots, hits: int, demanded_bytes: int, request: int = -1
     ) -> None:
-        """Somebody uses a chain, root to leaf.
+        """Record that a request uses a chain, root to leaf.
 
         Args:
             now_ns: Time.
             chain: Known blocks.
-            hits: How many of the leading ones were in the place.
-            demanded_bytes: What has to be loaded for it from the place below.
-            request: Its number, if it was enqueued.
+            hits: Leading blocks that were in the place.
+            demanded_bytes: Bytes to be loaded for the request from the place below.
+            request: Number of the request, if it was enqueued.
         """
         self._tick(now_ns)
         self._queue.pop(request, None)
@@ -676,22 +674,22 @@ class Prefetcher:
             self._used_ns, self._asked_ns = now_ns, None
 
     def left(self, now_ns: int, slots: Slots) -> None:
-        """Blocks left the place, whatever for; not to be told of the victims of a `Fetch`."""
+        """Record blocks that left the place, except victims of a `Fetch`."""
         self._tick(now_ns)
         self._learn(now_ns, self._outcomes.leave(slots))
 
     def landed(self, now_ns: int, slots: Slots) -> None:
-        """Blocks of a `Fetch` arrived, all or some."""
+        """Record that some or all blocks of a `Fetch` have landed."""
         self._tick(now_ns)
         self._outcomes.land(slots)
 
     def failed(self, now_ns: int, slots: Slots) -> None:
-        """Blocks of a `Fetch` will not arrive."""
+        """Record that blocks of a `Fetch` will not arrive."""
         self._tick(now_ns)
         self._outcomes.drop(slots)
 
     def forget(self, slots: Slots) -> None:
-        """Nobody knows these blocks any more: their slots may name others next."""
+        """Forget slots; the numbers may be reused for other blocks."""
         gone = set(slots.tolist())
         self._hints.end(list(gone))
         self._queue = {r: tip for r, tip in self._queue.items() if tip not in gone}
@@ -701,20 +699,20 @@ class Prefetcher:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is enqueued and no hint holds."""
+        """Whether no request is enqueued and no hint is valid."""
         return not self._queue and not len(self._hints)
 
     # ---- what is decided
 
     def plan(self, now_ns: int, policy: Giver, reach: PrefetchView) -> Iterator[Fetch]:
-        """What to bring now, the most certain first.
+        """Yield the fetches to do now, the most certain first.
 
-        Carry each out, or have it begin, before asking for the next: `reach` must know of it.
+        Carry out or begin each before asking for the next, since `reach` must reflect it.
 
         Args:
             now_ns: Time.
-            policy: Of the place; gives up what has to go.
-            reach: What lies where.
+            policy: Policy of the place; evicts the victims.
+            reach: View of the place and the one below.
         """
         now_ns = self._planned_ns = self._tick(now_ns)
         if not self.guard.allows(now_ns):
@@ -726,7 +724,7 @@ class Prefetcher:
             if not full:
                 yield from self._bring(now_ns, HINT, tip, rate, policy, reach)
                 full = len(self._missing(tip, reach)[1]) > 0
-            if full:  # what is less urgent has no better chance
+            if full:  # less urgent hints have no better chance
                 self._hints.again(tip, now_ns, round(self.config.period_s * 1e9))
         if self._asked_ns is None or now_ns >= self._asked_ns + self._period_ns():
             self._asked_ns, self._idle = now_ns, self._idle + 1
@@ -736,7 +734,7 @@ class Prefetcher:
                     yield from self._bring(now_ns, LEARNED, tip, rate, policy, reach)
 
     def due_ns(self, now_ns: int) -> int:
-        """When to ask again, at the latest, unless something is enqueued or hinted before."""
+        """Return the latest time for the next `plan`, if no request or hint comes before."""
         asked_ns = now_ns if self._asked_ns is None else self._asked_ns
         fresh = self._markov is not None and self._asked_ns is None
         due = now_ns if fresh else asked_ns + self._period_ns()
@@ -755,7 +753,7 @@ class Prefetcher:
         return tips[tips >= 0], rates[tips >= 0] / gap_s
 
     def _period_ns(self) -> int:
-        """Longer while nothing happens, since then little changes."""
+        """Return the period of learned prefetches, longer while no request comes."""
         return round(self.config.period_s * 1e9) << min(max(self._idle - _RESTLESS, 0), 6)
 
     def _missing(self, tip: int, reach: PrefetchView) -> tuple[int, Slots]:
@@ -791,7 +789,7 @@ class Prefetcher:
         yield Fetch(kind, rate, slots, victims)
 
     def _affordable(self, budget: int, slots: Slots, reach: PrefetchView) -> tuple[Slots, Slots]:
-        """The leading blocks for which there is money, time and room for what is unproven."""
+        """Return the leading blocks within the budget, the rate and the share of unproven bytes."""
         outcomes = self._outcomes
         most = min(
             self.credit.affords(budget),
@@ -816,7 +814,7 @@ class Prefetcher:
         policy: Giver,
         reach: PrefetchView,
     ) -> Slots:
-        """Has the policy give up what is worth less than `bound`, as far as that is needed."""
+        """Evict blocks worth less than `bound` through the policy, as far as room is needed."""
         protected = () if anchor < 0 else (anchor,)
         need, gone = int(sizes.sum()) - reach.room_bytes(), [NO_SLOTS]
         while need > 0:
@@ -851,20 +849,20 @@ class Prefetcher:
         self._learn(now_ns, self._outcomes.tick(now_ns))
         return now_ns
 
-    # ---- what came of it
+    # ---- outcome
 
     @property
     def unproven_bytes(self) -> int:
-        """On their way, or there and not used yet."""
+        """Bytes in flight, or landed and not used yet."""
         return self._outcomes.unproven_bytes
 
     def precision(self, kind: int) -> float:
-        """Which part of what a kind brought was used; 1 while nothing is known."""
+        """Return the used part of the bytes of a kind; 1 while none is settled."""
         known = self.used_bytes[kind] + self.wasted_bytes[kind]
         return self.used_bytes[kind] / known if known else 1.0
 
     def digest(self) -> int:
-        """64-bit rolling hash of every decision so far."""
+        """Return a 64-bit rolling hash of every decision so far."""
         return self._digest
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Restores: what is computed, what is loaded, and in which order (DESIGN D7)."""
+"""Restores: the order of computes and loads that bring a prefix back (DESIGN D7)."""
 
 from flowkv.policy.restore.costs import EarlierRates, LoadGate, Measured, lower_bound
 from flowkv.policy.restore.policy import (

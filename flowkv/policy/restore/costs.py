@@ -1,9 +1,9 @@
 """Costs of restores, learned from those that ended.
 
 A calibration goes stale: another job comes or goes, a clock drops, a drive warms its cache. So the
-*form* of a cost (what a chunk takes on top of its tokens, how attention grows) is learnt slowly,
-and its *level* is what the last few samples say: the median of three, so that one that is far off
-changes nothing, and two of a kind are believed.
+*form* of a cost (the fixed cost of a chunk, the growth of attention) is learned slowly, and its
+*level* follows the last few samples: the median of three, so that one outlier changes nothing, and
+two that agree are followed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _LAST = 3
 _FAR = 2.0
 
 Form = tuple[float, float, float]
-"""Of one layer of a chunk: once, for each token, and for each pair of a token and one before it."""
+"""Seconds of one layer of a chunk: fixed, per token, and per pair of a token and an earlier one."""
 
 _SHAPES = ((0, 1, 2), (0, 1), (1, 2), (1,))
-"""Which of the three are asked about, in order of trust, until the answer makes sense."""
+"""Terms to fit, in order of trust, until the fit is valid."""
 
 
 class Measured:
-    """Costs as they were measured (`Costs`).
+    """Costs from measurements (`Costs`).
 
     Args:
-        prior: What is believed before anything was measured; its level is corrected by the first
-            samples. 0.0, "not known", without.
+        prior: Costs before any measurement; the first samples correct its level. Without, unknown
+            costs are 0.0.
     """
 
     def __init__(self, prior: Costs | None = None) -> None:
@@ -45,25 +45,25 @@ class Measured:
         self._links: dict[tuple[str, str], _Link] = {}
         self._suffix: deque[float] = deque(maxlen=_LAST)
 
-    # ---- what was measured
+    # ---- measurements
 
     @property
     def tried(self) -> bool:
-        """Whether anything was computed."""
+        """Whether any compute was measured."""
         return self._compute.samples > 0
 
     def computed(self, request: RestoreRequest, layers: int, tokens: Span, seconds: float) -> None:
-        """Computing so many layers of these tokens took so long; nothing of it is no sample."""
+        """Record the seconds of computing layers of tokens; an empty compute is no sample."""
         if layers > 0 and tokens.size > 0 and seconds > 0:
             believed = self._prior.compute_s(request, 1, tokens) if self._prior else 0.0
             self._compute.add(tokens, seconds / layers, believed)
 
     def suffixed(self, request: RestoreRequest, seconds: float) -> None:
-        """Computing all layers of the suffix took so long, without waiting for loads.
+        """Record the seconds of computing all layers of the suffix, without waiting for loads.
 
-        Where nothing else was computed, that tells what computing takes: a prior by which nothing
-        is worth computing would else never be put right. A few tokens do not: what they take is
-        mostly what any forward takes.
+        Where nothing else was computed, this measures computing: else a prior by which nothing is
+        worth computing would never be corrected. A short suffix does not count, since its time is
+        mostly the fixed time of a forward.
         """
         if not self._compute.samples and request.suffix >= request.unit:
             behind = Span(request.tokens, request.tokens + request.suffix)
@@ -73,17 +73,17 @@ class Measured:
             self._suffix.append(seconds / believed)
 
     def loaded(self, request: RestoreRequest, source: int, cells: int, seconds: float) -> None:
-        """Loading so many cells took so long, without waiting for other loads."""
+        """Record the seconds of loading cells, without waiting for other loads."""
         tier, codec, cell_bytes = request.sources[source]
         if cells > 0 and seconds > 0:
             link = self._links.setdefault((tier, codec), _Link())
             believed = self._prior.load_s(request, source, cells) if self._prior else 0.0
             link.add(cells * cell_bytes, seconds, believed)
 
-    # ---- what is expected
+    # ---- expectations
 
     def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
-        """So many layers of these tokens; 0.0 while nothing is known."""
+        """Return the seconds of computing layers of tokens; 0.0 while unknown."""
         if self._prior is not None and not self._compute.sure:
             believed = self._prior.compute_s(request, layers, tokens)
             return believed * self._compute.against_prior
@@ -93,17 +93,17 @@ class Measured:
         return layers * (once + size * (each + pair * (first + (size + 1) / 2)))
 
     def suffix_s(self, request: RestoreRequest) -> float:
-        """All layers of the suffix; 0.0 while nothing is known."""
+        """Return the seconds of all layers of the suffix; 0.0 while unknown."""
         return self._as_chunk_s(request) * (_median(self._suffix) if self._suffix else 1.0)
 
     def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
-        """So many cells at once; 0.0 while nothing is known."""
+        """Return the seconds of loading so many cells at once; 0.0 while unknown."""
         tier, codec, cell_bytes = request.sources[source]
         link = self._links.get((tier, codec))
         if self._prior is not None and (link is None or not link.sure):
             level = link.against_prior if link else 1.0
             return self._prior.load_s(request, source, cells) * level
-        if link is None:  # another codec of the same tier says something
+        if link is None:  # fall back on another codec of the same tier
             known = (other for (name, _), other in self._links.items() if name == tier)
             link = next(known, None)
         return link.latency_s + cells * cell_bytes * link.byte_s if link else 0.0
@@ -116,13 +116,13 @@ class Measured:
 
 
 class _Chunks:
-    """Seconds of one layer of a chunk.
+    """Model of the seconds of one layer of a chunk.
 
     Attributes:
-        form: Now.
-        sure: Whether it is known without a prior.
-        against_prior: How much longer things take than the prior says.
-        samples: Chunks seen so far.
+        form: Current terms.
+        sure: Whether they are known without a prior.
+        against_prior: Ratio of measured times to the prior's.
+        samples: Chunks measured so far.
     """
 
     def __init__(self) -> None:
@@ -149,13 +149,13 @@ class _Chunks:
         self.form = (once * level, each * level, pair * level)
 
     def _fit(self, sample: Form, seconds: float) -> None:
-        """Learns the form from what the sample would have taken at the pace of the first ones."""
+        """Fit the form to a sample's time, scaled to the pace of the first samples."""
         believed = seconds
         if self.samples > _LAST:
             believed = _times(self._found, sample)
             level = _median(took / _times(self._found, one) for one, took in tuple(self._last))
             seconds = min(max(seconds / level, believed / _FAR), believed * _FAR)
-        # Relative errors count: each sample is divided by what it should take.
+        # Relative errors count: each sample is divided by its expected time.
         for i, x in enumerate(sample):
             self._right[i] = self._right[i] * _MEMORY + x * seconds / believed**2
             for j, y in enumerate(sample):
@@ -166,7 +166,7 @@ class _Chunks:
             self.sure = self.samples >= _ENOUGH and found[0] > 0 and found[2] > 0
 
     def _solved(self, which: tuple[int, ...]) -> Form | None:
-        """Least squares over some terms; None if they cannot be told apart or one is below 0."""
+        """Solve least squares over some terms; None if they are collinear or one is below 0."""
         scale = [self._square[i][i] ** 0.5 for i in which]
         rows = [
             [self._square[i][j] / (a * b) for j, b in zip(which, scale, strict=True)]
@@ -191,13 +191,13 @@ class _Chunks:
 
 
 class _Link:
-    """Seconds of loads of one codec from one tier.
+    """Model of the seconds of loads of one codec from one tier.
 
     Attributes:
-        latency_s: Before the first byte.
-        byte_s: For each byte.
-        sure: Whether they are known without a prior.
-        against_prior: How much longer loads take than the prior says.
+        latency_s: Seconds before the first byte.
+        byte_s: Seconds per byte.
+        sure: Whether both are known without a prior.
+        against_prior: Ratio of measured times to the prior's.
     """
 
     def __init__(self) -> None:
@@ -234,34 +234,34 @@ def _median(values: Iterable[float]) -> float:
     return math.sqrt(found[middle - 1] * found[middle])
 
 
-# The admission gate: what is loaded and stored where the measured rates say so (DESIGN D7).
+# The admission gate: loads and stores only where the measured rates favour them (DESIGN D7).
 
 _WEIGHT = 0.3
 _DOUBT = 0.95
 _MARGIN = 8.0
-"""Loads that take so many times what computing takes save a ninth of it at most, and only while
-both go on at once: of T_c alone, T_c * T_l / (T_c + T_l) is left."""
+"""Largest ratio of load to compute time at which storing pays. Slower loads save at most a ninth of
+computing, and only while both run at once: then T_c shrinks to T_c * T_l / (T_c + T_l)."""
 _GATE_ENOUGH = 8
 _STORE_DOUBT = 0.999
 _SLOWEST_S, _FASTEST, _MOST_EARLIER = 60.0, 1e14, 64
-"""What rates kept with a store may say: nothing slower, nothing faster, no more of them."""
+"""Bounds of rates saved with a store: slowest, fastest, and most entries."""
 _LONG_PAGES = 256
-"""What does not pay for a prompt of so many pages never does."""
+"""Pages of the longest prompt for which a store is judged."""
 
 
 class EarlierRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rates that earlier processes measured, as they are kept with a store.
+    """Rates that earlier processes measured, as saved with a store.
 
     Attributes:
-        links: Seconds before the first byte, and bytes a second, of each tier by its name.
-        computes: Seconds a token, by what computes them: a model on a machine.
+        links: Tier -> seconds before the first byte, and bytes per second.
+        computes: Model on a machine -> seconds per token.
     """
 
     links: dict[str, tuple[float, float]] = {}
     computes: dict[str, float] = {}
 
     def sane(self) -> EarlierRates:
-        """Return those that can be true, the newest few of them."""
+        """Return the plausible rates, the newest few of them."""
         links = {
             name: (latency_s, bytes_per_s)
             for name, (latency_s, bytes_per_s) in self.links.items()
@@ -281,35 +281,35 @@ class EarlierRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LoadGate:
     """Running estimates of load and compute rates, and the decisions that follow from them.
 
-    Nothing is refused before both rates were measured once: the first load measures. Every refusal
-    makes the tiers that it would have used look a little faster, so that they are measured again
-    now and then: a first load that was slow, on a cold disk say, is not held against them for ever.
+    No load is refused before both rates were measured once: the first load measures. Every refusal
+    makes the tiers concerned look a little faster, so that they are measured again now and then: a
+    slow first load, on a cold disk say, does not count for ever.
 
     Attributes:
-        rates: What loads from each tier take, by its name.
-        earlier: What earlier processes measured. Plans begin with it; nothing is refused by it.
-        model: What computes here, as `earlier` names it.
+        rates: Tier -> measured rates of loads.
+        earlier: Rates of earlier processes. Plans begin with them; refusals ignore them.
+        model: Key of the running model in `earlier`.
     """
 
     def __init__(self) -> None:
         self.rates: dict[str, Rates] = {}
         self.earlier, self.model = EarlierRates(), ""
         self._compute_s_per_token, self._chunks = 0.0, _Chunks()
-        # Per tier: the loads that were measured, and the pages refused, since they were.
+        # Per tier: the number of measured loads, and the pages refused since the last one.
         self._refused: dict[str, tuple[int, int]] = {}
 
     def loaded(self, tier: str, n_bytes: int, seconds: float) -> None:
-        """A load of `n_bytes` from `tier` took `seconds`."""
+        """Record a load of `n_bytes` from `tier`."""
         if n_bytes > 0:
             self.rates.setdefault(tier, Rates()).add(n_bytes, seconds)
 
     def computed(self, tokens: int, seconds: float, middle: float | None = None) -> None:
-        """A forward pass over `tokens` new tokens took `seconds`.
+        """Record a forward pass over `tokens` new tokens.
 
         Args:
-            tokens: How many.
-            seconds: For all of them.
-            middle: Mean position of these tokens in their prompts; default those of one whole one.
+            tokens: Number of tokens.
+            seconds: Seconds for all of them.
+            middle: Mean position of these tokens in their prompts; by default of one whole prompt.
         """
         if tokens > 0:
             fresh = seconds / tokens
@@ -320,12 +320,12 @@ class LoadGate:
                 self._chunks.add(Span(first, first + tokens), seconds, 0.0)
 
     def token_s(self, position: float) -> float:
-        """What one more token takes there: the later, the more it attends to; 0 if unknown."""
+        """Return the seconds of one more token at a position; 0 if unknown."""
         _, each, pair = self._chunks.form
         return each + pair * position or self._compute_s_per_token
 
     def learned(self) -> EarlierRates:
-        """Return the rates for later processes: measured here, or before where they were not."""
+        """Return the rates for later processes: measured here, else those of earlier processes."""
         links = self.earlier.links | {
             tier: (rates.latency_s, rates.bytes_per_s)
             for tier, rates in self.rates.items()
@@ -338,16 +338,16 @@ class LoadGate:
 
     @property
     def seconds_per_token(self) -> float:
-        """What a forward pass takes for each token; 0 while nothing is known."""
+        """Seconds of a forward pass per token; 0 while unknown."""
         return self._compute_s_per_token
 
     def load_s(self, n_bytes: dict[str, int]) -> float:
-        """Expected seconds to load so many bytes from each tier; 0 where nothing is known."""
+        """Return the expected seconds to load so many bytes from each tier; 0 where unknown."""
         known = ((self.rates[tier], n) for tier, n in n_bytes.items() if tier in self.rates)
         return sum(rates.expected_s(n) for rates, n in known)
 
     def worth(self, n_bytes: dict[str, int], tokens: int) -> bool:
-        """Whether loading these bytes beats computing `tokens` tokens."""
+        """Return whether loading these bytes beats computing `tokens` tokens."""
         compute_s = self._compute_s_per_token * tokens
         if not compute_s or self.load_s(n_bytes) <= compute_s:
             return True
@@ -358,19 +358,19 @@ class LoadGate:
     def pays_to_store(
         self, tier: str, n_bytes: int, tokens: int, reach: Callable[[int], int]
     ) -> bool:
-        """Whether a page can ever be worth loading from a tier.
+        """Return whether a page can ever be worth loading from a tier.
 
-        It cannot where loading takes many times what computing takes, as measured: every page of a
-        tier that is slow all the way, and pages of short prompts on one that is slow to begin. A
-        page is loaded together with others of its prompt, so it is the prompt that counts. Where
-        little was measured, everything pays. Nobody measures a tier that nothing is stored on, so
-        here too refusals are doubted: about two thousand of them make up for a factor of eight.
+        It cannot where loading takes many times as long as computing, as measured: every page of a
+        tier with low bandwidth, and pages of short prompts on one with high latency. A page is
+        loaded together with others of its prompt, so the whole prompt counts. With few
+        measurements, everything pays. A tier without stores is never measured, so refusals are
+        doubted here too: about two thousand of them make up for a factor of eight.
 
         Args:
-            tier: Its name.
+            tier: Name of the tier.
             n_bytes: The page's bytes there.
-            tokens: Its tokens.
-            reach: `reach(most)`: pages of the longest prompt that it belongs to, as far as `most`.
+            tokens: The page's tokens.
+            reach: `reach(most)`: pages of the longest prompt with this page, up to `most`.
         """
         rates, compute_s = self.rates.get(tier), self._compute_s_per_token * tokens
         if rates is None or rates.samples < _GATE_ENOUGH or not compute_s:
@@ -388,13 +388,13 @@ class LoadGate:
         return False
 
 
-# How fast a restore could be at best, by whatever policy.
+# Lower bound of a restore, for any policy.
 #
-# Seconds of one engine's work add up, whatever the order; two engines work at once. A cell costs
-# the link the same wherever it lies; to compute it costs more the later its token, and the same
-# in every layer. So the best set of cells to compute is all layers of the first tokens, and
-# nothing ends before the better of all splits has both engines done. Overheads, page sizes and
-# dependencies only add to that: give costs without them (`Modelled.ideal`).
+# Seconds of one engine's work add up, in any order; two engines work at once. The link cost of a
+# cell is the same everywhere; its compute cost grows with its token, and is the same in every
+# layer. So the best set of cells to compute is all layers of the first tokens, and no restore ends
+# before both engines are done at the best split. Overheads, page sizes and dependencies only add to
+# that: pass costs without them (`Modelled.ideal`).
 
 
 def lower_bound(
@@ -405,22 +405,21 @@ def lower_bound(
     stages: int = 1,
     boundary_s: float = 0.0,
 ) -> float:
-    """Seconds that no policy can beat: until the last token is there, or on the mean of all.
+    """Return the seconds that no policy can beat: until the last token, or on the mean of all.
 
     Args:
-        requests: One, or those that share the link and the compute engine. The suffix counts where
-            a request has one.
-        costs: What things take at best.
+        requests: One, or several that share the link and the compute engine. Suffixes count.
+        costs: Best possible costs.
         of: For a batch: until all are done, or the mean time to first token.
         stages: Pipeline stages that each have a share of the layers, an engine and a link.
-        boundary_s: With stages: seconds of a stage's link for the boundary activation of a token
-            that is computed.
+        boundary_s: With stages: seconds of a stage's link for the boundary activation of a
+            computed token.
 
     Raises:
-        ConfigError: No such bound, or no stages.
+        ConfigError: `of` is unknown, or `stages` is below 1.
     """
     if stages < 1 or of not in ("makespan", "mean"):
-        raise ConfigError(f"There is no bound of {of!r} over {stages} stages", "See lower_bound")
+        raise ConfigError(f"there is no bound of {of!r} over {stages} stages", "See lower_bound")
     batch = [requests] if isinstance(requests, RestoreRequest) else list(requests)
     if not batch:
         return 0.0
@@ -444,7 +443,7 @@ def _suffixes(batch: Sequence[RestoreRequest], costs: Costs) -> list[float]:
 
 
 def _from_zero(request: RestoreRequest) -> RestoreRequest:
-    """One with as many cells, which are no dearer to compute."""
+    """Return a request with as many cells that are no dearer to compute."""
     if not request.resident:
         return request
     return msgspec.structs.replace(request, tokens=request.tokens - request.resident, resident=0)
@@ -457,9 +456,9 @@ def _makespan(
     stages: int,
     boundary_s: float,
 ) -> float:
-    """Water-filling: the first tokens of all are computed, up to the same one."""
+    """Return the makespan by water-filling: all compute their first tokens, up to one goal."""
     suffixes = _suffixes(batch, costs) if suffixes is None else suffixes
-    # Requests that share no tier share no link: whatever each such group needs, all need.
+    # Requests that share no tier share no link: the slowest such group counts.
     groups: dict[frozenset[str], list[int]] = {}
     for index, one in enumerate(batch):
         groups.setdefault(frozenset(source.tier for source in one.sources), []).append(index)
@@ -478,7 +477,7 @@ def _makespan(
 
 
 def _computed_s(request: RestoreRequest, costs: Costs, tokens: int) -> float:
-    """Seconds to compute its cells up to a token, as far as it can be computed."""
+    """Return the seconds to compute a request's cells up to a token, as far as possible."""
     stop = request.tokens if not request.sources else min(tokens, request.tokens)
     if not request.computable or stop <= request.resident:
         return 0.0
@@ -488,7 +487,7 @@ def _computed_s(request: RestoreRequest, costs: Costs, tokens: int) -> float:
 def _loaded_s(
     request: RestoreRequest, costs: Costs, tokens: int, stages: int, boundary_s: float
 ) -> float:
-    """Seconds to load its cells from a token on, by all its tiers at once."""
+    """Return the seconds to load a request's cells from a token on, by all its tiers at once."""
     first = max(tokens, request.resident) if request.computable else request.resident
     size = max(0, request.tokens - first)
     if not request.sources:
@@ -507,7 +506,7 @@ def _loaded_s(
 def crossing(
     rising: Callable[[int], float], falling: Callable[[int], float], first: int, last: int
 ) -> float:
-    """The least of the higher of two functions of a whole number, one rising and one falling.
+    """Return the least maximum of two functions of a whole number, one rising and one falling.
 
     Between neighbours both are taken as straight lines.
     """
@@ -526,7 +525,7 @@ def crossing(
     return rising(first) + share * (rising(last) - rising(first))
 
 
-# How fast a place is: latency and bandwidth, estimated from what its transfers took.
+# Transfer rates of a place: latency and bandwidth, estimated from measured transfers.
 
 _RATES_MEMORY = 0.8
 _RATES_SPREAD = 1e-6
@@ -535,13 +534,13 @@ _LEAST_S, _TIMES = 1.0, 20.0
 
 
 class Rates:
-    """Seconds of a transfer as `latency_s + n_bytes / bytes_per_s`, recent samples counting most.
+    """Estimate of transfer seconds, `latency_s + n_bytes / bytes_per_s`, by recent samples most.
 
-    A least-squares line through the samples, each weighing 0.8 of the next one. While all samples
-    are of one size, latency and bandwidth cannot be told apart, and all goes to the bandwidth.
+    It is a least-squares line through the samples, each weighing 0.8 of the next one. While all
+    samples have one size, latency and bandwidth are not separable, and all goes to the bandwidth.
 
     Attributes:
-        samples: Transfers seen so far.
+        samples: Transfers measured so far.
     """
 
     __slots__ = ("_sn", "_sx", "_sxx", "_sxy", "_sy", "samples")
@@ -551,7 +550,7 @@ class Rates:
         self._sn = self._sx = self._sy = self._sxx = self._sxy = 0.0
 
     def add(self, n_bytes: int, seconds: float) -> None:
-        """A transfer of `n_bytes` took `seconds`; one of no bytes or no time says nothing."""
+        """Record a transfer of `n_bytes` in `seconds`; one of no bytes or no time is no sample."""
         if n_bytes > 0 and seconds > 0:
             self.samples += 1
             self._sn = self._sn * _RATES_MEMORY + 1
@@ -561,37 +560,37 @@ class Rates:
             self._sxy = self._sxy * _RATES_MEMORY + n_bytes * seconds
 
     def doubt(self, factor: float) -> None:
-        """Scales what is believed about its times."""
+        """Scale all measured times by a factor."""
         self._sy *= factor
         self._sxy *= factor
 
     @property
     def latency_s(self) -> float:
-        """Seconds before the first byte; 0 while nothing is known."""
+        """Seconds before the first byte; 0 while unknown."""
         return self._line()[0]
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth; 0 while nothing is known."""
+        """Bandwidth in bytes per second; 0 while unknown."""
         slope = self._line()[1]
         return 1 / slope if slope else self._sx / self._sy if self._sy else 0.0
 
     def expected_s(self, n_bytes: int) -> float:
-        """Seconds that a transfer of so many bytes should take; 0 while nothing is known."""
+        """Return the expected seconds of a transfer of so many bytes; 0 while unknown."""
         latency, slope = self._line()
         return latency + n_bytes * slope
 
     def patience_s(self, n_bytes: int, most_s: float) -> float:
-        """How long to wait for such a transfer: many times what it should take, not over `most_s`.
+        """Return a timeout for such a transfer: many times its expected time, at most `most_s`.
 
-        Before some samples were seen, that is `most_s`.
+        With few samples it is `most_s`.
         """
         if self.samples < _RATES_ENOUGH:
             return most_s
         return min(most_s, _LEAST_S + _TIMES * self.expected_s(n_bytes))
 
     def _line(self) -> tuple[float, float]:
-        """Seconds before the first byte, and seconds for each."""
+        """Return the seconds before the first byte, and the seconds per byte."""
         if not self._sx:
             return 0.0, 0.0
         spread = self._sn * self._sxx - self._sx * self._sx

@@ -1,7 +1,7 @@
-"""Restores: ops, how far they are, and the policy that says what comes next.
+"""Restores: operations, their progress, and the policy that chooses the next one.
 
-Whoever executes a restore (virtual clock, emulated devices, torch, the cache) tells it `begin`,
-`end` and `fail`; policies only read it.
+An executor of restores (virtual clock, emulated devices, torch, the cache) calls `State.begin`,
+`end` and `fail`; policies only read the state.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import msgspec
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.policy.base import made
 
-# The words of a restore: what is asked for, and the three things that can be done about it.
+# Terms of a restore: the request, and three operations on it.
 #
-# A prefix of N tokens over L layers is a rectangle of *cells* (layer, token). Each cell is
-# computed or loaded, once. Causality gives both their direction: a layer's tokens are computed
-# from the front, and only where the layer below computed them too; so loads come from the back.
-# Per layer there are two pointers, and the layer is there when they have met. The suffix, which
-# nobody has, is computed layer by layer once the prefix of its layer is there.
+# A prefix of N tokens over L layers is a rectangle of *cells* (layer, token). Each cell is computed
+# or loaded, once. Causality gives both their direction: a layer's tokens are computed from the
+# front, and only where the layer below computed them too; so loads come from the back. Each layer
+# has two pointers, and the layer is complete when they have met. The suffix, which no tier has, is
+# computed layer by layer once the prefix of its layer is complete.
 
 
 class Span(NamedTuple):
@@ -34,16 +34,16 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of layers or tokens in the range."""
         return self.stop - self.first
 
 
 class Source(NamedTuple):
-    """Somewhere all cells of a prefix can be loaded from.
+    """Tier and codec from which all cells of a prefix can be loaded.
 
     Attributes:
-        tier: Its name; loads of one tier share a link.
-        codec: How the pages lie there (`core.geometry.CODECS`).
+        tier: Name of the tier; loads of one tier share a link.
+        codec: Codec of the pages there (`core.geometry.CODECS`).
         cell_bytes: Bytes of one token of one layer.
     """
 
@@ -53,20 +53,20 @@ class Source(NamedTuple):
 
 
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt whose prefix lies somewhere.
+    """Prompt with a prefix to restore.
 
     Attributes:
-        number: Names it; unique among those that are restored together.
-        tokens: N, tokens of the prefix; the cells are those of `[resident, tokens)`.
+        number: Number of the request; unique among those restored together.
+        tokens: N, tokens of the prefix; its cells are those of `[resident, tokens)`.
         suffix: S, tokens behind it, which must be computed. 0 leaves the suffix out.
         layers: L.
-        resident: Leading tokens that are there already.
+        resident: Leading tokens that are resident already.
         unit: Tokens of a page. Spans of tokens begin and end at multiples of it, or at `tokens`.
-        sources: Where it can be loaded from, most precise first; empty if it can only be computed.
-        computable: Whether cells can be computed at all; False where nobody drives the model.
+        sources: Sources of its cells, most precise first; empty if it can only be computed.
+        computable: Whether cells can be computed at all; False without control of the model.
         whole: Computes are over all layers (an unmodified model cannot be stopped halfway).
-        least: Layers of a page that are worth asking for at once, however fast the link is.
-        arrived_s: When it came.
+        least: Layers of a page that are worth one request, however fast the link is.
+        arrived_s: Time of arrival.
     """
 
     number: int
@@ -83,12 +83,12 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compute(NamedTuple):
-    """Compute these layers of these tokens.
+    """Operation that computes these layers of these tokens.
 
     Attributes:
         request: Number of the request.
-        layers: Which.
-        tokens: Which; they begin where the layers' computed tokens end.
+        layers: Range of layers.
+        tokens: Range of tokens; it begins where the layers' computed tokens end.
     """
 
     request: int
@@ -97,12 +97,12 @@ class Compute(NamedTuple):
 
 
 class RestoreLoad(NamedTuple):
-    """Load these layers of these tokens.
+    """Operation that loads these layers of these tokens.
 
     Attributes:
         request: Number of the request.
-        layers: Which.
-        tokens: Which; they end where the layers' loaded tokens begin.
+        layers: Range of layers.
+        tokens: Range of tokens; it ends where the layers' loaded tokens begin.
         source: Index into `RestoreRequest.sources`.
     """
 
@@ -113,11 +113,11 @@ class RestoreLoad(NamedTuple):
 
 
 class Suffix(NamedTuple):
-    """Compute a layer of the suffix: all cells of the layer are there, and the layer below is done.
+    """Operation that computes a suffix layer; its prefix is complete, and the layer below is done.
 
     Attributes:
         request: Number of the request.
-        layer: Which.
+        layer: Layer of the model.
     """
 
     request: int
@@ -128,35 +128,35 @@ Op = Compute | RestoreLoad | Suffix
 
 
 class Costs(Protocol):
-    """Expected durations, in seconds; 0.0 while one is not known."""
+    """Expected durations, in seconds; 0.0 while one is unknown."""
 
     def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
-        """Computing so many layers of these tokens."""
+        """Return the seconds of computing so many layers of these tokens."""
         ...
 
     def suffix_s(self, request: RestoreRequest) -> float:
-        """Computing all layers of the suffix."""
+        """Return the seconds of computing all layers of the suffix."""
         ...
 
     def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
-        """Loading so many cells (tokens times layers) at once."""
+        """Return the seconds of loading so many cells (tokens times layers) at once."""
         ...
 
 
 class Progress:
-    """One request's cells.
+    """Progress of one request's cells.
 
     Attributes:
-        request: Whose.
-        front: Per layer: tokens that computes were begun for, from the first one on.
-        back: Per layer: first token that loads were begun for.
+        request: The request.
+        front: Per layer: tokens for which computes were begun, from the first one on.
+        back: Per layer: first token for which loads were begun.
         computed: Per layer: tokens that are computed (or were resident).
-        missing: Per layer: tokens of loads that were begun and have not ended.
+        missing: Per layer: tokens of loads in flight.
         suffix: Layers of the suffix that were begun.
         answered: Layers of the suffix that are done.
-        flying: Ops that were begun and have not ended.
-        lost: Tokens up to which nothing can be loaded, because a load of theirs failed.
-        fronted: Its front has ended: of the prefix nothing is computed any more, and the suffix
+        flying: Operations in flight.
+        lost: Tokens up to which no load is possible, because a load of theirs failed.
+        fronted: Whether the front has ended: no more of the prefix is computed, and the suffix
             waits for the rest, layer by layer.
     """
 
@@ -170,46 +170,46 @@ class Progress:
         self.flying: list[Op] = []
 
     def gap(self, layer: int) -> int:
-        """Tokens of a layer that nothing was begun for."""
+        """Return the tokens of a layer that are neither computed nor loaded nor in flight."""
         return max(0, self.back[layer] - self.front[layer])
 
     def cells(self) -> int:
-        """Cells that nothing was begun for."""
+        """Return the cells that are neither computed nor loaded nor in flight."""
         return sum(map(self.gap, range(self.request.layers)))
 
     def there(self, layer: int) -> bool:
-        """Whether all cells of a layer's prefix are there."""
+        """Return whether all cells of a layer's prefix are complete."""
         whole = self.front[layer] >= self.back[layer] and not self.missing[layer]
         return whole and self.computed[layer] >= self.back[layer]
 
     @property
     def met(self) -> bool:
-        """Whether something was begun for every cell."""
+        """Whether an operation was begun for every cell."""
         return all(f >= b for f, b in zip(self.front, self.back, strict=True))
 
     @property
     def restored(self) -> bool:
-        """Whether the whole prefix is there."""
+        """Whether the whole prefix is complete."""
         return all(map(self.there, range(self.request.layers)))
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the prefix and the suffix are complete."""
         suffix = self.request.layers if self.request.suffix else 0
         return self.answered >= suffix and self.restored
 
 
 class State:
-    """Restores that are under way, together.
+    """State of all restores under way together.
 
     Args:
-        costs: What things are expected to take.
+        costs: Expected costs of operations.
 
     Attributes:
-        now_s: The time, as whoever executes tells it.
-        requests: By number, in order of arrival.
+        now_s: The time, set by the executor.
+        requests: Progress by number, in order of arrival.
         link_cells: Cells of loads under way, by tier.
-        untold: Tiers of which no load has ended yet: what costs say of them is hearsay.
+        untold: Tiers without a finished load so far, so that their costs are unconfirmed.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -219,39 +219,39 @@ class State:
         self.untold = set[str]()
 
     def add(self, request: RestoreRequest) -> Progress:
-        """A request arrived."""
+        """Add a request that arrived."""
         if request.number in self.requests:
-            raise StateError(f"request {request.number} is there already", "Number it otherwise")
+            raise StateError(f"request {request.number} exists already", "Use another number")
         progress = self.requests[request.number] = Progress(request)
         return progress
 
     def remove(self, number: int) -> None:
-        """A request is done, or was called off."""
+        """Remove a request that is done or cancelled."""
         progress = self.requests.pop(number)
         for op in progress.flying:
             if isinstance(op, RestoreLoad):
                 self._count(progress.request, op, -1)
 
     def fronted(self, number: int) -> None:
-        """Nobody computes any more of a request's prefix."""
+        """Record that no more of a request's prefix will be computed."""
         self.requests[number].fronted = True
 
     def __iter__(self) -> Iterator[Progress]:
         return iter(self.requests.values())
 
     def among(self, numbers: Iterable[int] | None) -> Iterator[Progress]:
-        """Those with these numbers; all of them if that is None."""
+        """Return the requests with these numbers; all of them if that is None."""
         if numbers is None:
             return iter(self)
         return (self.requests[number] for number in numbers if number in self.requests)
 
-    # ---- what happens
+    # ---- events
 
     def begin(self, op: Op) -> None:
-        """An op is begun; its cells are taken.
+        """Begin an operation, and take its cells.
 
         Raises:
-            StateError: It does not go on where the pointers are. The verifier says more.
+            StateError: It does not continue at the pointers. The verifier says more.
         """
         progress = self.requests[op.request]
         if isinstance(op, Suffix):
@@ -277,7 +277,7 @@ class State:
         progress.flying.append(op)
 
     def end(self, op: Op) -> None:
-        """An op is done: its cells are there."""
+        """Complete an operation: its cells are available."""
         progress = self.requests[op.request]
         progress.flying.remove(op)
         if isinstance(op, Suffix):
@@ -289,7 +289,7 @@ class State:
             self._landed(progress, op)
 
     def fail(self, op: Op) -> None:
-        """A load failed: all up to its last token must be computed, what came of it is dropped."""
+        """Drop a failed load's cells: all up to its last token must be computed."""
         if not isinstance(op, RestoreLoad):
             raise StateError(f"{op} cannot fail", "Only loads do")
         progress = self.requests[op.request]
@@ -312,18 +312,18 @@ class State:
     @staticmethod
     def _meets(op: Compute | RestoreLoad, right: bool) -> None:
         if not right or op.tokens.size <= 0 or op.layers.size <= 0:
-            raise StateError(f"{op} does not go on where the pointers are", "Ask the policy again")
+            raise StateError(f"{op} does not continue at the pointers", "Ask the policy again")
 
 
-# What a restore policy is: two questions, answered from the state alone.
+# The two decisions of a restore policy, made from the state alone.
 
 
 class RestorePolicy(ABC):
-    """Says what each engine does next. Pure: no I/O, no clock of its own, deterministic.
+    """Base of policies that choose the next operation of each engine. Pure and deterministic.
 
-    The same object drives a virtual clock, emulated devices, torch and the cache. Each asks when
-    an engine of its is idle; what is answered is begun at once (`State.begin`), before anything
-    else is asked. None says that the engine has nothing to do until something ends or arrives.
+    The same object serves a virtual clock, emulated devices, torch and the cache. Each calls it
+    when one of its engines is idle, and begins the answer at once (`State.begin`), before the next
+    call. None leaves the engine idle until an operation ends or a request arrives.
     """
 
     name = ""
@@ -332,19 +332,19 @@ class RestorePolicy(ABC):
     def next_compute(
         self, state: State, among: Collection[int] | None = None
     ) -> Compute | Suffix | None:
-        """What is computed next.
+        """Return the operation to compute next.
 
         Args:
-            state: How far everything is.
+            state: Progress of all restores.
             among: Numbers of the requests that this engine can compute; None for all.
         """
 
     @abstractmethod
     def next_load(self, state: State, tier: str) -> RestoreLoad | None:
-        """What is loaded from a tier next."""
+        """Return the next load from a tier."""
 
-    def forget(self, number: int) -> None:  # noqa: B027 - most remember nothing
-        """A request is done or was called off: what is remembered of it can go."""
+    def forget(self, number: int) -> None:  # noqa: B027 - most have no state
+        """Drop the state of a request that is done or cancelled."""
 
 
 # FlowKV's own policy: two pointers that meet where both engines end together.
@@ -356,23 +356,23 @@ class RestorePolicy(ABC):
 # suffix runs behind them. Several requests are served shortest first; waiting makes a request
 # shorter.
 #
-# Nothing here trusts the costs: they say how large the steps are and when to change the order of
-# loads, but what was not begun is still anybody's.
+# Costs are not trusted: they set the sizes of steps and the moment to change the order of loads,
+# but a cell without an operation may still be computed or loaded.
 #
-# Where a request's pointers should meet: how far to compute so that both engines end together.
+# Split of a request: the tokens to compute so that both engines end together.
 
 _TOGETHER = 0.01
 
 
 class Prices(NamedTuple):
-    """The durations that count for one request, in seconds.
+    """Durations that count for one request, in seconds.
 
     Attributes:
-        cell_s: To load a cell, by all its tiers together; 0 while unknown.
-        suffix_s: To compute what is left of the suffix.
-        compute_wait_s: Until the compute engine is free for it.
-        link_wait_s: Until the link is.
-        input_s: Of the link, for each token that is computed from the lowest layer on.
+        cell_s: Loading a cell, by all its tiers together; 0 while unknown.
+        suffix_s: Computing the rest of the suffix.
+        compute_wait_s: Wait for the compute engine.
+        link_wait_s: Wait for the link.
+        input_s: Link time for each token that is computed from the lowest layer on.
     """
 
     cell_s: float
@@ -383,16 +383,16 @@ class Prices(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Compute up to `goal`, load the rest; all is there `finish_s` from now."""
+    """Split of a request: compute up to `goal`, load the rest; all is done `finish_s` from now."""
 
     goal: int
     finish_s: float
 
 
 def first_behind(progress: Progress) -> int:
-    """The lowest layer of those that are computed least far and still have cells to take.
+    """Return the lowest of the layers that are computed least far and still have free cells.
 
-    Those are the cheapest cells, and their inputs are there: the layer below is further.
+    Their cells are the cheapest, and their inputs exist: the layer below is further.
     """
     front, back = progress.front, progress.back
     layer = front.index(front[-1])
@@ -404,17 +404,17 @@ def first_behind(progress: Progress) -> int:
 def best_split(
     progress: Progress, layer: int, cap: int, costs: Costs, prices: Prices, hint: int = 0
 ) -> Split:
-    """How far to compute from `layer` on upwards, so that the later engine ends soonest.
+    """Return how far to compute from `layer` upwards, so that the later engine ends soonest.
 
-    Computing takes ever longer and loading ever less the further the goal, so that they cross once.
-    The suffix runs behind the loads layer by layer: only its last layer waits for all of them.
+    Compute time grows and load time falls with the goal, so that they cross once. The suffix runs
+    behind the loads layer by layer: only its last layer waits for all of them.
 
     Args:
-        progress: Of the request; layers below `layer` are computed as far as they will be.
-        layer: The lowest layer that would be computed.
+        progress: Progress of the request; layers below `layer` are computed to their ends.
+        layer: The lowest layer to compute.
         cap: Token that the goal cannot exceed.
-        costs: What computing takes.
-        prices: What else counts.
+        costs: Costs of computing.
+        prices: Other durations that count.
         hint: The goal so far; it stays while both engines still end almost together.
     """
     request, back = progress.request, progress.back
@@ -424,7 +424,7 @@ def best_split(
         last -= 1
     layers, unit = last - layer, request.unit
     cells = sum(back[layer:last])
-    if layer:  # what the link still has to do below
+    if layer:  # the rest of the link's work below
         for front, end in zip(progress.front[:layer], back, strict=False):
             cells += max(0, end - max(front, progress.lost))
     cell_s, suffix_s, busy_s, link_s, input_s = prices
@@ -477,28 +477,28 @@ def best_split(
     return best
 
 
-# What is decided about one request, and what that is decided from.
+# Decision about one request, and its inputs.
 
 _AS_GOOD = 1.01
 _PART = 4
 
 
 class Aim:
-    """The decision about a request.
+    """Decision about a request.
 
     Attributes:
-        progress: Whose; another one under the same number is another request.
+        progress: Progress of the request; another object under the same number is another request.
         goal: Token up to which layers that are not computed yet should be computed.
         sources: Index of the source to load from, by tier.
-        size_s: What it takes alone; 0 while that is not known.
-        stripe: No layer below it has anything left to load.
-        group: Layers of a stripe at least; below 0 while that is open.
-        cell_s: To load a cell, by all tiers together, as of the last plan.
-        suffix_s: To compute what is left of the suffix, as of the last plan; below 0 before it.
+        size_s: Seconds that the request takes alone; 0 while unknown.
+        stripe: Lowest layer that may have cells left to load.
+        group: Least layers of a stripe; below 0 while undecided.
+        cell_s: Seconds to load a cell, by all tiers together, as of the last plan.
+        suffix_s: Seconds of the rest of the suffix, as of the last plan; below 0 before it.
         set: Whether there is a goal.
-        busy_until_s: When the compute that was begun last should end.
-        loads_from_s: When the link began with those under way.
-        loads_until_s: When the load that was begun last should end.
+        busy_until_s: Expected end of the last compute.
+        loads_from_s: Time when the link began the loads under way.
+        loads_until_s: Expected end of the last load.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -511,7 +511,7 @@ class Aim:
         self.busy_until_s = self.loads_from_s = self.loads_until_s = 0.0
 
     def late(self, state: State) -> float:
-        """How much longer loads under way take than they should; 0.0 without any, or in time."""
+        """Return actual over expected time of loads under way; 0.0 without any, or in time."""
         until_s, from_s = self.loads_until_s, self.loads_from_s
         flying = any(isinstance(op, RestoreLoad) for op in self.progress.flying)
         if not flying or state.now_s <= until_s or until_s <= from_s:
@@ -519,16 +519,16 @@ class Aim:
         return (state.now_s - from_s) / (until_s - from_s)
 
     def known(self, costs: Costs) -> bool:
-        """Whether it is known what computing takes."""
+        """Return whether the cost of computing is known."""
         if not self._known:
             request = self.progress.request
             self._known = costs.compute_s(request, 1, Span(0, request.unit)) > 0
         return self._known
 
     def measure(self, state: State) -> None:
-        """Chooses how precisely to load, as far as that costs nothing, and sizes the request.
+        """Choose the codec of loads, as precise as costs nothing, and estimate the request's size.
 
-        Where costs are not known yet, that stays open.
+        While costs are unknown, both stay open.
         """
         progress = self.progress
         request, costs = progress.request, state.costs
@@ -561,7 +561,7 @@ class Aim:
         self.size_s = split.finish_s
 
     def left_s(self, state: State) -> tuple[float, float]:
-        """Seconds of each engine that a request still needs."""
+        """Return the seconds of each engine that a request still needs."""
         progress = self.progress
         request = progress.request
         busy_s, cells = suffix_left_s(state, progress), 0
@@ -576,13 +576,13 @@ class Aim:
 
 
 def aligned(request: RestoreRequest, token: int, first: int, most: int) -> int:
-    """The end of the page that `token` is in, a page behind `first` at least."""
+    """Return the end of the page that contains `token`, at least one page behind `first`."""
     stop = -(-max(token, first + 1) // request.unit) * request.unit
     return min(stop, most)
 
 
 def suffix_left_s(state: State, progress: Progress) -> float:
-    """What is left of the suffix."""
+    """Return the seconds of the rest of the suffix."""
     request = progress.request
     if not request.suffix:
         return 0.0
@@ -590,7 +590,7 @@ def suffix_left_s(state: State, progress: Progress) -> float:
 
 
 def together_s(state: State, request: RestoreRequest, sources: dict[str, int]) -> float:
-    """Seconds to load a cell by all tiers together; 0 while one is not known."""
+    """Return the seconds to load a cell by all tiers together; 0 while one is unknown."""
     rate, cells = 0.0, request.layers * max(request.unit, request.tokens // _PART)
     if len(sources) == 1:
         (index,) = sources.values()
@@ -613,12 +613,12 @@ _SLOWLY = 0.7
 
 
 class ChunkSizes(NamedTuple):
-    """Tokens that are taken at once.
+    """Token counts of single operations.
 
     Attributes:
-        chunk: Most that are computed.
-        block: Most that are loaded of all layers.
-        probe: What is computed while costs are not known.
+        chunk: Most tokens computed at once.
+        block: Most tokens loaded at once, of all layers.
+        probe: Tokens computed at once while costs are unknown.
     """
 
     chunk: int
@@ -627,7 +627,7 @@ class ChunkSizes(NamedTuple):
 
 
 def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> RestoreLoad | None:
-    """The next load of a request from a tier; None if the rest is to be computed."""
+    """Return the next load of a request from a tier; None if the rest is to be computed."""
     progress = aim.progress
     request, back, front = progress.request, progress.back, progress.front
     index, layers = aim.sources[tier], request.layers
@@ -657,7 +657,7 @@ def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> Rest
 
 
 def _stripes(state: State, aim: Aim, index: int, tokens: int) -> int:
-    """Layers that must be loaded at once for that not to be mostly latency."""
+    """Return the least layers of one load so that its time is not mostly latency."""
     if aim.group < 0:
         request, load_s = aim.progress.request, state.costs.load_s
         one_s, latency_s = load_s(request, index, tokens), load_s(request, index, 1)
@@ -666,9 +666,9 @@ def _stripes(state: State, aim: Aim, index: int, tokens: int) -> int:
 
 
 def in_time(state: State, aim: Aim, op: RestoreLoad) -> RestoreLoad | None:
-    """Cut to what this tier can load while the others load the rest; None if that is nothing.
+    """Cut a load to the time that the other tiers need for the rest; None if nothing is left.
 
-    A slow tier helps as long as nobody has to wait for it.
+    A slow tier helps as long as no request waits for it.
     """
     progress = aim.progress
     request, load_s = progress.request, state.costs.load_s
@@ -694,9 +694,9 @@ def in_time(state: State, aim: Aim, op: RestoreLoad) -> RestoreLoad | None:
 
 
 def _block(state: State, aim: Aim, gap: int, sizes: ChunkSizes) -> int:
-    """Tokens to load of all layers at once; 0 where the rest should come layer by layer.
+    """Return the tokens to load of all layers at once; 0 where loads go layer by layer.
 
-    The first block is small: it tells what the others will take.
+    The first block is small: it measures the cost of the others.
     """
     request = aim.progress.request
     aim.cell_s = together_s(state, request, aim.sources)
@@ -706,7 +706,7 @@ def _block(state: State, aim: Aim, gap: int, sizes: ChunkSizes) -> int:
         aim.suffix_s = suffix_left_s(state, aim.progress)
     tail = _TAIL * aim.suffix_s / (aim.cell_s * request.layers)
     if not state.untold.isdisjoint(aim.sources):
-        tail = 0.0  # what is asked for by layers cannot be computed any more
+        tail = 0.0  # cells requested by layers can no longer be computed
     part = 0.0 if aim.progress.back[0] == request.tokens else (gap - tail) / _BLOCKS
     size = min(max(_LEAST * request.unit, part), gap - tail, sizes.block)
     return max(0, int(size // request.unit) * request.unit)
@@ -718,20 +718,20 @@ _LITTLE, _BEARABLE = 1.01, 1.1
 
 
 class TwoPointer(RestorePolicy):
-    """Adaptive two-pointer with a layer-major tail behind which the suffix runs.
+    """Adaptive two-pointer policy with a layer-major tail behind which the suffix runs.
 
     Args:
         chunk: Most tokens of a layer that are computed at once.
         block: Most tokens that are loaded at once.
-        probe: Tokens that are computed at once while costs are not known.
-        inputs_s: By number of request: seconds of the link for each token that is computed. For
-            pipeline stages, which load the activations at their lower boundary; their first pass is
-            short, and each later one may be four times as long, for they wait for them.
-        aging: How much a second of waiting counts against a second of work when requests are
-            ordered. Nobody is overtaken by one that came more than its size / aging later.
+        probe: Tokens that are computed at once while costs are unknown.
+        inputs_s: By number of request: seconds of the link for each computed token. For pipeline
+            stages, which load the activations at their lower boundary; their first pass is short,
+            and each later one may be four times as long, since later stages wait for it.
+        aging: Weight of a second of waiting against a second of work when requests are ordered.
+            No request is overtaken by one that came more than its size / aging later.
 
     Raises:
-        ConfigError: Sizes that are not positive.
+        ConfigError: A size is not positive.
     """
 
     name = "flowkv"
@@ -746,19 +746,19 @@ class TwoPointer(RestorePolicy):
         aging: float = 0.25,
     ) -> None:
         if min(chunk, block, probe) < 1 or aging <= 0:
-            raise ConfigError("Sizes and aging must be positive", "Leave them at their defaults")
+            raise ConfigError("sizes and aging must be positive", "Leave them at their defaults")
         self._sizes, self._aging = ChunkSizes(chunk, block, probe), aging
         self._inputs_s = dict(inputs_s or {})
         self._aims: dict[int, Aim] = {}
 
     def goal(self, number: int) -> int:
-        """Token up to which a request is going to be computed, as things stand; 0 if unknown."""
+        """Return the token up to which a request is to be computed, at present; 0 if unknown."""
         return self._aims[number].goal if number in self._aims else 0
 
     def next_compute(
         self, state: State, among: Collection[int] | None = None
     ) -> Compute | Suffix | None:
-        """The first request in order that has something to compute."""
+        """Return a compute of the first request in order that has one."""
         before: list[Aim] = []
         for aim in self._ordered(state):
             progress = aim.progress
@@ -775,7 +775,7 @@ class TwoPointer(RestorePolicy):
         return None
 
     def next_load(self, state: State, tier: str) -> RestoreLoad | None:
-        """The first request in order that has something to load from there."""
+        """Return a load of the first request in order that has one on this tier."""
         before: list[Aim] = []
         for aim in self._ordered(state):
             if tier in aim.sources:
@@ -799,7 +799,7 @@ class TwoPointer(RestorePolicy):
         return None
 
     def forget(self, number: int) -> None:
-        """A request is done."""
+        """Drop the aim of a request."""
         self._aims.pop(number, None)
 
     # ---- the order
@@ -829,7 +829,7 @@ class TwoPointer(RestorePolicy):
     # ---- the split
 
     def _plan(self, state: State, aim: Aim, before: list[Aim]) -> None:
-        """Sets the goal."""
+        """Set the goal of a request."""
         aim.set = True
         goal = self._goal(state, aim, before)
         if goal != aim.goal:
@@ -843,7 +843,7 @@ class TwoPointer(RestorePolicy):
         if not aim.sources:
             return request.tokens
         if not aim.size_s and len(request.sources) > len(aim.sources):
-            aim.measure(state)  # there is a precision to choose
+            aim.measure(state)  # there is a codec to choose
         layer = 0 if request.whole else first_behind(progress)
         first = progress.front[layer]
         cap = progress.front[layer - 1] if layer else request.tokens
@@ -871,7 +871,7 @@ class TwoPointer(RestorePolicy):
         if free_s > state.now_s:
             flying = sum([state.link_cells.get(tier, 0) for tier in aim.sources])
             link_s += min(free_s - state.now_s, flying * cell_s)
-        elif (late := aim.late(state)) > _LATE:  # the link is no faster than that shows
+        elif (late := aim.late(state)) > _LATE:  # the link is slower than expected
             cell_s *= late
         input_s = self._inputs_s.get(request.number, 0.0)
         aim.suffix_s = suffix_left_s(state, progress)
@@ -880,7 +880,7 @@ class TwoPointer(RestorePolicy):
         return best_split(progress, layer, cap, costs, prices, hint).goal
 
     def _lowered(self, state: State, aim: Aim, before: list[Aim]) -> bool:
-        """The link has nothing to do: whether less should be computed after all."""
+        """Lower the goal when the link is idle; return whether it was lowered."""
         progress = aim.progress
         if not progress.request.computable or progress.fronted or progress.met:
             return False
@@ -888,7 +888,7 @@ class TwoPointer(RestorePolicy):
         self._plan(state, aim, before)
         return aim.goal < goal
 
-    # ---- what is next
+    # ---- next operations
 
     def _suffix(self, progress: Progress) -> Suffix | None:
         request, layer = progress.request, progress.suffix
@@ -916,7 +916,7 @@ class TwoPointer(RestorePolicy):
             return Compute(request.number, Span(0, request.layers), Span(first, goal))
         if layer == 0:
             goal = self._pass(request, first, goal)
-        # Longer and longer steps: the first one tells what the others will take.
+        # Steps get longer: the first one measures the cost of the others.
         most = layer + (1 if before else max(1, min(layer, request.layers // _STEPS)))
         last = layer + 1
         while last < min(most, request.layers) and front[last] == first and back[last] >= goal:
@@ -926,7 +926,7 @@ class TwoPointer(RestorePolicy):
         return Compute(request.number, Span(layer, last), Span(first, goal))
 
     def _pass(self, request: RestoreRequest, first: int, goal: int) -> int:
-        """Where a pass that begins at `first` ends: equal ones, none longer than a chunk."""
+        """Return the end of a pass that begins at `first`: passes are equal, none above a chunk."""
         if request.number in self._inputs_s:
             most = max(self._sizes.probe // 2, 3 * (first - request.resident))
             goal = min(goal, aligned(request, first + most, first, goal))
@@ -936,9 +936,10 @@ class TwoPointer(RestorePolicy):
     def _chunk(
         self, state: State, request: RestoreRequest, first: int, goal: int, calm: bool
     ) -> int:
-        """Of an unmodified model: a first part that tells what the rest will take, then most of it.
+        """Return the end of an unmodified model's compute: a short first part, then a longer one.
 
-        Where a further chunk costs little, that is; and little at a time while others wait.
+        The first part measures the cost; a part is cut only where a further chunk costs little, and
+        parts stay short while other requests wait.
         """
         left = min(goal - first, self._sizes.chunk)
         if left <= self._sizes.probe:
@@ -960,11 +961,11 @@ class TwoPointer(RestorePolicy):
 RESTORE_POLICIES: Mapping[str, Callable[..., RestorePolicy]] = MappingProxyType(
     {"flowkv": TwoPointer}
 )
-"""By name. `bench.restore.baselines` has those that this one is compared with."""
+"""Restore policies by name. `bench.restore.baselines` has those that this one is compared with."""
 
 
 def make_restore_policy(policy: str | RestorePolicy, **options: Any) -> RestorePolicy:
-    """Makes a restore policy from its name, or passes an object through.
+    """Make a restore policy by its name, or pass an object through.
 
     Args:
         policy: A name in `RESTORE_POLICIES`, or a `RestorePolicy`.

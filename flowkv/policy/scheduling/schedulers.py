@@ -1,10 +1,10 @@
-"""Schedulers: who is served next, and who has to make room.
+"""Schedulers: the order in which requests are served, and the rows to preempt for them.
 
-A scheduler is pure like every policy here: no I/O, no clock of its own, no randomness, no state
-that its answers depend on beside what it is shown. The engine (`flowkv.engine`) and the simulator
-(`flowkv.sim.serving`) drive the same objects through the same mechanism (`turns.Turns`), which sees
-to it that no order starves anybody: nobody passes by a request that waits in front, whoever ranks
-first is never preempted, and who was preempted is left alone for a while once it is back.
+A scheduler is pure like every policy here: no I/O, no clock of its own, no randomness, and no state
+beside its arguments. The engine (`flowkv.engine`) and the simulator (`flowkv.sim.serving`) drive
+the same objects through the same mechanism (`turns.Turns`), which prevents starvation under any
+order: no request overtakes one that waits in front, the request that ranks first is never
+preempted, and a preempted row is safe for a while once it is back.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from typing import Any, ClassVar
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import made
 
-# What a scheduler knows of one request.
+# Facts that a scheduler sees about one request.
 
 WAITING, COMING, RUNNING, ASIDE, OVER = range(5)
-"""Where a request is: not begun or begun anew; admitted, part of its prefix on its way; in every
-step; preempted with its pages in host memory; finished, failed or cancelled."""
+"""States of a request: not begun or begun anew; admitted, with loads in flight; in every step;
+preempted with its pages in host memory; finished, failed or cancelled."""
 
 
 class Job:
-    """One request, as schedulers see it. Executors move it; policies only read it.
+    """Request, as schedulers see it. Executors change its state; policies only read it.
 
     Attributes:
         number: Order of submission, unique in an engine.
-        arrived_s: When it was submitted.
+        arrived_s: Time of submission.
         prompt: Tokens of the prompt.
         limit: Most new tokens.
         priority: Larger is more urgent.
-        deadline_s: When it is of no use any more; `math.inf` without one.
+        deadline_s: Time after which the answer is useless; `math.inf` without one.
         state: `WAITING`, `COMING`, `RUNNING`, `ASIDE` or `OVER`; changed by `move` alone.
-        since_s: Since when it has been in this state.
-        ready: Tokens whose K and V are there.
-        made: New tokens so far; they are part of what is to be computed.
-        pages: Device pages that nobody else holds and that it would give back, those included
-            that are reserved for what is on its way.
-        shared: While it waits, pages of its prefix that rows in progress hold, as far as anybody
-            has looked: it needs no room for these.
+        since_s: Time of the last state change.
+        ready: Tokens with K and V in the cache.
+        made: New tokens so far; they count among the tokens to compute.
+        pages: Device pages that only this request holds and would free, including those
+            reserved for loads in flight.
+        shared: While it waits, pages of its prefix held by rows in progress, as of the last
+            look-up: it needs no room for these.
         waited_s: Time spent waiting or set aside before `since_s`.
-        preempted: How often it was preempted.
-        back_at: `made` when it entered last.
-        moves: How often its state changed.
+        preempted: Number of preemptions.
+        back_at: `made` at the last entry.
+        moves: Number of state changes.
     """
 
     __slots__ = (
@@ -88,16 +88,16 @@ class Job:
 
     @property
     def missing(self) -> int:
-        """Tokens that are known and not computed; 1 for a row that decodes."""
+        """Known tokens still to be computed; 1 for a row that decodes."""
         return self.prompt + self.made - self.ready
 
     @property
     def remaining(self) -> int:
-        """Tokens that are still to be computed, at most, the new ones included."""
+        """Most tokens still to be computed, new ones included."""
         return self.missing + self.limit - self.made
 
     def move(self, state: int, now_s: float) -> None:
-        """Enters another state. Who preempts it counts that in `preempted`."""
+        """Enter another state. The caller of a preemption counts it in `preempted`."""
         if self.state in (WAITING, ASIDE):
             self.waited_s += now_s - self.since_s
             self.back_at = self.made
@@ -110,14 +110,14 @@ class Job:
 
 
 class Scheduler(ABC):
-    """An order of requests, and a choice of victims.
+    """Order of requests, and a choice of victims.
 
     Attributes:
-        name: Its name.
-        steady: Whether the rank of a request stays the same while its state does, whatever the
-            time, and whatever of its prefix others hold (`shared`): it is asked once then, rather
+        name: Name of the scheduler.
+        steady: Whether the rank of a request depends only on its state, not on the time or on the
+            prefix pages that other rows hold (`shared`): then `rank` runs once per state, rather
             than in every turn.
-        preempts: Whether `victims` may name anybody for a request that waits; False saves asking.
+        preempts: Whether `victims` may name rows for a request that waits; False saves the calls.
     """
 
     name: ClassVar[str]
@@ -126,17 +126,17 @@ class Scheduler(ABC):
 
     @abstractmethod
     def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
-        """Sort key of a request: the smallest is served first. Ends with its number: no ties."""
+        """Return the sort key of a request: the smallest is served first. Ends with its number."""
 
     def victims(self, active: Sequence[Job], wanting: Job | None, now_s: float) -> Sequence[Job]:
-        """Whom to preempt, as far as need be, the first first.
+        """Return rows to preempt, in that order; only as many go as needed.
 
-        Whoever ranks before `wanting` is not preempted for it, even if named.
+        Rows that rank before `wanting` are not preempted for it, even if named.
 
         Args:
             active: Rows that could go, never empty; `wanting` is not among them.
-            wanting: Who cannot enter for lack of room or rows; None if a row in progress cannot
-                grow, in which case somebody has to go.
+            wanting: Request that cannot enter for lack of room or rows; None if a row in progress
+                cannot grow, in which case some row has to go.
             now_s: The time.
 
         Returns:
@@ -147,9 +147,9 @@ class Scheduler(ABC):
         return sorted(active, key=lambda job: self.rank(job, now_s), reverse=True)
 
     def bound_s(self, job: Job) -> float:
-        """How far behind this request others may be submitted and still be served before it.
+        """Return for how many seconds after this request later ones may still overtake it.
 
-        Whatever is submitted later than `job.arrived_s + bound_s(job)` ranks behind it at all
+        Any request submitted later than `job.arrived_s + bound_s(job)` ranks behind it at all
         times. `math.inf` promises nothing.
         """
         return math.inf
@@ -159,18 +159,18 @@ class Scheduler(ABC):
 
 
 class FirstCome(Scheduler):
-    """In order of submission; whoever came last makes room."""
+    """Order of submission; the latest row makes room."""
 
     name = "fcfs"
     steady = True
     preempts = False
 
     def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
-        """By submission."""
+        """Return the request's number as its rank."""
         return (job.number,)
 
     def bound_s(self, job: Job) -> float:
-        """Nobody overtakes anybody."""
+        """Return 0: no request overtakes another."""
         return 0.0
 
 
@@ -178,16 +178,16 @@ class FirstCome(Scheduler):
 
 
 class Priority(Scheduler):
-    """The highest priority first; requests that wait preempt rows of lower priority.
+    """Order of priority; requests that wait preempt rows of lower priority.
 
-    A step of priority is worth `aging_s` seconds: a request is overtaken by those that are one step
-    above it and came less than `aging_s` later. Its place in the order does not change with time.
+    A step of priority is worth `aging_s` seconds: a request is overtaken by requests one step above
+    it that came less than `aging_s` later. Its place in the order does not change with time.
 
     Args:
-        aging_s: What a step of priority is worth; `math.inf`: low ones wait for as long as
-            there are higher ones.
-        top: The highest priority there is; what is above counts as that. Bounds how long
-            anybody can be overtaken.
+        aging_s: Seconds that a step of priority is worth; `math.inf`: low priorities wait as long
+            as there are higher ones.
+        top: Highest priority; larger ones count as this. It bounds for how long a request can be
+            overtaken.
 
     Raises:
         ConfigError: `aging_s` is not above 0.
@@ -202,18 +202,18 @@ class Priority(Scheduler):
         self.aging_s, self.top = float(aging_s), top
 
     def level(self, job: Job) -> int:
-        """Its priority, not above `top`."""
+        """Return the priority of a request, at most `top`."""
         return min(job.priority, self.top)
 
     def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
-        """By when it came, `aging_s` sooner for each step of priority."""
+        """Return the time of submission, `aging_s` sooner for each step of priority."""
         level = min(job.priority, self.top)
         if self.aging_s == math.inf:
             return (-level, job.number)
         return (job.arrived_s - self.aging_s * level, job.number)
 
     def victims(self, active: Sequence[Job], wanting: Job | None, now_s: float) -> Sequence[Job]:
-        """The lowest priority first, of those whoever comes last in the order."""
+        """Return the rows of lowest priority first, of one priority the last in the order first."""
         if wanting is not None:
             level = self.level(wanting)
             active = [job for job in active if job.priority < level]
@@ -222,33 +222,33 @@ class Priority(Scheduler):
         )
 
     def bound_s(self, job: Job) -> float:
-        """`aging_s` for each step that it is below the top."""
+        """Return `aging_s` for each step of priority below the top."""
         steps = self.top - self.level(job)
         return steps * self.aging_s if steps else 0.0
 
 
 # Shortest remaining work first, with aging.
 
-_PROMPT = 1 / 32  # of a new token, which takes a step, what a token of a prompt takes of one
+_PROMPT = 1 / 32  # cost of a prompt token in a step, relative to a new token
 
 
 class Shortest(Scheduler):
-    """Shortest remaining work first; nobody is overtaken by what came `aging_s` later.
+    """Order of remaining work; requests that came `aging_s` later never overtake.
 
-    Every request has a time when it is due: `arrived_s + aging_s * work / (work + typical)`, `work`
-    being the new tokens it may still make, and a small share of those of its prompt. Among requests
-    of about the same age that is the order of their work, which makes the mean completion least
-    (Smith 1956; Schrage 1968 for preemption). As `work / (work + typical)` is below 1, whatever is
-    submitted `aging_s` later than a request is due after it: that is the bound. The due time of a
-    request that waits does not change, so that its place in the order is found once.
+    Every request has a due time: `arrived_s + aging_s * work / (work + typical)`, `work` being the
+    new tokens it may still make, and a small share of its prompt's. Among requests of about the
+    same age that is the order of their work, which makes the mean completion least (Smith 1956;
+    Schrage 1968 for preemption). As `work / (work + typical)` is below 1, a request submitted
+    `aging_s` later than another is due after it: that is the bound. The due time of a request that
+    waits does not change, so that its place in the order is found once.
 
     Args:
         aging_s: The bound, in seconds; above 0.
         typical: New tokens of a typical answer: such a request may be overtaken by negligible ones
             for half of `aging_s`.
         times: Preempt a row for a request that waits if its work is more than this many times the
-            other's. None preempts nobody for that: where moving a row takes as long as a few steps,
-            which hold up everybody, the mean gets worse (simulated), and else hardly better.
+            other's. None disables this preemption: where moving a row takes as long as a few
+            steps, which delay all rows, the mean gets worse (simulated), and else hardly better.
 
     Raises:
         ConfigError: One of these is out of range.
@@ -270,24 +270,24 @@ class Shortest(Scheduler):
         self.preempts = times is not None
 
     def work(self, job: Job) -> float:
-        """What a request still takes, in new tokens."""
+        """Return the remaining work of a request, in new tokens."""
         left = job.limit - job.made
         return left + _PROMPT * (job.prompt + job.made - job.ready)
 
     def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
-        """By when it is due."""
+        """Return the due time of a request."""
         work = self.work(job)
         return (job.arrived_s + self.aging_s * work / (work + self.typical), job.number)
 
     def victims(self, active: Sequence[Job], wanting: Job | None, now_s: float) -> Sequence[Job]:
-        """Those due last; for a request that waits, those with much more work than it has."""
+        """Return the rows due last; for a request that waits, only those with much more work."""
         if wanting is not None:
             least = math.inf if self.times is None else self.times * self.work(wanting)
             active = [job for job in active if self.work(job) > least]
         return sorted(active, key=lambda job: self.rank(job, now_s), reverse=True)
 
     def bound_s(self, job: Job) -> float:
-        """Less than `aging_s`, the less the shorter it is."""
+        """Return less than `aging_s`, and the less, the shorter the request."""
         work = job.limit + _PROMPT * job.prompt  # at most: a new token counts less once it is made
         return self.aging_s * work / (work + self.typical)
 
@@ -306,7 +306,7 @@ SCHEDULERS: Mapping[str, Callable[..., Scheduler]] = MappingProxyType(
 
 
 def make_scheduler(scheduler: str | Scheduler, **options: Any) -> Scheduler:
-    """Makes a scheduler from its name, or passes an object through.
+    """Make a scheduler by its name, or pass an object through.
 
     Args:
         scheduler: A name in `SCHEDULERS`, or a `Scheduler`.

@@ -1,20 +1,20 @@
 """The turns of an engine: which rows leave, which enter, and how many tokens each computes.
 
-A turn is decided in two questions, since what of a prompt is known is seen only once it is opened:
-`admit` says who is set aside and who enters, `share` divides the token budget of one step among the
-rows that are in. Where pages run out though the count said that they would not, `relieve` names who
-goes. All three are pure.
+A turn is decided in two calls, since the cached part of a prompt is seen only once the prompt is
+opened: `admit` chooses the rows to set aside and the requests to enter, `share` divides the token
+budget of one step among the active rows. Where pages run out in spite of the count, `relieve`
+names the row to preempt. All three are pure.
 
-Whatever the scheduler, as long as it does not change its mind about an order:
+Under every scheduler with a stable order:
 
-* Nobody passes by a request that waits in front: if that does not fit, the others wait as well.
+* No request overtakes one that waits in front: if that does not fit, the others wait as well.
 * No prompt enters behind prompts that take all tokens of a step, so that many requests with one
-  beginning compute it once: those behind find it when they enter.
-* Among rows that are in, the first in the order is never preempted, so that it ends; then the next.
-* A row is preempted for a request that waits only if it ranks behind that, and only if everybody
-  who can go makes enough room together; then no more go than have to.
-* A row that was preempted before is left alone by those that wait until it has made `grace` new
-  tokens since it is back; twice as many after each time, and at most 16 times as many.
+  beginning compute it once: the later ones find it when they enter.
+* The first active row in the order is never preempted, so that it ends; then the next.
+* A row is preempted for a request that waits only if it ranks behind that request, and only if all
+  rows that can go make enough room together; then no more go than needed.
+* A row that was preempted before is not preempted for a waiting request until it has made `grace`
+  new tokens since its return; twice as many after each time, and at most 16 times as many.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Key = Callable[[Job], tuple[float, ...]]
 
 
 def divide(active: Sequence[Job], budget: int, page_size: int, rank: Key) -> list[tuple[Job, int]]:
-    """Tokens that each row computes in a step.
+    """Divide the token budget of a step among the running rows.
 
     Rows that decode get their token first; if there are more of them than the budget has tokens,
-    the first in the order get one, and a page of it, or half of it if that is less, is left to
-    rows that are behind. The rest goes to these in their order. A chunk that does not end its
-    prompt ends with a page where another row can use what that leaves, but the first of these
-    always goes on. Nothing is left over while anybody could use it.
+    the first in the order get one, and a page of the budget, or half of it if that is less, is left
+    for rows in prefill. These share the rest in their order. A chunk that does not end its prompt
+    ends with a page where another row can use the rest, but the first prompt always advances. No
+    token is left over while a row could use it.
 
     Args:
-        active: Rows that are in; those that do not run get nothing.
+        active: Active rows; rows that are not running get nothing.
         budget: Most tokens.
         page_size: Tokens of a page.
         rank: The order.
 
     Returns:
-        Rows that get any, and how many: decodes first.
+        Rows that get tokens, with their counts: decodes first.
     """
     shares: list[tuple[Job, int]] = []
     behind: list[Job] = []
@@ -71,18 +71,18 @@ def divide(active: Sequence[Job], budget: int, page_size: int, rank: Key) -> lis
 
 
 def _chunks(behind: Sequence[Job], left: int, page_size: int) -> list[tuple[Job, int]]:
-    """Chunks of prompts in their order: to the end, or to the end of a page."""
+    """Return chunks of prompts in their order: to the end, or to the end of a page."""
     tokens: dict[Job, int] = {}
     for job in behind:
         chunk = min(job.missing, left)
         if chunk < job.missing:
             pages = max(0, (job.ready + chunk) // page_size * page_size - job.ready)
-            chunk = pages if pages or tokens else chunk  # the first always goes on
+            chunk = pages if pages or tokens else chunk  # the first always advances
         tokens[job] = chunk
         left -= chunk
         if not left:
             break
-    for job in behind:  # what no other row could use
+    for job in behind:  # the tokens that no other row could use
         extra = min(left, job.missing - tokens.get(job, 0))
         tokens[job] = tokens.get(job, 0) + extra
         left -= extra
@@ -91,13 +91,13 @@ def _chunks(behind: Sequence[Job], left: int, page_size: int) -> list[tuple[Job,
     return [(job, count) for job, count in tokens.items() if count]
 
 
-# Who waits, in a scheduler's order; ranks are asked for again only where they may have changed.
+# Waiting requests in a scheduler's order; ranks are computed again only where they may change.
 
 Rank = tuple[float, ...]
 
 
 class WaitingLine:
-    """Orders requests. What it remembers saves time and changes no answer; it holds no request.
+    """Sorter of waiting requests. Its memory saves time and changes no answer; it holds no request.
 
     Args:
         scheduler: The order.
@@ -107,11 +107,11 @@ class WaitingLine:
         self._scheduler = scheduler
         self._numbers: list[int] = []
         self._moves: list[int] = []
-        self._places: list[int] = []  # of those that wait, the first first
+        self._places: list[int] = []  # indices of the waiting requests, in order
         self._keys: dict[int, tuple[int, Rank]] = {}
 
     def order(self, waiting: Sequence[Job], now_s: float) -> Iterable[Job]:
-        """Those that wait, the first first."""
+        """Return the waiting requests in order."""
         rank = self._scheduler.rank
         if not self._scheduler.steady:
             return sorted(waiting, key=lambda job: rank(job, now_s))
@@ -124,26 +124,26 @@ class WaitingLine:
         return (waiting[place] for place in self._places)
 
     def _key(self, job: Job, now_s: float) -> tuple[int, Rank]:
-        """A request that has not moved ranks as before."""
+        """Return the moves and rank of a request: as before if it has not moved."""
         known = self._keys.get(job.number)
         if known is not None and known[0] == job.moves:
             return known
         return job.moves, self._scheduler.rank(job, now_s)
 
 
-_DOUBLINGS = 4  # or what is urgent would wait for long, once a row had to make room often
+_DOUBLINGS = 4  # with more, an urgent request would wait long for a row that was preempted often
 
 
 class Limits(NamedTuple):
-    """Limits of what an engine does at once.
+    """Limits of an engine's steps.
 
     Attributes:
         max_rows: Most rows of a step.
         token_budget: Most tokens of a step; rows that decode come first.
         page_size: Tokens of a page.
-        watermark: Share of all pages that stays free when somebody enters, so that rows in
+        watermark: Share of all pages that must stay free when a request enters, so that rows in
             progress can grow for a while.
-        grace: New tokens that a row makes, once it is back, before it is preempted again for a
+        grace: New tokens that a row makes after its return before it is preempted again for a
             request that waits; twice as many after each time, up to 16 times as many.
     """
 
@@ -155,11 +155,11 @@ class Limits(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Pages of the device, in pages of all layer groups together.
+    """Pages of the device, counted over all layer groups together.
 
     Attributes:
-        free: Free, or held by nobody but the index, so that they can be had.
-        total: All.
+        free: Pages that are free, or held only by the index and thus available.
+        total: All pages.
     """
 
     free: int
@@ -167,7 +167,7 @@ class Room(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The rows that leave, and those that enter after that, in this order.
+    """Rows that leave, and requests that enter after that, in this order.
 
     Attributes:
         leave: Preempted jobs; True: its pages go to host memory, False: they are dropped.
@@ -179,13 +179,13 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """Decides turns with a scheduler.
+    """Mechanism that decides turns with a scheduler.
 
     Args:
         scheduler: The order.
-        limits: What may be done at once.
-        keeps: Whether a job's pages are worth keeping in host memory, rather than computing them
-            again, as far as anybody has measured.
+        limits: Limits of a step.
+        keeps: Returns whether a job's pages are worth keeping in host memory, rather than
+            recomputing, as far as measured.
 
     Raises:
         ConfigError: A limit is out of range.
@@ -207,16 +207,16 @@ class Turns:
     def admit(
         self, waiting: Sequence[Job], active: Sequence[Job], room: Room, now_s: float
     ) -> Turn:
-        """Who leaves and who enters now.
+        """Choose the rows that leave and the requests that enter now.
 
         Args:
             waiting: Jobs that wait or were set aside, in any order.
-            active: Jobs that are in, coming or running.
-            room: Pages.
+            active: Jobs that are coming or running.
+            room: Pages of the device.
             now_s: The time.
 
         Raises:
-            StateError: The scheduler names a victim that is none of those it was shown.
+            StateError: The scheduler names a victim that it was not given.
         """
         turn, rows, most = Turn([], []), len(active), self.limits.max_rows
         if not waiting or (rows >= most and not self.scheduler.preempts):
@@ -228,7 +228,7 @@ class Turns:
             if job.missing > 1 and self._full([*prompts, *turn.enter], job, now_s):
                 break
             wanted = needed = self.pages(job)
-            if job.preempted:  # or it goes again as soon as the others have grown a little
+            if job.preempted:  # else it goes again as soon as the others have grown a little
                 wanted += rows
             if rows and (rows >= most or wanted > free):
                 going = self._going(staying, job, rows - most + 1, wanted - free, now_s)
@@ -242,10 +242,10 @@ class Turns:
         return turn
 
     def _full(self, prompts: Sequence[Job], job: Job, now_s: float) -> bool:
-        """Whether prompts in front of a job take the whole step: it would be idle inside.
+        """Return whether prompts in front of a job take the whole step, so that it would be idle.
 
-        Outside, it may find what they compute: what a prompt has in common with others is looked
-        up when it enters.
+        Outside, it may find their pages: the prefix that a prompt shares with others is looked up
+        when it enters.
         """
         budget, size = self.limits.token_budget, self.limits.page_size
         missing = sum(max(1, one.missing - one.shared * size) for one in prompts)
@@ -257,13 +257,13 @@ class Turns:
         return sum(max(1, one.missing - one.shared * size) for one in ahead) >= budget
 
     def pages(self, job: Job) -> int:
-        """Pages that a job needs to enter: those of all that is known of it, and one to go on."""
+        """Return the pages that a job needs to enter: those of its known tokens, and one more."""
         size = self.limits.page_size
         most = -(-(job.prompt + job.limit - 1) // size)  # the last token is not computed
         return max(1, min(-(-(job.prompt + job.made) // size) + 1, most) - job.shared)
 
     def claim(self, job: Job) -> int:
-        """Pages that a job in progress needs for what is known of it, and has not taken yet."""
+        """Return the pages that a job in progress still needs for its known tokens."""
         missing = job.prompt + job.made - job.ready
         size = self.limits.page_size
         if missing == 1 and job.ready % size:
@@ -272,11 +272,11 @@ class Turns:
         return max(0, -(-(job.ready + missing) // size) - taken)
 
     def gain(self, job: Job) -> int:
-        """Pages that come free if a job in progress leaves."""
+        """Return the pages that come free if a job in progress leaves."""
         return job.pages + self.claim(job)
 
     def share(self, active: Sequence[Job], now_s: float) -> list[tuple[Job, int]]:
-        """Tokens that each row computes in the next step; rows that get none are left out."""
+        """Return the rows with tokens in the next step, and their token counts."""
         return divide(
             active,
             self.limits.token_budget,
@@ -285,19 +285,19 @@ class Turns:
         )
 
     def relieve(self, active: Sequence[Job], now_s: float) -> tuple[Job, bool] | None:
-        """Who goes where rows in progress cannot grow; None where only one is left.
+        """Choose a row to preempt where rows in progress cannot grow; None where only one is left.
 
-        So asking again and again, each time without who went, comes to an end.
+        Repeated calls, each without the rows chosen before, come to an end.
 
         Args:
-            active: Jobs that are in.
+            active: Active jobs.
             now_s: The time.
 
         Returns:
             The job, and whether its pages go to host memory.
 
         Raises:
-            StateError: The scheduler names a victim that is none of those it was shown.
+            StateError: The scheduler names a victim that it was not given.
         """
         if len(active) < 2:
             return None
@@ -311,7 +311,7 @@ class Turns:
     def _going(
         self, active: Sequence[Job], wanting: Job, rows: int, pages: float, now_s: float
     ) -> list[Job]:
-        """Whom to preempt so that `wanting` gets rows and pages; empty: it has to wait."""
+        """Choose rows to preempt so that `wanting` gets rows and pages; empty: it has to wait."""
         if not self.scheduler.preempts:
             return []
         could = [job for job in active if not job.preempted or self._settled(job)]
@@ -330,53 +330,53 @@ class Turns:
         else:
             return []
         going = list(gains)
-        for victim in going[-2::-1]:  # who came later may have made others needless
+        for victim in going[-2::-1]:  # later victims may have made earlier ones needless
             if rows < 0 and pages + gains[victim] <= 0:
                 going.remove(victim)
                 rows, pages = rows + 1, pages + gains[victim]
         return going
 
     def _most(self, job: Job) -> int:
-        """No fewer pages than `gain` says, which may have to count them."""
+        """Return an upper bound of `gain` that needs no count of pages."""
         return max(job.pages, -(-(job.prompt + job.made) // self.limits.page_size))
 
     def _settled(self, job: Job) -> bool:
-        """Whether a row has made enough since it is back to be preempted again."""
+        """Return whether a row has made enough tokens since its return to be preempted again."""
         return job.made - job.back_at >= self.limits.grace << min(job.preempted - 1, _DOUBLINGS)
 
     def _named(self, among: Sequence[Job], wanting: Job | None, now_s: float) -> Sequence[Job]:
-        """The scheduler's victims, which are some of `among`, each once."""
+        """Return the scheduler's victims, checked: some of `among`, each once."""
         named = self.scheduler.victims(among, wanting, now_s)
         if len(set(named)) < len(named) or not set(named).issubset(among):
             raise StateError(
                 f"scheduler {self.scheduler.name!r} names {list(named)} as victims",
-                "Let victims() return some of the rows it is shown, each once",
+                "Let victims() return some of the rows it gets, each once",
             )
         return named
 
     def _keeps(self, job: Job) -> bool:
-        """What is on its way lies below anyway."""
+        """Return whether a row's pages go to host memory; pages still loading are below already."""
         return job.state == RUNNING and self.keeps(job)
 
 
-# Whether pages of a preempted request are worth keeping, by measured rates.
+# Value of keeping the pages of a preempted request, by measured rates.
 
 _MEMORY = 0.9
-_APART = 1.5  # steps of about the same size say nothing about a further token
+_APART = 1.5  # steps of about the same size do not show the cost of a further token
 
 
 class Worth:
-    """Compares two moves of a request's pages with computing them again.
+    """Comparison of two moves of a request's pages with recomputing them.
 
-    Pages that are kept cross the link twice. Pages that are dropped are computed again in steps
-    that run anyway, for what a further token of a step takes. As long as one of these is unknown,
-    pages are kept: no token is computed twice for want of knowledge.
+    Kept pages cross the link twice. Dropped pages are recomputed in steps that run anyway, at the
+    cost of a further token of a step. As long as one of these costs is unknown, pages are kept, so
+    that no token is recomputed for lack of a measurement.
 
     Args:
         page_bytes: Bytes of a page of all layer groups.
 
     Attributes:
-        page_bytes: The same; whoever counts pages anew says what one has then.
+        page_bytes: The same; the caller updates it when the page size is measured again.
         out: Rates of moves to host memory.
         back: Rates of moves to the device.
     """
@@ -384,14 +384,14 @@ class Worth:
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.out, self.back = Rates(), Rates()
-        # Steps of many and of few tokens apart, or a while of decoding would make the former
-        # forgotten: mean tokens and seconds.
+        # Steps of many and of few tokens are kept apart, or a while of decoding would displace the
+        # measurements of large steps: mean tokens and seconds.
         self._most = 0
         self._small: tuple[float, float] | None = None
         self._large: tuple[float, float] | None = None
 
     def step(self, tokens: int, seconds: float) -> None:
-        """A step over so many tokens took so long."""
+        """Record the seconds of a step over so many tokens."""
         if tokens <= 0 or seconds <= 0:
             return
         if tokens > 2 * self._most and self._large is not None:
@@ -403,11 +403,11 @@ class Worth:
             self._small = _mean(self._small, tokens, seconds)
 
     def moved(self, n_bytes: int, seconds: float, *, out: bool) -> None:
-        """So many bytes went to host memory, or came back."""
+        """Record a move of bytes to host memory, or back to the device."""
         (self.out if out else self.back).add(n_bytes, seconds)
 
     def __call__(self, job: Job) -> bool:
-        """Whether to keep the pages of a job that is to leave."""
+        """Return whether to keep the pages of a job that is to leave."""
         n_bytes, token_s = job.pages * self.page_bytes, self.token_s
         if not n_bytes or not token_s or not self.out.samples:
             return True
@@ -427,7 +427,7 @@ class Worth:
 
 
 def _mean(known: tuple[float, float] | None, tokens: int, seconds: float) -> tuple[float, float]:
-    """Mean tokens and seconds, recent steps counting most."""
+    """Return the updated mean of tokens and seconds, recent steps counting most."""
     if known is None:
         return float(tokens), seconds
     return (

@@ -104,7 +104,7 @@ def test_an_engine_that_gets_stuck_says_so() -> None:
         def admit(self, waiting, active, room, now_s):
             return Turn([], [])
 
-    with pytest.raises(StateError, match="nothing goes on"):
+    with pytest.raises(StateError, match="nothing proceeds"):
         VirtualEngine(Closed(FirstCome(), LIMITS), 20, ONE).run([ask()])
 
 

@@ -1,0 +1,1021 @@
+"""The stack of tiers below a cache: where each block lies there, and what moves between tiers.
+
+A block leaves a tier when that tier's policy says so. A tier that loses, damages or refuses a
+frame has missed, and nothing worse.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import groupby, islice
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
+from flowkv.cache.mover import CopyMark, IOPriority, Mover
+from flowkv.core.clock import Clock
+from flowkv.core.config import Config
+from flowkv.core.errors import ConfigError, StoreError
+from flowkv.core.geometry import PageLayout
+from flowkv.core.keys import ROOT
+from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored, Warned
+from flowkv.policy.base import NO_SLOTS, Policy, Slots
+from flowkv.policy.pages import Ladder
+from flowkv.policy.restore import LoadGate
+from flowkv.policy.tenants import Tenants
+from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer, no_room
+from flowkv.tiers.erasure_log import ErasureLog
+from flowkv.tiers.host import HostTier
+from flowkv.tiers.remote.erasures import RemoteErasures
+
+# Pages whose weights are not proven yet: known in the process, kept out of all other places.
+#
+# Writes to weights that PyTorch does not count are found by reading the weights again. A page is
+# proven once such a reading, begun after the page became known, has found all weights unchanged.
+
+
+class Provisional:
+    """Blocks that no lasting or shared tier may be given yet. Callers hold the KV lock.
+
+    Attributes:
+        active: Blocks that become known from now on have to be proven.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._known: dict[Block, bool] = {}  # whether a reading has begun since it became known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._known
+
+    def add(self, block: Block) -> None:
+        """A block became known."""
+        if self.active:
+            self._known[block] = False
+
+    def discard(self, block: Block) -> None:
+        """A block is known no more."""
+        self._known.pop(block, None)
+
+    def begin(self) -> None:
+        """A reading of all weights begins: what is known by now waits for its end."""
+        self._known = dict.fromkeys(self._known, True)
+
+    def confirm(self) -> list[Block]:
+        """The reading has ended, and nothing had changed; returns what is proven by it."""
+        proven = [block for block, read in self._known.items() if read]
+        self._known = {block: False for block, read in self._known.items() if not read}
+        return proven
+
+    def reject(self) -> list[Block]:
+        """Weights had changed: returns what may have been computed by others than it is named."""
+        rejected, self._known = list(self._known), {}
+        return rejected
+
+
+# One place that blocks lie in: its policy, and what that may not give up there now.
+
+
+class PolicyPlace:
+    """A policy and the slots that are protected from it. Callers hold the KV lock.
+
+    Blocks are held and let go far more often than room is made, and mostly both between two
+    evictions: so the policy is told of pins where it is about to choose, and of the changes only.
+    A policy that does not count pins gets all of them with every choice.
+
+    Args:
+        name: Of the device or tier.
+        kind: "gpu", "host", "disk" or "remote".
+        policy: Chooses what the place keeps.
+
+    Attributes:
+        held: Slots that must not be given up.
+    """
+
+    __slots__ = ("_changed", "_counts", "_told", "held", "kind", "name", "policy")
+
+    def __init__(self, name: str, kind: str, policy: Policy) -> None:
+        self.name, self.kind, self.policy = name, kind, policy
+        self.held: dict[int, None] = {}
+        self._counts = type(policy).pin is not Policy.pin
+        self._told: dict[int, None] = {}
+        self._changed: dict[int, None] = {}
+
+    def hold(self, slot: int) -> None:
+        """Protects a slot, resident or not, until `let_go`."""
+        if slot not in self.held:
+            self.held[slot] = self._changed[slot] = None
+
+    def let_go(self, slot: int) -> None:
+        """Protects a slot no longer."""
+        if slot in self.held:
+            del self.held[slot]
+            self._changed[slot] = None
+
+    def remove(self, block: Block) -> None:
+        """Tells the policy that a block left, not by the policy's will."""
+        self.policy.remove(as_slots([block.slot]))
+
+    def evict(self, now_ns: int, n: int) -> Slots | None:
+        """`n` victims of the policy, or None."""
+        if not self._counts:
+            return self.policy.evict(now_ns, n, self.held)
+        self._tell()
+        return self.policy.evict(now_ns, n)
+
+    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
+        """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
+        return self.policy.wanted(now_ns, n)
+
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """Gives up to `n` victims to a prefetch: only what is worth less than that."""
+        if not self._counts:
+            return self.policy.displace(now_ns, n, rate, {*self.held, *protected})
+        self._tell()
+        return self.policy.displace(now_ns, n, rate, protected)
+
+    def expired(self, now_ns: int) -> list[int]:
+        """Slots whose lease has run out here and that nothing protects, removed."""
+        slots = [slot for slot in self.policy.expired(now_ns).tolist() if slot not in self.held]
+        if slots:
+            self.policy.remove(as_slots(slots))
+        return slots
+
+    def surplus(self, now_ns: int) -> list[int]:
+        """Slots that go as a tenant has more than its quota allows, removed."""
+        if not isinstance(self.policy, Tenants):
+            return []
+        self._tell()
+        slots: list[int] = self.policy.shed(now_ns, () if self._counts else self.held).tolist()
+        return slots
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Nobody knows the blocks of these slots any more."""
+        for slot in slots:
+            self.let_go(slot)
+        self._tell()
+        self.policy.forget(as_slots(slots))
+
+    def _tell(self) -> None:
+        if not self._changed or not self._counts:
+            return
+        pins = [slot for slot in self._changed if slot in self.held and slot not in self._told]
+        ends = [slot for slot in self._changed if slot in self._told and slot not in self.held]
+        self._changed.clear()
+        if pins:
+            self.policy.pin(as_slots(pins))
+            self._told.update(dict.fromkeys(pins))
+        if ends:
+            self.policy.unpin(as_slots(ends))
+            for slot in ends:
+                del self._told[slot]
+
+
+def as_slots(slots: Sequence[int]) -> Slots:
+    """Slot numbers as policies take them."""
+    return np.array(slots, np.int64) if len(slots) else NO_SLOTS
+
+
+class ReadFrom(NamedTuple):
+    """A place from which a page may be read, and its form there.
+
+    Attributes:
+        tier: Number in the stack.
+        codec: Index of the codec that its copy has, or is guessed to have.
+        last: No other codec is left to be guessed.
+    """
+
+    tier: int
+    codec: int
+    last: bool
+
+
+@dataclass(slots=True)
+class PolicyContext:
+    """Time, tenants and costs, the same for the policies of all places. Callers hold the KV lock.
+
+    Args:
+        index: The known blocks.
+        clock: Time for the policies.
+        gate: Rates of the model and of loads.
+        page_size: Tokens of a page.
+        tenants: Numbers of tenants by their salt: those with a quota are the first.
+    """
+
+    index: PrefixIndex
+    clock: Clock
+    gate: LoadGate
+    page_size: int
+    tenants: dict[bytes, int]
+    _moment_ns: int | None = None
+
+    def now_ns(self) -> int:
+        """Return the time for the policies."""
+        return self.clock.now_ns() if self._moment_ns is None else self._moment_ns
+
+    @contextmanager
+    def moment(self) -> Iterator[None]:
+        """Stop the time for the policies.
+
+        What comes back for a request is then inserted when the request was, and counts once.
+        """
+        before, self._moment_ns = self._moment_ns, self.now_ns()
+        try:
+            yield
+        finally:
+            self._moment_ns = before
+
+    def tenant(self, salt: bytes) -> int:
+        """Return the number by which policies know a tenant."""
+        return self.tenants.setdefault(salt, len(self.tenants))
+
+    def insert(
+        self,
+        place: PolicyPlace,
+        blocks: Sequence[Block],
+        codec: Callable[[Block], int],
+        n_bytes: Callable[[Block], int],
+    ) -> None:
+        """Insert blocks that became resident into a place's policy.
+
+        Args:
+            place: The place.
+            blocks: Root to leaf, chain after chain. Neighbours of one size, lease and tenant take
+                one call. To a policy, what comes last in one call is deepest, so that chains on a
+                device begin a call each.
+            codec: Index of the codec of a block's copy there.
+            n_bytes: Bytes of that copy.
+        """
+        chain, slot, size = 0, self.index.slot, self.page_size
+
+        def kind(block: Block) -> tuple[object, ...]:
+            nonlocal chain
+            chain += place.kind == "gpu" and block.parent == ROOT
+            return chain, block.group, codec(block), block.n_bytes, block.lease, block.tenant
+
+        for _, run in groupby(blocks, kind):
+            alike = [*run]
+            first = alike[0]
+            middle = (first.depth + len(alike) / 2) * size  # a chain: one cost stands for all
+            place.policy.insert(
+                self.now_ns(),
+                as_slots([block.slot for block in alike]),
+                as_slots([slot(block.parent) for block in alike]),
+                n_bytes=n_bytes(first),
+                cost_ns=round(self.gate.token_s(middle) * size * 1e9),
+                lease=first.lease,
+                tenant=self.tenant(first.tenant),
+            )
+
+
+# The stack of tiers: which blocks lie there, what each policy may not take, and what moves.
+#
+# A block is forgotten when no place holds it any more.
+
+_MOST_LISTED = 1 << 16  # frames of a remote tier at start; others are found when asked for
+_ADOPTED, _LOOKED_AT = 64, 1 << 12  # frames of others at a time: adopted, and looked at for that
+_BENIGN = ("", "absent", "layout", "fidelity")
+_REST_DEADLINES = 10  # that a tier is left alone which missed one: waiting costs a tenth at most
+_REST_S = 1.0  # that a tier is left alone which says that it does not answer now
+_AWAY = ("breaker", "closed")  # reasons of a tier that is not there now, and may be later
+_MOST_BODIES = 16
+_HOST_BYTES = 1 << 30
+_CODES = {name: code for code, name in errno.errorcode.items()}
+# What an engine says whose memory or disk is full; of a local tier, that is a passing state.
+_NO_ROOM = ("full", "remote")
+
+
+class PageForms(Protocol):
+    """How pages of one layer group may lie in frames: `flowkv.cache.pool.Forms`."""
+
+    ladder: Ladder
+    layouts: dict[int, PageLayout]
+    whole: bool
+    fingerprints: dict[int, bytes]
+
+    @property
+    def likely(self) -> tuple[int, ...]:
+        """Codec indices, the likeliest first."""
+        ...
+
+    def meet(self, info: FrameInfo) -> None:
+        """Add the form of a stored page, if it is readable."""
+        ...
+
+
+def _likely_bytes(forms: PageForms) -> int:
+    return forms.layouts[forms.ladder.idle].page_bytes
+
+
+class TierStack:
+    """The tiers below the devices and the blocks in them. Callers hold the KV lock.
+
+    Args:
+        context: The known blocks, and what all policies have in common.
+        tiers: Nearest first.
+        forms: Of the pages of each layer group.
+        policies: `policies(kind, capacity_bytes)` makes the policy of one place.
+        bus: Where events go.
+        config: Whether pages are written down at once, and how long a load may take.
+        sends: Whether pages are written for others, whose rates are not known here.
+        waits: Has a block wait for the tier that lasts; whether it has anything to be stored then.
+        on_forget: Called with a block before the index forgets it.
+
+    Raises:
+        ConfigError: Two tiers have one name.
+
+    Attributes:
+        tiers: Nearest first.
+        places: The tiers as policies see them, in the same order.
+        mover: Transfers to and from the tiers.
+        fidelity: Index of the lossiest codec that is accepted.
+        provisional: Blocks that must not leave the process yet.
+        erasure_logs: Of tiers that other caches use, too: what was erased there.
+        behind: Others erased something, and stores wait until it is dropped here.
+        loaded_bytes: Bytes loaded, by tier name.
+        stored_bytes: Bytes stored, by tier name.
+        refused: Frames that a tier gave and that were refused, by tier name.
+        dropped: Pages that should have been stored and were not: a tier was busy, away or full.
+        lost: Those of them that the tier which lasts should have got.
+        unpaid: Pages that were not stored as loading them could never pay, by tier name.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a stack stands on is named where it is made
+        self,
+        context: PolicyContext,
+        tiers: Sequence[Tier],
+        forms: Sequence[PageForms],
+        *,
+        policies: Callable[[str, int], Policy],
+        bus: Bus,
+        config: Config,
+        sends: Callable[[], bool],
+        waits: Callable[[Block], bool],
+        on_forget: Callable[[Block], None],
+    ) -> None:
+        self.context, self.index, self.forms, self.bus = context, context.index, forms, bus
+        self.fidelity = max((codec for one in forms for codec in one.layouts), default=0)
+        self.write_back, self._gate = config.write_back, context.gate
+        self.mover = Mover(config.load_deadline_s, context.gate.rates)
+        self._policies, self._sends, self._waits = policies, sends, waits
+        self._on_forget = on_forget
+        whole = [one for one in forms if one.whole] or forms
+        self._prompt_bytes = sum(map(_likely_bytes, whole))  # of a page of a long prompt
+        self.tiers, self.places = list[Tier](), list[PolicyPlace]()
+        self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
+        self.behind = False
+        self.provisional = Provisional()
+        self.loaded_bytes, self.stored_bytes = Counter[str](), Counter[str]()
+        self.refused, self.dropped, self.unpaid = (Counter[str]() for _ in range(3))
+        self.lost = 0
+        self._resting_ns: dict[int, int] = {}
+        self._quarantined: set[tuple[int, bytes]] = set()
+        self._states_only: set[int] = set()
+        self._bodies: dict[Block, tuple[FrameInfo, memoryview]] = {}  # of tails that are not proven
+        self._strangers: dict[int, list[Block]] = {}
+        self._troubles: dict[str, str] = {}  # why a tier stores nothing; "" once that was said
+        self._incoming = Counter[int]()
+        for tier in tiers:
+            self.add(tier)
+
+    def add(self, tier: Tier, *, states_only: bool = False) -> None:
+        """Puts a tier below the others and learns what it holds.
+
+        Args:
+            tier: Anything that keeps frames.
+            states_only: No page is demoted to it.
+
+        Raises:
+            ConfigError: Another tier has its name.
+        """
+        if any(other.name == tier.name for other in self.tiers):
+            raise ConfigError(f"two tiers are named {tier.name!r}", "Give each a name of its own")
+        number = len(self.tiers)
+        if states_only:
+            self._states_only.add(number)
+        self.tiers.append(tier)
+        if (found := getattr(tier, "erasure_log", None)) is None:
+            self.mover.add(tier)
+        else:  # before it is listed: what is erased from now on is heard
+            log = found if isinstance(found, RemoteErasures) else ErasureLog(found)
+            self.erasure_logs[number] = log
+            self.mover.add(tier, partial(self._storing, log))
+        policy = self._policies(tier.kind, tier.capacity_bytes)
+        self.places.append(PolicyPlace(tier.name, tier.kind, policy))
+        most = _MOST_LISTED if tier.kind == "remote" else None
+        listed = list(islice(tier.scan(), most))
+        for entry in listed:  # before kernels are told which forms there are
+            if entry.info.fidelity <= self.fidelity and entry.info.group < len(self.forms):
+                self.forms[entry.info.group].meet(entry.info)
+        self._enter(number, listed)
+
+    @contextmanager
+    def _storing(self, log: ErasureLog | RemoteErasures) -> Iterator[bool]:
+        """Whether a tier may be given frames: nobody erases there, and all that was is known."""
+        with log.storing() as free:
+            self.behind |= free and log.changed()
+            yield free and not self.behind
+
+    def outdated(self) -> bool:
+        """Whether others erased something that is not dropped here."""
+        for log in self.erasure_logs.values():  # noqa: SIM110 - a microsecond less for each `open`
+            if log.changed():
+                return True
+        return False
+
+    def _enter(self, number: int, entries: Iterable[Entry]) -> None:
+        """Makes frames that a tier holds known, the oldest first."""
+        trees, fresh = dict[bytes, list[Block]](), list[list[Block]]()
+        in_use = self._knows(number)
+        for entry in entries:
+            info = entry.info
+            block = self.index.publish(entry.key, info.parent, info.group, info.kind)
+            # Copies may differ; what one of them allows is allowed.
+            block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
+            block.enter(number, info.codec)
+            if info.kind != "page":
+                block.n_bytes, block.tail = entry.n_bytes, info.tokens
+            block.tenant, block.namespace = info.tenant, info.namespace
+            if not in_use(info.namespace):
+                self._strangers.setdefault(number, []).append(block)
+            if (tree := trees.get(info.parent)) is None:
+                fresh.append(tree := [])
+            trees[entry.key] = tree
+            tree.append(block)
+        # To a policy, what comes last in one call is a leaf, and goes first: the oldest tree last.
+        blocks = [block for tree in reversed(fresh) for block in tree]
+        self.insert(blocks, number)
+
+    def _knows(self, number: int) -> Callable[[bytes], bool]:
+        """What says whether a namespace is in use, as far as a tier knows."""
+        known: Callable[[bytes], bool] = getattr(self.tiers[number], "in_use", lambda _: True)
+        return lru_cache(known)
+
+    def _stranger(self, number: int) -> Block | None:
+        """A block on a tier that no cache can ask for any more, as far as the tier knows.
+
+        Such as those of another version, which named pages otherwise: they go before all others.
+        """
+        left, in_use = self._strangers.get(number, []), self._knows(number)
+        while left:
+            block = left.pop()
+            free = not (block.gone or block.kept or block.going)
+            if free and block.tiers >> number & 1 and not in_use(block.namespace):
+                return block
+        return None
+
+    def learn(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
+        """Makes those frames known that a tier lists, are meant, and are not known there."""
+        entries = [entry for entry in self.tiers[number].scan() if meant(entry.info)]
+        self._enter(number, [entry for entry in entries if not self._listed(entry.key, number)])
+
+    def _listed(self, key: bytes, number: int) -> bool:
+        known = self.index.find(key)
+        return known is not None and bool((known.tiers | known.going) >> number & 1)
+
+    def adopt(self, number: int) -> int:
+        """Learns of the oldest frames on a tier that others put there; returns how many.
+
+        For where room is needed and nothing known may go: then the policy judges theirs, too.
+        """
+        if not self.tiers[number].shared:
+            return 0
+        seen = islice(self.tiers[number].scan(), _LOOKED_AT)
+        fresh = (entry for entry in seen if not self._listed(entry.key, number))
+        found = [*islice(fresh, _ADOPTED)]
+        self._enter(number, found)
+        return len(found)
+
+    def detach(self) -> None:
+        """Leave the tiers to another store; only device pages stay known here."""
+        for block in self.index:
+            block.tiers = block.going = 0
+            self.settle(block)
+        self.close_logs()
+        self.mover.forget()
+        for book in (self.tiers, self.places, self._incoming, self._strangers):
+            book.clear()
+
+    def close_logs(self) -> None:
+        """Lets go of the erasure_logs: nothing is stored or looked up here any more."""
+        for log in self.erasure_logs.values():
+            log.close()
+        self.erasure_logs.clear()
+
+    def answers(self, number: int) -> bool:
+        """Whether a tier may be asked now: it owes nothing, and did not fail to answer lately."""
+        return not self.rests(number) and not self.mover.lanes[number].overdue
+
+    def rests(self, number: int) -> bool:
+        """Whether a tier is left alone for now."""
+        return self.context.clock.now_ns() < self._resting_ns.get(number, 0)
+
+    def rest(self, number: int, seconds: float) -> None:
+        """Leaves a tier alone for a while: asking it costs time, or is known to be in vain."""
+        self._resting_ns[number] = self.context.clock.now_ns() + round(seconds * 1e9)
+
+    @property
+    def watches(self) -> bool:
+        """Whether others write to one of the tiers."""
+        return any(tier.shared for tier in self.tiers)
+
+    def locate(self, block: Block) -> int:
+        """Return the nearest tier that holds a block, or else is just given it; -1 if none."""
+        there = block.tiers or block.going
+        return (there & -there).bit_length() - 1
+
+    def discover(
+        self,
+        keys: Sequence[bytes],
+        *,
+        group: int,
+        parent: bytes,
+        tenant: bytes,
+        namespace: bytes,
+        kind: str = "page",
+    ) -> None:
+        """Asks the tiers that others write to about pages that are not known here.
+
+        Args:
+            keys: Keys of consecutive pages.
+            group: Their layer group.
+            parent: Key above the first one.
+            tenant: Tenant salt.
+            namespace: Namespace digest.
+            kind: What they are, if no pages.
+        """
+        for number, tier in enumerate(self.tiers):
+            if not tier.shared:
+                continue
+            above, fresh = parent, []
+            for key, there in zip(keys, tier.contains(keys), strict=True):
+                known = self.index.find(key)
+                there = there and (number, key) not in self._quarantined
+                if there and (known is None or not known.tiers >> number & 1):
+                    block = self.index.publish(key, above, group, kind)
+                    block.tenant, block.namespace = tenant, namespace
+                    block.enter(number, UNKNOWN)
+                    fresh.append(block)
+                above = key
+            self.insert(fresh, number)
+
+    def settle(self, block: Block) -> None:
+        """Forgets a block that no place holds and none is about to."""
+        if not (block.somewhere or block.going or block.gone):
+            self.dismiss(block)
+        self.protect(block)
+
+    def dismiss(self, block: Block) -> None:
+        """Takes a block out of the index; its slot stays its key's until it is a ghost no more."""
+        self._on_forget(block)
+        for place in self.places:
+            place.let_go(block.slot)
+        self.provisional.discard(block)
+        self._bodies.pop(block, None)
+        self.index.forget(block)
+
+    def protect(self, block: Block) -> None:
+        """Brings what policies must not choose in line with what a block is used for."""
+        if block.gone:
+            return  # its slot may be another block's by now
+        for place in self.places:
+            (place.hold if block.kept or block.going else place.let_go)(block.slot)
+
+    def insert(self, blocks: Sequence[Block], number: int) -> None:
+        """Insert blocks that became resident on a tier into its policy, root to leaf."""
+        codec = lambda block: block.codec_on(number)  # noqa: E731
+        size = lambda block: self.size(block, number)  # noqa: E731
+        self.context.insert(self.places[number], blocks, codec, size)
+
+    def size(self, block: Block, number: int) -> int:
+        """Return the bytes of a block's body on a tier (-1: on any) for policies: at least 1."""
+        if block.group >= len(self.forms):
+            return block.n_bytes or 1  # of another model
+        likely = _likely_bytes(self.forms[block.group])
+        if number < 0 or (not block.n_bytes and block.codec_on(number) == UNKNOWN):
+            return likely
+        return self.body_bytes(block, number) or likely
+
+    def takes(self, number: int, body_bytes: int, ahead_bytes: int = 0) -> bool:
+        """Whether a tier could be given a frame now, after others; if not, it is busy or away."""
+        room = self.mover.lanes[number].schedule.has_room
+        return not self.rests(number) and room(body_bytes, IOPriority.WRITE_BACK, ahead_bytes)
+
+    def outlives(self, number: int) -> bool:
+        """Whether a tier can be read after the process is gone, or by others."""
+        return self.tiers[number].kind != "host" or self.tiers[number].shared
+
+    def _barred(self, block: Block, number: int) -> bool:
+        return block in self.provisional and self.outlives(number)
+
+    def miss_out(self, number: int) -> None:
+        """Counts a page that a tier should have got."""
+        self.dropped[self.tiers[number].name] += 1
+        self.lost += number == self.lasting()
+
+    def worth_storing(self, block: Block, number: int) -> bool:
+        """Whether a page can ever be worth loading from a tier; if not, that is counted."""
+        if block.kind != "page" or block.group >= len(self.forms):
+            return True
+        name, page, reach = self.tiers[number].name, self._prompt_bytes, self.index.reach
+        size = self.context.page_size
+        if self._sends() or self._gate.pays_to_store(name, page, size, partial(reach, block)):
+            return True
+        self.unpaid[name] += 1
+        return False
+
+    def store(
+        self,
+        block: Block,
+        number: int,
+        info: FrameInfo,
+        body: memoryview,
+        done: Callable[[], None] = lambda: None,
+        mark: CopyMark | None = None,
+    ) -> bool:
+        """Store a block in a tier in the background; False if there is no room.
+
+        What is on its way there is not stored once more.
+
+        Args:
+            block: What.
+            number: Tier in the stack.
+            info: What its frame says about itself.
+            body: Its bytes; they must stay as they are until `done`.
+            done: Called when the tier has answered.
+            mark: The copy that fills the body; None for a body that is there.
+        """
+        if block.going >> number & 1:
+            done()
+            return True
+        n_bytes = self.tiers[number].frame_bytes(body.nbytes)
+        if self._barred(block, number) or not self.takes(number, body.nbytes):
+            return False
+        if not self._make_room(number, n_bytes):
+            return False
+
+        def answered(answer: TierAnswer) -> None:
+            self._incoming[number] -= n_bytes
+            done()
+            self._stored(block, number, info.codec, answer)
+
+        if not self.mover.store(number, block.key, info, body, answered, mark):
+            return False
+        self._incoming[number] += n_bytes
+        block.going |= 1 << number
+        self.protect(block)
+        return True
+
+    def store_tail(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
+        """Writes a tail to a tier that lasts: now, or once its model is proven; see `confirm`."""
+        self.provisional.add(block)
+        if block in self.provisional:
+            self._bodies[block] = info, body
+            if len(self._bodies) > _MOST_BODIES:
+                oldest = next(iter(self._bodies))
+                self.delete(oldest)
+                self.dismiss(oldest)
+        else:
+            self.store(block, number, info, body)
+            self.settle(block)
+
+    def store_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
+        """Saves bytes on the nearest tier and the first persistent one; False if none has room.
+
+        Without any tier, a host tier of 1 GiB is made for them.
+        """
+        self.provisional.add(block)
+        usable = [n for n, tier in enumerate(self.tiers) if tier.writable]
+        writable = [number for number in usable if not self._barred(block, number)]
+        if not writable:
+            self.add(HostTier(_HOST_BYTES, name="states"), states_only=True)
+            writable.append(len(self.tiers) - 1)
+        lasting = [n for n in writable if self.tiers[n].kind != "host"]
+        block.n_bytes = len(body)
+        numbers = sorted({*writable[:1], *lasting[:1]})
+        stored = [self.store(block, number, info, memoryview(body)) for number in numbers]
+        self.settle(block)
+        return any(stored)
+
+    def _stored(self, block: Block, number: int, codec: int, answer: TierAnswer) -> None:
+        block.going &= ~(1 << number)
+        tier, forgotten = self.tiers[number], block.gone
+        if answer.outcome is not Outcome.STORED:
+            self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
+            if answer.reason in _AWAY:
+                self.rest(number, _REST_S)
+        elif block.gone:  # it was forgotten while it was stored
+            self._wipe(number, [block.key])
+        else:
+            # Where others write too, theirs may have been there before.
+            block.enter(number, UNKNOWN if tier.shared else codec)
+            self.insert([block], number)
+            self.stored_bytes[tier.name] += answer.n_bytes
+            self.bus.emit(
+                Stored(tier=tier.name, pages=1, n_bytes=answer.n_bytes, seconds=answer.seconds)
+            )
+        self.settle(block)
+        if answer.outcome is not Outcome.STORED and not forgotten:
+            self._not_stored(block, number, answer.reason)
+
+    def _not_stored(self, block: Block, number: int, reason: str) -> None:
+        """Have a page wait for a tier that is away; count what a tier did not take."""
+        again = reason in _AWAY and self.writes_back and number == self.lasting()
+        if not (again and self._waits(block)) and reason != "cancelled":
+            self.miss_out(number)
+            if reason in _CODES or (reason, self.tiers[number].kind) == _NO_ROOM:
+                self._troubles.setdefault(self.tiers[number].name, reason)
+
+    def say_troubles(self) -> None:
+        """Warn of each tier that cannot store, once; between changes, as warnings may raise."""
+        for name, reason in self._troubles.items():
+            if reason:
+                self._troubles[name] = ""
+                why = f"{reason}: {os.strerror(_CODES[reason])}" if reason in _CODES else reason
+                self._complain(
+                    "store",
+                    f"{name} stores no page now ({why}): what it lacks is computed anew after a"
+                    ' restart. Make room or mend it; kv.stats()["tiers"] counts such pages as'
+                    ' "dropped".',
+                )
+
+    def _complain(self, code: str, message: str) -> None:
+        self.bus.emit(Warned(code=code, message=message))
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+    @property
+    def unproven(self) -> int:
+        """Pages that would be written if their weights were proven."""
+        return len(self.provisional) if self.writes_back and self.lasting() >= 0 else 0
+
+    def check_room(self) -> None:
+        """Warn of tiers that can store no page of this model, as they are now."""
+        n_bytes = max(map(_likely_bytes, self.forms))
+        for tier in self.tiers:
+            if tier.writable and (why := no_room(tier, n_bytes)):
+                self._complain(
+                    "room",
+                    f"{tier.name} can store no page of this model: {why}. Give it more room, a"
+                    " larger size, or leave it out.",
+                )
+
+    def _wipe(self, number: int, keys: list[bytes]) -> None:
+        """Erases what was forgotten, as well as that can be done now."""
+        tier = self.tiers[number]
+        try:
+            tier.erase(keys)
+        except StoreError as error:
+            tier.delete(keys)
+            self.bus.emit(Failed(tier=tier.name, operation="erase", reason=error.problem))
+
+    def _make_room(self, number: int, need: int) -> bool:
+        tier, place = self.tiers[number], self.places[number]
+        while tier.used_bytes() + self._incoming[number] + need > tier.capacity_bytes:
+            if need > tier.capacity_bytes:
+                return False
+            if self.mover.collect():
+                continue  # what is there already is not on its way any more
+            if (stranger := self._stranger(number)) is not None:
+                place.remove(stranger)
+                self._evict(stranger, number, "unused")
+                continue
+            victims = place.evict(self.context.now_ns(), 1)
+            if victims is not None:
+                self._evict(self.index.at(int(victims[0])), number, "space")
+            elif not self.adopt(number):
+                return False
+        return True
+
+    def codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
+        """Return the codecs that a tier's copy of a page may have; none if it is unreadable."""
+        if block.group >= len(self.forms):
+            return ()  # of another model
+        forms, codec = self.forms[block.group], block.codec_on(number)
+        if codec == UNKNOWN:
+            return forms.likely
+        return (codec,) if codec in forms.layouts else ()
+
+    def body_bytes(self, block: Block, number: int) -> int:
+        """Return the most bytes of a block's body on a tier; 0 where only the tier can tell."""
+        if block.n_bytes:
+            return block.n_bytes
+        moving = self.mover.on_the_way(block.key, number) if block.going >> number & 1 else None
+        if moving is not None:
+            return moving.store.body.nbytes
+        layouts = [self.forms[block.group].layouts[c] for c in self.codecs_on(block, number)]
+        return max((layout.page_bytes for layout in layouts), default=0)
+
+    def sources(self, block: Block) -> Iterator[ReadFrom]:
+        """Where a page may be read from now, best first; ask for the next when one did not serve.
+
+        Copies that nobody can read here are struck off.
+        """
+        moving = self.mover.on_the_way(block.key) if block.going else None
+        if moving is not None and moving.store.info.codec in self.forms[block.group].layouts:
+            yield ReadFrom(moving.tier, moving.store.info.codec, True)
+        for number in range(len(self.tiers)):
+            if block.tiers >> number & 1:
+                codecs = self.codecs_on(block, number)
+                if not codecs:
+                    self.unlist(block, number)
+                elif self.answers(number):
+                    for codec in codecs:
+                        if block.tiers >> number & 1:
+                            yield ReadFrom(number, codec, codec == codecs[-1])
+
+    def load(self, block: Block, number: int) -> tuple[FrameInfo, bytes] | None:
+        """A block's bytes from one tier, verified, into fresh memory; None if it cannot give them.
+
+        Args:
+            block: What to read.
+            number: Tier in the stack.
+        """
+        if not self.answers(number):
+            return None
+        wished = [BUNDLE_LAYOUT if block.kind == "weights" else LAYOUT]
+        if block.kind == "state" and block.group < len(self.forms):
+            wished.append(self.forms[block.group].fingerprints[0])  # of a tail
+        if block.kind == "page":
+            codecs = self.codecs_on(block, number)
+            wished = [self.forms[block.group].fingerprints[codec] for codec in codecs]
+        for layout in wished:
+            body = bytearray(self.body_bytes(block, number))
+            wanted = Load(block.key, memoryview(body), layout, self.fidelity)
+            (answer,), _ = self.mover.load([(number, wanted)])
+            if answer.outcome is Outcome.HIT and answer.info is not None:
+                self.count_loaded(number, answer.n_bytes)
+                return answer.info, bytes(memoryview(body)[: answer.n_bytes])
+            if answer.reason != "layout" or layout == wished[-1]:
+                self.not_served(block, number, answer)
+                break
+        return None
+
+    def count_loaded(self, number: int, n_bytes: int) -> None:
+        """Counts bytes that a tier gave."""
+        self.loaded_bytes[self.tiers[number].name] += n_bytes
+
+    def not_served(self, block: Block, number: int, answer: TierAnswer) -> None:
+        """A tier did not give what it was believed to hold: a miss, counted, never an answer."""
+        name = self.tiers[number].name
+        if answer.outcome is Outcome.FAILED:  # it may still be there: ask again another time
+            self.bus.emit(Failed(tier=name, operation="load", reason=answer.reason))
+            if answer.reason.startswith("deadline"):
+                self.rest(number, _REST_DEADLINES * (answer.seconds or self.mover.deadline_s))
+            elif answer.reason in _AWAY:
+                self.rest(number, _REST_S)
+            return
+        if answer.reason not in _BENIGN:
+            self.refused[name] += 1
+            self.bus.emit(Quarantined(tier=name, key=block.key, reason=answer.reason))
+        self.unlist(block, number)
+
+    def unlist(self, block: Block, number: int) -> None:
+        """A tier does not hold what was believed, or nothing that can be read here."""
+        self.places[number].remove(block)
+        block.tiers &= ~(1 << number)
+        self.settle(block)
+
+    def delete(self, block: Block) -> None:
+        """Has every tier forget a block."""
+        for number, tier in enumerate(self.tiers):
+            if block.tiers >> number & 1 and tier.writable:
+                tier.delete([block.key])
+        self.unlist_all(block)
+
+    def unlist_all(self, block: Block) -> None:
+        """Takes a block off the lists of all tiers, which are not told."""
+        for number in range(len(self.tiers)):
+            if block.tiers >> number & 1:
+                self.places[number].remove(block)
+        block.tiers = 0
+
+    def _evict(self, block: Block, number: int, reason: str) -> None:
+        name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
+        if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
+            lower = self.taker(block, number + 1)
+            if lower >= 0 and (copied := self.copy(block, number, lower)):
+                self.demoted(name, lower, copied)
+        self.tiers[number].delete([block.key])
+        block.tiers &= ~(1 << number)
+        self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
+        self.settle(block)
+
+    def copy(self, block: Block, source: int, target: int) -> int:
+        """Copy a block from one tier to another; returns its bytes on their way, 0 for none."""
+        found = self.load(block, source)
+        if found is None or not self.store(block, target, found[0], memoryview(found[1])):
+            return 0
+        return len(found[1])
+
+    def taker(self, block: Block, first: int = 0) -> int:
+        """The nearest tier from number `first` on that wants a block; -1 if one before has it.
+
+        Or if it is on its way to one before.
+        """
+        for number in range(first, len(self.tiers)):
+            if not self.lacks(block, number):
+                break
+            worth = self.open_to(block, number) and self.worth_storing(block, number)
+            if worth and self.admits(block, number):
+                return number
+        return -1
+
+    def admits(self, block: Block, number: int) -> bool:
+        """Whether the policy of a tier finds a block worth its bytes there."""
+        policy, slots = self.places[number].policy, as_slots([block.slot])
+        return self.open_to(block, number) and bool(policy.admit(self.context.now_ns(), slots)[0])
+
+    def demoted(self, source: str, number: int, n_bytes: int) -> None:
+        """Say on the bus that a page is on its way down to a tier."""
+        tier = self.tiers[number].name
+        self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=n_bytes))
+
+    def open_to(self, block: Block, number: int) -> bool:
+        """Return whether a tier answers, and may be given a block."""
+        states_only = block.kind == "page" and number in self._states_only
+        barred = states_only or self._barred(block, number)
+        return self.tiers[number].writable and not (barred or self.rests(number))
+
+    def still_holds(self, block: Block, number: int) -> bool:
+        """Whether a tier says that it has a page which it is believed to have."""
+        if not block.tiers >> number & 1:
+            return False
+        there = self.tiers[number].contains([block.key])[0]
+        if not there:
+            self.unlist(block, number)
+        return there
+
+    def await_room(self, number: int, n_bytes: int) -> None:
+        """Waits until a tier takes a frame, as long as it answers others."""
+        while not self.takes(number, n_bytes) and self.mover.drain(self.mover.deadline_s):
+            pass
+
+    def supersede(self, block: Block) -> None:
+        """Deletes a block's copies that are too lossy to be read here, before it is made anew."""
+        if block.tiers and block.fidelity > self.fidelity:
+            self.delete(block)
+
+    def quarantine(self, block: Block) -> None:
+        """Ask no tier again for a block whose content is wrong, also where its copy has to stay."""
+        for number, tier in enumerate(self.tiers):
+            if block.tiers >> number & 1 and not tier.writable:
+                self._quarantined.add((number, block.key))
+
+    def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
+        """Drop from all tiers what another cache erased, from one at least (-1: from none)."""
+        for number, tier in enumerate(self.tiers):
+            keys = [block.key for block in blocks if block.tiers >> number & 1]
+            if number == erased_from or not keys:
+                continue
+            if tier.writable:
+                self._wipe(number, keys)
+            else:
+                self._quarantined |= {(number, key) for key in keys}
+        self.mover.retract({block.key for block in blocks})
+        for block in blocks:
+            self.unlist_all(block)
+
+    def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
+        """Give up what each place's policy has chosen and removed."""
+        for number, place in enumerate(self.places):
+            for slot in chosen(place, self.context.now_ns()):
+                self._evict(self.index.at(slot), number, reason)
+
+    def lacks(self, block: Block, number: int) -> bool:
+        """Return whether a tier neither has a known block nor is about to."""
+        return not (block.gone or (block.tiers | block.going) >> number & 1)
+
+    def confirm(self) -> list[Block]:
+        """End a reading of all weights: store tails that it proves; returns what else it does."""
+        number, others = self.lasting() if self.writes_back else -1, list[Block]()
+        for block in self.provisional.confirm():
+            body = self._bodies.pop(block, None)
+            if body is None:
+                others.append(block)
+            elif not block.gone:
+                if number >= 0:
+                    self.store(block, number, *body)
+                self.settle(block)
+        return others if number >= 0 else []
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether pages are given to a tier that lasts as soon as they are full."""
+        return self.write_back or self._sends()
+
+    def lasting(self) -> int:
+        """Number of the first writable tier that outlives the process, -1 if there is none."""
+        numbers = [n for n, tier in enumerate(self.tiers) if tier.writable and self.outlives(n)]
+        return min(numbers, key=lambda number: self.tiers[number].kind == "host", default=-1)
