@@ -5,17 +5,21 @@ so that what fails in the first five minutes is most of what fails; then the oth
 (documentation snippets are among them): the fast ones, or with `--all` the thorough ones too. With
 `--thorough`, or words for pytest, the tests are one stage; with `--thorough` only those run,
 without the stages before. Each stage is timed; a failure is shown when it comes, and ends the run
-with its stage.
+with its stage. The first tests compile the kernels: two workers that need one at the same time
+compile it twice.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +33,7 @@ STAGES = {
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
 PYTEST += ["--durations", "40", "--durations-min", "5"]  # where the time goes
 HOUSE = ["tests/test_house.py", "tests/test_surface.py", "tests/test_testing.py", "tests/core"]
+HOUSE += ["tests/test_cli.py"]  # `flowkv doctor --compile` is in it
 USUAL = "not slow and not matrix and not deep and not nightly"
 SETS = {  # the tests of each, as pytest's -m says it
     "": f"{USUAL} and not thorough",
@@ -37,16 +42,41 @@ SETS = {  # the tests of each, as pytest's -m says it
 }
 
 
+RUNNING: list[subprocess.Popen[str]] = []
+
+
 def run(name: str, command: list[str], quiet: bool) -> None:
     """Run one stage; a quiet one shows what it printed only if it fails."""
     start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=quiet, text=True, check=False)
-    verdict = "ok" if done.returncode == 0 else "FAILED"
-    if quiet and done.returncode:
-        print(done.stdout, done.stderr, sep="\n", file=sys.stderr, flush=True)
+    said = subprocess.PIPE if quiet else None
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=said, stderr=said and subprocess.STDOUT, text=True
+    ) as process:
+        RUNNING.append(process)
+        text, _ = process.communicate()
+        RUNNING.remove(process)
+    verdict = {0: "ok", -signal.SIGTERM: "ended"}.get(process.returncode, "FAILED")
+    if quiet and verdict == "FAILED":
+        print(text, file=sys.stderr, flush=True)
     print(f"{name:<10} {verdict:<6} {time.monotonic() - start:7.1f} s", flush=True)
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+
+
+@contextmanager
+def beside(name: str, command: list[str]) -> Iterator[Callable[[], None]]:
+    """Run a quiet stage beside others. It ends with the first of them that fails.
+
+    Yields:
+        A function that waits for the stage, and fails with it.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        stage = pool.submit(run, name, command, quiet=True)
+        try:
+            yield stage.result
+        finally:
+            for process in [*RUNNING]:
+                process.terminate()
 
 
 def main(arguments: list[str]) -> None:
@@ -57,14 +87,13 @@ def main(arguments: list[str]) -> None:
     rest = [word for word in arguments if word not in SETS]
     pytest = [*PYTEST, "-m", SETS[chosen]]
     if chosen != "--thorough":
-        with ThreadPoolExecutor(1) as pool:  # types need a minute of one core
-            types = pool.submit(run, "types", TYPES, quiet=True)
+        with beside("types", TYPES) as types:  # they need a minute of one core
             for name, line in STAGES.items():
                 run(name, line, quiet=True)
             if not rest:
                 run("house", [*pytest, *HOUSE], quiet=False)
                 rest = [f"--ignore={path}" for path in HOUSE]
-            types.result()
+            types()
     run("tests", [*pytest, *rest], quiet=False)
     print(f"{'all':<10} {'ok':<6} {time.monotonic() - start:7.1f} s")
 

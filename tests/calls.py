@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Look for no garbage: among millions of nodes that stay, that takes most of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def calls_of(work: Callable[[], object], kinds: Collection[str] = ("call", "c_call")) -> int:
@@ -15,13 +28,11 @@ def calls_of(work: Callable[[], object], kinds: Collection[str] = ("call", "c_ca
         nonlocal count
         count += event in kinds
 
-    before, collects = sys.getprofile(), gc.isenabled()
-    gc.disable()  # a collection calls its callbacks (Hypothesis has one): not what `work` calls
-    sys.setprofile(tally)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-        if collects:
-            gc.enable()
+    before = sys.getprofile()
+    with uncollected():  # a collection calls its callbacks (Hypothesis has one): not `work`'s calls
+        sys.setprofile(tally)
+        try:
+            work()
+        finally:
+            sys.setprofile(before)
     return count

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import griffe
 
+from tests.calls import uncollected
 from tests.inside import NAMES, command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +111,8 @@ def told(path: str, one: griffe.Object | None, homes: dict[str, str]) -> Iterato
 @functools.cache
 def load() -> griffe.Module:
     """The package as its source has it."""
-    package = griffe.load("flowkv", search_paths=[ROOT], resolve_aliases=True)
+    with uncollected():
+        package = griffe.load("flowkv", search_paths=[ROOT], resolve_aliases=True)
     assert isinstance(package, griffe.Module)
     return package
 
@@ -166,7 +168,9 @@ def formats() -> Iterator[str]:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if module.startswith(OTHER_CONSTANTS):
             continue
-        for node in ast.parse(path.read_text()).body:
+        with uncollected():
+            tree = ast.parse(path.read_text())
+        for node in tree.body:
             if not isinstance(node, ast.Assign):
                 continue
             target, value = node.targets[0], node.value

@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import pytest
 import flowkv
 from tests import __main__ as command
 from tests import conftest, inside
+from tests.calls import uncollected
 from tests.inside import MissingDependencyError, MissingLibraryError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,13 +47,21 @@ def name(path: Path) -> str:
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     """Return a file's syntax tree."""
-    return ast.parse(path.read_text())
+    with uncollected():
+        return ast.parse(path.read_text())
 
 
-def imported(tree: ast.AST) -> set[str]:
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file's syntax tree, in the order of `ast.walk`."""
+    with uncollected():
+        return list(ast.walk(parsed(path)))
+
+
+def imported(path: Path) -> set[str]:
     """Return the top-level names of all modules that a file imports, anywhere in it."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -80,9 +90,8 @@ def test_models_are_named_only_at_their_door() -> None:
 def test_no_bytes_are_trusted() -> None:
     found = []
     for source in SOURCES:
-        tree = parsed(source)
-        found += [f"{name(source)} imports {one}" for one in imported(tree) & UNSAFE_MODULES]
-        for node in ast.walk(tree):
+        found += [f"{name(source)} imports {one}" for one in imported(source) & UNSAFE_MODULES]
+        for node in nodes(source):
             if isinstance(node, ast.Call):
                 place, called = f"{name(source)}:{node.lineno}", dotted(node.func)
                 loose = [k for k in node.keywords if k.arg == "allow_pickle"]
@@ -106,20 +115,20 @@ def test_pure_rooms_need_no_tensors() -> None:
     pure = [
         one for one in SOURCES if one.relative_to(PACKAGE).parts[0] in {"core", "policy", "sim"}
     ]
-    assert not [name(one) for one in pure if imported(parsed(one)) & {"torch", "triton"}]
+    assert not [name(one) for one in pure if imported(one) & {"torch", "triton"}]
 
 
-def modules() -> dict[str, ast.Module]:
-    """All modules of the package by name, parsed."""
+def modules() -> dict[str, Path]:
+    """Return the files of all modules of the package by the modules' names."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
-    return {n.removesuffix(".__init__"): parsed(p) for p, n in names.items()}
+    return {n.removesuffix(".__init__"): path for path, n in names.items()}
 
 
-def imports(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """What each module imports of the package, also late or for annotations only."""
+def imports(trees: dict[str, Path]) -> dict[str, set[str]]:
+    """Return what each module imports of the package, also late or for annotations only."""
     found: dict[str, set[str]] = {name: set() for name in trees}
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
+    for name, path in trees.items():
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
@@ -147,8 +156,8 @@ def test_no_import_circles() -> None:
 
 def test_a_public_class_name_means_one_class() -> None:
     homes: dict[str, list[str]] = {}
-    for name, tree in modules().items():
-        for node in tree.body:
+    for name, path in modules().items():
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name)
     assert {name for name, found in homes.items() if len(found) > 1} == set()
@@ -159,8 +168,8 @@ def test_a_class_lives_in_one_file() -> None:
     trees = modules()
     classes = {
         node.name: (name, node)
-        for name, tree in trees.items()
-        for node in tree.body
+        for name, path in trees.items()
+        for node in parsed(path).body
         if isinstance(node, ast.ClassDef)
     }
     subclasses: dict[str, list[str]] = {}
@@ -171,8 +180,8 @@ def test_a_class_lives_in_one_file() -> None:
     bases = {id(base) for _, node in classes.values() for base in node.bases}
     used = {
         node.id if isinstance(node, ast.Name) else node.value
-        for tree in trees.values()
-        for node in ast.walk(tree)
+        for path in trees.values()
+        for node in nodes(path)
         if isinstance(node, ast.Name | ast.Constant) and id(node) not in bases
     }
     for base, found in subclasses.items():
@@ -208,8 +217,8 @@ def test_helpers_skip_whole_modules_too() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if path.name.startswith("test_"):
             continue
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.skip":
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and dotted(node.func) == "pytest.skip":
                 allowed = [k for k in node.keywords if k.arg == "allow_module_level"]
                 assert allowed, f"{name(path)}:{node.lineno} skips without allow_module_level"
 
@@ -238,6 +247,10 @@ def test_fast_and_thorough_tests_are_all_tests() -> None:
     for listed in (conftest.THOROUGH, conftest.WHOLE_PAGES):
         assert all((ROOT / "tests" / path).is_file() for path in listed)
         assert len(set(listed)) == len(listed)
+    for path, _, function in (one.partition("::") for one in conftest.SAMPLED):
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text()
+        cases = [conftest.left_out(f"tests/{path}::{function}[{n}]") for n in range(40)]
+        assert {False, True} == set(cases) and not conftest.left_out(f"tests/{path}::other[0]")
     usual = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert usual["addopts"][-1] == command.SETS["--all"]
     assert command.SETS[""] == f"{command.USUAL} and not thorough"
@@ -267,6 +280,36 @@ def test_the_test_command_runs_what_it_is_asked_for(
     house = [*command.PYTEST, "-m", command.SETS[chosen], *command.HOUSE]
     assert (house in ran) == (stages == 6)
     assert all((ROOT / path).exists() for path in command.HOUSE)
+
+
+def test_a_stage_that_fails_ends_what_runs_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
+    python = [sys.executable, "-c"]
+    started = time.monotonic()
+    with (
+        pytest.raises(SystemExit) as ended,
+        command.beside("types", [*python, "import time; time.sleep(600)"]),
+    ):
+        while not command.RUNNING:
+            time.sleep(0.01)
+        command.run("style", [*python, "print('why'); raise SystemExit(3)"], quiet=True)
+    assert ended.value.code == 3 and time.monotonic() - started < 300
+    found = capfd.readouterr()
+    assert "why" in found.err and not command.RUNNING
+    assert [line.split()[:2] for line in found.out.splitlines()] == [
+        ["style", "FAILED"],
+        ["types", "ended"],
+    ]
+
+
+def test_what_runs_beside_others_fails_with_its_output(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        pytest.raises(SystemExit),
+        command.beside(
+            "types", [sys.executable, "-c", "print('why'); raise SystemExit(1)"]
+        ) as types,
+    ):
+        types()
+    assert "why" in capfd.readouterr().err
 
 
 def test_a_failure_is_shown_when_it_comes() -> None:
@@ -324,10 +367,9 @@ def test_internals_are_named_in_one_place() -> None:
     """What is in no `__all__` is imported from `tests.inside`, so that a move changes one file."""
     wanted, found = re.compile(r"^\s*from flowkv\.", re.MULTILINE), []
     for test in TESTS:
-        text = test.read_text()
-        if "foreign" in test.parts or not wanted.search(text):
+        if "foreign" in test.parts or not wanted.search(test.read_text()):
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(test):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("flowkv."):
                 offered = getattr(importlib.import_module(str(node.module)), "__all__", ())
                 hidden = [a.name for a in node.names if a.name not in offered]
@@ -350,7 +392,7 @@ def test_what_tests_look_at_is_there() -> None:
 def code_lines(source: Path) -> int:
     """Return the lines of a file that are neither blank, comments nor docstrings."""
     documented = set[int]()
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
             documented |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}

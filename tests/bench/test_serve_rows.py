@@ -259,7 +259,7 @@ def test_two_go_on_in_turns() -> None:
     while not order:
         pass
     side(1, 5)
-    first.join(10)
+    first.join(60)
     assert order.count(0) == 7 and order.count(1) == 5
     middle = order[2:10]
     assert all(len(set(middle[i : i + 4])) == 2 for i in range(5)), "nobody goes on for long"

@@ -63,7 +63,7 @@ def kv_over(*tiers: Any, **options: Any) -> KV:
 
 def test_tensors_come_back_bit_for_bit() -> None:
     kv, given = kv_over(lasting()), weights()
-    assert kv.keep("model", given) and kv.flush(20.0)
+    assert kv.keep("model", given) and kv.flush(60)
     assert equal(kv.fetch("model"), given)
     assert kv.fetch("other") is None and kv.fetch("model", tenant="bob") is None
     published(kv, [1] * 24)
@@ -78,14 +78,14 @@ def test_they_are_there_before_they_are_written() -> None:
     disk.poll = lambda timeout_s=0.0: []
     assert not disk.frames and equal(kv.fetch("model"), given)
     del disk.poll
-    assert kv.flush(20.0) and equal(kv.fetch("model"), given)
+    assert kv.flush(60) and equal(kv.fetch("model"), given)
 
 
 def test_only_the_stripes_of_a_tensor_are_read() -> None:
     disk = Watched(lasting())
     kv, given = kv_over(disk), weights()
     kv.keep("model", given)
-    kv.flush(20.0)
+    kv.flush(60)
     disk.loads.clear()
     found = kv.fetch("model", ["up", "flag"])
     assert found is not None and equal(found, {name: given[name] for name in ("up", "flag")})
@@ -102,16 +102,16 @@ def test_many_names_make_a_long_table() -> None:
     kv = kv_over(lasting())
     given = {f"layer.{i}.weight": torch.full((3,), float(i)) for i in range(300)}
     kv.keep("model", given)
-    assert kv.flush(20.0) and equal(kv.fetch("model"), given)
+    assert kv.flush(60) and equal(kv.fetch("model"), given)
 
 
 def test_kept_again_under_one_name_replaces() -> None:
     memory = MemoryTier()
     kv = kv_over(memory)
     for seed in (1, 2):
-        assert kv.keep("model", weights(seed)) and kv.flush(20.0)
+        assert kv.keep("model", weights(seed)) and kv.flush(60)
         assert equal(kv.fetch("model"), weights(seed)) and len(memory.frames) == 3
-    assert kv.keep("model", {}) and kv.flush(20.0)
+    assert kv.keep("model", {}) and kv.flush(60)
     assert kv.fetch("model") == {} and len(memory.frames) == 1
 
 
@@ -163,7 +163,7 @@ def test_memory_that_a_late_tier_may_write_to_is_given_to_nobody() -> None:
 
     near, far, given = Late(lasting(name="near")), lasting(name="far"), weights()
     kv = kv_over(near, far, load_deadline_s=0.05)
-    assert kv.keep("model", given) and kv.flush(20.0)
+    assert kv.keep("model", given) and kv.flush(60)
     for frame in [Store(e.key, e.info, memoryview(near.frames[e.key][1])) for e in near.scan()]:
         far.submit_store([frame])
     assert len(far.poll()) == 3
@@ -182,7 +182,7 @@ def test_another_process_finds_them_on_a_shared_tier(tmp_path: Path) -> None:
         kv_over(Wrapped(SharedTier("bundle", 32 << 20, directory=tmp_path), kind="disk"))
         for _ in range(2)
     )
-    assert kv.keep("model", weights()) and kv.flush(20.0)
+    assert kv.keep("model", weights()) and kv.flush(60)
     assert equal(other.fetch("model"), weights())
     kv.close()
     other.close()
@@ -201,9 +201,9 @@ def test_they_demote_like_pages() -> None:
     near, far = MemoryTier(10 << 20, name="near"), MemoryTier(name="far")
     kv = kv_over(near, far)
     kv.keep("a", weights(1))
-    kv.flush(20.0)
+    kv.flush(60)
     kv.keep("b", weights(2))
-    kv.flush(20.0)
+    kv.flush(60)
     assert far.frames and equal(kv.fetch("a"), weights(1)) and equal(kv.fetch("b"), weights(2))
     audit(kv)
 
@@ -211,7 +211,7 @@ def test_they_demote_like_pages() -> None:
 def test_weights_are_no_prompt() -> None:
     kv = kv_over(lasting())
     kv.keep("model", {"w": torch.ones(9)})
-    kv.flush(20.0)
+    kv.flush(60)
     seq = opened(kv, [1] * 24)
     assert kv.forget([1] * 24) == 3 and kv.forget([]) == 0
     seq.close()
@@ -235,7 +235,7 @@ def test_any_tensors_come_back(shapes: dict[str, Any], data: st.DataObject) -> N
         given = {
             name: (torch.rand(shape) * 100).to(dtype) for name, (dtype, shape) in shapes.items()
         }
-        assert kv.keep("it", given) and kv.flush(20.0) and equal(kv.fetch("it"), given)
+        assert kv.keep("it", given) and kv.flush(60) and equal(kv.fetch("it"), given)
         some = data.draw(st.lists(st.sampled_from(sorted(given)), unique=True)) if given else []
         assert equal(kv.fetch("it", some), {name: given[name] for name in some})
     finally:

@@ -293,7 +293,7 @@ def test_stores_wait_while_somebody_erases_and_not_for_ever(
         assert not list(b.planner.store.stack.tiers[0].scan())
         begun_s = time.monotonic()
         assert not b.flush(30.0), "pages were dropped"
-        assert time.monotonic() - begun_s < 5.0
+        assert time.monotonic() - begun_s < 25.0
     assert not list(b.planner.store.stack.tiers[0].scan())
     published(b, Q)
     assert b.flush() and len(list(b.planner.store.stack.tiers[0].scan())) == 3

@@ -43,7 +43,7 @@ def test_a_load_that_compiles_is_not_late(tmp_path: Path, busy: str, wait: bool)
     tiers = [f"disk:{tmp_path}:16MiB"]
     with make_kv(tiers=tiers) as kv:
         prefill(kv, kv.open(PROMPT)).close()
-        assert kv.flush(20)
+        assert kv.flush(60)
     with make_kv(tiers=tiers, load_deadline_s=DEADLINE_S) as kv:
         seq = kv.open(PROMPT, wait=wait)
         if (restoration := seq.restoration) is not None:

@@ -46,11 +46,11 @@ def test_deferring_never_waits_for_another_thread() -> None:
     def hold() -> None:
         with guard:
             held.set()
-            go.wait(10)
+            go.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(10)
+    held.wait(60)
     guard.defer(lambda: done.append(1))
     assert not done
     go.set()
@@ -68,7 +68,7 @@ def test_failing_work_does_not_keep_the_lock() -> None:
     with pytest.raises(ZeroDivisionError):
         guard.defer(fail)
     entered = list[bool]()
-    thread = threading.Thread(target=lambda: entered.append(guard.acquire(timeout=5)))
+    thread = threading.Thread(target=lambda: entered.append(guard.acquire(timeout=60)))
     thread.start()
     thread.join()
     assert entered == [True]

@@ -22,7 +22,7 @@ def filled(**options: Any) -> Any:
     published(kv, TEXT[:24], tenant="alice")
     published(kv, [9] * 16)
     published(kv, TEXT[:24], tenant="alice")
-    assert kv.flush(5.0)
+    assert kv.flush(60)
     return kv
 
 

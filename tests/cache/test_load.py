@@ -156,7 +156,7 @@ def test_a_prefetch_gives_up_nothing_for_a_page_of_another_codec() -> None:
     handle = Prefetch(store, kv.loader, kv.lock)
     with kv.lock:
         handle.start([block for block in store.index if block.page < 0], free)
-    assert handle.wait(3)
+    assert handle.wait(60)
     assert idle <= {block.key for block in store.index if block.page >= 0}
 
 

@@ -703,7 +703,7 @@ def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.Monkey
 
     class Slow(HostTier):
         def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
-            assert go_on.wait(20)
+            assert go_on.wait(60)
             return super()._load_all(items)
 
     kv = make_kv(pages=20, tiers=[Slow(1 << 24)], prefetch="off", load_deadline_s=0.05)

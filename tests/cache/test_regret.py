@@ -291,14 +291,14 @@ def test_the_guard_learns_what_became_of_prefetched_pages(used: bool) -> None:
     prompt = [1] * 24
     kv = make_kv(simple(), pages=8, tiers=[lasting()])
     published(kv, prompt)
-    assert kv.flush(5.0)
+    assert kv.flush(60)
     store = kv.planner.store
     guard = store.stack.mover.lanes[0].guard
     with kv.lock:
         while store._give_up(0, 1):
             pass
     coming = kv.prefetch([*prompt, 0])
-    assert coming.wait(5.0) and coming.arrived == 3 and len(store.prefetched_unused) == 3
+    assert coming.wait(60) and coming.arrived == 3 and len(store.prefetched_unused) == 3
     assert (guard.saved_bytes, guard.wasted_bytes) == (0, 0)
     if used:
         with kv.open([*prompt, 0]) as seq:

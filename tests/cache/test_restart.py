@@ -73,7 +73,7 @@ class Restarts(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        assert self.kv.flush(10.0)
+        assert self.kv.flush(60)
 
     @invariant()
     def adds_up(self) -> None:

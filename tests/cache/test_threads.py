@@ -84,7 +84,7 @@ def test_steps_belong_to_their_threads() -> None:
     seq = kv.open([1] * 9)
 
     def other() -> None:
-        inside.wait(10)
+        inside.wait(60)
         assert CURRENT.get() is None
         published(kv, [2] * 30)  # a whole request while the other step is open
         leave.set()
@@ -92,7 +92,7 @@ def test_steps_belong_to_their_threads() -> None:
     def one() -> None:
         with kv.step([seq], [[1] * 9]) as step:
             inside.set()
-            assert leave.wait(10) and CURRENT.get() is step
+            assert leave.wait(60) and CURRENT.get() is step
             write(step)
 
     together(one, other)
@@ -125,10 +125,10 @@ def test_a_finalizer_may_close_a_sequence_at_any_moment() -> None:
     def hold() -> None:
         with kv.lock:
             held.set()
-            assert go.wait(10)
+            assert go.wait(60)
 
     def collect() -> None:
-        held.wait(10)
+        held.wait(60)
         gc.collect()  # must not wait for the lock
         go.set()
 

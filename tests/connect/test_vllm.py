@@ -92,7 +92,7 @@ class Engine:
             self.rows[: len(keys)] = 0
         job = TransferJob(self.jobs, keys, rows, load, context)
         (self.tier.submit_load if load else self.tier.submit_store)(job)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not (done := list(self.tier.get_finished_jobs())):
             assert time.monotonic() < end
             time.sleep(0.001)

@@ -201,9 +201,9 @@ def test_what_is_compiled_for_long_is_told(
         while "compiling" not in shown:
             shown += capsys.readouterr().err
     else:
-        assert said.wait(10) and "compiling, once on this machine" in lines[0]
+        assert said.wait(60) and "compiling, once on this machine" in lines[0]
     known.end()
-    teller.join(10)
+    teller.join(60)
     shown += capsys.readouterr().err
     assert shown.endswith("\r") == terminal  # the line is wiped out behind it
 

@@ -128,7 +128,16 @@ print(halves.ravel().tolist(), cache_home())
 
 
 @pytest.mark.parametrize("where", ["/dev/null", "/proc"])
-def test_nothing_needs_a_directory(where: str) -> None:
+def test_where_no_directory_can_be_made_is_none(
+    where: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", where)
+    assert directory(ROOT) is None
+    assert hits(again()) == hits(again()) == 0
+
+
+def test_nothing_needs_a_directory() -> None:
+    where = "/dev/null"
     environment = {**os.environ, "HOME": where, "XDG_CACHE_HOME": "", "PYTHONPATH": str(ROOT)}
     environment.pop("NUMBA_CACHE_DIR", None)
     done = subprocess.run(

@@ -93,11 +93,11 @@ class Gate:
 
     def _hold(self, tokens: torch.Tensor) -> None:
         self.came.release()
-        assert self.free.wait(20)
+        assert self.free.wait(60)
 
     def arrived(self) -> None:
         """Waits for a forward."""
-        assert self.came.acquire(timeout=20)
+        assert self.came.acquire(timeout=60)
 
     def open(self) -> None:
         self.free.set()

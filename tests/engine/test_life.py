@@ -112,8 +112,8 @@ def test_close_waits_for_a_run_on_another_thread() -> None:
         closing.join(0.05)
         assert closing.is_alive()
         gate.open()
-        closing.join(20)
-        thread.join(20)
+        closing.join(60)
+        thread.join(60)
         assert len(done[0].tokens) == 9
 
 
@@ -139,7 +139,7 @@ def test_a_cache_that_is_closed_under_an_engine_is_told(busy: bool) -> None:
         closing = threading.Thread(target=kv.close)
         closing.start()
         gate.open()
-        closing.join(20)
+        closing.join(60)
     kv.close()
     for answer in answers:
         assert isinstance(answer.exception(20), StateError)

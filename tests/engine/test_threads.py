@@ -78,13 +78,13 @@ def test_submit_while_another_thread_runs(engine: Engine, nano: Nano) -> None:
     answer = engine.submit([2], max_new_tokens=40)
     gate.open()
     assert answer.result(90).tokens == nano.alone([2], 40), "taken over when the run is over"
-    thread.join(20)
+    thread.join(60)
     assert done[0].tokens == nano.alone([1], 3)
 
 
 def test_others_may_wait_with_futures(engine: Engine) -> None:
     short, long = engine.submit([1], max_new_tokens=2), engine.submit([2], max_new_tokens=LONG)
-    done, rest = wait([short, long], timeout=20, return_when=FIRST_COMPLETED)
+    done, rest = wait([short, long], timeout=60, return_when=FIRST_COMPLETED)
     assert done == {short} and rest == {long}
     long.cancel()
 
@@ -101,7 +101,7 @@ def test_callbacks_may_submit(engine: Engine, nano: Nano) -> None:
         came.set()
 
     engine.submit([1], max_new_tokens=2).add_done_callback(go_on)
-    assert came.wait(20)
+    assert came.wait(60)
     assert chained[0].result(90).tokens == nano.alone(nano.alone([1], 2), 3)
 
 
@@ -134,7 +134,7 @@ def test_the_engines_thread_does_not_wait_for_itself(engine: Engine) -> None:
         came.set()
 
     engine.submit([1], max_new_tokens=2).add_done_callback(wrong)
-    assert came.wait(20)
+    assert came.wait(60)
     assert len(refused) == 4 and all("own thread" in one for one in refused)
     other.cancel()
 

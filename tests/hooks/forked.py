@@ -109,7 +109,7 @@ def run(case: str, directory: Path) -> None:
         def change() -> None:
             with kv.lock:
                 held.set()
-                go.wait(20)
+                go.wait(60)
 
         thread = threading.Thread(target=change)
         thread.start()

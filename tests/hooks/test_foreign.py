@@ -752,9 +752,16 @@ def restored() -> Iterator[None]:
     os.environ.pop("SCALE_OF_A_TEST", None)
 
 
+ASKED = [  # the states within a process, then those of later ones
+    pytest.param((1.0, -3.0, 1.0), (-3.0,), id="once"),
+    pytest.param((1.0, 1.0, -3.0, -3.0, 1.0), (-3.0, 1.0), id="twice", marks=pytest.mark.thorough),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("within", "later"), ASKED)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_within_a_process_and_over_a_directory(name: str, tmp_path) -> None:
+def test_within_a_process_and_over_a_directory(name: str, within, later, tmp_path) -> None:
     made, put = ATTACKS[name]()
     store = f"{tmp_path}/kv:64MiB"
     model, plain = made(1.0), made(1.0)
@@ -771,13 +778,13 @@ def test_within_a_process_and_over_a_directory(name: str, tmp_path) -> None:
 
     try:
         with attached(model, disk=store) as kv:
-            for value in (1.0, 1.0, -3.0, -3.0, 1.0):
+            for value in within:
                 asked(kv, value)
             if name in NAMED:
                 assert kv.stats()["foreign"] == "" and reused(kv) > 0
         put(model, 1.0)
         computation._SEEN.clear()  # an override that was seen counts for the whole process
-        for value in (-3.0, 1.0):
+        for value in later:
             model = made(1.0)
             put(model, value)
             with attached(model, disk=store) as kv:

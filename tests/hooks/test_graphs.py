@@ -76,9 +76,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "name",
     [
         "llama",
-        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("qwen3", "mistral")),
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("qwen3", "mistral", "gpt_oss")),
         "gemma3",
-        "gpt_oss",
     ],
 )
 def test_replays_answer_as_the_model(name: str, way: str, device: str) -> None:

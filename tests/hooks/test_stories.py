@@ -17,15 +17,25 @@ from .compare import assert_same, generate
 from .stories import MODELS, NEW, SHELVES, World, alike
 from .test_restore import Slow, on, stored
 
-ROUNDS = [pytest.param(1, id="few"), pytest.param(48, id="many", marks=pytest.mark.deep)]
+PROMPTS, ROUNDS = 60, 5
+"""Of a world that is told at length. With an eighth of them, a landing tells 2,000 stories."""
+TOLD = [
+    pytest.param(20, 1, id="few"),
+    pytest.param(
+        PROMPTS, ROUNDS, id="some", marks=[pytest.mark.thorough, pytest.mark.timeout(1500)]
+    ),
+    pytest.param(PROMPTS, 48, id="many", marks=pytest.mark.deep),
+]
 Patch = pytest.MonkeyPatch
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize(("prompts", "rounds"), TOLD)
 @pytest.mark.parametrize("shelf", SHELVES)
 @pytest.mark.parametrize("model", MODELS)  # worlds of one model are neighbours, and share it
-def test_pages_that_do_not_come(model: str, shelf: str, rounds: int, tmp_path: Path) -> None:
-    world = World(model, shelf, tmp_path)
+def test_pages_that_do_not_come(
+    model: str, shelf: str, prompts: int, rounds: int, tmp_path: Path
+) -> None:
+    world = World(model, shelf, tmp_path, prompts)
     try:
         for seed in range(rounds):
             world.round(seed)

@@ -41,7 +41,7 @@ def info_of(size: int, **changes: object) -> FrameInfo:
     return info._replace(**changes)  # type: ignore[arg-type]
 
 
-def answers(tier: Tier, job: int, count: int, within_s: float = 20.0) -> list[Completion]:
+def answers(tier: Tier, job: int, count: int, within_s: float = 60.0) -> list[Completion]:
     found: list[Completion] = []
     end = time.monotonic() + within_s
     while len(found) < count:

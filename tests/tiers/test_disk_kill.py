@@ -78,11 +78,11 @@ def test_F1_kill(server: Server, tmp_path: Path) -> None:
     checked, said, slowest_s = kills(server, tmp_path / "kv", 100, seed=1)
     assert checked > 1000
     assert said > 1000
-    assert slowest_s < 1
+    assert slowest_s < 10
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(7200)
 def test_F1_kill_deep(server: Server, tmp_path: Path) -> None:
     _, _, slowest_s = kills(server, tmp_path / "kv", 10_000, seed=2)
-    assert slowest_s < 1
+    assert slowest_s < 10

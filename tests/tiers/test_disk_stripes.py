@@ -202,7 +202,7 @@ def test_what_is_answered_before_it_came_is_left_alone(tmp_path: Path, how: str)
     items, targets = loads_of("abc", 1)
     job = tier.submit_load(items, deadline_s=3)
     for _ in items:
-        assert engine.entered.acquire(timeout=20)
+        assert engine.entered.acquire(timeout=60)
     if how == "cancel":
         tier.cancel(job)
     clock.advance(s=4)

@@ -180,7 +180,7 @@ def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(items: list[Load]) -> object:
         threads.add(threading.current_thread().name)
-        assert begin.wait(10)
+        assert begin.wait(60)
         return inner(items)
 
     monkeypatch.setattr(tier, "_load_all", load)
@@ -317,14 +317,14 @@ def test_what_a_thread_does_not_carry_out_is_answered(
 
     def load(items: list[Load]) -> object:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         if how == "raise":
             raise ValueError("odd")
         return inner(items)
 
     monkeypatch.setattr(tier, "_load_all", load)
     job = tier.submit_load(loads, deadline_s=1.0)
-    assert begun.wait(10)
+    assert begun.wait(60)
     closing = threading.Thread(target=tier.close)
     if how == "cancel":
         tier.cancel(job)
@@ -520,5 +520,5 @@ def test_a_job_is_answered_once_if_no_thread_could_begin(monkeypatch: pytest.Mon
 
 def test_its_own_thread_can_close_it() -> None:
     tier = HostTier(1 << 20)
-    assert tier._apart.submit(tier.close).exception(timeout=10) is None
+    assert tier._apart.submit(tier.close).exception(timeout=60) is None
     assert tier._closed and not tier.contains([bytes(32)])[0]

@@ -36,7 +36,7 @@ def body(name: object, size: int = 100) -> Store:
 
 def collect(pool: Workers, count: int) -> list[Completion]:
     found: list[Completion] = []
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < end
         found += pool.poll(0.1)
@@ -68,7 +68,7 @@ def test_stores_of_one_key_go_one_after_the_other() -> None:
     twice = []
 
     def store(item: Item) -> None:
-        assert gate.wait(20)
+        assert gate.wait(60)
         twice.append(item.key in going)
         going.add(item.key)
         time.sleep(0.001)
@@ -92,13 +92,13 @@ def test_stores_that_wait_are_bounded() -> None:
 
     def store(item: Item) -> None:
         entered.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
         pool.answer(item, Outcome.STORED)
 
     clock = ManualClock()
     pool = workers(store=store, queue_bytes=250, clock=clock)
     pool.submit([body("begun")], 100)
-    assert entered.wait(20)
+    assert entered.wait(60)
     first = pool.submit([body(n) for n in range(4)], 1)
     assert [(a.item, a.reason) for a in pool.poll(0)] == [(2, "busy"), (3, "busy")]
     clock.advance(s=2)
@@ -150,13 +150,13 @@ def test_a_follower_takes_over_when_the_first_gives_up() -> None:
 
     def store(item: Item) -> None:
         entered.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
         stored.append(item.key)
         pool.answer(item, Outcome.STORED)
 
     pool = workers(store=store, clock=clock)
     pool.submit([body("blocker")], 100)
-    assert entered.wait(20)
+    assert entered.wait(60)
     first, second = pool.submit([body("a")], 1), pool.submit([body("a")], 100)
     clock.advance(s=2)
     assert [(a.job, a.reason) for a in collect(pool, 1)] == [(first, "deadline")]
@@ -172,7 +172,7 @@ def test_a_store_after_a_deletion_is_not_answered_from_before() -> None:
     def store(item: Item) -> None:
         calls.append(item.job)
         pool.answer(item, Outcome.STORED)
-        assert gate.wait(20)
+        assert gate.wait(60)
 
     pool = workers(store=store)
     first = pool.submit([body("a")], 10)
@@ -193,7 +193,7 @@ def test_loads_go_first() -> None:
         pool.answer(item, Outcome.MISS)
 
     def store(item: Item) -> None:
-        assert gate.wait(20)
+        assert gate.wait(60)
         order.append("store")
         pool.answer(item, Outcome.STORED)
 
@@ -214,13 +214,13 @@ def test_close_gives_up_on_a_stuck_thread() -> None:
 
     def load(item: Item) -> None:
         entered.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
         if (memory := pool.claim(item)) is not None:
             memory[:] = b"x" * 100
 
     pool = workers(load)
     pool.submit([Load(key_of("a"), target, LAYOUT), wish("b")], 1000)
-    assert entered.wait(20)
+    assert entered.wait(60)
     assert not pool.close(0.05)
     assert [(a.outcome, a.reason) for a in pool.poll(0)] == [(Outcome.FAILED, "closed")] * 2
     gate.set()
@@ -262,15 +262,15 @@ def test_a_body_is_not_touched_after_its_answer() -> None:
         memory = pool.claim(item)
         assert memory is not None
         reading.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
         seen.append(bytes(memory))
         pool.let_go(item)
-        assert going.wait(20)
+        assert going.wait(60)
 
     pool = workers(store=store, clock=clock)
     memory = bytearray(b"x" * 100)
     pool.submit([Store(key_of("a"), info_of(100), memoryview(memory))], 1)
-    assert reading.wait(20)
+    assert reading.wait(60)
     clock.advance(s=2)
     assert pool.poll(0.02) == []  # overdue, but its body is being read
     pool.cancel(1)
@@ -289,12 +289,12 @@ def test_what_was_claimed_at_the_end_is_answered_when_it_is_let_go() -> None:
     def store(item: Item) -> None:
         assert pool.claim(item) is not None
         entered.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
         pool.let_go(item)
 
     pool = workers(store=store)
     pool.submit([body("a")], 1000)
-    assert entered.wait(20)
+    assert entered.wait(60)
     assert not pool.close(0.05)
     assert pool.poll(0) == []
     gate.set()
@@ -308,14 +308,14 @@ def test_memory_is_out_of_reach_after_the_answer() -> None:
 
     def late(item: Item) -> None:
         entered.release()
-        assert gate.acquire(timeout=20)
+        assert gate.acquire(timeout=60)
         found.extend([pool.claim(item), pool.claim(item)])
         found.extend(getattr(item.wish, name, b"") for name in ("target", "body"))
 
     pool = workers(late, late, clock=clock)
     for asked in (wish("a"), body("a")):
         pool.submit([asked], 1)
-        assert entered.acquire(timeout=20)
+        assert entered.acquire(timeout=60)
         clock.advance(s=2)
         assert collect(pool, 1)[0].reason == "deadline"
         gate.release()
@@ -331,13 +331,13 @@ def test_a_stuck_thread_is_replaced_and_its_memory_retired() -> None:
         item.hand.staging(1)
         busy.release()
         if item.deadline_ns < 10**9:
-            assert gate.wait(20)
+            assert gate.wait(60)
         pool.answer(item, Outcome.MISS)
 
     pool = workers(load, clock=clock, spares=2, late=told.append)
     for stuck in range(1, 4):
         pool.submit([wish(stuck)], 1e-9)
-        assert busy.acquire(timeout=20)
+        assert busy.acquire(timeout=60)
         clock.advance(ns=2)
         assert collect(pool, 1)[0].reason == "deadline"
         assert [item.key for item in told] == [key_of(n) for n in range(1, stuck + 1)]
@@ -347,7 +347,7 @@ def test_a_stuck_thread_is_replaced_and_its_memory_retired() -> None:
     assert pool.poll(0.02) == []
     gate.set()
     assert collect(pool, 1)[0].outcome is Outcome.MISS
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while pool.overdue:
         assert time.monotonic() < end
     assert pool.retired_bytes == 0
@@ -359,7 +359,7 @@ def test_stores_leave_threads_to_loads() -> None:
 
     def store(item: Item) -> None:
         storing.release()
-        assert gate.wait(20)
+        assert gate.wait(60)
         pool.answer(item, Outcome.STORED)
 
     pool = workers(
@@ -369,7 +369,7 @@ def test_stores_leave_threads_to_loads() -> None:
         storing=1,
     )
     pool.submit([body(n) for n in range(3)], 100)
-    assert storing.acquire(timeout=20)
+    assert storing.acquire(timeout=60)
     pool.submit([wish("a")], 100)
     assert collect(pool, 1)[0].outcome is Outcome.MISS
     gate.set()
@@ -382,12 +382,12 @@ def test_what_waits_can_be_failed() -> None:
 
     def load(item: Item) -> None:
         entered.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
         pool.answer(item, Outcome.MISS)
 
     pool = workers(load)
     pool.submit([wish(n) for n in range(3)], 100)
-    assert entered.wait(20)
+    assert entered.wait(60)
     pool.fail_waiting("breaker")
     assert [(a.item, a.reason) for a in collect(pool, 2)] == [(1, "breaker"), (2, "breaker")]
     gate.set()

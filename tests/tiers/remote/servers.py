@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-READY_S = 20.0
+READY_S = 60.0
 BUCKET = "frames"
 
 

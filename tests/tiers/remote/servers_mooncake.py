@@ -16,7 +16,7 @@ from tests.inside import errors
 
 from .servers import Server, free_port
 
-READY_S = 20.0
+READY_S = 60.0
 
 # Lends memory to the store until its standard input ends.
 LENDER = """

@@ -13,7 +13,7 @@ import pytest
 
 from .servers import Server, free_port
 
-READY_S = 10.0
+READY_S = 60.0
 
 
 def binary() -> Path:

@@ -134,7 +134,7 @@ def test_a_frozen_server_costs_three_deadlines(server: ObjectServer, place: dict
         assert time.monotonic() - start < 0.05 + LATE_S
     finally:
         server.thaw()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while tier.state is not BreakerState.CLOSED:
         assert time.monotonic() < end
         get(tier, [0])
@@ -324,7 +324,7 @@ def test_frames_of_another_process_are_noticed(tmp_path: Path) -> None:
     stored(theirs, range(5))
     theirs._written_s = 0.0  # its catalog is due
     theirs._wake.set()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not all(ours.contains([key_of(n) for n in range(5)])):
         assert time.monotonic() < end
         time.sleep(0.01)

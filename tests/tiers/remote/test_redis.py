@@ -22,7 +22,7 @@ from tests.inside import ConfigError, Redis, RedisTier, StoreError, parse_place,
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers_redis import RedisServer, redis_server
 
-EVER_S = 20.0
+EVER_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,7 @@ def test_many_faults(seed: int) -> None:
         assert held == kept, "acknowledged, and not there"
         assert server.spoilt > 5 and found > 0
         server.chance = 0.0
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + 60
         while load_one(tier, "after", 8192, 2.0)[0] == "failed":
             assert time.monotonic() < end_s, "the tier did not recover"
             time.sleep(0.05)

@@ -17,7 +17,7 @@ from ..frames import get, hits, key_of, outcomes, stored
 from .faulty_redis import FaultyRedis
 from .servers_redis import RedisServer, redis_server
 
-EVER_S = 20.0
+EVER_S = 60.0
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def store_one(tier: Tier, name: object, deadline_s: float) -> Completion:
     return answer
 
 
-def wait_for(condition: object, within_s: float = 20.0) -> None:
+def wait_for(condition: object, within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end
