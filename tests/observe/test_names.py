@@ -38,10 +38,10 @@ def test_names_follow_the_rules_of_prometheus(name: str) -> None:
 
 def markdown() -> str:
     """The table of names as the documentation has it."""
-    rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
+    rows = ["| name | kind | meaning |", "|---|---|---|"]
     for name, one in NAMES.items():
-        shown = ", ".join(f"`{label}`" for label in one.labels)
-        rows.append(f"| `flowkv_{name}` | {one.kind} | {shown} | {one.meaning} |")
+        labels = "{" + ", ".join(one.labels) + "}" if one.labels else ""
+        rows.append(f"| `flowkv_{name}{labels}` | {one.kind} | {one.meaning} |")
     return "\n".join(rows) + "\n"
 
 
