@@ -69,7 +69,7 @@ def figure(value: float | None, unit: str = "") -> str:
     if value is None:
         return NOT_YET
     if unit == "%":
-        return f"{100 * value:.0f} %"
+        return f"{100 * value:.0f}%"
     digits = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return digits + unit
 
@@ -108,7 +108,7 @@ def goals(device: Device) -> list[tuple[str, str, float | None, str]]:
     rows: list[tuple[str, str, float | None, str]] = []
     for case in (a, b):
         share = device.of(case, "of_read_ceiling")
-        rows.append((f"bf16 {case}, share of read bandwidth", "at least 85 %", share, "%"))
+        rows.append((f"bf16 {case}, share of read bandwidth", "at least 85%", share, "%"))
         for codec, least in (("kv8", 1.8), ("kv4c", 3.0), ("kv4h", 3.0)):
             times = device.of(f"{case} {codec}", "times")
             rows.append((f"{codec} {case}, against bf16", f"at least {least}x", times, "x"))
@@ -134,13 +134,13 @@ def goals(device: Device) -> list[tuple[str, str, float | None, str]]:
     return [
         *rows,
         ("ragged 1k-128k, time over that of 8 x 32k", "at most 1.15x", longer, "x"),
-        ("prefill 16k in 2k chunks, share of matrix rate", "at least 55 %", prefill, "%"),
-        ("cascade 32k x 64, share of its byte floor", "at least 75 %", cascade, "%"),
-        ("seal and transcode, share of copy bandwidth", "at least 70 %", copied, "%"),
-        ("gather and scatter, share of copy bandwidth", "at least 90 %", moved, "%"),
-        ("host to device in pieces of 2 MiB, share of one copy", "at least 90 %", up, "%"),
-        ("device to host in pieces of 2 MiB, share of one copy", "at least 90 %", down, "%"),
-        (f"{disk}, share of the slower", "at least 85 %", device.of(disk, "of_slower"), "%"),
+        ("prefill 16k in 2k chunks, share of matrix rate", "at least 55%", prefill, "%"),
+        ("cascade 32k x 64, share of its byte floor", "at least 75%", cascade, "%"),
+        ("seal and transcode, share of copy bandwidth", "at least 70%", copied, "%"),
+        ("gather and scatter, share of copy bandwidth", "at least 90%", moved, "%"),
+        ("host to device in pieces of 2 MiB, share of one copy", "at least 90%", up, "%"),
+        ("device to host in pieces of 2 MiB, share of one copy", "at least 90%", down, "%"),
+        (f"{disk}, share of the slower", "at least 85%", device.of(disk, "of_slower"), "%"),
         (f"{streamed}", "reported", device.of(streamed), " us"),
         ("... the same step resident", "reported", device.of(streamed, "resident_us"), " us"),
         ("... exposed copy time", "reported", device.of(streamed, "exposed_us"), " us"),
@@ -224,8 +224,8 @@ def real(results: Results) -> str:
         [
             f"perplexity with `{codec}`",
             f"more than raw; `{peer}`",
-            f"{of(f'quality, {codec}', 'more_percent', ' %')};"
-            f" {of(f'quality, {peer}', 'more_percent', ' %')}",
+            f"{of(f'quality, {codec}', 'more_percent', '%')};"
+            f" {of(f'quality, {peer}', 'more_percent', '%')}",
         ]
         for codec, peer in (("kv8", "HF HQQ, 8 bits"), ("kv4c", "HF HQQ, 4 bits"))
     ]
@@ -327,7 +327,7 @@ def landing(results: Results) -> str:
         ],
         [
             f"`kv8`: {kv8['bits']:.1f} of 32 bits an element",
-            f"perplexity {figure(kv8['more_percent'][1])} % higher",
+            f"perplexity {figure(kv8['more_percent'][1])}% higher",
         ],
         *_on_gpus(results),
     ]
@@ -337,24 +337,34 @@ def landing(results: Results) -> str:
 @block
 def real_all(results: Results) -> str:
     """All that was measured of the real model, less what the next table shows."""
-    columns = ("plain_ms", "attached_ms", "ratio")
     rows = [
         row
         for name, part in results.get("real_cpu", {"parts": {}})["parts"].items()
         for row in part
         if name != "quality"
     ]
-    lines = []
+    if not rows:
+        return NOT_YET.capitalize() + "."
+    timed, others = {}, []
+    tokens = sorted({row["tokens"] for row in rows if _timed(row)})
     for row in rows:
-        plain, attached = (_middle(row.get(name)) for name in columns[:2])
-        ratio = between(row["ratio"], "") if "ratio" in row else ""
-        more = [*_named(row, "what", "tokens", "identical", *columns)]
-        if row.get("identical") is False:
-            more.insert(0, "**other tokens**")
-        tokens = f"{row.get('tokens', 0):,}"
-        lines.append([row["what"], tokens, plain, attached, ratio, ", ".join(more)])
-    head = ["what", "tokens", "plain, ms", "attached, ms", "ratio", "more"]
-    return table(head, lines) if lines else NOT_YET.capitalize() + "."
+        if _timed(row):
+            wrong = "" if row["identical"] else "**other tokens**, "
+            ms = f"{_middle(row['plain_ms'])}, {_middle(row['attached_ms'])}"
+            line = timed.setdefault(row["what"], dict.fromkeys(tokens, ""))
+            line[row["tokens"]] = f"{wrong}{ms}, {between(row['ratio'], '')}"
+        else:
+            wrong = ["**other tokens**"] * (row.get("identical") is False)
+            named = _named(row, "what", "tokens", "identical")
+            others.append([row["what"], f"{row.get('tokens', 0):,}", ", ".join([*wrong, *named])])
+    by_tokens = [[what, *line.values()] for what, line in timed.items()]
+    head = ["plain ms, attached ms, ratio", *(f"{count:,} tokens" for count in tokens)]
+    return f"{table(head, by_tokens)}\n\n{table(['what', 'tokens', 'figures'], others)}"
+
+
+def _timed(row: dict[str, Any]) -> bool:
+    """Whether a row is two times and their ratio, and nothing else."""
+    return {"plain_ms", "attached_ms", "ratio"} <= row.keys() and "store_bytes_a_token" not in row
 
 
 def _middle(value: Any) -> str:
@@ -396,9 +406,9 @@ def real_quality(results: Results) -> str:
             row["what"].removeprefix("quality, "),
             f"{row['bits']:.2f}",
             f"{row['perplexity']:.4f}",
-            between(row["more_percent"], " %"),
-            f"{row['agreement_percent']:.2f} %",
-            f"at most {row['goal_percent']} %" if "goal_percent" in row else "",
+            between(row["more_percent"], "%"),
+            f"{row['agreement_percent']:.2f}%",
+            f"at most {row['goal_percent']}%" if "goal_percent" in row else "",
         ]
         for row in results.get("real_cpu", {"parts": {}})["parts"].get("quality", [])
     ]
@@ -424,12 +434,12 @@ def targets(results: Results) -> str:
     for i, (what, target, _, _) in enumerate(columns[0]):
         cells = [figure(column[i][2], column[i][3]) for column in columns]
         if reports and all(column[i][2] is None for column in columns):
-            missing.append(f"{what} ({target})")
+            missing.append(what.partition(",")[0].removeprefix("... "))
         else:
             rows.append([what, target, *cells])
     text = table(["what", "target", *names], rows)
     if missing:
-        text = f"{text}\n\n{NOT_YET.capitalize()}: {'; '.join(missing)}."
+        text = f"{text}\n\n{NOT_YET.capitalize()}: {'; '.join(dict.fromkeys(missing))}."
     return text
 
 
@@ -621,7 +631,7 @@ def policy(results: Results) -> str:
         found = [row for row in report.get("findings", []) if row["group"] == group]
         if found:
             lines = [_promises(rows) for rows in _by_size(found)]
-            parts.append(f"### {title}\n\n{table(PROMISED, lines)}")
+            parts.append(f"### {title}\n\n{_promised(lines)}")
     if not parts:
         return NOT_YET.capitalize() + "."
     return "\n\n".join([*parts, f"Costs were measured on {report['machine']}."])
@@ -637,7 +647,7 @@ def restore(results: Results) -> str:
         if not own:
             continue
         promised = [_promise(row) for row in found if row["group"] == engine]
-        parts.append(f"### {title} ({own[0].label})\n\n{table(PROMISED, promised)}")
+        parts.append(f"### {title} ({own[0].label})\n\n{_promised(promised)}")
         names = list(dict.fromkeys(row.policy for row in own))
         lines = []
         for part in dict.fromkeys(row.part for row in own):
@@ -665,9 +675,11 @@ def serve(results: Results) -> str:
         return NOT_YET.capitalize() + "."
     promised = []
     for group, title in SERVED.items():
-        found = [row for row in report["findings"] if row["group"] == group]
-        promised += [[f"{title}: {row['trace']}", *_promise(row)[1:]] for row in found]
-    parts = [f"### Promises (measured)\n\n{table(PROMISED, promised)}"]
+        found = [_promise(row) for row in report["findings"] if row["group"] == group]
+        promised += [
+            [f"{title}: {row[0]}" if row is found[0] else row[0], *row[1:]] for row in found
+        ]
+    parts = [f"### Promises (measured)\n\n{_promised(promised)}"]
     rows = msgspec.convert(report["rows"], list[Served])
     for part in dict.fromkeys(row.part for row in rows):
         mine = [row for row in rows if row.part == part]
@@ -704,7 +716,19 @@ def _repeated(cell: dict[str, Row]) -> list[str]:
     return [where, *ratios, f"{1e3 * ours.ttft_s:,.0f} ({ends})"]
 
 
-PROMISED = ["on", "what", "target", "figure", "", "note"]
+def _promised(lines: list[list[str]]) -> str:
+    """Promises as a table; a target, verdict or note that all of them share is said once."""
+    head, said = ["on", "what", "target", "figure", "", "note"], []
+    columns = dict(zip(head, zip(*lines, strict=True), strict=True))
+    if len(lines) > 1 and len(set(columns["target"])) == 1:
+        said.append(f"Target: {columns.pop('target')[0]}.")
+    if set(columns[""]) == {"met"}:
+        said.append("All met." if len(lines) > 1 else "Met.")
+        del columns[""]
+    if not any(columns["note"]):
+        del columns["note"]
+    shown = table(columns, zip(*columns.values(), strict=True))
+    return f"{' '.join(said)}\n\n{shown}" if said else shown
 
 
 def _promise(row: dict[str, Any]) -> list[str]:

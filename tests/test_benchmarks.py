@@ -58,13 +58,13 @@ def test_measured_figures_stand_beside_their_targets() -> None:
     text = render.targets({"gpu-x": gpu_report()})
     lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
     assert "| GPU X |" in lines["what"]
-    assert "91 %" in lines["bf16 decode 32 x 4k, share of read bandwidth"]
+    assert "91%" in lines["bf16 decode 32 x 4k, share of read bandwidth"]
     assert "3.12x" in lines["kv4c decode 32 x 4k, against bf16"]
     assert "| 1.1x |" in lines["bf16 decode 32 x 4k, against FlashInfer"], "the faster of the two"
     assert "| 5x |" in lines["kv4c decode 32 x 4k, against vLLM Triton int4"]
-    assert "71 %" in lines["seal and transcode, share of copy bandwidth"], "the worst of all"
+    assert "71%" in lines["seal and transcode, share of copy bandwidth"], "the worst of all"
     (missing,) = (line for line in text.splitlines() if line.startswith("Not measured yet: "))
-    assert "bf16 decode 1 x 128k, share of read bandwidth (at least 85 %)" in missing
+    assert "bf16 decode 1 x 128k" in missing
 
 
 def test_what_was_not_measured_is_said_to_be_so() -> None:
