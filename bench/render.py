@@ -517,15 +517,6 @@ def _by_length(rows: list[list[str]]) -> list[list[str]]:
 
 
 @block
-def generate(results: Results) -> str:
-    rows = []
-    for row in results.get("generate_cpu", []):
-        ends = f"{figure(row['ratio_min'])} to {figure(row['ratio_max'])}"
-        rows.append([row["bench"], f"{row['prompt']:,}", f"{figure(row['ratio'])} ({ends})"])
-    return table(["ratio", "tokens", "measured"], rows) if rows else NOT_YET.capitalize() + "."
-
-
-@block
 def quality(results: Results) -> str:
     report = results.get("quality_cpu", {})
     alike: dict[tuple[str, str, str], list[dict[str, Any]]] = {}

@@ -71,7 +71,7 @@ def test_what_was_not_measured_is_said_to_be_so() -> None:
     lines = render.targets({}).splitlines()[2:]
     assert len(lines) > 20 and all(line.endswith(f"| {render.NOT_YET} |") for line in lines)
     assert render.gpu({}) == "No GPU has run this yet."
-    assert render.generate({}) == "Not measured yet."
+    assert render.quality({}) == "Not measured yet."
 
 
 def test_wrong_and_failed_cases_are_shown() -> None:
