@@ -572,29 +572,31 @@ def disk(results: Results) -> str:
     cells = {(row["way"], row["what"], row["kib"]): row for row in found.get("rows", [])}
     rivals, rows = ("file per block", "RocksDB"), []
     for (way, what, kib), row in cells.items():
-        if way != "FlowKV":
+        if way != "FlowKV" or what not in ("put", "get"):
             continue
-        line = [what, f"{kib}", *_disk_rates(row)]
+        line = [what, f"{kib}", _disk_rates(row)]
         for name in rivals:
-            rates = _disk_rates(cells.get((name, what, kib)))[:2]
-            line += [", ".join(filter(None, rates)), spread(row.get(f"x {name}"))]
-        busy = f"{row['busy_of_idle']['median']:.2f} of deep" if "busy_of_idle" in row else ""
-        rows.append([*line, busy])
+            line += [_disk_rates(cells.get((name, what, kib))), spread(row.get(f"x {name}"))]
+        more = [cells.get((way, kind, kib)) for kind in ("deep", "busy") if what == "get"]
+        rows.append([*line, *(_disk_rates(one) for one in more or (None, None))])
     if not rows:
         return NOT_YET.capitalize() + "."
     seconds = found["recovery_s"]
-    head = ["what", "KiB", "GB/s", "CPU s/GB", "of fio"]
+    head = ["what", "KiB", "GB/s, CPU s/GB, of fio"]
     for name in rivals:
-        head += [f"{name}: GB/s, CPU s/GB", f"x {name}"]
+        head += [name, f"x {name}"]
     return (
-        f"{table([*head, ''], rows)}\n\nA store of {found['frames']:,} frames opens in"
+        f"{table([*head, 'deep', 'busy'], rows)}\n\nA store of {found['frames']:,} frames opens in"
         f" {seconds['median']:.2f} s ({seconds['min']:.2f} to {seconds['max']:.2f})."
     )
 
 
-def _disk_rates(row: dict[str, Any] | None) -> list[str]:
+def _disk_rates(row: dict[str, Any] | None) -> str:
     names = ("gb_s", "cpu_s_per_gb", "of_fio")
-    return [f"{row[name]['median']:.2f}" for name in names] if row else ["", "", ""]
+    rates = [f"{row[name]['median']:.2f}" for name in names] if row else []
+    if row and "busy_of_idle" in row:
+        rates.append(f"{row['busy_of_idle']['median']:.2f} of deep")
+    return ", ".join(rates)
 
 
 @block
