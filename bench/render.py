@@ -434,7 +434,9 @@ def targets(results: Results) -> str:
     for i, (what, target, _, _) in enumerate(columns[0]):
         cells = [figure(column[i][2], column[i][3]) for column in columns]
         if reports and all(column[i][2] is None for column in columns):
-            missing.append(what.partition(",")[0].removeprefix("... "))
+            case = what.partition(",")[0]
+            told = what if any(row[0].startswith(f"{case},") for row in rows) else case
+            missing.append(told.removeprefix("... "))
         else:
             rows.append([what, target, *cells])
     text = table(["what", "target", *names], rows)
