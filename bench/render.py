@@ -25,12 +25,12 @@ from bench.plots import plots
 from bench.policy.finding import GROUPS
 from bench.restore.promise import GROUPS as ENGINES
 from bench.restore.protocol import PARTS
-from bench.restore.report import SUMMARY, situation, summary_cells
-from bench.restore.row import Row
+from bench.restore.report import situation
+from bench.restore.row import OURS, Row
 from bench.restore.table import by_cell, summaries
 from bench.serve.promise import GROUPS as SERVED
 from bench.serve.protocol import PARTS as SERVING
-from bench.serve.report import COLUMNS, cells
+from bench.serve.report import situation as served_situation
 from bench.serve.row import Row as Served
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,15 +61,15 @@ def load(folder: Path = RESULTS) -> Results:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    names, *lines = ("| " + " | ".join(line) + " |" for line in [list(head), *map(list, rows)])
+    return "\n".join([names, "|---" * len(list(head)) + "|", *lines])
 
 
 def figure(value: float | None, unit: str = "") -> str:
     if value is None:
         return NOT_YET
     if unit == "%":
-        return f"{100 * value:.0f} %"
+        return f"{100 * value:.0f}%"
     digits = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return digits + unit
 
@@ -108,7 +108,7 @@ def goals(device: Device) -> list[tuple[str, str, float | None, str]]:
     rows: list[tuple[str, str, float | None, str]] = []
     for case in (a, b):
         share = device.of(case, "of_read_ceiling")
-        rows.append((f"bf16 {case}, share of read bandwidth", "at least 85 %", share, "%"))
+        rows.append((f"bf16 {case}, share of read bandwidth", "at least 85%", share, "%"))
         for codec, least in (("kv8", 1.8), ("kv4c", 3.0), ("kv4h", 3.0)):
             times = device.of(f"{case} {codec}", "times")
             rows.append((f"{codec} {case}, against bf16", f"at least {least}x", times, "x"))
@@ -134,13 +134,13 @@ def goals(device: Device) -> list[tuple[str, str, float | None, str]]:
     return [
         *rows,
         ("ragged 1k-128k, time over that of 8 x 32k", "at most 1.15x", longer, "x"),
-        ("prefill 16k in 2k chunks, share of matrix rate", "at least 55 %", prefill, "%"),
-        ("cascade 32k x 64, share of its byte floor", "at least 75 %", cascade, "%"),
-        ("seal and transcode, share of copy bandwidth", "at least 70 %", copied, "%"),
-        ("gather and scatter, share of copy bandwidth", "at least 90 %", moved, "%"),
-        ("host to device in pieces of 2 MiB, share of one copy", "at least 90 %", up, "%"),
-        ("device to host in pieces of 2 MiB, share of one copy", "at least 90 %", down, "%"),
-        (f"{disk}, share of the slower", "at least 85 %", device.of(disk, "of_slower"), "%"),
+        ("prefill 16k in 2k chunks, share of matrix rate", "at least 55%", prefill, "%"),
+        ("cascade 32k x 64, share of its byte floor", "at least 75%", cascade, "%"),
+        ("seal and transcode, share of copy bandwidth", "at least 70%", copied, "%"),
+        ("gather and scatter, share of copy bandwidth", "at least 90%", moved, "%"),
+        ("host to device in pieces of 2 MiB, share of one copy", "at least 90%", up, "%"),
+        ("device to host in pieces of 2 MiB, share of one copy", "at least 90%", down, "%"),
+        (f"{disk}, share of the slower", "at least 85%", device.of(disk, "of_slower"), "%"),
         (f"{streamed}", "reported", device.of(streamed), " us"),
         ("... the same step resident", "reported", device.of(streamed, "resident_us"), " us"),
         ("... exposed copy time", "reported", device.of(streamed, "exposed_us"), " us"),
@@ -224,8 +224,8 @@ def real(results: Results) -> str:
         [
             f"perplexity with `{codec}`",
             f"more than raw; `{peer}`",
-            f"{of(f'quality, {codec}', 'more_percent', ' %')};"
-            f" {of(f'quality, {peer}', 'more_percent', ' %')}",
+            f"{of(f'quality, {codec}', 'more_percent', '%')};"
+            f" {of(f'quality, {peer}', 'more_percent', '%')}",
         ]
         for codec, peer in (("kv8", "HF HQQ, 8 bits"), ("kv4c", "HF HQQ, 4 bits"))
     ]
@@ -268,15 +268,42 @@ def _times(results: Results) -> list[str]:
     return [f"{found[what][1]:.0f} times" for what in whats]
 
 
+def _on_gpus(results: Results) -> list[list[str]]:
+    """What an 8B model and an engine over it gain on each GPU, for the first pages."""
+    rows = []
+    for report in gpu_reports(results):
+        cases = {row["case"]: row for row in report["results"] + report["rows"]}
+        name = report["device"].removeprefix("NVIDIA ")
+        ours, plain, engine, batch = (
+            whole.found(cases, path)
+            for path in (
+                *("attached 2048/tpot_ms", "plain 2048/tpot_ms"),
+                *("engine/tokens_per_s", whole.STATIC),
+            )
+        )
+        if ours and plain:
+            told = f"{figure(ours)} ms a token; with its own cache {figure(plain)}"
+            rows.append([f"an 8B model at 2,048 tokens, {name}", told])
+        if engine and batch:
+            told = f"{figure(engine / batch)} times the tokens of one static batch"
+            rows.append([f"32 clients of `flowkv.Engine`, {name}", told])
+    return rows
+
+
 @block
 def front(results: Results) -> str:
-    """The sentence of the front page."""
+    """The figures of the front page, and where all others are."""
     again, later = _times(results)
-    return (
-        "With SmolLM2-135M on two CPU cores a prompt of 2,048 tokens that is asked again answers"
-        f" {again} sooner than\nthe model alone, and in the next process, from disk, {later} sooner"
-        " ([all figures](docs/benchmarks.md))."
+    lines = [
+        ["a prompt of 2,048 tokens asked again, two CPU cores", f"first token {again} sooner"],
+        ["... in the next process, from disk", f"first token {later} sooner"],
+        *_on_gpus(results),
+    ]
+    about = (
+        "CPU: SmolLM2-135M in float32. GPU: Llama 8B of random weights in bf16, one run."
+        " [All figures](docs/benchmarks.md), missed goals with them."
     )
+    return f"{table(['measured', 'figure'], lines)}\n\n{about}"
 
 
 @block
@@ -300,8 +327,9 @@ def landing(results: Results) -> str:
         ],
         [
             f"`kv8`: {kv8['bits']:.1f} of 32 bits an element",
-            f"perplexity {figure(kv8['more_percent'][1])} % higher",
+            f"perplexity {figure(kv8['more_percent'][1])}% higher",
         ],
+        *_on_gpus(results),
     ]
     return table(["measured", "figure"], lines)
 
@@ -309,13 +337,38 @@ def landing(results: Results) -> str:
 @block
 def real_all(results: Results) -> str:
     """All that was measured of the real model, less what the next table shows."""
-    lines = [
-        [row["what"], f"{row.get('tokens', 0):,}", ", ".join(_named(row, "what", "tokens"))]
+    rows = [
+        row
         for name, part in results.get("real_cpu", {"parts": {}})["parts"].items()
         for row in part
         if name != "quality"
     ]
-    return table(["what", "tokens", "figures"], lines) if lines else NOT_YET.capitalize() + "."
+    if not rows:
+        return NOT_YET.capitalize() + "."
+    timed, others = {}, []
+    tokens = sorted({row["tokens"] for row in rows if _timed(row)})
+    for row in rows:
+        if _timed(row):
+            wrong = "" if row["identical"] else "**other tokens**, "
+            ms = f"{_middle(row['plain_ms'])}, {_middle(row['attached_ms'])}"
+            line = timed.setdefault(row["what"], dict.fromkeys(tokens, ""))
+            line[row["tokens"]] = f"{wrong}{ms}, {between(row['ratio'], '')}"
+        else:
+            wrong = ["**other tokens**"] * (row.get("identical") is False)
+            named = _named(row, "what", "tokens", "identical")
+            others.append([row["what"], f"{row.get('tokens', 0):,}", ", ".join([*wrong, *named])])
+    by_tokens = [[what, *line.values()] for what, line in timed.items()]
+    head = ["plain ms, attached ms, ratio", *(f"{count:,} tokens" for count in tokens)]
+    return f"{table(head, by_tokens)}\n\n{table(['what', 'tokens', 'figures'], others)}"
+
+
+def _timed(row: dict[str, Any]) -> bool:
+    """Whether a row is two times and their ratio, and nothing else."""
+    return {"plain_ms", "attached_ms", "ratio"} <= row.keys() and "store_bytes_a_token" not in row
+
+
+def _middle(value: Any) -> str:
+    return "" if value is None else figure(value[1] if isinstance(value, list) else value)
 
 
 def _named(row: dict[str, Any], *less: str) -> Iterable[str]:
@@ -353,9 +406,9 @@ def real_quality(results: Results) -> str:
             row["what"].removeprefix("quality, "),
             f"{row['bits']:.2f}",
             f"{row['perplexity']:.4f}",
-            between(row["more_percent"], " %"),
-            f"{row['agreement_percent']:.2f} %",
-            f"at most {row['goal_percent']} %" if "goal_percent" in row else "",
+            between(row["more_percent"], "%"),
+            f"{row['agreement_percent']:.2f}%",
+            f"at most {row['goal_percent']}%" if "goal_percent" in row else "",
         ]
         for row in results.get("real_cpu", {"parts": {}})["parts"].get("quality", [])
     ]
@@ -377,11 +430,19 @@ def targets(results: Results) -> str:
     devices = [Device(report) for report in reports] or [Device(None)]
     names = [report["device"] for report in reports] or ["measured"]
     columns = [goals(device) for device in devices]
-    rows = [
-        [what, target, *(figure(column[i][2], column[i][3]) for column in columns)]
-        for i, (what, target, _, _) in enumerate(columns[0])
-    ]
-    return table(["what", "target", *names], rows)
+    rows, missing = [], []
+    for i, (what, target, _, _) in enumerate(columns[0]):
+        cells = [figure(column[i][2], column[i][3]) for column in columns]
+        if reports and all(column[i][2] is None for column in columns):
+            case = what.partition(",")[0]
+            told = what if any(row[0].startswith(f"{case},") for row in rows) else case
+            missing.append(told.removeprefix("... "))
+        else:
+            rows.append([what, target, *cells])
+    text = table(["what", "target", *names], rows)
+    if missing:
+        text = f"{text}\n\n{NOT_YET.capitalize()}: {'; '.join(dict.fromkeys(missing))}."
+    return text
 
 
 @block
@@ -436,35 +497,47 @@ def gpu_whole(results: Results) -> str:
                 shown = f"{value:.3g}" if value < 1e5 else f"{value:.2g}"
                 rows.append([line.what, line.today, shown, line.goal])
         head = ["", "before (H200)", report["device"], "goal"]
-        texts.append(table(head, rows))
+        texts.append(table(head, _by_length(rows)))
     return "\n\n".join(texts) or NOT_YET.capitalize() + "."
 
 
-@block
-def generate(results: Results) -> str:
-    rows = []
-    for row in results.get("generate_cpu", []):
-        ends = f"{figure(row['ratio_min'])} to {figure(row['ratio_max'])}"
-        rows.append([row["bench"], f"{row['prompt']:,}", f"{figure(row['ratio'])} ({ends})"])
-    return table(["ratio", "tokens", "measured"], rows) if rows else NOT_YET.capitalize() + "."
+def _by_length(rows: list[list[str]]) -> list[list[str]]:
+    """The lines of one measure at several numbers (of tokens, of a prompt) as one line."""
+    alike: dict[tuple[str, str], list[tuple[str, list[str]]]] = {}
+    for what, *cells, goal in rows:
+        number = re.search(r"(?<=, )\d+$|(?<=prompt )\d+|(?<=prefill )\d+k", what)
+        base = what.replace(number[0], "N", 1) if number else what
+        alike.setdefault((base, goal), []).append((number[0] if number else "", cells))
+    return [
+        [
+            base.replace("N", "/".join(number for number, _ in same)) if same[0][0] else base,
+            *map(", ".join, zip(*(cells for _, cells in same), strict=True)),
+            goal,
+        ]
+        for (base, goal), same in alike.items()
+    ]
 
 
 @block
 def quality(results: Results) -> str:
-    report, rows = results.get("quality_cpu", {}), []
+    report = results.get("quality_cpu", {})
+    alike: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in [row for part in ("codecs", "auto") for row in report.get(part, {}).get("rows", [])]:
-        size, target = row["page_size"], row.get("target")
-        smaller = [figure(row[f"bytes_of_{name}"], "x") for name in ("float32", "16_bits")]
-        cells = [row["task"], f"{size}", row["codec"], difference(row), " / ".join(smaller)]
-        rows.append([*cells, "" if target is None else f"at most {target}"])
-    head = [
-        "bits per byte of",
-        "page",
-        "codec",
-        "more than raw",
-        "smaller (fp32 / 16 bits)",
-        "target",
+        target = "" if row.get("target") is None else f"at most {row['target']}"
+        alike.setdefault((row["task"], row["codec"], target), []).append(row)
+    rows = [
+        [
+            task,
+            codec,
+            " / ".join(f"{row['page_size']}" for row in same),
+            " / ".join(map(difference, same)),
+            " / ".join(figure(row["bytes_of_float32"], "x") for row in same),
+            " / ".join(figure(row["bytes_of_16_bits"], "x") for row in same),
+            target,
+        ]
+        for (task, codec, target), same in alike.items()
     ]
+    head = ["bits per byte of", "codec", "page", "more than raw", "smaller", "of 16 bits", "target"]
     return table(head, rows) if rows else NOT_YET.capitalize() + "."
 
 
@@ -498,20 +571,34 @@ def ring(results: Results) -> str:
 @block
 def disk(results: Results) -> str:
     found = results.get("disk_cpu", {})
-    rows = []
-    for row in found.get("rows", []):
-        rivals = [spread(row.get(f"x {name}")) for name in ("file per block", "RocksDB")]
-        numbers = [f"{row[name]['median']:.2f}" for name in ("gb_s", "cpu_s_per_gb", "of_fio")]
-        busy = f"{row['busy_of_idle']['median']:.2f} of deep" if "busy_of_idle" in row else ""
-        rows.append([row["way"], row["what"], str(row["kib"]), *numbers, *rivals, busy])
+    cells = {(row["way"], row["what"], row["kib"]): row for row in found.get("rows", [])}
+    rivals, rows = ("file per block", "RocksDB"), []
+    for (way, what, kib), row in cells.items():
+        if way != "FlowKV" or what not in ("put", "get"):
+            continue
+        line = [what, f"{kib}", _disk_rates(row)]
+        for name in rivals:
+            line += [_disk_rates(cells.get((name, what, kib))), spread(row.get(f"x {name}"))]
+        more = [cells.get((way, kind, kib)) for kind in ("deep", "busy") if what == "get"]
+        rows.append([*line, *(_disk_rates(one) for one in more or (None, None))])
     if not rows:
         return NOT_YET.capitalize() + "."
     seconds = found["recovery_s"]
-    head = ["way", "what", "KiB", "GB/s", "CPU s/GB", "of fio", "x file per block", "x RocksDB", ""]
+    head = ["what", "KiB", "GB/s, CPU s/GB, of fio"]
+    for name in rivals:
+        head += [name, f"x {name}"]
     return (
-        f"{table(head, rows)}\n\nA store of {found['frames']:,} frames opens in"
+        f"{table([*head, 'deep', 'busy'], rows)}\n\nA store of {found['frames']:,} frames opens in"
         f" {seconds['median']:.2f} s ({seconds['min']:.2f} to {seconds['max']:.2f})."
     )
+
+
+def _disk_rates(row: dict[str, Any] | None) -> str:
+    names = ("gb_s", "cpu_s_per_gb", "of_fio")
+    rates = [f"{row[name]['median']:.2f}" for name in names] if row else []
+    if row and "busy_of_idle" in row:
+        rates.append(f"{row['busy_of_idle']['median']:.2f} of deep")
+    return ", ".join(rates)
 
 
 @block
@@ -538,8 +625,8 @@ def policy(results: Results) -> str:
     for group, title in GROUPS.items():
         found = [row for row in report.get("findings", []) if row["group"] == group]
         if found:
-            head = ["on", "what", "target", "figure", "", "note"]
-            parts.append(f"### {title}\n\n{table(head, map(_promise, found))}")
+            lines = [_promises(rows) for rows in _by_size(found)]
+            parts.append(f"### {title}\n\n{_promised(lines)}")
     if not parts:
         return NOT_YET.capitalize() + "."
     return "\n\n".join([*parts, f"Costs were measured on {report['machine']}."])
@@ -554,16 +641,23 @@ def restore(results: Results) -> str:
         own = [row for row in rows if row.engine == engine]
         if not own:
             continue
-        head = ["on", "what", "target", "figure", "", "note"]
         promised = [_promise(row) for row in found if row["group"] == engine]
-        parts.append(f"### {title} ({own[0].label})\n\n{table(head, promised)}")
+        parts.append(f"### {title} ({own[0].label})\n\n{_promised(promised)}")
+        names = list(dict.fromkeys(row.policy for row in own))
+        lines = []
         for part in dict.fromkeys(row.part for row in own):
             mine = [row for row in own if row.part == part]
-            lines = map(summary_cells, summaries(mine))
-            told = f"{PARTS[part]}: {len(by_cell(mine))} cells, {mine[0].label}."
-            parts.append(f"{told}\n\n{table(SUMMARY, lines)}")
-            if mine[0].repetitions > 1:
-                parts.append(table(REPEATED, map(_repeated, mine)))
+            told = {one.policy: one for one in summaries(mine)}
+            ends = [f"{t.median:.2f}, {t.largest:.2f}" if (t := told.get(n)) else "" for n in names]
+            ours = told[OURS]
+            busy = "" if ours.link_busy is None else f"{ours.link_busy:.0%}"
+            fastest = f"{ours.best} of {ours.cells}"
+            lines.append([PARTS[part], *ends, fastest, f"{ours.computed:.0%}", busy])
+        head = ["x bound: median, worst", *names, f"{OURS} fastest", "computed", "link busy"]
+        parts.append(table(head, lines))
+        if repeated := [row for row in own if row.repetitions > 1]:
+            head = ["x bound, cell by cell", *names, f"{OURS}, ms"]
+            parts.append(table(head, map(_repeated, by_cell(repeated))))
     if not parts:
         return NOT_YET.capitalize() + "."
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
@@ -574,29 +668,62 @@ def serve(results: Results) -> str:
     report = results.get("serve_cpu", {})
     if not report:
         return NOT_YET.capitalize() + "."
-    parts = []
+    promised = []
     for group, title in SERVED.items():
-        found = [row for row in report["findings"] if row["group"] == group]
-        if found:
-            head = ["on", "what", "target", "figure", "", "note"]
-            parts.append(f"### {title} (measured)\n\n{table(head, map(_promise, found))}")
+        found = [_promise(row) for row in report["findings"] if row["group"] == group]
+        promised += [
+            [f"{title}: {row[0]}" if row is found[0] else row[0], *row[1:]] for row in found
+        ]
+    parts = [f"### Promises (measured)\n\n{_promised(promised)}"]
     rows = msgspec.convert(report["rows"], list[Served])
     for part in dict.fromkeys(row.part for row in rows):
-        lines = [cells(row) for row in rows if row.part == part]
-        parts.append(f"{SERVING[part]}, measured.\n\n{table(COLUMNS, lines)}")
+        mine = [row for row in rows if row.part == part]
+        parts.append(f"{SERVING[part]}, measured.\n\n{_served(mine)}")
     if reasons := report["advice"]["reasons"]:
         parts.append("Recommended for this load: " + "; ".join(reasons) + ".")
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
 
 
-REPEATED = ["cell", "policy", "ms", "least to most", "x bound", "computed", "MB loaded"]
+def _served(rows: list[Served]) -> str:
+    """A line for each load; for each system tokens/s, first tokens (p50 to p95), a token (p50)."""
+    systems = list(dict.fromkeys(row.baseline or "engine" for row in rows))
+    lines: dict[tuple[str, int], dict[str, str]] = {}
+    for row in rows:
+        system = row.baseline or "engine"
+        load = served_situation(row).removeprefix(system).removeprefix(", ")
+        first = f"{1e3 * row.ttft_p50_s:,.0f}-{1e3 * row.ttft_p95_s:,.0f}"
+        line = lines.setdefault((load, row.concurrency), {})
+        line[system] = f"{row.tokens_per_s:,.0f}; {first}; {1e3 * row.tpot_p50_s:.1f}"
+    named = any(load for load, _ in lines)
+    cells = [
+        [*([load] if named else []), f"{clients}", *(line.get(name, "") for name in systems)]
+        for (load, clients), line in lines.items()
+    ]
+    return table([*(["load"] if named else []), "clients", *systems], cells)
 
 
-def _repeated(row: Row) -> list[str]:
-    ends = f"{1e3 * row.ttft_min_s:,.0f} to {1e3 * row.ttft_max_s:,.0f}"
-    where = f"{row.model} on {row.gpu}, {situation(row)}"
-    numbers = [f"{1e3 * row.ttft_s:,.0f}", ends, f"{row.bound_ratio:.3f}", f"{row.computed:.0%}"]
-    return [where, row.policy, *numbers, f"{row.link_bytes / 1e6:,.0f}"]
+def _repeated(cell: dict[str, Row]) -> list[str]:
+    """The times over the bound in one cell, by policy, and what FlowKV's own took."""
+    ours = cell[OURS]
+    where = f"{ours.model} on {ours.gpu}, {situation(ours)}"
+    ends = f"{1e3 * ours.ttft_min_s:,.0f} to {1e3 * ours.ttft_max_s:,.0f}"
+    ratios = (f"{row.bound_ratio:.2f}" for row in cell.values())
+    return [where, *ratios, f"{1e3 * ours.ttft_s:,.0f} ({ends})"]
+
+
+def _promised(lines: list[list[str]]) -> str:
+    """Promises as a table; a target, verdict or note that all of them share is said once."""
+    head, said = ["on", "what", "target", "figure", "", "note"], []
+    columns = dict(zip(head, zip(*lines, strict=True), strict=True))
+    if len(lines) > 1 and len(set(columns["target"])) == 1:
+        said.append(f"Target: {columns.pop('target')[0]}.")
+    if set(columns[""]) == {"met"}:
+        said.append("All met." if len(lines) > 1 else "Met.")
+        del columns[""]
+    if not any(columns["note"]):
+        del columns["note"]
+    shown = table(columns, zip(*columns.values(), strict=True))
+    return f"{' '.join(said)}\n\n{shown}" if said else shown
 
 
 def _promise(row: dict[str, Any]) -> list[str]:
@@ -607,6 +734,37 @@ def _promise(row: dict[str, Any]) -> list[str]:
         figure(row["measured"]),
         {True: "met", False: "**missed**", None: ""}[row["met"]],
         row["note"],
+    ]
+
+
+SIZE = re.compile(r"(?<=at )[\d.]+(?=%)")
+
+
+def _by_size(found: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Findings that differ in the cache's size alone, together."""
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in found:
+        alike.setdefault((row["trace"], SIZE.sub("", row["what"])), []).append(row)
+    return list(alike.values())
+
+
+def _promises(rows: list[dict[str, Any]]) -> list[str]:
+    """One line of findings that differ in the cache's size alone."""
+    if len(rows) == 1:
+        return _promise(rows[0])
+    sizes = [SIZE.search(row["what"])[0] for row in rows]  # type: ignore[index]
+    targets = list(dict.fromkeys(f"{row['target']:.4g}" for row in rows))
+    missed = [size for size, row in zip(sizes, rows, strict=True) if row["met"] is False]
+    notes = dict.fromkeys(row["note"] for row in rows if row["note"])
+    same = notes and len({note.partition(" ")[2] for note in notes}) == 1
+    counts = ", ".join(note.partition(" ")[0] for note in notes)
+    return [
+        rows[0]["trace"],
+        SIZE.sub("/".join(sizes), rows[0]["what"]),
+        f"{rows[0]['sense']} {', '.join(targets)}",
+        ", ".join(figure(row["measured"]) for row in rows),
+        f"**missed** at {', '.join(missed)}%" if missed else "met",
+        f"{counts} {next(iter(notes)).partition(' ')[2]}" if same else "; ".join(notes),
     ]
 
 
