@@ -166,7 +166,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __repr__(self) -> str:
         """Return the fields as text, without the secrets of a URI."""
         path = without_secrets(self.path)
-        return f"Place(kind={self.kind!r}, path={path!r}, size={self.size!r})"
+        return f"TierConfig(kind={self.kind!r}, path={path!r}, size={self.size!r})"
 
     def __str__(self) -> str:
         head = () if self.remote else (self.kind,)

@@ -125,7 +125,7 @@ stored_pages_total | c | tier | Stored.pages | Pages written
 stored_bytes_total | c | tier | Stored.n_bytes | Bytes written
 store_seconds | h | tier | Stored.seconds | From the beginning of a write to its end
 evictions_total | c | tier reason | Evicted | Times that a tier evicted pages: space, unused, \
-lease, quota, prefetch or close
+lease, quota, prefetch, overflow or close
 evicted_pages_total | c | tier reason | Evicted.pages | Evicted pages
 evicted_bytes_total | c | tier reason | Evicted.n_bytes | Bytes of evicted pages
 promotions_total | c | source tier | Promoted | Times that pages were copied to a faster tier

@@ -627,7 +627,6 @@ def succeed(tips: Array, traits: Array, t: int, q: int) -> None:
     traits[t, SPREAD] = 1.0
     for k in range(4):
         traits[t, STOP_PACE + k] = NO_PACE
-    tips[t].turn = 0
     if q < 0:
         return
     gap = log2(max((tips[t].time - tips[q].time) * 1e-9, 0.1))
