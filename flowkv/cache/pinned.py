@@ -1,12 +1,12 @@
-"""Pages between a device and host memory that it reaches itself, each in a slot of its own.
+"""Copies of pages between a device and pinned host memory, each in a slot of its own.
 
-    stage -> a tier fills the rows -> upload those that came -> flush        to the device
+    stage -> a tier fills the rows -> upload the loaded rows -> flush        to the device
     download -> a tier reads the rows, or keeps them                         from the device
 
-A slot is used again when nothing refers to its row any more: neither its owner, nor a tier that was
-given its memory and is late, nor a copy. For a copy reads its source when the device comes to it,
-long after it was asked for (TensorRT-LLM issue 15546). The slots are those of the host tier, if
-there is one: what it keeps need not be copied on the way, in either direction.
+A slot is reused when nothing refers to its row any more: neither its owner, nor a late tier that
+still has its memory, nor a copy. A copy reads its source when the device comes to it, long after it
+was queued (TensorRT-LLM issue 15546). The slots are those of the host tier, if there is one: its
+pages need no further copy on the way, in either direction.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.kernels import dispatch
 from flowkv.tiers.slots import SlotPool
 
-# What copies between pinned memory and a device need of it: order, and nothing else.
+# Order of the copies between pinned memory and a device.
 #
-# Copies run on streams of their own, one for each direction. `follow` makes them wait for what the
-# caller's stream was given so far, `lead` the caller's for the copies to the device so far, `after`
-# for one mark, and a mark tells when a direction has come so far. Pages that leave wait for those
-# that came before; only what is written to a page that became free waits for the copy that reads
-# it. A copy reads its source when the stream comes to it, never before: the order in which a driver
-# may read sources ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent half-written pages
-# to disks elsewhere (vLLM issue 45704), and nothing here asks for it.
+# Copies run on streams of their own, one for each direction. `follow` makes them wait for the work
+# queued on the caller's stream so far; `lead` makes the caller's stream wait for the copies to the
+# device so far, `after` for one mark; a mark is a place in the order of one direction. Copies from
+# the device wait for earlier copies to it; only writes to a page that became free wait for the copy
+# that reads it. A copy reads its source when the stream comes to it, never before: the order in
+# which a driver may read sources ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent
+# half-written pages to disks elsewhere (vLLM issue 45704), and is not requested here.
 
 Places = Sequence[int]
 
@@ -44,7 +44,7 @@ class CudaMark:
     """A place in the order of copies.
 
     Attributes:
-        event: What the device records there.
+        event: CUDA event that the device records there.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -52,11 +52,11 @@ class CudaMark:
         self.event.record(stream)
 
     def done(self) -> bool:
-        """Whether all copies before it are over."""
+        """Return whether all copies before the mark are over."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, timeout_s: float = math.inf) -> bool:
-        """Return once they are, or when the time is over; whether they are."""
+        """Wait for all copies before the mark; return False if the time ran out first."""
         if timeout_s == math.inf:
             self.event.synchronize()
             return True
@@ -69,10 +69,10 @@ class CudaMark:
 
 
 class CudaStreams:
-    """The copy streams of a CUDA (or ROCm) device, beside the stream that its caller computes on.
+    """Copy streams of a CUDA (or ROCm) device, beside the stream that its caller computes on.
 
     Args:
-        device: Which.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,26 +80,26 @@ class CudaStreams:
         self._up, self._down = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        """Copies given from now on begin after what the caller's stream was given so far."""
+        """Make later copies begin after the work queued on the caller's stream so far."""
         self._up.wait_stream(torch.cuda.current_stream(self.device))
         self._down.wait_stream(self._up)
 
     def lead(self) -> None:
-        """What the caller's stream is given from now on begins after the copies to the device."""
+        """Make later work on the caller's stream begin after the copies to the device so far."""
         torch.cuda.current_stream(self.device).wait_stream(self._up)
 
     def after(self, mark: CudaMark) -> None:
-        """What the caller's stream is given from now on begins after a mark."""
+        """Make later work on the caller's stream begin after a mark."""
         torch.cuda.current_stream(self.device).wait_event(mark.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
-        """Copies bytes of equal number."""
+        """Queue a copy of one tensor to another of equal size, on the stream of its direction."""
         with torch.cuda.stream(self._up if to_device else self._down):
             target.copy_(source, non_blocking=True)
 
     def scatter(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
                 n_bytes: int) -> None:  # fmt: skip
-        """Copies lines of pinned memory, which begin at granules of it, to pages of an arena."""
+        """Copy lines of pinned memory, given by their first granules, to pages of an arena."""
         with torch.cuda.stream(self._up):
             target, lines_there = self._places(granules, lines)
             size = n_bytes // GRANULE_BYTES
@@ -107,18 +107,18 @@ class CudaStreams:
 
     def gather(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
                n_bytes: int) -> None:  # fmt: skip
-        """Copies pages of an arena to lines of pinned memory."""
+        """Copy pages of an arena to lines of pinned memory."""
         with torch.cuda.stream(self._down):
             source, lines_there = self._places(granules, lines)
             size = n_bytes // GRANULE_BYTES
             dispatch.gather_pages(pages, source, size, memory, lines=lines_there)
 
     def mark(self, *, to_device: bool) -> CudaMark:
-        """The place after the copies of one direction that were given so far."""
+        """Return a mark after the copies of one direction that were queued so far."""
         return CudaMark(self._up if to_device else self._down)
 
     def pin(self, address: int, n_bytes: int) -> str:
-        """Has the device reach memory without the processor; why that does not work, or ""."""
+        """Register host memory with the device; return the reason of a failure, or ""."""
         with torch.cuda.device(self.device):  # any thread may ask
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE_AND_MAPPED))
@@ -129,20 +129,20 @@ class CudaStreams:
         return f"cudaHostRegister of {n_bytes} bytes failed with error {code}"
 
     def unpin(self, address: int) -> None:
-        """Ends `pin`."""
+        """Unregister memory that `pin` registered."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(address)
 
     def _places(self, granules: Places, lines: Places) -> tuple[torch.Tensor, torch.Tensor]:
-        # Made on the stream of the copy: its memory is not used again before the kernel has run.
+        # The tensor is made on the copy's stream: its memory is not reused before the kernel ran.
         both = torch.tensor([granules, lines], dtype=torch.int32).pin_memory()
         there = both.to(self.device, non_blocking=True)
         return there[0], there[1]
 
 
 KERNEL_BYTES, LEAST_PIECES = 2 << 20, 16
-"""Pieces up to this size, and so many of them, are copied by one kernel. A copy engine is told of
-each piece, which takes 37 us of Python: the time of 2 MiB over the link (measured on an H200)."""
+"""At least so many pieces of at most this size are copied by one kernel. A copy engine takes one
+call a piece, 37 us of Python: the time of 2 MiB over the link (measured on an H200)."""
 
 STAGING_BYTES = 256 << 20
 
@@ -151,12 +151,12 @@ class Copies:
     """Copies between the pages of one device and pinned memory. Callers hold the KV lock.
 
     Args:
-        streams: Of the device.
+        streams: Copy streams of the device.
         pages: uint8 `[bytes]`, the arena of the device's pages.
         slots: Memory that is registered with the device; where it cannot be, torch's own is used.
-        most_bytes: Most bytes of rows that nothing keeps, where a caller can wait.
-        kernel_bytes: Pieces up to this size are copied by a kernel,
-        least_pieces: if they are so many.
+        most_bytes: Most bytes of rows in transit (see `has_room`).
+        kernel_bytes: Largest piece that a kernel copies.
+        least_pieces: Fewest pieces that a kernel copies.
     """
 
     def __init__(
@@ -173,26 +173,26 @@ class Copies:
         self.most_bytes = most_bytes
         self._kernel_bytes, self._least_pieces = kernel_bytes, least_pieces
         self._queue: list[tuple[int, torch.Tensor]] = []  # (granule, row)
-        # Rows of copies under way to the device, and from it, with the pages that are read.
+        # Rows of copies under way to the device, and from it with the pages that are read.
         self._coming: _Copying = deque()
         self._leaving: _Copying = deque()
         self._copies = itertools.count()
-        self._read: dict[int, tuple[int, CudaMark]] = {}  # by granule: until then a page is read
-        self._freed: tuple[int, CudaMark] | None = None  # the last of pages that are free meanwhile
+        self._read: dict[int, tuple[int, CudaMark]] = {}  # by granule: end of the copy that reads
+        self._freed: tuple[int, CudaMark] | None = None  # latest such end of a page freed since
         self._end = weakref.finalize(self, _end, self._coming, self._leaving)
         self._end.atexit = False
 
     @property
     def why(self) -> str:
-        """The reason for which slots are not used; "" where they are."""
+        """Return the reason why slots are not used; "" where they are."""
         return self.slots.why
 
     def stage(self, count: int, n_bytes: int) -> list[torch.Tensor]:
-        """Rows of pinned memory, with whatever was there before.
+        """Return rows of pinned memory, with arbitrary content.
 
         Args:
-            count: How many.
-            n_bytes: Of each, a multiple of 4096.
+            count: Number of rows.
+            n_bytes: Bytes of each, a multiple of 4096.
         """
         self._reclaim()
         rows = list[torch.Tensor]()
@@ -210,16 +210,16 @@ class Copies:
         return rows
 
     def upload(self, row: torch.Tensor, granule: int) -> None:
-        """Queues the copy of a row to the page at a granule."""
+        """Queue the copy of a row to the page at a granule."""
         self._queue.append((granule, row))
 
     def flush(self) -> None:
-        """Gives queued copies to the device; what it computes from now on sees them."""
+        """Start the queued copies to the device; work queued there from now on sees them."""
         if not self._queue:
             return
         queue = self._queue
         self.reuse()
-        self.streams.follow()  # the pages may still be read as what they were before
+        self.streams.follow()  # earlier work may still read the pages' old content
         try:
             self._move(queue, to_device=True)
         finally:  # copies that were begun use the rows
@@ -228,13 +228,12 @@ class Copies:
         self._queue = []  # if anything raises, `join` tries again before the pages are read
 
     def send(self, row: torch.Tensor, target: torch.Tensor) -> CudaMark:
-        """Copies a staged row to memory of the device, beside the pages.
+        """Start copying a staged row to memory of the device outside the pages.
 
-        What the device was given so far may still read that memory; what it computes from now on
-        sees the copy.
+        Work queued on the device so far may still read that memory; later work sees the copy.
 
         Returns:
-            A mark of the copy: until then the row stays as it is.
+            The mark of the copy: until then the row must not change.
         """
         self.streams.follow()
         self.streams.copy(target, row, to_device=True)
@@ -244,9 +243,9 @@ class Copies:
         return mark
 
     def join(self) -> None:
-        """What the caller's stream is given from now on begins after copies that others asked for.
+        """Make later work on the caller's stream begin after the copies that it may depend on.
 
-        Those are all copies to the device, and those of pages that are free meanwhile.
+        These are all copies to the device, and copies from pages that have become free.
         """
         self.flush()
         self.reuse()
@@ -257,18 +256,18 @@ class Copies:
     def download(
         self, granules: Sequence[int], n_bytes: int
     ) -> tuple[list[torch.Tensor], CudaMark]:
-        """Start copying pages into staged rows; the pages stay as they are until they are free.
+        """Start copying pages into staged rows; the pages must not change until they are free.
 
         Args:
-            granules: Where the pages begin.
-            n_bytes: Of each.
+            granules: First granules of the pages.
+            n_bytes: Bytes of each.
 
         Returns:
             The rows, and the mark after which they hold the pages.
         """
         self.flush()
         rows = self.stage(len(granules), n_bytes)
-        self.streams.follow()  # whoever computes the pages must be done with them
+        self.streams.follow()  # the work that computes the pages must be done first
         try:
             self._move(list(zip(granules, rows, strict=True)), to_device=False)
         finally:  # copies that were begun use the rows
@@ -278,13 +277,13 @@ class Copies:
         return rows, mark
 
     def free(self, granule: int) -> None:
-        """Note that a page is free, which a copy may still read."""
+        """Record that a page is free, although a copy may still read it."""
         read = self._read.get(granule)
         if read is not None:
             self._freed = max(read, self._freed or read)
 
     def reuse(self) -> None:
-        """What the caller's stream is given from now on begins after copies of pages now free."""
+        """Make later work on the caller's stream begin after the copies that read freed pages."""
         if self._freed is not None:
             if self._freed[1].done():
                 self._freed = None
@@ -292,22 +291,25 @@ class Copies:
                 self.streams.after(self._freed[1])
 
     def has_room(self, n_bytes: int) -> bool:
-        """Whether rows of so many bytes would lie in slots, or never would."""
+        """Return whether rows of `n_bytes` may be staged now, within `most_bytes` of slots.
+
+        True also where nothing is staged, and where no slots are registered.
+        """
         staged = self.staged_bytes()
         return not self.slots.pinned or not staged or staged + n_bytes <= self.most_bytes
 
     def staged_bytes(self) -> int:
-        """Bytes of slots that rows occupy which nothing keeps, those of copies under way too."""
+        """Return the bytes of slots in transit: in use, but not kept by the host tier."""
         self._reclaim()
         return max(0, self.slots.used_bytes - self.slots.kept_bytes) if self.slots.pinned else 0
 
     def close(self) -> None:
-        """Waits for the copies under way."""
+        """Start the queued copies, and wait for all copies under way."""
         self.flush()
         self._end()
 
     def _reclaim(self) -> None:
-        """Lets go of what copies that are over have used."""
+        """Release the rows and pages of finished copies."""
         while self._coming and self._coming[0][0].done():
             self._coming.popleft()
         while self._leaving and self._leaving[0][0].done():
@@ -317,7 +319,7 @@ class Copies:
                     del self._read[granule]
 
     def _move(self, queue: list[tuple[int, torch.Tensor]], *, to_device: bool) -> None:
-        """Copies rows: small ones by one kernel if they are many, neighbours in one piece."""
+        """Copy rows: many small ones by one kernel, others by pieces of adjacent rows."""
         alike = dict[tuple[int, int], list[tuple[int, int]]]()
         whole, first, wholes = queue[0][1], -1, dict[int, torch.Tensor]()
         for granule, row in sorted(queue, key=lambda one: one[1].data_ptr()):
@@ -352,15 +354,16 @@ class Copies:
 
 def open_copies(streams: CudaStreams, pages: torch.Tensor, slots: SlotPool | None = None,
                 n_bytes: int = STAGING_BYTES) -> Copies:  # fmt: skip
-    """Copies for the pages of a device.
+    """Return the copies for the pages of a device.
 
-    Where the driver does not register memory, torch's own pinned memory is used, and `why` says so.
+    Where the driver does not register memory, torch's own pinned memory is used; `why` is then the
+    reason.
 
     Args:
-        streams: Of the device.
+        streams: Copy streams of the device.
         pages: uint8 `[bytes]`, the arena of its pages.
-        slots: Those of a host tier.
-        n_bytes: Of slots for copies under way, beside what the tier keeps.
+        slots: Slots of a host tier; None makes a pool of its own.
+        n_bytes: Bytes of slots for copies under way, beside those that the tier keeps.
     """
     slots, more = (SlotPool(n_bytes), 0) if slots is None else (slots, n_bytes)
     slots.register(streams.pin, streams.unpin, more)
@@ -371,7 +374,7 @@ _Copying = deque[tuple[CudaMark, list[torch.Tensor], Sequence[int]]]
 
 
 def _end(*directions: _Copying) -> None:
-    """Neither pages nor pinned memory go before the copies that use them."""
+    """Wait for all copies under way, so that pages and pinned memory outlive them."""
     for copying in directions:
         while copying:
             copying[0][0].wait()

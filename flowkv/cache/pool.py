@@ -1,8 +1,8 @@
 """The page pool of one device: one arena cut into slabs, reference counts, defragmentation.
 
 A *slab* holds pages of one size; an empty slab may take another size (Bonwick, USENIX '94). A page
-is named by the granule (4 KiB) at which it begins, with its codec above that (`core.geometry`), so
-pages of all sizes and codecs share an arena, and whoever holds a name knows how to read the page.
+id holds the granule (4 KiB) at which the page begins and, in the bits above, its codec
+(`core.geometry`): pages of all sizes and codecs share an arena, and an id suffices to read a page.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from flowkv.cache.pinned import Copies
 
 
-# Slabs of a page pool: places for pages of one size, and how sparse ones can be emptied.
+# Slabs of a page pool: places for pages of one size, and plans that empty sparse slabs.
 
 
 class Slab:
     """Places for pages of one size, granules [first, first + pages * granules).
 
     Attributes:
-        first: Granule at which it begins.
-        granules: Of each page.
-        pages: Places.
+        first: Granule at which the slab begins.
+        granules: Size of each page.
+        pages: Number of places.
         free: Granules at which the free places begin.
     """
 
@@ -59,11 +59,11 @@ class Slab:
 
     @property
     def used(self) -> int:
-        """Pages in use."""
+        """Return the number of pages in use."""
         return self.pages - len(self.free)
 
     def occupied(self) -> list[int]:
-        """Granules at which the pages in use begin."""
+        """Return the granules at which the pages in use begin."""
         free = set(self.free)
         every = range(self.first, self.first + self.pages * self.granules, self.granules)
         return [granule for granule in every if granule not in free]
@@ -73,7 +73,7 @@ class Drain(NamedTuple):
     """A plan to empty one slab.
 
     Attributes:
-        granules: To copy.
+        granules: Number of granules to copy.
         holes: (granule at which a page begins, granule of a hole of its size) for all its pages.
     """
 
@@ -82,20 +82,20 @@ class Drain(NamedTuple):
 
 
 def drain_sparse(slabs: Iterable[Slab], stay: Set[int]) -> Iterator[Drain]:
-    """How the sparsest of these slabs can be emptied into the fullest ones, sparsest first.
+    """Yield plans that empty the sparsest slabs into the fullest ones, sparsest first.
 
-    Any number of them, from the first on, can be carried out.
+    Any number of the plans, from the first on, can be carried out.
 
     Args:
         slabs: Partly used slabs of one size.
-        stay: Granules of pages that must not move. A slab with one of them is not emptied.
+        stay: Granules of pages that must not move. A slab with such a page is not emptied.
     """
     ordered = sorted(slabs, key=lambda slab: slab.used)
     holes = [hole for slab in reversed(ordered) for hole in slab.free]
     start, stop = 0, len(holes)
     for slab in ordered:
         pages = slab.occupied()
-        stop -= len(slab.free)  # its own, the last of them
+        stop -= len(slab.free)  # the slab's own holes are the last ones
         if start + len(pages) > stop:
             return  # all others are fuller still
         if stay.isdisjoint(pages):
@@ -109,17 +109,17 @@ _SLAB_PAGES = 16
 
 
 class PagePool:
-    """Allocates, shares and frees pages of one device's arena. Callers hold the KV lock.
+    """Allocator of shared pages in one device's arena. Callers hold the KV lock.
 
     Args:
-        device: Where the arena lies.
-        capacity_bytes: Its size; rounded down to whole slabs.
-        page_granules: Sizes of the pages it will hold; slabs take 16 of the largest.
+        device: Device of the arena.
+        capacity_bytes: Size of the arena; rounded down to whole slabs.
+        page_granules: Sizes of the pages to hold; slabs take 16 of the largest.
         least_slabs: Slabs that a small pool is cut into, which then take fewer pages. Each size in
             use occupies at least one.
 
     Attributes:
-        copies: How pages come from and go to pinned memory, where the device is not the CPU.
+        copies: Copies between pages and pinned memory, where the device is not the CPU.
 
     Raises:
         CapacityError: Not even two slabs fit, or more bytes than page ids can name.
@@ -162,41 +162,41 @@ class PagePool:
         self.copies: Copies | None = None
         self._touch(0)
 
-    # ---- what is there
+    # ---- pages in use and free
 
     @property
     def slabs(self) -> int:
-        """How many slabs it has."""
+        """Return the number of slabs."""
         return len(self._slabs)
 
     @property
     def used_granules(self) -> int:
-        """Granules of the pages in use."""
+        """Return the granules of the pages in use."""
         return self._used_granules
 
     def used_bytes(self) -> int:
-        """Bytes of the pages in use."""
+        """Return the bytes of the pages in use."""
         return self._used_granules * GRANULE_BYTES
 
     def capacity_bytes(self) -> int:
-        """Bytes of the arena."""
+        """Return the bytes of the arena."""
         return self.capacity_granules * GRANULE_BYTES
 
     def available(self, granules: int) -> int:
-        """Pages of this size that `allocate` can still give."""
+        """Return the number of pages of a size that `allocate` can still give."""
         fresh = len(self._free_slabs) * (self.slab_granules // granules)
         return self._vacant.get(granules, 0) + fresh
 
     def references(self, page: int) -> int:
-        """How often the page is shared; 0 when it is free."""
+        """Return the number of references to a page; 0 when it is free."""
         return self._refs.get(page, 0)
 
     def live(self) -> Iterable[int]:
-        """Pages in use."""
+        """Return the ids of the pages in use."""
         return self._refs.keys()
 
     def bytes_by_codec(self) -> dict[str, int]:
-        """Bytes of the pages in use, by how they are encoded."""
+        """Return the bytes of the pages in use, by codec name."""
         found: dict[str, int] = {}
         for page in self._refs:
             codec = CODECS[page >> CODEC_SHIFT]
@@ -204,18 +204,18 @@ class PagePool:
         return found
 
     def size_bytes(self, page: int) -> int:
-        """Bytes of a page in use."""
+        """Return the bytes of a page in use."""
         return self._size(page) * GRANULE_BYTES
 
-    # ---- taking and giving back
+    # ---- allocation and release
 
     def allocate(self, granules: int, count: int, codec: int = 0) -> list[int] | None:
-        """`count` pages with one reference each; None, and nothing changed, if they do not fit.
+        """Allocate pages with one reference each; None, and nothing changed, if they do not fit.
 
         Args:
-            granules: Their size.
-            count: How many.
-            codec: Index of the codec that they are for, which their ids then say.
+            granules: Size of each page.
+            count: Number of pages.
+            codec: Index of their codec, which becomes part of their ids.
         """
         if count > self.available(granules):
             return None
@@ -246,11 +246,11 @@ class PagePool:
         return taken
 
     def share(self, page: int) -> None:
-        """Adds a reference to a page in use."""
+        """Add a reference to a page in use."""
         self._refs[page] += 1
 
     def release(self, page: int) -> bool:
-        """Drops a reference; True if that freed the page.
+        """Drop a reference to a page; return True if that freed the page.
 
         Raises:
             StateError: The page is not in use.
@@ -266,7 +266,7 @@ class PagePool:
         return True
 
     def replace(self, old: int, new: int) -> None:
-        """Whoever shares `old` shares `new` instead, which was just allocated; `old` is free.
+        """Move all references of page `old` to the just allocated page `new`, and free `old`.
 
         The caller rewrites everything that names the old page.
         """
@@ -291,13 +291,13 @@ class PagePool:
             self._free_slabs.append(number)
 
     def _touch(self, used_bytes: int) -> None:
-        """Has a thread touch memory some way ahead of what is in use, which slabs take in order."""
+        """Start a thread that touches memory ahead of the used slabs, which are taken in order."""
         size = self.capacity_bytes()
         ahead = min(_AHEAD_BYTES, size // _AHEAD_SHARE // GRANULE_BYTES * GRANULE_BYTES)
         if self.device.type == "cpu" and used_bytes + ahead // 2 >= self._touched < size:
             first, self._touched = self._touched, min(used_bytes + ahead, size)
             part, wait_s = self.arena[first : self._touched], _TOUCH_LATER_S if first else 0.0
-            with suppress(RuntimeError):  # no thread can begin: whoever writes first waits
+            with suppress(RuntimeError):  # no thread can begin: the first write waits instead
                 threading.Thread(
                     target=_first_touch, args=(part, wait_s), name="flowkv-memory", daemon=True
                 ).start()
@@ -308,12 +308,12 @@ class PagePool:
     # ---- defragmentation
 
     def fragmentation(self) -> float:
-        """Share of the bytes in occupied slabs that no page uses, 0 to 1."""
+        """Return the unused share of the bytes in occupied slabs, 0 to 1."""
         occupied = (len(self._slabs) - len(self._free_slabs)) * self.slab_granules
         return 1.0 - self._used_granules / occupied if occupied else 0.0
 
     def occupancy(self) -> Occupancy:
-        """What the policy of defragmentation is told."""
+        """Return the pool's occupancy, the input of the defragmentation policy."""
         reclaimable = sum(
             vacant // (self.slab_granules // granules) for granules, vacant in self._vacant.items()
         )
@@ -334,15 +334,15 @@ class PagePool:
         wanted: int = 0,
         least_gain: float = 1.0,
     ) -> dict[int, int]:
-        """Moves (old page -> new page) that empty sparse slabs into fuller ones of their size.
+        """Plan moves (old page -> new page) that empty sparse slabs into fuller ones of their size.
 
         Args:
-            fixed: Pages that somebody reads or writes now. Slabs with one of them stay.
-            most_granules: Copied in all, but at least one page: the last slab may be emptied in
-                part, and the next plan goes on with it.
-            most_slabs: Slabs to empty, at most.
-            wanted: Granules of the pages that need room: they have the holes of their own size.
-            least_gain: Granules emptied per granule copied, at least.
+            fixed: Pages that are being read or written. Slabs with such a page stay.
+            most_granules: Most granules to copy, but at least one page: the last slab may be
+                emptied in part, and the next plan continues with it.
+            most_slabs: Most slabs to empty.
+            wanted: Size of the pages that need room; slabs of this size, with holes for them, stay.
+            least_gain: Least number of granules emptied per granule copied.
         """
         stay = {granule_of(page) for page in fixed}
         drains = [
@@ -351,7 +351,7 @@ class PagePool:
             if granules != wanted
             for drain in drain_sparse((self._slab(number) for number in partial), stay)
         ]
-        # Sorting is stable: of each size, slabs stay in the order in which their holes were given.
+        # Sorting is stable: slabs of one size stay in the order in which holes were assigned.
         drains.sort(key=lambda drain: drain.granules)
         left = self._used_granules if most_granules is None else most_granules
         moves: dict[int, int] = {}
@@ -369,31 +369,31 @@ class PagePool:
         return moves
 
     def _name(self, granule: int) -> int:
-        """The page in use that begins at a granule."""
+        """Return the id of the page in use that begins at a granule."""
         for codec in range(len(CODECS)):
             if (page := codec << CODEC_SHIFT | granule) in self._refs:
                 return page
         raise StateError(f"granule {granule} has no page", "Report this as a bug")
 
     def relocate(self, moves: Mapping[int, int]) -> None:
-        """Copies pages (old -> new) into holes of their size, and frees those that they had.
+        """Copy pages (old -> new) into holes of their size, and free their old places.
 
-        Targets are named with the codec of their page. The caller rewrites every table that names
-        a moved page.
+        The new ids include the codec of their page. The caller rewrites every table that names a
+        moved page.
         """
         by_size: dict[int, list[int]] = {}
         for old in moves:
             by_size.setdefault(self._size(old), []).append(old)
         for granules, pages in by_size.items():
             self.copy(pages, [moves[page] for page in pages], granules)
-        for new in moves.values():  # all of them first: no slab is to become empty meanwhile
+        for new in moves.values():  # all targets first, so that no slab becomes empty meanwhile
             self._occupy(granule_of(new))
         for old, new in moves.items():
             self.replace(old, new)
         self._avoid({granule_of(page) // self.slab_granules for page in moves})
 
     def _avoid(self, left: set[int]) -> None:
-        """Slabs that pages have left are filled last, so that what was begun can be finished."""
+        """Order partly emptied slabs last for allocation, so that they can be emptied whole."""
         for granules, partial in self._partial.items():
             draining = [number for number in partial if number in left]
             if draining:
@@ -401,7 +401,7 @@ class PagePool:
                 self._partial[granules] = dict.fromkeys((*draining, *rest))
 
     def copy(self, source: Sequence[int], target: Sequence[int], granules: int) -> None:
-        """Copies pages onto other pages of the same size."""
+        """Copy pages onto other pages of the same size."""
         if self.copies is not None:
             self.copies.reuse()
         kernels.copy_pages(self.arena, self.granules(source), self.granules(target), granules)
@@ -418,12 +418,12 @@ class PagePool:
     # ---- bytes
 
     def page_bytes(self, page: int, n_bytes: int) -> torch.Tensor:
-        """The page's memory, uint8 `[n_bytes]`, a view."""
+        """Return a view of a page's memory, uint8 `[n_bytes]`."""
         first = granule_of(page) * GRANULE_BYTES
         return self.arena[first : first + n_bytes]
 
     def granules(self, pages: Sequence[int]) -> torch.Tensor:
-        """Where pages begin, int32 on the device, as movement and `transcode` take them."""
+        """Return the first granule of each page, int32 on the device, as kernels take them."""
         granules = [granule_of(page) for page in pages]
         return torch.tensor(granules, dtype=torch.int32, device=self.device)
 
@@ -450,19 +450,19 @@ def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
     return torch.frombuffer(arena, dtype=torch.uint8)
 
 
-# Memory is cleared by the system, and in a virtual machine first given by its host, when it is
-# written for the first time: up to 2.5 ms for each MiB, which restores and prefills would wait for.
+# The system clears memory when it is written for the first time, and in a virtual machine the host
+# provides it only then: up to 2.5 ms for each MiB, which restores and prefills would wait for.
 _AHEAD_BYTES, _AHEAD_SHARE = 1 << 29, 4
-"""Of a pool, so much is touched ahead of what is in use, and no more than that part of it."""
+"""Bytes of a pool touched ahead of the used ones, and their limit, one part in 4 of the pool."""
 _TOUCH_BYTES = 1 << 21
-"""At once: so long nobody else can change what this process has mapped."""
+"""Bytes touched by one call, during which no other thread can change the process's mappings."""
 _TOUCH_LATER_S = 0.5
-"""What takes the last of it is left alone: a restore is over by then, a prefill can share."""
+"""Delay of later touches, so that they do not slow the restore that used up the memory."""
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 def _first_touch(memory: torch.Tensor, wait_s: float) -> None:
-    """Has the system back memory as if it were written, whoever writes to it meanwhile."""
+    """Populate memory as if it were written, without changing it; others may write meanwhile."""
     time.sleep(wait_s)
     try:
         advise = ctypes.CDLL(None).madvise
@@ -475,25 +475,25 @@ def _first_touch(memory: torch.Tensor, wait_s: float) -> None:
             return  # an older system, or no memory is left
 
 
-# Which codecs the pages of a layer group may have, and where the bytes of each lie.
+# The codecs that the pages of a layer group may have, and the layout of each.
 
 
 class Forms:
-    """The forms that pages of one layer group take.
+    """Codecs and layouts of one layer group's pages.
 
     Args:
         group: The layer group.
         page_size: Tokens per page.
-        config: The codec, and how far from the end of a sequence it begins.
+        config: The codec, and the number of last tokens of a sequence that stay raw.
 
     Raises:
         ConfigError: The group's pages cannot have the codec.
 
     Attributes:
-        ladder: When a page is encoded, and how.
-        layouts: By codec index, least lossy first; raw is always among them.
-        fingerprints: Those of the layouts, which take time to compute.
-        whole: A prompt needs all of its pages.
+        ladder: Schedule of codecs by a page's distance from the end of its sequence.
+        layouts: Layouts by codec index, least lossy first; raw is always among them.
+        fingerprints: Fingerprints of the layouts, stored as they take time to compute.
+        whole: Whether a prompt needs all of its pages (no sliding window).
     """
 
     def __init__(self, group: LayerGroup, page_size: int, config: Config) -> None:
@@ -527,25 +527,25 @@ class Forms:
 
     @property
     def raw(self) -> PageLayout:
-        """Of open pages."""
+        """Return the layout of open pages."""
         return self.layouts[0]
 
     @property
     def sealed(self) -> tuple[PageLayout, ...]:
-        """Of all codecs but raw."""
+        """Return the layouts of all codecs but raw."""
         return tuple(layout for codec, layout in self.layouts.items() if codec)
 
     @property
     def likely(self) -> tuple[int, ...]:
-        """Codec indices in the order in which frames of others are likely to have them."""
+        """Return the codec indices, the likeliest codec of other caches' frames first."""
         return tuple(sorted(self.layouts, key=lambda codec: codec != self.ladder.idle))
 
     def of(self, page: int) -> PageLayout:
-        """How a page lies that is named by its id."""
+        """Return the layout of a page, from the codec in its id."""
         return self.layouts[page >> CODEC_SHIFT]
 
     def meet(self, info: FrameInfo) -> None:
-        """Takes the form of stored pages too, which another ladder encoded, if it is readable."""
+        """Add the codec of a stored page that another ladder encoded, if it is readable here."""
         if info.kind != "page" or info.codec in self.layouts:
             return
         try:
@@ -557,7 +557,7 @@ class Forms:
 
 
 def make_forms(geometry: Geometry, config: Config) -> list[Forms]:
-    """The forms of every layer group's pages.
+    """Return the forms of every layer group's pages.
 
     Raises:
         ConfigError: A group's pages cannot have the codec.
@@ -568,11 +568,11 @@ def make_forms(geometry: Geometry, config: Config) -> list[Forms]:
 # Pages in host memory, such as those of suspended sequences.
 
 AT_ONCE_BYTES = 1 << 26
-"""Of pages in one transfer: they take as much again of a device that is full."""
+"""Most bytes of pages in one transfer, which takes as much again of a full device's memory."""
 
 
 def download(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tensor]:
-    """Copies of pages of so many bytes in host memory, in as few transfers as may be."""
+    """Return host copies of pages of `n_bytes` each, made in as few transfers as possible."""
     copies: list[torch.Tensor] = []
     for part in _parts(len(pages), n_bytes):
         some = [pool.page_bytes(page, n_bytes) for page in pages[part]]
@@ -584,7 +584,7 @@ def download(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tenso
 
 
 def upload(pool: PagePool, pages: list[int], contents: list[torch.Tensor]) -> None:
-    """Puts such copies into pages of the same codec."""
+    """Write host copies, as `download` returns them, into pages of the same codec."""
     n_bytes = contents[0].numel()
     for part in _parts(len(pages), n_bytes):
         some: Iterable[torch.Tensor] = contents[part]

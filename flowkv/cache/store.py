@@ -1,7 +1,7 @@
-"""The page store: which blocks lie on the devices, what is given up for new pages, and to whom.
+"""The page store: residency of blocks on the devices, eviction for new pages, and write-back.
 
 Identity and residency are decided here, by one writer at a time (the KV lock); policies only order
-slots. What lies below the devices is the business of `TierStack`.
+slots. `TierStack` manages the tiers below the devices.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from flowkv.policy.base import Policy
 from flowkv.policy.restore import LoadGate
 from flowkv.tiers.base import FrameInfo, Tier
 
-# Which restored pages are to be recomputed and compared, and what came of it
-# (`flowkv.cache.audit`).
+# The sample of restored pages that are recomputed and compared, and the results
+# (see `flowkv.cache.audit`).
 
 MOST_WAITING = 1 << 12
-"""Sampled pages that wait for their audit at most; the oldest are forgotten."""
+"""Most sampled pages that wait for their audit; beyond it the oldest are forgotten."""
 
 
 class Verdict(NamedTuple):
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         error: Greatest distance of a token's keys or values, relative to their size.
-        bound: How large that may be there.
+        bound: Greatest error that the page's codec explains there.
     """
 
     error: float
@@ -49,23 +49,23 @@ class Verdict(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Whether the page is what the model computes, as far as that can be told."""
+        """Return whether the page agrees with the model's computation, within the bound."""
         return self.error <= self.bound
 
 
 class Samples:
     """The sample of restored pages. Callers hold the KV lock.
 
-    A page is in the sample for good or not at all, as its key says: the same pages in every run
-    and in every process. Keys are SHA-256, so that the share is met whatever the prompts are.
+    The key alone decides whether a page is in the sample: the same pages are sampled in every run
+    and in every process. Keys are SHA-256, so that the share is met for any prompts.
 
     Args:
-        share: Of all restored pages, 0 to 1; 0 samples none.
+        share: Share of all restored pages, 0 to 1; 0 samples none.
 
     Attributes:
         audited: Pages that were recomputed and compared.
-        mismatches: Those that were not what the model computes.
-        skipped: Those that could not be recomputed.
+        mismatches: Audited pages that differ from the model's computation.
+        skipped: Sampled pages that could not be recomputed.
         worst: The greatest error as a share of its bound, mismatches left out.
     """
 
@@ -80,11 +80,11 @@ class Samples:
         return len(self._came)
 
     def has(self, key: bytes) -> bool:
-        """Whether a page belongs to the sample."""
+        """Return whether a page belongs to the sample."""
         return int.from_bytes(key[:8], "little") < self._border
 
     def came(self, key: bytes, tier: str) -> None:
-        """A page was restored from a tier."""
+        """Record that a page was restored from a tier, if it belongs to the sample."""
         if self._border and self.has(key):
             self._came.pop(key, None)
             self._came[key] = tier
@@ -92,19 +92,19 @@ class Samples:
                 del self._came[next(iter(self._came))]
 
     def waiting(self, key: bytes) -> bool:
-        """Whether a page was restored and is still to be audited."""
+        """Return whether a page was restored and is still to be audited."""
         return key in self._came
 
     def take(self, key: bytes) -> str:
-        """The tier that a page was restored from, which is audited now; "" if it need not be."""
+        """Remove a page from the queue; return its tier of origin, "" if it was not queued."""
         return self._came.pop(key, "")
 
     def skip(self, key: bytes) -> None:
-        """A page cannot be audited."""
+        """Count a queued page as skipped: it cannot be audited."""
         self.skipped += bool(self.take(key))
 
     def judged(self, verdict: Verdict) -> None:
-        """A page was compared."""
+        """Count the verdict on an audited page."""
         self.audited += 1
         if not verdict.sound:
             self.mismatches += 1
@@ -121,18 +121,18 @@ def _codec(block: Block) -> int:
     return block.page >> CODEC_SHIFT
 
 
-# Pages that were prefetched, until it is known whether that was of use.
+# Prefetched pages, until they are used or evicted.
 
 
 class PrefetchedUnused:
-    """Pages that prefetches brought and that nobody has used yet. Callers hold the KV lock.
+    """Prefetched pages that have not been used yet. Callers hold the KV lock.
 
-    What becomes of them is told to the guard of the tier they came from, which stops prefetching
-    where it costs more than it saves.
+    Each use and each unused eviction is reported to the guard of the page's tier of origin, which
+    stops prefetching where it costs more than it saves.
 
     Args:
-        mover: Has the guards.
-        on_leave: Told of those that left unused.
+        mover: Transfers, with a guard for each tier.
+        on_leave: Called with each page that left its device unused.
     """
 
     def __init__(self, mover: Mover, on_leave: Callable[[Block], None]) -> None:
@@ -143,11 +143,11 @@ class PrefetchedUnused:
         return len(self._pages)
 
     def add(self, block: Block, tier: int, n_bytes: int) -> None:
-        """A prefetch brought a page from a tier."""
+        """Record a page that a prefetch brought from a tier."""
         self._pages[block] = tier, n_bytes
 
     def end(self, block: Block, *, used: bool) -> None:
-        """Somebody uses a page, prefetched or not; or it left its device."""
+        """Record the first use of a page, or its unused eviction; ignore pages not prefetched."""
         tier, n_bytes = self._pages.pop(block, (-1, 0))
         if 0 <= tier < len(self._mover.lanes):
             lane = self._mover.lanes[tier]
@@ -156,18 +156,18 @@ class PrefetchedUnused:
                 self._on_leave(block)
 
 
-# The devices: which block lies on which page there, and who uses it.
+# The devices: the block on each page there, and its users.
 
 
 _BATCH_SHARE, _BATCH_PAGES = 64, 32
-"""Pages are given up in batches, of this share of the pool and this number of pages at most: a
-call costs as much as the choice of some pages."""
+"""Pages are evicted in batches of at most one part in 64 of the pool and at most 32 pages, since
+one call of the policy costs as much as the choice of several pages."""
 _ATTEMPTS = 4
 _LONGEST_S = 0.1
 
 
 class PageStore:
-    """Blocks over device pools and tiers: where they lie, how they move. Callers hold the KV lock.
+    """Blocks over device pools and tiers: placement and eviction. Callers hold the KV lock.
 
     Args:
         geometry: The model's layer groups.
@@ -175,14 +175,14 @@ class PageStore:
         tiers: The stack below them, nearest first.
         policies: `policies(kind, capacity_bytes)` makes the policy of one place.
         clock: Time for the policies.
-        bus: Where events go.
-        config: The codec of sealed pages (also what a reader accepts, DESIGN D6), whether they are
-            written down at once, and how long a load may take.
-        gate: Knows what loads and steps take, and whether a page can ever be worth loading.
-        sends: Whether pages are written for others, whose rates nobody here knows.
-        on_drop: Told the slots that name nothing any more.
-        on_unused: Told of pages that were prefetched and left their device unused.
-        give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
+        bus: Bus that events are emitted on.
+        config: The codec of sealed pages (and the lossiest that readers accept, DESIGN D6),
+            write-back on or off, and the deadline of a load.
+        gate: Rates of loads and steps, from which it decides whether a page can be worth loading.
+        sends: Returns whether other processes read the pages, at rates that are unknown here.
+        on_drop: Called with slots that no longer name a block.
+        on_unused: Called with prefetched pages that left their device unused.
+        give_up_late: Gives up overdue loads, so that nothing waits behind them.
 
     Raises:
         ConfigError: A layer group cannot have the codec, or two tiers have one name.
@@ -190,13 +190,13 @@ class PageStore:
     Attributes:
         forms: The codecs and layouts of each group's pages.
         index: The known blocks.
-        context: What the policies of all places have in common.
+        context: Time, tenants and costs, shared by the policies of all places.
         stack: The tiers.
         swapped: Pages on their device that suspended sequences need as they are now.
-        tails: What closed sequences left unfilled, the oldest first, and the page of each group. No
-            policy is told of them; what tiers are given are copies, see `TierStack.store_tail`.
+        tails: Partly filled last pages of closed sequences, the oldest first, with the page of
+            each group. No policy orders them; tiers get copies, see `TierStack.store_tail`.
         samples: Restored pages that are to be audited.
-        coming: Who has a device page for a block that is on its way (`load.PageLoad`).
+        coming: Loads under way (`load.PageLoad`) that have a device page for a block.
     """
 
     def __init__(  # noqa: PLR0913 - what a store stands on is named where it is made
@@ -262,12 +262,12 @@ class PageStore:
         return self.forms[block.group].of(block.page).page_bytes
 
     def keep(self, block: Block) -> None:
-        """Lets no policy take a block from anywhere until `unkeep`."""
+        """Protect a block from eviction in every place until `unkeep`."""
         block.kept += 1
         self._protect(block)
 
     def unkeep(self, block: Block) -> None:
-        """Ends a `keep`."""
+        """End one `keep` of a block."""
         block.kept -= 1
         self._protect(block)
 
@@ -288,15 +288,15 @@ class PageStore:
         self._on_drop(slots)
 
     def device(self, group: int) -> str:
-        """Name of a group's device."""
+        """Return the name of a group's device."""
         return self.geometry.groups[group].device
 
     def pool(self, group: int) -> PagePool:
-        """The pool of a group's device."""
+        """Return the page pool of a group's device."""
         return self._pools[group]
 
     def page_bytes(self, group: int, codec: int = 0) -> int:
-        """Bytes of a page of a group."""
+        """Return the bytes of a group's page in a codec."""
         return self.forms[group].layouts[codec].page_bytes
 
     def views(self, group: int, page: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,7 +307,7 @@ class PageStore:
     def layers(
         self, page: torch.Tensor, group: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of a raw page in any memory, uint8 `[page_bytes]`."""
+        """Return the views of `views` for a raw page in any memory, uint8 `[page_bytes]`."""
         layout = self.forms[group].raw
         cells = page.view(getattr(torch, layout.dtype))
         steps = layout.stripe_stride_bytes, layout.run_bytes, layout.v_offset_bytes
@@ -322,16 +322,16 @@ class PageStore:
         )
 
     def find(self, key: bytes) -> Block | None:
-        """The block of this key if it lies somewhere, or moves, and is exact enough."""
+        """Return the block of a key if it is stored or on its way, and exact enough; else None."""
         block = self.index.find(key)
         if block is None or not (block.page >= 0 or block.tiers or self.stack.locate(block) >= 0):
             return None
         return block if block.fidelity <= self.stack.fidelity else None
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Tells every policy that these blocks were used, root to leaf, by no request of a model.
+        """Record an access to these blocks, root to leaf, with every policy.
 
-        For those of a request, see `flowkv.cache.requests`.
+        Accesses of a model's requests go through `flowkv.cache.requests` instead.
         """
         now, slots = self.context.now_ns(), as_slots([block.slot for block in blocks])
         for place in self.places:
@@ -339,17 +339,17 @@ class PageStore:
 
     @property
     def places(self) -> Iterable[PolicyPlace]:
-        """All places that have a policy, nearest first."""
+        """Return all places that have a policy, nearest first."""
         return (*self.device_places.values(), *self.stack.places)
 
     def blocks_on(self, device: str) -> list[Block]:
-        """Blocks with a page on a device, also those that only open sequences still use."""
+        """Return the blocks with a page on a device, forgotten ones in use included."""
         groups = {g for g, spec in enumerate(self.geometry.groups) if spec.device == device}
         known = [*self.index, *self._orphans]
         return [block for block in known if block.page >= 0 and block.group in groups]
 
     def hold(self, block: Block) -> None:
-        """Keeps a block's device page where it is until `drop`."""
+        """Hold a block's device page in place until `drop`."""
         self.pool(block.group).share(block.page)
         if self.prefetched_unused:
             self.prefetched_unused.end(block, used=True)
@@ -358,7 +358,7 @@ class PageStore:
             self._guard(block)
 
     def drop(self, block: Block) -> None:
-        """Ends a `hold`."""
+        """End one `hold` of a block; a forgotten block loses its page with the last one."""
         block.holds -= 1
         if not block.holds and not block.gone:
             self._guard(block)
@@ -369,7 +369,7 @@ class PageStore:
         pool.release(page)
 
     def pin(self, block: Block, pinned: bool) -> None:
-        """Protects a block from every policy, or no longer."""
+        """Pin a block against eviction in every place, or unpin it."""
         if pinned != block.pinned:
             block.pinned = pinned
             (self.keep if pinned else self.unkeep)(block)
@@ -386,7 +386,7 @@ class PageStore:
             block.idle = 0
 
     def recount(self, block: Block) -> None:
-        """Counts a block's page among the idle ones, or no longer, after anything changed."""
+        """Update the count of idle granules after a change of a block's page, holds or pins."""
         now = 0
         if block.page >= 0 and not (block.holds or block.kept or block.gone):
             now = self.forms[block.group].of(block.page).granules
@@ -395,13 +395,13 @@ class PageStore:
             block.idle = now
 
     def change(self, block: Block, page: int) -> None:
-        """A block has another device page, or (-1) none any more; who is suspended keeps a copy."""
+        """Set a block's device page, -1 for none; suspended sequences get a copy of the old one."""
         self._swap_out(block)
         block.page = page
         self.recount(block)
 
     def swapped_copy(self, block: Block) -> SwappedCopy:
-        """What brings a block's page back for one more suspended sequence."""
+        """Return the copy that restores a block's page, with one more suspended user."""
         copy = self.swapped.get(block)
         if copy is None:
             copy = self.swapped[block] = SwappedCopy(block)
@@ -409,14 +409,14 @@ class PageStore:
         return copy
 
     def unswap(self, copy: SwappedCopy) -> bool:
-        """A sequence needs such a page no more; whether that was the last one."""
+        """Remove one user from a swapped copy; return whether it was the last."""
         copy.users -= 1
         if not copy.users and copy.content is None:
             del self.swapped[copy.block]
         return not copy.users
 
     def _swap_out(self, block: Block) -> None:
-        """A page is about to change, or to go: what suspended sequences need of it is copied."""
+        """Copy a page that suspended sequences need to host memory, before it changes or goes."""
         copy = self.swapped.get(block)
         if copy is not None:
             n_bytes = self.page_bytes(block.group, copy.codec)
@@ -424,15 +424,15 @@ class PageStore:
             del self.swapped[block]
 
     def room(self, device: str) -> int:
-        """Granules of a device that are free, or held by nobody but the index and no pin."""
+        """Return the granules of a device that are free or idle (neither held nor pinned)."""
         pool = self.pools[device]
         return pool.capacity_granules - pool.used_granules + self._idle[device]
 
     def lacking(self, counts: Mapping[tuple[int, int], int]) -> dict[str, int]:
         """Return the granules that devices lack for so many pages of each (group, codec).
 
-        All that is idle could be given up, and what transfers hold counts, too: how much of that
-        comes free is not known yet.
+        Idle granules count as available, and so do those that transfers hold, although some of
+        the latter may stay in use.
         """
         wanted = dict.fromkeys(self.pools, 0)
         for (g, codec), count in counts.items():
@@ -443,13 +443,13 @@ class PageStore:
         return {device: granules for device, granules in short.items() if granules > 0}
 
     def lend(self, group: int, page: int) -> None:
-        """Gives a page to a transfer: it neither moves nor becomes free until `give_back`."""
+        """Lend a page to a transfer: it neither moves nor becomes free until `give_back`."""
         self.pool(group).share(page)
         place = self.device(group), page
         self._lent[place] = self._lent.get(place, 0) + 1
 
     def give_back(self, group: int, page: int) -> None:
-        """The transfer is over."""
+        """End one `lend` of a page, as its transfer is over."""
         place = self.device(group), page
         self._lent[place] -= 1
         if not self._lent[place]:
@@ -458,36 +458,36 @@ class PageStore:
         self.pool(group).release(page)
 
     def awaits(self, group: int, page: int, awaited: bool) -> None:
-        """A lent page is to hold what a sequence waits for, or no longer: it is not leaving."""
+        """Mark a lent page as awaited by a sequence, thus not leaving; or end that."""
         place = self.device(group), page
         (self._awaited.add if awaited else self._awaited.discard)(place)
 
     def leaving(self, device: str) -> int:
-        """Pages of a device that become free as soon as transfers let go of them."""
+        """Return how many pages of a device become free once transfers give them back."""
         lent = (place for place in self._lent.keys() - self._awaited if place[0] == device)
         return sum(self.pools[device].references(page) == 1 for _, page in lent)
 
     def join(self) -> None:
-        """What is computed from now on comes after the copies to all devices."""
+        """Order all later computation on the devices after the copies to them."""
         for pool in self.pools.values():
             if pool.copies is not None:
                 pool.copies.join()
 
     def is_lent(self, group: int, page: int) -> bool:
-        """Whether a transfer uses a page."""
+        """Return whether a transfer uses a page."""
         return (self.device(group), page) in self._lent
 
     def lent(self, device: str) -> set[int]:
-        """Pages of a device that transfers use."""
+        """Return the pages of a device that transfers use."""
         return {page for place, page in self._lent if place == device}
 
     def allocate(self, group: int, count: int, codec: int = 0) -> list[int]:
-        """Private pages, made free by evicting idle ones.
+        """Return private pages, evicting idle ones where that is needed.
 
         Args:
             group: Layer group.
-            count: How many.
-            codec: Index of the codec that they are for.
+            count: Number of pages.
+            codec: Index of their codec.
 
         Raises:
             CapacityError: Too much of the pool is in use.
@@ -498,7 +498,7 @@ class PageStore:
         return pages
 
     def require(self, counts: Mapping[tuple[int, int], int]) -> None:
-        """Refuses what cannot fit, before anything is given up for it.
+        """Refuse a demand for pages that cannot fit, before anything is evicted for it.
 
         Args:
             counts: Pages of each (group, codec index).
@@ -521,13 +521,13 @@ class PageStore:
         )
 
     def try_allocate(self, group: int, count: int, codec: int = 0) -> list[int] | None:
-        """Like `allocate`, but None if they do not fit."""
+        """Return private pages like `allocate`, but None if they do not fit."""
         pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
         while (pages := pool.allocate(granules, count, codec)) is None:
             short = count - pool.available(granules)
             leaving = self.leaving(self.device(group))
             if leaving >= short and self.stack.mover.drain(self.stack.mover.deadline_s):
-                continue  # enough pages are only waiting for a tier to take them
+                continue  # enough pages wait only for their stores to end
             if not self._give_up(group, max(1, short - leaving)) and (
                 not self.stack.mover.storing()
                 or not self.stack.mover.drain(self.stack.mover.deadline_s)
@@ -536,7 +536,7 @@ class PageStore:
         return pages
 
     def spare(self, group: int, count: int, codec: int) -> list[int]:
-        """Up to `count` private pages; for those that do not fit, a few idle ones are given up."""
+        """Return up to `count` private pages, evicting a few idle ones where pages are missing."""
         pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
         for _ in range(_ATTEMPTS):  # victims may be of another size
             short = count - pool.available(granules)
@@ -545,14 +545,14 @@ class PageStore:
         return self.free(group, count, codec)
 
     def free(self, group: int, count: int, codec: int) -> list[int]:
-        """Up to `count` private pages that are free, or hold what fills no page."""
+        """Return up to `count` private pages, dropping tails but evicting no block."""
         pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
         while self.tails and pool.available(granules) < count:
             self.drop_tails(islice(self.tails, 1))
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
 
     def keep_tail(self, tail: Block, pages: list[int]) -> None:
-        """Shares the pages of a tail until they are needed for others."""
+        """Keep the pages of a tail until their memory is needed."""
         self.outgrow(tail.place, tail.tokens)  # type: ignore[arg-type]
         self.tails[tail] = pages
         self.index.beginnings.add(tail)
@@ -561,13 +561,13 @@ class PageStore:
             self._idle[self.device(g)] += self.forms[g].raw.granules
 
     def outgrow(self, place: bytes, tokens: NDArray[np.uint32]) -> None:
-        """Gives up tails that hold nothing but the first of some tokens, see `Block.place`."""
+        """Drop the tails below a place that are prefixes of these tokens; see `Block.place`."""
         near = self.index.beginnings.near(place, tokens) if self.tails else ()
         known = [(shared, one) for shared, one in near if shared and one in self.tails]
         self.drop_tails([one for shared, one in known if shared == len(one.tokens)])  # type: ignore[arg-type]
 
     def drop_tails(self, tails: Iterable[Block] | None = None) -> None:
-        """Gives tails up; all of them if something was erased, or is not what it was named."""
+        """Drop tails; None drops all, after an erasure or where content does not match its key."""
         for tail in list(self.tails if tails is None else tails):
             self.index.beginnings.discard(tail)
             for g, page in enumerate(self.tails.pop(tail)):
@@ -589,7 +589,7 @@ class PageStore:
         return False
 
     def _leave_together(self, blocks: Sequence[Block], reason: str) -> None:
-        """Takes blocks off their device; those that a tier wants are copied a few at a time."""
+        """Evict blocks from their device, copying those that a tier wants a few at a time."""
         for (group, n_bytes), some in groupby(blocks, self._kind):
             copies, left = self.pool(group).copies, [*some]
             while left:
@@ -606,7 +606,7 @@ class PageStore:
                 copied = self._copy_out(wanted)
                 for block, number in takers.items():
                     if number < 0 and not (block.going or block.tiers):
-                        number = self.stack.taker(block)  # its copy below made room meanwhile
+                        number = self.stack.taker(block)  # its copy below was evicted meanwhile
                     if number >= 0 and not self.stack.outlives(number):  # as fast as memory
                         self.stack.await_room(number, n_bytes)
                     self._take_off(block, number, copied.pop(block, None))
@@ -622,7 +622,7 @@ class PageStore:
         self._evicted(1, n_bytes, reason)
 
     def _take_off(self, block: Block, number: int, copied: _Copied | None = None) -> None:
-        """Takes a block off its device, and gives it to a tier, unless the number is -1."""
+        """Evict a block from its device, and store it in a tier unless the number is -1."""
         if number >= 0:
             n_bytes = self.size(block)
             if self._store_page(block, number, copied):
@@ -639,36 +639,39 @@ class PageStore:
         self.pool(block.group).release(page)
 
     def _alike(self, block: Block, number: int) -> bool:
-        """Whether a tier has a page as it is encoded on its device."""
+        """Return whether a tier has a page in the codec that it has on its device."""
         return bool(block.tiers >> number & 1) and (
             block.codec_on(number) == block.page >> CODEC_SHIFT
         )
 
     def set_down(self, block: Block) -> None:
-        """Takes a block, which lies on a tier and is held by nobody, off its device."""
+        """Free the device page of a block that lies on a tier and is not held."""
         self._evicted(1, self.size(block), "overflow")
         self._places[block.group].remove(block)
         self._free_page(block)
 
     def place(self, block: Block) -> str:
-        """Name of the nearest place that holds a block, or is about to; "" if none does."""
+        """Return the name of the nearest place that holds a block or is storing it, else ""."""
         if block.page >= 0:
             return "device"
         number = self.stack.locate(block)
         return self.stack.tiers[number].name if number >= 0 else ""
 
     def put_below(self, blocks: Sequence[Block], serves: Callable[[int], bool]) -> list[Block]:
-        """Writes pages to the nearest tiers that take them, and waits; returns which did.
+        """Write pages to the nearest tiers that take them, and wait for the answers.
 
         Args:
             blocks: Pages on their device.
-            serves: Whether a tier will do.
+            serves: Returns whether the tier of a number may be used.
+
+        Returns:
+            The blocks that such a tier holds now as they are encoded on their device.
         """
         usable = [number for number in range(len(self.stack.tiers)) if serves(number)]
         for block in blocks:
             for number in usable:
                 if block.tiers >> number & 1 and not self._alike(block, number):
-                    continue  # that copy is another one
+                    continue  # that copy has another codec
                 if self.stack.still_holds(block, number) or self._puts(block, number):
                     break
         while any(block.going for block in blocks) and self.drain(self.stack.mover.deadline_s):
@@ -682,11 +685,11 @@ class PageStore:
         return self._store_page(block, number)
 
     def expire(self) -> None:
-        """Takes blocks whose lease has run out away from where it ran out."""
+        """Evict blocks from the places where their lease has run out."""
         self._relieve(PolicyPlace.expired, "lease")
 
     def shed(self) -> None:
-        """Has tenants give up what they have above their quotas."""
+        """Evict the blocks of tenants that exceed their quotas."""
         self._relieve(PolicyPlace.surplus, "quota")
 
     def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
@@ -696,21 +699,21 @@ class PageStore:
         self.stack.relieve(chosen, reason)
 
     def displace(self, slots: Sequence[int]) -> None:
-        """Takes blocks off their device that its policy has given up for a prefetch."""
+        """Evict the blocks that the device's policy has chosen to make room for a prefetch."""
         for slot in slots:
             self._leave_device(self.index.at(slot), "prefetch")
         self.stack.mover.drain()
 
     def publish(self, block: Block, page: int) -> None:
-        """A private page becomes a block's device page; its one reference becomes the store's.
+        """Make a private page a block's device page; the store takes over its one reference.
 
-        The device's policy is to be told of it (`insert`), of all pages of a request at once.
+        The caller then inserts all pages of a request into the policy at once (`insert`).
         """
         block.page = page
         self.recount(block)
 
     def publish_held(self, group: int, pages: Mapping[Block, int]) -> None:
-        """Publishes private pages of a sequence, which goes on to use them: holds each of them."""
+        """Publish private pages of a sequence that keeps using them, and hold each for it."""
         place, pool = self._places[group], self.pool(group)
         for block, page in pages.items():
             pool.share(page)
@@ -720,10 +723,10 @@ class PageStore:
             self.stack.provisional.add(block)
 
     def write_down(self, *blocks: Block) -> None:
-        """Saves full pages on the first persistent tier, in the background.
+        """Write full pages to the first persistent tier, in the background.
 
-        While that is busy or away they wait; what leaves the device meanwhile is dropped.
-        What would not have paid before comes along once its prompt is long enough.
+        While that tier is busy or away, the pages wait. Pages of a prompt that was too short to be
+        worth storing are written as well, once a longer prompt continues them.
         """
         number = self.stack.lasting() if self.stack.writes_back else -1
         for block in blocks if number >= 0 else ():
@@ -743,7 +746,7 @@ class PageStore:
             self._write_out()
 
     def confirm(self) -> None:
-        """A reading of all weights has ended: what it proves may leave the process."""
+        """Write back the pages that the finished reading of all weights has proven."""
         number = self.stack.lasting()
         for block in self.stack.confirm():
             if block.page >= 0:
@@ -753,14 +756,14 @@ class PageStore:
                 self._wait(block)
 
     def reject(self) -> int:
-        """Forgets what may be of other weights than it is named after; returns how many."""
+        """Forget all unproven pages, as the weights had changed; return their number."""
         rejected = [block for block in self.stack.provisional.reject() if not block.gone]
         for block in rejected:
             self.forget(block)
         return len(rejected)
 
     def _may_write(self, block: Block, number: int) -> bool:
-        """Whether a page is as it will stay, and is neither written down nor about to be."""
+        """Return whether a page is final, and neither stored on a tier nor queued for it."""
         if block in self.stack.provisional:
             return False
         sealed = block.page >> CODEC_SHIFT or not self.forms[block.group].ladder.rungs
@@ -768,9 +771,9 @@ class PageStore:
         return bool(final and self.stack.lacks(block, number) and block not in self._unwritten)
 
     def _write_out(self) -> None:
-        """Gives what waits to the tier that lasts, as far as that takes it now.
+        """Store waiting pages in the persistent tier, as far as it takes them now.
 
-        Of what has left its device a copy below is read: of one block at a time.
+        A page that has left its device is read from a tier, one block at a time.
         """
         stack, number = self.stack, self.stack.lasting()
         while number >= 0 and self._unwritten:
@@ -796,7 +799,7 @@ class PageStore:
                         else stack.copy(block, block.nearest, number)
                     )
                     if not stored and not stack.takes(number, self._waiting_bytes(block)):
-                        return  # it is away by now: the others wait
+                        return  # the tier is away by now: the others wait
                 self._unwritten.pop(block, None)
             if not waiting or waiting[-1].page < 0:
                 break
@@ -805,13 +808,13 @@ class PageStore:
         return self.size(block) if block.page >= 0 else self.stack.size(block, block.nearest)
 
     def _wait(self, block: Block) -> bool:
-        """Have a block wait for the tier that lasts; whether it lies anywhere meanwhile."""
+        """Queue a block for the persistent tier; return False if no place holds it meanwhile."""
         if block.somewhere:
             self._unwritten[block] = None
         return block.somewhere
 
     def _copy_out(self, blocks: Sequence[Block]) -> dict[Block, _Copied]:
-        """Start copying pages to host memory, where their device has copies of its own."""
+        """Start copying pages to host memory, on devices that copy asynchronously."""
         copied = dict[Block, _Copied]()
         for (group, n_bytes), some in groupby(blocks, self._kind):
             copies, those = self.pool(group).copies, [*some]
@@ -821,11 +824,11 @@ class PageStore:
         return copied
 
     def _kind(self, block: Block) -> tuple[int, int]:
-        """Group and bytes of a block's page."""
+        """Return the group and the bytes of a block's page."""
         return block.group, self.size(block)
 
     def drain(self, timeout_s: float = 0.0) -> int:
-        """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
+        """Advance the transfers (see `Mover.drain`) and send waiting pages; return the answers."""
         handled = 0
         if self.stack.mover.lanes and self.stack.mover.busy:
             handled = self.stack.mover.drain(timeout_s)
@@ -836,16 +839,16 @@ class PageStore:
         return handled
 
     def flush(self, timeout_s: float, now_s: Callable[[], float] = compiling.now_s) -> int:
-        """Wait until nothing is being stored or waits for that.
+        """Wait until no page is being stored or waits to be.
 
         Pages that wait for a tier which is away keep waiting.
 
         Args:
             timeout_s: Longest wait.
-            now_s: Its clock; the default one stands still while something is compiled.
+            now_s: Clock of the wait; the default one stands still during compilation.
 
         Returns:
-            Pages that still wait, or are on their way.
+            Number of pages that still wait, or are on their way.
         """
         end_s = now_s() + timeout_s
         self.drain()
@@ -860,11 +863,11 @@ class PageStore:
 
     @property
     def unsaved(self) -> int:
-        """Pages that wait to be written, or are on their way."""
+        """Return the number of pages that wait to be written, or are on their way."""
         return self.stack.mover.storing() + len(self._unwritten)
 
     def _store_page(self, block: Block, number: int, copied: _Copied | None = None) -> bool:
-        """Gives a tier a block's page, or a copy of it; whether it takes that."""
+        """Store a block's page, or its host copy, in a tier; return whether the tier takes it."""
         pool, page, (group, n_bytes) = self.pool(block.group), block.page, self._kind(block)
         if pool.copies is not None:
             body, mark = copied or self._copy_out([block])[block]
@@ -879,7 +882,7 @@ class PageStore:
         return False
 
     def describe(self, block: Block) -> FrameInfo:
-        """What the frame of a block's device page says about itself."""
+        """Return the frame header of a block's device page."""
         forms, codec = self.forms[block.group], block.page >> CODEC_SHIFT
         layout = forms.of(block.page)
         return block.info(
@@ -890,19 +893,24 @@ class PageStore:
         )
 
     def quarantine(self, block: Block) -> None:
-        """Forgets a block whose content is wrong, also where others wrote it and it stays."""
+        """Forget a block with wrong content, and bar copies that read-only tiers still hold."""
         self.drop_tails()
         self.stack.quarantine(block)
         self.forget(block)
 
     def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
-        """Forgets blocks that another cache erased, from one tier at least (-1: from none)."""
+        """Forget blocks that another cache erased.
+
+        Args:
+            blocks: The erased blocks.
+            erased_from: Number of a tier that they are gone from already, -1 if there is none.
+        """
         self.stack.lose(blocks, erased_from)
         for block in blocks:
             self.forget(block)
 
     def forget(self, block: Block) -> None:
-        """Deletes a block everywhere; open sequences keep their own use of its page."""
+        """Delete a block everywhere; open sequences keep their own use of its page."""
         if block.gone:
             return
         self.stack.delete(block)

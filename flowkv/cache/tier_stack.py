@@ -1,7 +1,7 @@
-"""The stack of tiers below a cache: where each block lies there, and what moves between tiers.
+"""The stack of tiers below a cache: placement of blocks on tiers, and their moves between tiers.
 
-A block leaves a tier when that tier's policy says so. A tier that loses, damages or refuses a
-frame has missed, and nothing worse.
+A tier's own policy chooses its victims. A frame that a tier loses, damages or refuses counts as a
+miss, and nothing worse.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from flowkv.tiers.erasure_log import ErasureLog
 from flowkv.tiers.host import HostTier
 from flowkv.tiers.remote.erasures import RemoteErasures
 
-# Pages whose weights are not proven yet: known in the process, kept out of all other places.
+# Unproven pages: known in the process, but kept out of all persistent and shared places.
 #
 # Writes to weights that PyTorch does not count are found by reading the weights again. A page is
 # proven once such a reading, begun after the page became known, has found all weights unchanged.
 
 
 class Provisional:
-    """Blocks that no lasting or shared tier may be given yet. Callers hold the KV lock.
+    """Unproven blocks, kept out of persistent and shared tiers. Callers hold the KV lock.
 
     Attributes:
-        active: Blocks that become known from now on have to be proven.
+        active: Whether blocks that become known from now on have to be proven.
     """
 
     def __init__(self) -> None:
@@ -61,47 +61,47 @@ class Provisional:
         return block in self._known
 
     def add(self, block: Block) -> None:
-        """A block became known."""
+        """Add a block that became known, if blocks have to be proven now."""
         if self.active:
             self._known[block] = False
 
     def discard(self, block: Block) -> None:
-        """A block is known no more."""
+        """Remove a block that was forgotten."""
         self._known.pop(block, None)
 
     def begin(self) -> None:
-        """A reading of all weights begins: what is known by now waits for its end."""
+        """Begin a reading of all weights, which can prove all blocks known by now."""
         self._known = dict.fromkeys(self._known, True)
 
     def confirm(self) -> list[Block]:
-        """The reading has ended, and nothing had changed; returns what is proven by it."""
+        """End a reading that found no change; return the blocks proven by it."""
         proven = [block for block, read in self._known.items() if read]
         self._known = {block: False for block, read in self._known.items() if not read}
         return proven
 
     def reject(self) -> list[Block]:
-        """Weights had changed: returns what may have been computed by others than it is named."""
+        """End a reading that found changed weights; return all unproven blocks."""
         rejected, self._known = list(self._known), {}
         return rejected
 
 
-# One place that blocks lie in: its policy, and what that may not give up there now.
+# One place that blocks lie in: its policy, and the slots protected from it.
 
 
 class PolicyPlace:
     """A policy and the slots that are protected from it. Callers hold the KV lock.
 
     Blocks are held and let go far more often than room is made, and mostly both between two
-    evictions: so the policy is told of pins where it is about to choose, and of the changes only.
-    A policy that does not count pins gets all of them with every choice.
+    evictions: so pins reach the policy only just before it chooses, and only as changes. A policy
+    that does not count pins gets all of them with every choice.
 
     Args:
-        name: Of the device or tier.
+        name: Name of the device or tier.
         kind: "gpu", "host", "disk" or "remote".
-        policy: Chooses what the place keeps.
+        policy: Eviction policy of the place.
 
     Attributes:
-        held: Slots that must not be given up.
+        held: Slots that must not be evicted.
     """
 
     __slots__ = ("_changed", "_counts", "_told", "held", "kind", "name", "policy")
@@ -114,47 +114,47 @@ class PolicyPlace:
         self._changed: dict[int, None] = {}
 
     def hold(self, slot: int) -> None:
-        """Protects a slot, resident or not, until `let_go`."""
+        """Protect a slot, resident or not, until `let_go`."""
         if slot not in self.held:
             self.held[slot] = self._changed[slot] = None
 
     def let_go(self, slot: int) -> None:
-        """Protects a slot no longer."""
+        """End the protection of a slot."""
         if slot in self.held:
             del self.held[slot]
             self._changed[slot] = None
 
     def remove(self, block: Block) -> None:
-        """Tells the policy that a block left, not by the policy's will."""
+        """Remove a block from the policy, which did not choose it as a victim."""
         self.policy.remove(as_slots([block.slot]))
 
     def evict(self, now_ns: int, n: int) -> Slots | None:
-        """`n` victims of the policy, or None."""
+        """Return `n` victims of the policy, or None."""
         if not self._counts:
             return self.policy.evict(now_ns, n, self.held)
         self._tell()
         return self.policy.evict(now_ns, n)
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
+        """Return up to `n` absent ends of chains that are worth prefetching here, best first."""
         return self.policy.wanted(now_ns, n)
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """Gives up to `n` victims to a prefetch: only what is worth less than that."""
+        """Return up to `n` victims that are worth less than a prefetch."""
         if not self._counts:
             return self.policy.displace(now_ns, n, rate, {*self.held, *protected})
         self._tell()
         return self.policy.displace(now_ns, n, rate, protected)
 
     def expired(self, now_ns: int) -> list[int]:
-        """Slots whose lease has run out here and that nothing protects, removed."""
+        """Remove and return the unprotected slots of which the lease has run out here."""
         slots = [slot for slot in self.policy.expired(now_ns).tolist() if slot not in self.held]
         if slots:
             self.policy.remove(as_slots(slots))
         return slots
 
     def surplus(self, now_ns: int) -> list[int]:
-        """Slots that go as a tenant has more than its quota allows, removed."""
+        """Remove and return victims among the slots of tenants that exceed their quotas."""
         if not isinstance(self.policy, Tenants):
             return []
         self._tell()
@@ -162,7 +162,7 @@ class PolicyPlace:
         return slots
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Nobody knows the blocks of these slots any more."""
+        """Forget these slots entirely; the numbers may be reused for other blocks."""
         for slot in slots:
             self.let_go(slot)
         self._tell()
@@ -184,7 +184,7 @@ class PolicyPlace:
 
 
 def as_slots(slots: Sequence[int]) -> Slots:
-    """Slot numbers as policies take them."""
+    """Return slot numbers as an array, the form that policies take."""
     return np.array(slots, np.int64) if len(slots) else NO_SLOTS
 
 
@@ -194,7 +194,7 @@ class ReadFrom(NamedTuple):
     Attributes:
         tier: Number in the stack.
         codec: Index of the codec that its copy has, or is guessed to have.
-        last: No other codec is left to be guessed.
+        last: Whether no other codec is left to guess.
     """
 
     tier: int
@@ -229,7 +229,7 @@ class PolicyContext:
     def moment(self) -> Iterator[None]:
         """Stop the time for the policies.
 
-        What comes back for a request is then inserted when the request was, and counts once.
+        Blocks restored for a request are then inserted at the time of the request: one use each.
         """
         before, self._moment_ns = self._moment_ns, self.now_ns()
         try:
@@ -253,8 +253,8 @@ class PolicyContext:
         Args:
             place: The place.
             blocks: Root to leaf, chain after chain. Neighbours of one size, lease and tenant take
-                one call. To a policy, what comes last in one call is deepest, so that chains on a
-                device begin a call each.
+                one call. A policy takes the last block of a call for the deepest, so that chains
+                on a device begin a call each.
             codec: Index of the codec of a block's copy there.
             n_bytes: Bytes of that copy.
         """
@@ -280,25 +280,25 @@ class PolicyContext:
             )
 
 
-# The stack of tiers: which blocks lie there, what each policy may not take, and what moves.
+# The stack of tiers: residency of blocks there, protection from each policy, and moves.
 #
 # A block is forgotten when no place holds it any more.
 
-_MOST_LISTED = 1 << 16  # frames of a remote tier at start; others are found when asked for
-_ADOPTED, _LOOKED_AT = 64, 1 << 12  # frames of others at a time: adopted, and looked at for that
+_MOST_LISTED = 1 << 16  # frames of a remote tier listed at start; others are found on demand
+_ADOPTED, _LOOKED_AT = 64, 1 << 12  # other caches' frames per call: most adopted, most examined
 _BENIGN = ("", "absent", "layout", "fidelity")
-_REST_DEADLINES = 10  # that a tier is left alone which missed one: waiting costs a tenth at most
-_REST_S = 1.0  # that a tier is left alone which says that it does not answer now
-_AWAY = ("breaker", "closed")  # reasons of a tier that is not there now, and may be later
+_REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
+_REST_S = 1.0  # rest of a tier that reports that it does not answer now
+_AWAY = ("breaker", "closed")  # reasons of a tier that is away now, and may come back
 _MOST_BODIES = 16
 _HOST_BYTES = 1 << 30
 _CODES = {name: code for code, name in errno.errorcode.items()}
-# What an engine says whose memory or disk is full; of a local tier, that is a passing state.
+# Reason and kind of a full remote engine; on a local tier, "full" is a passing state.
 _NO_ROOM = ("full", "remote")
 
 
 class PageForms(Protocol):
-    """How pages of one layer group may lie in frames: `flowkv.cache.pool.Forms`."""
+    """Layouts and codecs of one layer group's pages in frames: `flowkv.cache.pool.Forms`."""
 
     ladder: Ladder
     layouts: dict[int, PageLayout]
@@ -307,7 +307,7 @@ class PageForms(Protocol):
 
     @property
     def likely(self) -> tuple[int, ...]:
-        """Codec indices, the likeliest first."""
+        """Return the codec indices, the likeliest first."""
         ...
 
     def meet(self, info: FrameInfo) -> None:
@@ -323,32 +323,32 @@ class TierStack:
     """The tiers below the devices and the blocks in them. Callers hold the KV lock.
 
     Args:
-        context: The known blocks, and what all policies have in common.
-        tiers: Nearest first.
-        forms: Of the pages of each layer group.
+        context: The known blocks, with time, tenants and costs for all policies.
+        tiers: The tiers, nearest first.
+        forms: The page forms of each layer group.
         policies: `policies(kind, capacity_bytes)` makes the policy of one place.
-        bus: Where events go.
-        config: Whether pages are written down at once, and how long a load may take.
-        sends: Whether pages are written for others, whose rates are not known here.
-        waits: Has a block wait for the tier that lasts; whether it has anything to be stored then.
+        bus: Bus that events are emitted on.
+        config: Write-back on or off, and the deadline of a load.
+        sends: Returns whether other processes read the pages, at rates that are unknown here.
+        waits: Queues a block for the persistent tier; returns False if no place holds it then.
         on_forget: Called with a block before the index forgets it.
 
     Raises:
         ConfigError: Two tiers have one name.
 
     Attributes:
-        tiers: Nearest first.
+        tiers: The tiers, nearest first.
         places: The tiers as policies see them, in the same order.
         mover: Transfers to and from the tiers.
         fidelity: Index of the lossiest codec that is accepted.
         provisional: Blocks that must not leave the process yet.
-        erasure_logs: Of tiers that other caches use, too: what was erased there.
-        behind: Others erased something, and stores wait until it is dropped here.
+        erasure_logs: Erasure logs of the tiers that other caches use too, by tier number.
+        behind: Whether other caches erased blocks that are not dropped here yet; stores wait.
         loaded_bytes: Bytes loaded, by tier name.
         stored_bytes: Bytes stored, by tier name.
-        refused: Frames that a tier gave and that were refused, by tier name.
-        dropped: Pages that should have been stored and were not: a tier was busy, away or full.
-        lost: Those of them that the tier which lasts should have got.
+        refused: Frames that a tier returned and that failed verification, by tier name.
+        dropped: Pages that a busy, away or full tier did not store, by tier name.
+        lost: Dropped pages that the persistent tier should have stored.
         unpaid: Pages that were not stored as loading them could never pay, by tier name.
     """
 
@@ -383,19 +383,19 @@ class TierStack:
         self._resting_ns: dict[int, int] = {}
         self._quarantined: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
-        self._bodies: dict[Block, tuple[FrameInfo, memoryview]] = {}  # of tails that are not proven
+        self._bodies: dict[Block, tuple[FrameInfo, memoryview]] = {}  # of unproven tails
         self._strangers: dict[int, list[Block]] = {}
-        self._troubles: dict[str, str] = {}  # why a tier stores nothing; "" once that was said
+        self._troubles: dict[str, str] = {}  # reason why a tier stores nothing; "" once warned
         self._incoming = Counter[int]()
         for tier in tiers:
             self.add(tier)
 
     def add(self, tier: Tier, *, states_only: bool = False) -> None:
-        """Puts a tier below the others and learns what it holds.
+        """Add a tier below the others, and list its frames.
 
         Args:
-            tier: Anything that keeps frames.
-            states_only: No page is demoted to it.
+            tier: The tier.
+            states_only: Whether the tier is closed to pages.
 
         Raises:
             ConfigError: Another tier has its name.
@@ -408,7 +408,7 @@ class TierStack:
         self.tiers.append(tier)
         if (found := getattr(tier, "erasure_log", None)) is None:
             self.mover.add(tier)
-        else:  # before it is listed: what is erased from now on is heard
+        else:  # opened before the listing, so that no erasure after it is missed
             log = found if isinstance(found, RemoteErasures) else ErasureLog(found)
             self.erasure_logs[number] = log
             self.mover.add(tier, partial(self._storing, log))
@@ -416,33 +416,33 @@ class TierStack:
         self.places.append(PolicyPlace(tier.name, tier.kind, policy))
         most = _MOST_LISTED if tier.kind == "remote" else None
         listed = list(islice(tier.scan(), most))
-        for entry in listed:  # before kernels are told which forms there are
+        for entry in listed:  # before kernels are prepared for the forms
             if entry.info.fidelity <= self.fidelity and entry.info.group < len(self.forms):
                 self.forms[entry.info.group].meet(entry.info)
         self._enter(number, listed)
 
     @contextmanager
     def _storing(self, log: ErasureLog | RemoteErasures) -> Iterator[bool]:
-        """Whether a tier may be given frames: nobody erases there, and all that was is known."""
+        """Yield whether a tier may store: no erasure runs there, and all past ones are known."""
         with log.storing() as free:
             self.behind |= free and log.changed()
             yield free and not self.behind
 
     def outdated(self) -> bool:
-        """Whether others erased something that is not dropped here."""
+        """Return whether other caches erased blocks that are not dropped here yet."""
         for log in self.erasure_logs.values():  # noqa: SIM110 - a microsecond less for each `open`
             if log.changed():
                 return True
         return False
 
     def _enter(self, number: int, entries: Iterable[Entry]) -> None:
-        """Makes frames that a tier holds known, the oldest first."""
+        """Publish blocks for frames that a tier holds, given the oldest first."""
         trees, fresh = dict[bytes, list[Block]](), list[list[Block]]()
         in_use = self._knows(number)
         for entry in entries:
             info = entry.info
             block = self.index.publish(entry.key, info.parent, info.group, info.kind)
-            # Copies may differ; what one of them allows is allowed.
+            # Copies may differ in fidelity; the best of them counts.
             block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
             block.enter(number, info.codec)
             if info.kind != "page":
@@ -454,19 +454,20 @@ class TierStack:
                 fresh.append(tree := [])
             trees[entry.key] = tree
             tree.append(block)
-        # To a policy, what comes last in one call is a leaf, and goes first: the oldest tree last.
+        # A policy evicts the last block of a call first, as a leaf: so the oldest tree comes last.
         blocks = [block for tree in reversed(fresh) for block in tree]
         self.insert(blocks, number)
 
     def _knows(self, number: int) -> Callable[[bytes], bool]:
-        """What says whether a namespace is in use, as far as a tier knows."""
+        """Return a cached predicate: whether a tier records a namespace as in use."""
         known: Callable[[bytes], bool] = getattr(self.tiers[number], "in_use", lambda _: True)
         return lru_cache(known)
 
     def _stranger(self, number: int) -> Block | None:
-        """A block on a tier that no cache can ask for any more, as far as the tier knows.
+        """Return a block of a tier in a namespace that is out of use; None if there is none.
 
-        Such as those of another version, which named pages otherwise: they go before all others.
+        Frames of another version, which named pages differently, are such blocks: they are evicted
+        before all others.
         """
         left, in_use = self._strangers.get(number, []), self._knows(number)
         while left:
@@ -477,7 +478,7 @@ class TierStack:
         return None
 
     def learn(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
-        """Makes those frames known that a tier lists, are meant, and are not known there."""
+        """Publish the listed frames of a tier that `meant` selects and that are unknown there."""
         entries = [entry for entry in self.tiers[number].scan() if meant(entry.info)]
         self._enter(number, [entry for entry in entries if not self._listed(entry.key, number)])
 
@@ -486,9 +487,10 @@ class TierStack:
         return known is not None and bool((known.tiers | known.going) >> number & 1)
 
     def adopt(self, number: int) -> int:
-        """Learns of the oldest frames on a tier that others put there; returns how many.
+        """Publish the oldest unknown frames of a shared tier; return their number.
 
-        For where room is needed and nothing known may go: then the policy judges theirs, too.
+        Used where room is needed and no known block may go: the policy then orders the frames of
+        other caches, too.
         """
         if not self.tiers[number].shared:
             return 0
@@ -499,7 +501,7 @@ class TierStack:
         return len(found)
 
     def detach(self) -> None:
-        """Leave the tiers to another store; only device pages stay known here."""
+        """Hand the tiers over to another store; only device pages stay known here."""
         for block in self.index:
             block.tiers = block.going = 0
             self.settle(block)
@@ -509,30 +511,30 @@ class TierStack:
             book.clear()
 
     def close_logs(self) -> None:
-        """Lets go of the erasure_logs: nothing is stored or looked up here any more."""
+        """Close the erasure logs: nothing is stored or looked up here any more."""
         for log in self.erasure_logs.values():
             log.close()
         self.erasure_logs.clear()
 
     def answers(self, number: int) -> bool:
-        """Whether a tier may be asked now: it owes nothing, and did not fail to answer lately."""
+        """Return whether loads may be sent to a tier: none is overdue, and it does not rest."""
         return not self.rests(number) and not self.mover.lanes[number].overdue
 
     def rests(self, number: int) -> bool:
-        """Whether a tier is left alone for now."""
+        """Return whether a tier rests: nothing is sent to it for now."""
         return self.context.clock.now_ns() < self._resting_ns.get(number, 0)
 
     def rest(self, number: int, seconds: float) -> None:
-        """Leaves a tier alone for a while: asking it costs time, or is known to be in vain."""
+        """Send nothing to a tier for some seconds, as requests would be late or would fail."""
         self._resting_ns[number] = self.context.clock.now_ns() + round(seconds * 1e9)
 
     @property
     def watches(self) -> bool:
-        """Whether others write to one of the tiers."""
+        """Return whether any of the tiers is shared with other writers."""
         return any(tier.shared for tier in self.tiers)
 
     def locate(self, block: Block) -> int:
-        """Return the nearest tier that holds a block, or else is just given it; -1 if none."""
+        """Return the nearest tier that holds a block, else the nearest storing it; else -1."""
         there = block.tiers or block.going
         return (there & -there).bit_length() - 1
 
@@ -546,7 +548,7 @@ class TierStack:
         namespace: bytes,
         kind: str = "page",
     ) -> None:
-        """Asks the tiers that others write to about pages that are not known here.
+        """Look up pages on the shared tiers, and publish those that are unknown here.
 
         Args:
             keys: Keys of consecutive pages.
@@ -554,7 +556,7 @@ class TierStack:
             parent: Key above the first one.
             tenant: Tenant salt.
             namespace: Namespace digest.
-            kind: What they are, if no pages.
+            kind: Kind of the blocks.
         """
         for number, tier in enumerate(self.tiers):
             if not tier.shared:
@@ -572,13 +574,13 @@ class TierStack:
             self.insert(fresh, number)
 
     def settle(self, block: Block) -> None:
-        """Forgets a block that no place holds and none is about to."""
+        """Update a block's protection; forget it if no place holds it and no store is under way."""
         if not (block.somewhere or block.going or block.gone):
             self.dismiss(block)
         self.protect(block)
 
     def dismiss(self, block: Block) -> None:
-        """Takes a block out of the index; its slot stays its key's until it is a ghost no more."""
+        """Remove a block from the index; its slot stays reserved while its key is a ghost."""
         self._on_forget(block)
         for place in self.places:
             place.let_go(block.slot)
@@ -587,7 +589,7 @@ class TierStack:
         self.index.forget(block)
 
     def protect(self, block: Block) -> None:
-        """Brings what policies must not choose in line with what a block is used for."""
+        """Hold a block's slot in all places while the block is kept or being stored."""
         if block.gone:
             return  # its slot may be another block's by now
         for place in self.places:
@@ -609,24 +611,27 @@ class TierStack:
         return self.body_bytes(block, number) or likely
 
     def takes(self, number: int, body_bytes: int, ahead_bytes: int = 0) -> bool:
-        """Whether a tier could be given a frame now, after others; if not, it is busy or away."""
+        """Return whether a tier takes one more frame, after others of `ahead_bytes`.
+
+        A tier that does not is busy or away.
+        """
         room = self.mover.lanes[number].schedule.has_room
         return not self.rests(number) and room(body_bytes, IOPriority.WRITE_BACK, ahead_bytes)
 
     def outlives(self, number: int) -> bool:
-        """Whether a tier can be read after the process is gone, or by others."""
+        """Return whether a tier is persistent, or shared with other processes."""
         return self.tiers[number].kind != "host" or self.tiers[number].shared
 
     def _barred(self, block: Block, number: int) -> bool:
         return block in self.provisional and self.outlives(number)
 
     def miss_out(self, number: int) -> None:
-        """Counts a page that a tier should have got."""
+        """Count a page that a tier should have stored and did not."""
         self.dropped[self.tiers[number].name] += 1
         self.lost += number == self.lasting()
 
     def worth_storing(self, block: Block, number: int) -> bool:
-        """Whether a page can ever be worth loading from a tier; if not, that is counted."""
+        """Return whether a page can ever be worth loading from a tier; count it if not."""
         if block.kind != "page" or block.group >= len(self.forms):
             return True
         name, page, reach = self.tiers[number].name, self._prompt_bytes, self.index.reach
@@ -645,17 +650,17 @@ class TierStack:
         done: Callable[[], None] = lambda: None,
         mark: CopyMark | None = None,
     ) -> bool:
-        """Store a block in a tier in the background; False if there is no room.
+        """Store a block in a tier in the background; return False if there is no room.
 
-        What is on its way there is not stored once more.
+        A block whose store is under way is not stored a second time.
 
         Args:
-            block: What.
+            block: The block.
             number: Tier in the stack.
-            info: What its frame says about itself.
-            body: Its bytes; they must stay as they are until `done`.
+            info: Header of its frame.
+            body: Its bytes; they must stay unchanged until `done`.
             done: Called when the tier has answered.
-            mark: The copy that fills the body; None for a body that is there.
+            mark: The copy that fills the body; None for a body that is complete.
         """
         if block.going >> number & 1:
             done()
@@ -679,7 +684,7 @@ class TierStack:
         return True
 
     def store_tail(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
-        """Writes a tail to a tier that lasts: now, or once its model is proven; see `confirm`."""
+        """Write a tail to a persistent tier: now, or once its weights are proven; see `confirm`."""
         self.provisional.add(block)
         if block in self.provisional:
             self._bodies[block] = info, body
@@ -692,9 +697,10 @@ class TierStack:
             self.settle(block)
 
     def store_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
-        """Saves bytes on the nearest tier and the first persistent one; False if none has room.
+        """Store a state on the nearest tier and the first persistent one.
 
-        Without any tier, a host tier of 1 GiB is made for them.
+        Without a writable tier, a host tier of 1 GiB is added for states. Return False if no tier
+        has room.
         """
         self.provisional.add(block)
         usable = [n for n, tier in enumerate(self.tiers) if tier.writable]
@@ -731,7 +737,7 @@ class TierStack:
             self._not_stored(block, number, answer.reason)
 
     def _not_stored(self, block: Block, number: int, reason: str) -> None:
-        """Have a page wait for a tier that is away; count what a tier did not take."""
+        """Queue a page again if its tier is away; else count it as dropped."""
         again = reason in _AWAY and self.writes_back and number == self.lasting()
         if not (again and self._waits(block)) and reason != "cancelled":
             self.miss_out(number)
@@ -739,7 +745,10 @@ class TierStack:
                 self._troubles.setdefault(self.tiers[number].name, reason)
 
     def say_troubles(self) -> None:
-        """Warn of each tier that cannot store, once; between changes, as warnings may raise."""
+        """Warn once of each tier that cannot store.
+
+        Called between changes of state, as a warning may raise.
+        """
         for name, reason in self._troubles.items():
             if reason:
                 self._troubles[name] = ""
@@ -757,11 +766,11 @@ class TierStack:
 
     @property
     def unproven(self) -> int:
-        """Pages that would be written if their weights were proven."""
+        """Return the number of pages that wait for proven weights to be written."""
         return len(self.provisional) if self.writes_back and self.lasting() >= 0 else 0
 
     def check_room(self) -> None:
-        """Warn of tiers that can store no page of this model, as they are now."""
+        """Warn of each writable tier that can store no page of this model."""
         n_bytes = max(map(_likely_bytes, self.forms))
         for tier in self.tiers:
             if tier.writable and (why := no_room(tier, n_bytes)):
@@ -772,7 +781,7 @@ class TierStack:
                 )
 
     def _wipe(self, number: int, keys: list[bytes]) -> None:
-        """Erases what was forgotten, as well as that can be done now."""
+        """Erase keys from a tier; where that fails, delete them and emit a `Failed` event."""
         tier = self.tiers[number]
         try:
             tier.erase(keys)
@@ -786,7 +795,7 @@ class TierStack:
             if need > tier.capacity_bytes:
                 return False
             if self.mover.collect():
-                continue  # what is there already is not on its way any more
+                continue  # frames that have landed count as incoming no more
             if (stranger := self._stranger(number)) is not None:
                 place.remove(stranger)
                 self._evict(stranger, number, "unused")
@@ -799,7 +808,7 @@ class TierStack:
         return True
 
     def codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
-        """Return the codecs that a tier's copy of a page may have; none if it is unreadable."""
+        """Return the codecs that a tier's copy of a page may have; () if it is unreadable."""
         if block.group >= len(self.forms):
             return ()  # of another model
         forms, codec = self.forms[block.group], block.codec_on(number)
@@ -808,7 +817,7 @@ class TierStack:
         return (codec,) if codec in forms.layouts else ()
 
     def body_bytes(self, block: Block, number: int) -> int:
-        """Return the most bytes of a block's body on a tier; 0 where only the tier can tell."""
+        """Return the most bytes of a block's body on a tier; 0 if that is unknown here."""
         if block.n_bytes:
             return block.n_bytes
         moving = self.mover.on_the_way(block.key, number) if block.going >> number & 1 else None
@@ -818,9 +827,9 @@ class TierStack:
         return max((layout.page_bytes for layout in layouts), default=0)
 
     def sources(self, block: Block) -> Iterator[ReadFrom]:
-        """Where a page may be read from now, best first; ask for the next when one did not serve.
+        """Yield the places that a page may be read from now, best first.
 
-        Copies that nobody can read here are struck off.
+        Callers take the next one only after a failed read. Unreadable copies are unlisted.
         """
         moving = self.mover.on_the_way(block.key) if block.going else None
         if moving is not None and moving.store.info.codec in self.forms[block.group].layouts:
@@ -836,11 +845,14 @@ class TierStack:
                             yield ReadFrom(number, codec, codec == codecs[-1])
 
     def load(self, block: Block, number: int) -> tuple[FrameInfo, bytes] | None:
-        """A block's bytes from one tier, verified, into fresh memory; None if it cannot give them.
+        """Load and verify a block from one tier, into fresh memory.
 
         Args:
-            block: What to read.
+            block: The block to read.
             number: Tier in the stack.
+
+        Returns:
+            The frame's header and its body; None if the tier cannot serve the block now.
         """
         if not self.answers(number):
             return None
@@ -863,13 +875,13 @@ class TierStack:
         return None
 
     def count_loaded(self, number: int, n_bytes: int) -> None:
-        """Counts bytes that a tier gave."""
+        """Count bytes that were loaded from a tier."""
         self.loaded_bytes[self.tiers[number].name] += n_bytes
 
     def not_served(self, block: Block, number: int, answer: TierAnswer) -> None:
-        """A tier did not give what it was believed to hold: a miss, counted, never an answer."""
+        """Count a failed load: rest the tier if it failed, unlist the block if its copy is bad."""
         name = self.tiers[number].name
-        if answer.outcome is Outcome.FAILED:  # it may still be there: ask again another time
+        if answer.outcome is Outcome.FAILED:  # the copy may still be there: it stays listed
             self.bus.emit(Failed(tier=name, operation="load", reason=answer.reason))
             if answer.reason.startswith("deadline"):
                 self.rest(number, _REST_DEADLINES * (answer.seconds or self.mover.deadline_s))
@@ -882,20 +894,20 @@ class TierStack:
         self.unlist(block, number)
 
     def unlist(self, block: Block, number: int) -> None:
-        """A tier does not hold what was believed, or nothing that can be read here."""
+        """Remove a block from a tier's list, as its copy there is absent or unreadable."""
         self.places[number].remove(block)
         block.tiers &= ~(1 << number)
         self.settle(block)
 
     def delete(self, block: Block) -> None:
-        """Has every tier forget a block."""
+        """Delete a block from every writable tier, and from the lists of all."""
         for number, tier in enumerate(self.tiers):
             if block.tiers >> number & 1 and tier.writable:
                 tier.delete([block.key])
         self.unlist_all(block)
 
     def unlist_all(self, block: Block) -> None:
-        """Takes a block off the lists of all tiers, which are not told."""
+        """Remove a block from the lists of all tiers, without deleting its frames."""
         for number in range(len(self.tiers)):
             if block.tiers >> number & 1:
                 self.places[number].remove(block)
@@ -913,16 +925,16 @@ class TierStack:
         self.settle(block)
 
     def copy(self, block: Block, source: int, target: int) -> int:
-        """Copy a block from one tier to another; returns its bytes on their way, 0 for none."""
+        """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
         found = self.load(block, source)
         if found is None or not self.store(block, target, found[0], memoryview(found[1])):
             return 0
         return len(found[1])
 
     def taker(self, block: Block, first: int = 0) -> int:
-        """The nearest tier from number `first` on that wants a block; -1 if one before has it.
+        """Return the nearest tier, from number `first` on, that should store a block.
 
-        Or if it is on its way to one before.
+        Return -1 if no tier should, or a nearer one has the block or is storing it.
         """
         for number in range(first, len(self.tiers)):
             if not self.lacks(block, number):
@@ -933,23 +945,23 @@ class TierStack:
         return -1
 
     def admits(self, block: Block, number: int) -> bool:
-        """Whether the policy of a tier finds a block worth its bytes there."""
+        """Return whether a tier is open to a block and its policy admits it."""
         policy, slots = self.places[number].policy, as_slots([block.slot])
         return self.open_to(block, number) and bool(policy.admit(self.context.now_ns(), slots)[0])
 
     def demoted(self, source: str, number: int, n_bytes: int) -> None:
-        """Say on the bus that a page is on its way down to a tier."""
+        """Emit the event that a page is on its way down to a tier."""
         tier = self.tiers[number].name
         self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=n_bytes))
 
     def open_to(self, block: Block, number: int) -> bool:
-        """Return whether a tier answers, and may be given a block."""
+        """Return whether a tier is writable, does not rest, and may store a block."""
         states_only = block.kind == "page" and number in self._states_only
         barred = states_only or self._barred(block, number)
         return self.tiers[number].writable and not (barred or self.rests(number))
 
     def still_holds(self, block: Block, number: int) -> bool:
-        """Whether a tier says that it has a page which it is believed to have."""
+        """Return whether a tier that is listed for a page still has it; else unlist the page."""
         if not block.tiers >> number & 1:
             return False
         there = self.tiers[number].contains([block.key])[0]
@@ -958,23 +970,28 @@ class TierStack:
         return there
 
     def await_room(self, number: int, n_bytes: int) -> None:
-        """Waits until a tier takes a frame, as long as it answers others."""
+        """Wait until a tier takes a frame of so many bytes, as long as any transfer is answered."""
         while not self.takes(number, n_bytes) and self.mover.drain(self.mover.deadline_s):
             pass
 
     def supersede(self, block: Block) -> None:
-        """Deletes a block's copies that are too lossy to be read here, before it is made anew."""
+        """Delete a block's copies that are too lossy to be read here, before it is made anew."""
         if block.tiers and block.fidelity > self.fidelity:
             self.delete(block)
 
     def quarantine(self, block: Block) -> None:
-        """Ask no tier again for a block whose content is wrong, also where its copy has to stay."""
+        """Bar read-only tiers' copies of a block with wrong content from being read again."""
         for number, tier in enumerate(self.tiers):
             if block.tiers >> number & 1 and not tier.writable:
                 self._quarantined.add((number, block.key))
 
     def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
-        """Drop from all tiers what another cache erased, from one at least (-1: from none)."""
+        """Erase from all tiers the blocks that another cache erased.
+
+        Args:
+            blocks: The erased blocks.
+            erased_from: Number of a tier that they are gone from already, -1 if there is none.
+        """
         for number, tier in enumerate(self.tiers):
             keys = [block.key for block in blocks if block.tiers >> number & 1]
             if number == erased_from or not keys:
@@ -988,17 +1005,20 @@ class TierStack:
             self.unlist_all(block)
 
     def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
-        """Give up what each place's policy has chosen and removed."""
+        """Evict the blocks that `chosen` has removed from each place's policy."""
         for number, place in enumerate(self.places):
             for slot in chosen(place, self.context.now_ns()):
                 self._evict(self.index.at(slot), number, reason)
 
     def lacks(self, block: Block, number: int) -> bool:
-        """Return whether a tier neither has a known block nor is about to."""
+        """Return whether a tier neither has a known block nor is storing it."""
         return not (block.gone or (block.tiers | block.going) >> number & 1)
 
     def confirm(self) -> list[Block]:
-        """End a reading of all weights: store tails that it proves; returns what else it does."""
+        """Store the tails that a finished reading of all weights proves.
+
+        Return the other proven blocks, if a persistent tier takes pages.
+        """
         number, others = self.lasting() if self.writes_back else -1, list[Block]()
         for block in self.provisional.confirm():
             body = self._bodies.pop(block, None)
@@ -1012,10 +1032,10 @@ class TierStack:
 
     @property
     def writes_back(self) -> bool:
-        """Whether pages are given to a tier that lasts as soon as they are full."""
+        """Return whether full pages are written to a persistent tier at once."""
         return self.write_back or self._sends()
 
     def lasting(self) -> int:
-        """Number of the first writable tier that outlives the process, -1 if there is none."""
+        """Return the number of the first writable tier that outlives the process, else -1."""
         numbers = [n for n, tier in enumerate(self.tiers) if tier.writable and self.outlives(n)]
         return min(numbers, key=lambda number: self.tiers[number].kind == "host", default=-1)
