@@ -1,8 +1,8 @@
-"""The prefix index: which blocks are known, by chain key.
+"""The prefix index: all known blocks, by chain key.
 
 A chain key names a whole prefix, so the radix tree over prefixes is a dictionary of keys with
-links to the keys above: following a prompt is one look-up per page, and no two tenants or models
-can meet (their keys differ from the root on).
+links to the keys above: following a prompt is one look-up per page, and two tenants or models
+never share a block (their keys differ from the root on).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from flowkv.core.keys import ROOT
 from flowkv.policy.base import Lease
 from flowkv.tiers.base import FrameInfo
 
-# Blocks that lie nowhere any more: their slots stay theirs for a while, so that policies learn.
+# Ghosts: keys of forgotten blocks, with their slots reserved for a while, so that policies learn.
 #
-# A policy that gave up a block it should have kept can only notice if the block comes back under
-# the number that it had. So the slot of a forgotten block stays with its key, until others were
-# forgotten after it. Nothing of the block itself stays; about 210 bytes are kept for each.
+# A policy that evicted a block it should have kept can only notice if the block comes back under
+# its old slot number. So the slot of a forgotten block stays with its key, until enough others were
+# forgotten after it. Nothing of the block itself stays; a ghost takes about 210 bytes.
 
 _BATCH = 64
-"""Ghosts that drop out together: policies are told of so many at a time."""
+"""Ghosts that drop out together, so that policies get one call for all of them."""
 
 
 class Ghost(NamedTuple):
-    """The remains of a block that is gone.
+    """Slot and place in the tree of a forgotten block.
 
     Attributes:
-        slot: What policies know it as.
-        parent: Chain key above it.
+        slot: The block's number in all policies.
+        parent: Chain key above the block.
         realm: Namespace digest, tenant salt and layer group.
     """
 
@@ -53,7 +53,7 @@ class Ghosts:
     """A bounded first-in, first-out list of forgotten blocks. Callers hold the KV lock.
 
     Args:
-        drop: Told the slots that nobody knows any more.
+        drop: Called with slots that no block or ghost has any more.
     """
 
     def __init__(self, drop: Callable[[list[int]], None]) -> None:
@@ -68,29 +68,29 @@ class Ghosts:
         return key in self._known
 
     def get(self, key: bytes) -> Ghost | None:
-        """The ghost of a key."""
+        """Return the ghost of a key, or None."""
         return self._known.get(key)
 
     def add(
         self, key: bytes, slot: int, parent: bytes, realm: tuple[bytes, bytes, int], most: int
     ) -> None:
-        """Remembers a block; the oldest ones drop out where there are more than `most`."""
-        realm = self._realms.setdefault(realm, realm)  # one object for all of them
+        """Add a ghost; the oldest ones drop out where there are more than `most`."""
+        realm = self._realms.setdefault(realm, realm)  # one object for all ghosts of a realm
         self._known[key] = Ghost(slot, parent, realm)
         surplus = len(self._known) - most
         if surplus >= min(_BATCH, most + 1):
             self._leave(list(islice(self._known, surplus)))
 
     def revive(self, key: bytes) -> int:
-        """The slot of a key that comes back, -1 if it is no ghost."""
+        """Remove the ghost of a key that comes back; return its slot, -1 if there is none."""
         ghost = self._known.pop(key, None)
         return ghost.slot if ghost else -1
 
     def bury(self, keys: Collection[bytes], below: Collection[bytes] = ()) -> int:
-        """Drops the ghosts of keys, and of all that lies below them or below the keys `below`.
+        """Drop the ghosts of keys, and all ghosts below them or below the keys `below`.
 
         Returns:
-            How many they were.
+            The number of dropped ghosts.
         """
         children: dict[bytes, list[bytes]] = {}
         for key, ghost in self._known.items():
@@ -105,7 +105,7 @@ class Ghosts:
         return len(doomed)
 
     def bury_realm(self, meant: Callable[[tuple[bytes, bytes, int]], bool]) -> int:
-        """Drops the ghosts of some namespaces, tenants and groups; returns how many they were."""
+        """Drop the ghosts of the realms that `meant` selects; return their number."""
         doomed = [key for key, ghost in self._known.items() if meant(ghost.realm)]
         self._leave(doomed)
         self._realms = {realm: realm for realm in self._realms if not meant(realm)}
@@ -119,60 +119,61 @@ class Ghosts:
 
 LEAST_GHOSTS, MANY_GHOSTS = 1 << 10, 1 << 14
 GHOSTS_PER_BLOCK = 16, 2
-"""Up to `MANY_GHOSTS`, and beyond."""
+"""Ghosts kept for each known block: up to `MANY_GHOSTS` in all, and beyond."""
 
 _TRACELESS = ("state", "memo")
-"""Kinds of blocks that are not worth a ghost: no later request has exactly their tokens."""
+"""Kinds of blocks that leave no ghost: hardly any later request has exactly their tokens."""
 
 
 def most_ghosts(blocks: int) -> int:
-    """Return how many forgotten blocks keep their slots beside so many known ones.
+    """Return the number of forgotten blocks that keep their slots beside `blocks` known ones.
 
-    What a small pool gave up comes back after many others; what a large one did, sooner or never.
+    A victim of a small pool comes back after many others; one of a large pool, sooner or never.
     """
     few, many = GHOSTS_PER_BLOCK
     return max(LEAST_GHOSTS, min(few * blocks, MANY_GHOSTS), many * blocks)
 
 
 _WIDEST = 16
-"""Branches that are followed to find a long one."""
+"""Most branches followed at each level to find a long chain."""
 
 UNKNOWN = 15
-"""In place of a codec's index, where only the frame itself can tell."""
+"""Codec index of a copy that only its frame's header can identify."""
 
 LAYOUT = hashlib.sha256(b"flowkv.state/1").digest()[:16]
-"""What a state's frame carries as its layout."""
+"""Layout field of a state's frame."""
 
 BUNDLE_LAYOUT = hashlib.sha256(b"flowkv.bundle/1").digest()[:16]
-"""What frames of named tensors (`KV.keep`) carry as theirs."""
+"""Layout field of the frames of named tensors (`KV.keep`)."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Block:
-    """A known page or state: its identity, and where it lies now.
+    """A known page or state: its identity, and its places on the device and the tiers.
 
     Attributes:
-        slot: Small integer that policies order by; its key's alone until nobody knows either.
+        slot: Small integer by which policies know the block; reserved for its key until both the
+            block and its ghost are forgotten.
         key: Chain key.
-        parent: Chain key above it.
+        parent: Chain key above the block.
         group: Layer group.
         kind: "page" or "state".
-        depth: Pages above it, as far as they were known when it was met.
-        page: Id in the device pool, -1 if it is not there.
-        tiers: Bit i is set while tier i of the stack holds it.
-        codecs: Four bits for each tier: how its copy is encoded; see `codec_on`.
-        fidelity: Lossiest codec index among itself and its ancestors (DESIGN D6).
+        depth: Pages above the block, as far as they were known when it was published.
+        page: Id of its page in the device pool, -1 for none.
+        tiers: Bit i is set while tier i of the stack holds a copy.
+        codecs: Four bits for each tier: codec index of its copy; see `codec_on`.
+        fidelity: Lossiest codec index of the block and its ancestors (DESIGN D6).
         holds: Open sequences that use the device page.
-        idle: Granules of its device page, while that can be had for another one; else 0.
-        kept: Reasons, beside holds, for which no policy may take it from anywhere.
+        idle: Granules of its device page while that may be evicted; else 0.
+        kept: Number of reasons, beside holds, that protect it from eviction everywhere.
         going: Bit i is set while a store of it to tier i of the stack is under way.
-        pinned: `KV.pin` protects it.
-        gone: The index no longer knows it; only open sequences still use its page.
-        lease: What policies are told about how long it should stay, see `policy.Lease`.
+        pinned: Whether `KV.pin` protects it.
+        gone: Whether the index has forgotten it; only open sequences may still use its page.
+        lease: Retention class for the policies, see `policy.Lease`.
         n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
         tail: Tokens of a state behind its parent page.
         sealable: False once a codec could not hold its page.
-        tokens: Ids it covers where this process knows them; for `KV.explain` and `KV.forget`.
+        tokens: Ids that it covers, where this process knows them; for `KV.explain`, `KV.forget`.
         tenant: Tenant salt.
         namespace: Namespace digest.
     """
@@ -203,26 +204,26 @@ class Block:
 
     @property
     def somewhere(self) -> bool:
-        """Whether the device or a tier holds it."""
+        """Return whether the device or a tier holds the block."""
         return self.page >= 0 or self.tiers != 0
 
     @property
     def nearest(self) -> int:
-        """Number of the nearest tier that holds it, -1 if none does."""
+        """Return the number of the nearest tier that holds the block, -1 if none does."""
         return (self.tiers & -self.tiers).bit_length() - 1
 
     def enter(self, tier: int, codec: int) -> None:
-        """A tier holds a copy of this codec."""
+        """Record that a tier holds a copy of this codec."""
         self.tiers |= 1 << tier
         self.codecs = self.codecs & ~(UNKNOWN << 4 * tier) | codec << 4 * tier
 
     def info(self, layout: bytes, *, tokens: int, stripe_bytes: int, codec: int = 0) -> FrameInfo:
-        """What a frame of its says about itself.
+        """Return the header of a frame of the block.
 
         Args:
-            layout: Fingerprint of how the body is laid out.
-            tokens: How many it holds.
-            stripe_bytes: Of each part that can be read alone.
+            layout: Fingerprint of the body's layout.
+            tokens: Number of tokens in the body.
+            stripe_bytes: Bytes of each part that can be read alone.
             codec: Index of the body's codec.
         """
         return FrameInfo(
@@ -239,38 +240,38 @@ class Block:
         )
 
     def codec_on(self, tier: int) -> int:
-        """Index of the codec of a tier's copy; `UNKNOWN` where others may have written it."""
+        """Return the codec index of a tier's copy; `UNKNOWN` if others may have written it."""
         return self.codecs >> 4 * tier & UNKNOWN
 
     @property
     def place(self) -> bytes:
-        """What it lies below in `Beginnings`, where those of other tenants and models do not."""
+        """Return the block's key in `Beginnings`, distinct for each tenant and model."""
         return self.parent if self.parent != ROOT else self.namespace + self.tenant
 
 
 def matching(some: NDArray[np.uint32], others: NDArray[np.uint32]) -> int:
-    """With how many equal tokens two lines of them begin."""
+    """Return the length of the longest common prefix of two token arrays."""
     most = min(len(some), len(others))
     differing = np.flatnonzero(some[:most] != others[:most])
     return int(differing[0]) if len(differing) else most
 
 
 _NEAREST = 16
-"""Neighbours that are offered at most: mostly the first one serves."""
+"""Most neighbours offered; mostly the first one serves."""
 
 
 class Beginnings:
-    """Pages of the first layer group by the tokens that they hold, in order, below each key.
+    """Pages of the first layer group, sorted by their tokens, below each key.
 
-    Who begins as given tokens do for longest is one of the two neighbours that these would have.
+    The page with the longest common prefix is one of the two neighbours in this order.
     """
 
     def __init__(self) -> None:
-        # Below each key: pages in the order of their tokens, and that of each as bytes.
+        # Below each key: the tokens of its pages as sortable bytes, and the pages in that order.
         self._below: dict[bytes, tuple[list[bytes], list[Block]]] = {}
 
     def add(self, block: Block) -> None:
-        """A page whose tokens are known."""
+        """Add a page of which the tokens are known."""
         order, blocks = self._below.setdefault(block.place, ([], []))
         mine = _order(block.tokens)  # type: ignore[arg-type]
         at = bisect_right(order, mine)
@@ -278,7 +279,7 @@ class Beginnings:
         blocks.insert(at, block)
 
     def discard(self, block: Block) -> None:
-        """A page that was added is known no more."""
+        """Remove a page that was added."""
         order, blocks = self._below[block.place]
         at = blocks.index(block, bisect_left(order, _order(block.tokens)))  # type: ignore[arg-type]
         del order[at], blocks[at]
@@ -286,11 +287,11 @@ class Beginnings:
             del self._below[block.place]
 
     def near(self, place: bytes, tokens: NDArray[np.uint32]) -> list[tuple[int, Block]]:
-        """Some that begin with most of these tokens, and with how many: the longest first.
+        """Return pages near these tokens with their common prefix lengths, the longest first.
 
         Args:
-            place: See `Block.place`.
-            tokens: Ids.
+            place: Key of the pages, see `Block.place`.
+            tokens: Token ids.
         """
         if place not in self._below:
             return []
@@ -298,7 +299,7 @@ class Beginnings:
         at, found = bisect_left(order, mine), list[tuple[int, Block]]()
         for side in (range(at - 1, -1, -1), range(at, len(order))):
             for i in side[:_NEAREST]:
-                alike = order[i][:4] == mine[:4]  # else no further one has any of them
+                alike = order[i][:4] == mine[:4]  # the first token; else no further page matches
                 found.append((matching(blocks[i].tokens, tokens) if alike else 0, blocks[i]))  # type: ignore[arg-type]
                 if not alike:
                     break
@@ -310,15 +311,16 @@ def _order(tokens: NDArray[np.uint32]) -> bytes:
 
 
 class PrefixIndex:
-    """All known blocks, and the slots of some that were. Callers hold the KV lock.
+    """All known blocks, and ghosts of forgotten ones. Callers hold the KV lock.
 
     Args:
-        on_drop: Told the slots that belong to no key any more, before others get them.
-        most_ghosts: Forgotten blocks that keep their slots, given the number of known ones.
+        on_drop: Called with slots that belong to no key any more, before they are reused.
+        most_ghosts: Returns the number of ghosts to keep, given the number of known blocks.
 
     Attributes:
-        watchers: Told of each page whose tokens became known (True), or that is forgotten (False).
-        find: Return the block of a key, or None.
+        watchers: Called with a block and True when its tokens become known, False when it is
+            forgotten.
+        find: Returns the block of a key, or None.
     """
 
     def __init__(
@@ -334,7 +336,7 @@ class PrefixIndex:
         self._slots: list[Block | None] = []
         self._free: list[int] = []
         # The tree by keys. A forgotten block between known ones stays as a *hole*, an entry of
-        # `_holes` that says what lies above it, so that `branches` loses nothing below it.
+        # `_holes` that maps its key to its parent, so that `branches` loses nothing below it.
         self._children: dict[bytes, dict[bytes, None]] = {}
         self._holes: dict[bytes, bytes] = {}
 
@@ -345,7 +347,7 @@ class PrefixIndex:
         return iter(list(self._by_key.values()))
 
     def at(self, slot: int) -> Block:
-        """The block of this slot.
+        """Return the block of a slot.
 
         Raises:
             StateError: The slot is not in use.
@@ -356,26 +358,26 @@ class PrefixIndex:
         return block
 
     def get(self, slot: int) -> Block | None:
-        """The block of this slot; None if it is a ghost's, or nobody's."""
+        """Return the block of a slot; None if the slot is a ghost's, or free."""
         return self._slots[slot] if 0 <= slot < len(self._slots) else None
 
     def slot(self, key: bytes) -> int:
-        """The slot of a key, be it a ghost's; -1 if it has none."""
+        """Return the slot of a key, known or a ghost; -1 if it has none."""
         known = self._by_key.get(key) or self.ghosts.get(key)
         return known.slot if known else -1
 
     def chain(self, key: bytes) -> list[int]:
-        """Slots from the first page down to a key, as far up as they are known."""
+        """Return the slots from the first page down to a key, as far up as they are known."""
         slots: dict[int, None] = {}
         while key != ROOT and (known := self._by_key.get(key) or self.ghosts.get(key)):
             if known.slot in slots:
-                break  # a stored frame may lie about what lies above it
+                break  # a stored frame may have a wrong parent key
             slots[known.slot] = None
             key = known.parent
         return list(reversed(slots))
 
     def publish(self, key: bytes, parent: bytes, group: int, kind: str = "page") -> Block:
-        """The block of this key, made if it is new."""
+        """Return the block of a key, creating it if it is new."""
         block = self._by_key.get(key)
         if block is not None:
             return block
@@ -394,7 +396,7 @@ class PrefixIndex:
         return block
 
     def learn(self, block: Block, tokens: NDArray[np.uint32]) -> None:
-        """The tokens of a page, where they were not known before; nobody else writes to them."""
+        """Record the tokens of a page, if they are unknown; the array must not change later."""
         if block.tokens is None:
             block.tokens = tokens
             if not block.group:
@@ -403,7 +405,7 @@ class PrefixIndex:
                 watch(block, True)
 
     def forget(self, block: Block) -> None:
-        """Removes a block; a page leaves a ghost, and what lies below it stays known."""
+        """Remove a block; a page leaves a ghost, and the blocks below it stay known."""
         block.gone = True
         for watch in self.watchers:
             watch(block, False)
@@ -421,9 +423,9 @@ class PrefixIndex:
             self._unlink(block.key, block.parent)
 
     def tails(self, key: bytes, most: int) -> Iterable[int]:
-        """Tokens of the tails right below a key, the most first.
+        """Return the token counts of the tails right below a key, largest first, up to `most`.
 
-        Where much lies below it, all numbers up to `most`, for the caller to try.
+        Where the key has more than `most` children, return all numbers, for the caller to try.
         """
         if len(self._children.get(key, ())) > most:
             return range(most, 0, -1)
@@ -431,12 +433,12 @@ class PrefixIndex:
         return sorted((count for count in found if 0 < count <= most), reverse=True)
 
     def children(self, key: bytes) -> list[Block]:
-        """Known blocks directly below a key; `ROOT` is above all first pages."""
+        """Return the known blocks directly below a key; `ROOT` is above all first pages."""
         found = map(self._by_key.get, self._children.get(key, ()))
         return [block for block in found if block is not None]
 
     def reach(self, block: Block, most: int) -> int:
-        """Pages of the longest chain of known ones through a block, as far as `most`."""
+        """Return the length in pages of the longest known chain through a block, up to `most`."""
         pages, above = 1, self._by_key.get(block.parent)
         while above is not None and pages < most:
             pages, above = pages + 1, self._by_key.get(above.parent)
@@ -447,16 +449,16 @@ class PrefixIndex:
         return pages
 
     def branches(self, key: bytes) -> list[list[Block]]:
-        """Known blocks below a key, all the way down, by the child that they continue.
+        """Return the known blocks below a key, all the way down: a list for each child.
 
-        A branch begins with the child itself, unless that is not known any more.
+        A branch begins with the child itself, unless that was forgotten.
         """
         found = []
         for child in self._children.get(key, ()):
             branch, keys, seen = [], [child], {child}
             while keys:
                 below = keys.pop()
-                # A stored frame may lie about what lies above it: no way round in a circle.
+                # A stored frame may have a wrong parent key: a circle is followed only once.
                 fresh = [one for one in self._children.get(below, ()) if one not in seen]
                 seen.update(fresh)
                 keys += fresh
@@ -467,7 +469,7 @@ class PrefixIndex:
         return found
 
     def below(self, meant: Callable[[bytes], bool]) -> list[Block]:
-        """Known blocks below those keys that are meant, all the way down."""
+        """Return the known blocks below the keys that `meant` selects, all the way down."""
         above = [key for key in self._children if meant(key)]
         return [block for key in above for branch in self.branches(key) for block in branch]
 
@@ -491,11 +493,11 @@ class PrefixIndex:
             del siblings[key]
 
 
-# What suspended sequences need again, bit for bit, of pages that others know too.
+# Contents of pages that suspended sequences need again, bit for bit.
 
 
 class Copy(NamedTuple):
-    """A page that nobody else knew.
+    """Host copy of a private page of a suspended sequence.
 
     Attributes:
         codec: Index of its codec.
@@ -509,17 +511,17 @@ class Copy(NamedTuple):
 class SwappedCopy:
     """A known page that suspended sequences need again as it is now. Callers hold the KV lock.
 
-    While the page stays where it is, nothing is copied: a prefix that many share costs nothing to
-    suspend, and whoever comes back before it is needed for others moves no byte. Just before it is
-    given up, encoded or erased, it is copied once for all of them (`PageStore.swapped`).
+    While the page stays in place, nothing is copied: suspending a shared prefix costs nothing, and
+    a sequence that resumes before the page is evicted moves no byte. Just before the page is
+    evicted, encoded or erased, it is copied once for all of them (`PageStore.swapped`).
 
     Args:
-        block: Whose page.
+        block: Block of the page.
 
     Attributes:
-        codec: Index of its codec.
-        content: Its bytes in host memory, once it is not there any more.
-        users: Suspended sequences that need it.
+        codec: Index of the page's codec.
+        content: The page's bytes in host memory, once it has left its place; else None.
+        users: Suspended sequences that need the page.
     """
 
     __slots__ = ("block", "codec", "content", "users")
@@ -531,4 +533,4 @@ class SwappedCopy:
 
 
 Saved = list[list[Copy | SwappedCopy | None]]
-"""Per group what brings each page of a suspended sequence back, None behind the window."""
+"""For each group, the source of each page of a suspended sequence; None behind the window."""

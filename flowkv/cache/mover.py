@@ -1,4 +1,4 @@
-"""The transfer scheduler: moves bytes between pages and tiers, what is waited for first.
+"""The transfer scheduler: moves bytes between pages and tiers, awaited loads first.
 
 One `Lane` per tier sends what its `Schedule` allows: demands, prefetches, then write-backs, with
 bounded bytes in flight. A load of a frame that is just being stored takes it from memory.
@@ -25,22 +25,22 @@ from flowkv.policy.restore.costs import Rates
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import BadFrame, wanted
 
-# In what order a tier is asked for what, and for how much at a time.
+# Order and volume of the requests to one tier.
 #
 # Pure bookkeeping: neither tiers, threads nor time, so that tests drive it on a clock of their own.
 #
-# - A *demand* is what somebody waits for. It goes first, and its bytes in flight have a limit that
-#   nothing else uses up.
+# - A *demand* is a load that a caller waits for. It goes first, and its bytes in flight have a
+#   limit that nothing else uses up.
 # - *Prefetches* go before *write-backs*; both together have a second, smaller limit, and wait
 #   while a demand is queued or in flight. Prefetches go in *chunks*: a demand finds one in flight
 #   at most.
 # - Yet write-back has a fair share: for every eight bytes of others, one of its own goes ahead of
 #   them, or pages could never leave a busy device. Only demands earn it a place before a demand.
-# - A frame is loaded once, whoever asks for it meanwhile, and stored once.
+# - A frame is loaded once for all requests that overlap in time, and stored once.
 
 Done = Callable[[TierAnswer], object]
 SHARE = 8
-"""Of so many bytes, one is write-back's, however much is demanded."""
+"""Bytes of other transfers that earn one byte of write-back, at any rate of demands."""
 
 
 class CopyMark(Protocol):
@@ -51,7 +51,7 @@ class CopyMark(Protocol):
         ...
 
     def wait(self, timeout_s: float = ...) -> bool:
-        """Return once they are, or when the time is over; whether they are."""
+        """Wait for all copies before the mark; return False if the time ran out first."""
         ...
 
 
@@ -64,7 +64,7 @@ class IOPriority(IntEnum):
 
 
 class SubmitResult(Enum):
-    """What became of a request."""
+    """Result of submitting a request."""
 
     QUEUED = "queued"
     JOINED = "joined"
@@ -75,23 +75,23 @@ class TransferRequest:
     """One load or store on its way.
 
     Args:
-        item: What a tier is asked.
+        item: The load or store.
         done: Called with the answer.
-        priority: Who waits for it.
+        priority: Priority of the request.
         owner: Requests of one owner are cancelled together; None for those that never are.
-        mark: The copy that fills the body of a store; None for a body that is there.
+        mark: The copy that fills the body of a store; None for a body that is complete.
 
     Attributes:
-        items: What a tier is asked, as a sequence.
-        n_bytes: Bytes of its target or body.
-        alike: Equal for requests that one answer may serve, if it spans theirs.
-        span: First byte and end of what is loaded, within the body; 0 and 0 of a store.
-        stores: Whether it is a store.
-        demanded: Whether it was a demand from the first.
-        flying: The tier has it, and owes the answer.
-        ended: It was answered.
-        followers: Requests for the same, answered with it.
-        leader: The request that it follows.
+        items: The loads or the store, as a sequence.
+        n_bytes: Bytes of the target or body.
+        alike: Equal for requests that one answer may serve, if its span covers theirs.
+        span: First byte and end of the loaded part of the body; (0, 0) for a store.
+        stores: Whether the request is a store.
+        demanded: Whether it was submitted as a demand.
+        flying: Whether the tier has it and has not answered.
+        ended: Whether it was answered.
+        followers: Requests for the same bytes, answered with this one.
+        leader: The request that this one follows.
     """
 
     __slots__ = (
@@ -115,7 +115,7 @@ class TransferRequest:
         self.stores = isinstance(item, Store)
         if isinstance(item, Load):
             self.n_bytes, self.alike = item.target.nbytes, (item.key, item.layout, item.fidelity)
-            if item.target.readonly:  # lent: no answer to another load is copied there
+            if item.target.readonly:  # lent memory: no answer to another load is copied there
                 self.alike = (id(self),)
             first = item.first * (self.n_bytes // item.stripes) if item.stripes else 0
             self.span = first, first + self.n_bytes
@@ -127,41 +127,41 @@ class TransferRequest:
 
     @property
     def item(self) -> Load | Store:
-        """What a tier is asked; of several loads the first."""
+        """Return the load or store; of several loads the first."""
         return self.items[0]
 
     @property
     def copying(self) -> bool:
-        """Whether the body is still on its way from a device."""
+        """Return whether the body is still being copied from a device."""
         if self.mark is not None and self.mark.done():
             self.mark = None
         return self.mark is not None
 
     def serves(self, other: TransferRequest) -> bool:
-        """Whether its answer would have all that another one of its kind wants."""
+        """Return whether this request's answer would cover another one with an equal `alike`."""
         if isinstance(other.item, Load) and other.item.stripes:
             return self.span[0] <= other.span[0] and other.span[1] <= self.span[1]
         return self.span == other.span
 
     def answers(self, item: int, answer: TierAnswer) -> bool:
-        """A tier has answered one of the items; whether that was the last one."""
+        """Record the answer to one item; return whether it was the last one."""
         return True
 
     def end(self, answer: TierAnswer) -> None:
-        """It is over, and who asked is told."""
+        """End the request, and call `done` with the answer."""
         self.flying, self.ended = False, True
         self.done(answer)
 
 
 class TransferBatch(TransferRequest):
-    """Loads that somebody waits for as a whole: queued, sent and answered as one.
+    """Demand for several loads, queued, sent and answered as one request.
 
-    No other request joins them, or is joined by them.
+    A batch neither follows another request nor has followers.
 
     Args:
-        items: What a tier is asked.
+        items: The loads.
         done: Called once, with the answers in the order of the items.
-        owner: As of one request.
+        owner: Owner for `cancel`, as for one request.
     """
 
     __slots__ = ("_come", "_left")
@@ -179,13 +179,13 @@ class TransferBatch(TransferRequest):
         self._left = len(items)
 
     def answers(self, item: int, answer: TierAnswer) -> bool:
-        """A tier has answered one of the items; whether that was the last one."""
+        """Record the answer to one item; return whether it was the last one."""
         self._come[item] = answer
         self._left -= 1
         return not self._left
 
     def end(self, answer: TierAnswer) -> None:
-        """It is over, and who asked is told; `answer` is that of what was not answered."""
+        """End the batch, and call `done`; `answer` stands in for missing answers."""
         self.flying, self.ended = False, True
         both = zip(self.items, self._come, strict=True)
         told = [one or answer._replace(key=item.key) for item, one in both]
@@ -193,21 +193,21 @@ class TransferBatch(TransferRequest):
 
 
 class Schedule:
-    """The requests of one tier, and what waits for them.
+    """The queued and in-flight requests of one tier.
 
     Args:
         demand_bytes: Most bytes of demands in flight; one alone may be larger.
         background_bytes: Most bytes of prefetches and write-backs in flight, likewise.
-        queue_bytes: Most bytes of prefetches, and of write-backs, that wait; beyond that they are
+        queue_bytes: Most queued bytes of prefetches, and of write-backs; beyond that they are
             refused. Demands never are.
         chunk_bytes: Most bytes of prefetches in flight; one alone may be larger.
 
     Attributes:
-        background_bytes: May be changed while transfers run.
-        chunk_bytes: Likewise.
+        background_bytes: The limit, which may change while transfers run.
+        chunk_bytes: The limit, which may change while transfers run.
         joined: Requests that needed no transfer of their own.
         refused: Requests that found the queue full.
-        barred: No write-back is sent now.
+        barred: Whether write-backs are held back now.
     """
 
     def __init__(
@@ -227,55 +227,55 @@ class Schedule:
         self._flying_bytes = [0 for _ in IOPriority]
         self._leaders: dict[tuple[object, ...], list[TransferRequest]] = {}
         self._awaited: set[TransferRequest] = set()
-        self._credit = [0.0 for _ in IOPriority]  # earned for write-back, by whom
+        self._credit = [0.0 for _ in IOPriority]  # bytes earned for write-back, by earning priority
 
     def __len__(self) -> int:
-        """Requests that wait or are in flight, but for those that follow another."""
+        """Return the number of requests that wait or are in flight, without followers."""
         return len(self._flying) + self.waiting
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be sent."""
+        """Return the number of requests that wait to be sent."""
         return sum(map(len, self._queues))
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait to be sent."""
+        """Return the bytes that wait to be sent."""
         return sum(self._queued_bytes)
 
     @property
     def flying_bytes(self) -> int:
-        """Bytes in flight."""
+        """Return the bytes in flight."""
         return sum(self._flying_bytes)
 
     @property
     def write_back(self) -> TransferRequest | None:
-        """The next write-back, if any may be sent now."""
+        """Return the next write-back; None if none waits or write-backs are barred."""
         return None if self.barred else next(iter(self._queues[IOPriority.WRITE_BACK]), None)
 
     def in_the_way(self) -> int:
-        """Bytes of prefetches that a demand would find in flight; 0 if one has found them yet."""
+        """Return the bytes of prefetches ahead of a new demand; 0 behind an earlier demand."""
         if self._queues[IOPriority.DEMAND] or self._demanding:
             return 0
         return self._flying_bytes[IOPriority.PREFETCH]
 
     def waits(self, priority: IOPriority) -> bool:
-        """Whether any request of a kind waits to be sent."""
+        """Return whether any request of a priority waits to be sent."""
         return bool(self._queues[priority])
 
     def __iter__(self) -> Iterator[TransferRequest]:
-        """All requests that wait or are in flight, but for those that follow another."""
+        """Yield all requests that wait or are in flight, without followers."""
         yield from self._flying
         for queue in self._queues:
             yield from queue
 
     def has_room(self, n_bytes: int, priority: IOPriority, ahead_bytes: int = 0) -> bool:
-        """Whether a request for so many bytes would be taken, after others of `ahead_bytes`."""
+        """Return whether a request of `n_bytes` fits the queue, after others of `ahead_bytes`."""
         queued = self._queued_bytes[priority] + ahead_bytes
         return priority is IOPriority.DEMAND or not queued or queued + n_bytes <= self.queue_bytes
 
     def ask(self, request: TransferRequest) -> SubmitResult:
-        """Takes a request, or lets it follow one for the same; refuses it if too much waits."""
+        """Queue a request, or let it follow an equal one; refuse it if the queue is full."""
         if self._joins(request):
             self.joined += 1
             return SubmitResult.JOINED
@@ -286,7 +286,7 @@ class Schedule:
         return SubmitResult.QUEUED
 
     def take(self) -> list[TransferRequest]:
-        """What is to be sent to the tier now, in this order; it is in flight from then on."""
+        """Remove from the queues and return the requests to send now; they are then in flight."""
         batch = []
         while (request := self._next()) is not None:
             self._unqueue(request)
@@ -301,15 +301,15 @@ class Schedule:
         return batch
 
     def end(self, request: TransferRequest) -> tuple[TransferRequest, ...]:
-        """A request in flight was answered, or is overdue and waited for no longer.
+        """End a request in flight that was answered, or is overdue and no longer awaited.
 
-        Returns those that followed it; whoever asks for the same begins anew.
+        Return its followers; later requests for the same bytes start a transfer of their own.
         """
         self._land(request)
         return self._part(request)
 
     def withdraw(self, request: TransferRequest) -> bool:
-        """Takes back a request that was not sent; False if it is in flight, or was answered."""
+        """Withdraw a request that was not sent; return False if it is in flight or answered."""
         if request.leader is not None:
             others = [one for one in request.leader.followers if one is not request]
             request.leader.followers, request.leader = tuple(others), None
@@ -317,13 +317,13 @@ class Schedule:
         if request not in self._queues[request.priority]:
             return False
         self._unqueue(request)
-        for follower in self._part(request):  # the first of them goes in its place
+        for follower in self._part(request):  # the first one takes its place
             if not self._joins(follower):
                 self._queue(follower)
         return True
 
     def _joins(self, request: TransferRequest) -> bool:
-        """Lets a request follow one that serves it, if there is any."""
+        """Let a request follow one that serves it; return False if there is none."""
         for leader in self._leaders.get(request.alike, ()):
             if leader.serves(request):
                 request.leader = leader
@@ -334,7 +334,7 @@ class Schedule:
         return False
 
     def stand_alone(self, request: TransferRequest) -> None:
-        """Lets nobody follow a request from now on."""
+        """Accept no further followers for a request."""
         leaders = self._leaders.get(request.alike, [])
         if request in leaders:
             leaders.remove(request)
@@ -342,7 +342,7 @@ class Schedule:
             self._leaders.pop(request.alike, None)
 
     def _part(self, request: TransferRequest) -> tuple[TransferRequest, ...]:
-        """Nobody follows a request any more; those that did, the widest first."""
+        """Detach a request from its followers; return them, the widest first."""
         self.stand_alone(request)
         if not request.followers:
             return ()
@@ -358,7 +358,7 @@ class Schedule:
             request.priority = priority
             self._queue(request)
         elif request in self._flying and priority is IOPriority.DEMAND:
-            self._awaited.add(request)  # nothing is to be sent that could overtake it
+            self._awaited.add(request)  # no background transfer may overtake it
 
     def _queue(self, request: TransferRequest) -> None:
         if request not in (leaders := self._leaders.setdefault(request.alike, [])):
@@ -386,7 +386,7 @@ class Schedule:
 
     @property
     def _demanding(self) -> bool:
-        """Whether somebody waits for what is in flight."""
+        """Return whether a demand is in flight, or a transfer that a demand joined."""
         return bool(self._flying_bytes[IOPriority.DEMAND] or self._awaited)
 
     def _next(self) -> TransferRequest | None:
@@ -409,7 +409,7 @@ class Schedule:
         return first if first is not None and self._fits(first) else None
 
     def _fits(self, request: TransferRequest) -> bool:
-        """Whether its bytes may be in flight beside the others of its kind."""
+        """Return whether a request's bytes fit the limit beside the others of its kind."""
         demand, prefetch, write_back = self._flying_bytes
         if request.priority is IOPriority.DEMAND:
             return not demand or demand + request.n_bytes <= self.demand_bytes
@@ -417,26 +417,28 @@ class Schedule:
         return not others or others + request.n_bytes <= self.background_bytes
 
     def _fills_chunk(self, request: TransferRequest) -> bool:
-        """Whether it is a prefetch too many for the chunk that is in flight."""
+        """Return whether a request is a prefetch that exceeds the chunk in flight."""
         chunk = self._flying_bytes[IOPriority.PREFETCH]
         own = request.priority is IOPriority.PREFETCH
         return own and chunk > 0 and chunk + request.n_bytes > self.chunk_bytes
 
 
-# The way to one tier and back: sends what the schedule says, matches answers, measures.
+# Transfers of one tier: sends the scheduled requests, matches answers, measures rates.
 
 _STORE_DEADLINE_S = 60.0
 _BARRED_S, _PAUSE_S = 1.0, 0.002
-"""So long stores wait while others erase; whoever is stopped meanwhile holds nobody up."""
+"""Longest wait of stores for an erasure by others, and pause between checks: an eraser that hangs
+holds nothing up."""
 Admission = Callable[[], AbstractContextManager[bool]]
 _ALWAYS: Admission = lambda: nullcontext(True)  # noqa: E731
 _BACKGROUND_S = 0.1
 _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 27
-"""A demand may find writes before it that take so long, and are so many bytes."""
+"""Limits of the background bytes in flight: the time that writes ahead of a demand may take, and
+the least and most bytes of them."""
 
 
 class _Job:
-    """What was sent together: of each item its request and its number in it; None once answered."""
+    """Items sent together, each as its request and its number there; None once answered."""
 
     __slots__ = ("bytes", "left", "requests", "seconds", "sent_s")
 
@@ -454,17 +456,17 @@ class Lane:
     Args:
         tier: The tier.
         deadline_s: Longest wait for a load.
-        loads: What loads from it take.
-        clock_ns: Tells the guard the time.
-        storing: Stores are sent within it, if it gives True: then nobody erases there.
+        loads: Measured rates of loads from the tier.
+        clock_ns: Clock of the guard.
+        storing: Context in which stores are sent if it yields True: no erasure runs there then.
 
     Attributes:
-        schedule: What waits and what is in flight.
-        guard: Whether prefetches go on, and how many bytes of them at a time.
-        loads: What loads from it took when somebody waited for them.
-        stores: What stores to it took.
-        overdue: Loads that it owes after their deadline.
-        cancelled: Loads that were called off.
+        schedule: Queued requests, and those in flight.
+        guard: Admits prefetches, and sets their bytes in flight.
+        loads: Measured rates of awaited loads from the tier.
+        stores: Measured rates of stores to the tier.
+        overdue: Loads that the tier has not answered by their deadline.
+        cancelled: Loads that were cancelled.
     """
 
     def __init__(
@@ -483,10 +485,10 @@ class Lane:
         self._jobs: dict[int, _Job] = {}
         self._busy_until_s = 0.0
 
-    # ---- asking
+    # ---- submission
 
     def ask(self, request: TransferRequest) -> SubmitResult:
-        """Queues a request; `pump` sends it. A prefetch is refused while the guard says so."""
+        """Queue a request for `pump` to send. A prefetch is refused unless the guard allows it."""
         if request.priority is IOPriority.DEMAND:
             self.guard.demanded(self.clock_ns(), request.n_bytes, self.schedule.in_the_way())
         elif request.priority is IOPriority.PREFETCH and not self.guard.allows(self.clock_ns()):
@@ -495,7 +497,7 @@ class Lane:
         return self.schedule.ask(request)
 
     def pump(self) -> int:
-        """Sends what may be sent now, one job for all loads of an owner and one for all stores."""
+        """Send the due requests: one job for all loads of an owner, and one for all stores."""
         if self.schedule.waits(IOPriority.PREFETCH):
             self.schedule.chunk_bytes = self.guard.chunk_bytes(self.loads)
             if not self.guard.allows(self.clock_ns()):
@@ -507,7 +509,7 @@ class Lane:
             return self._send_all()
 
     def _bar(self, barred: bool) -> None:
-        """Has write-backs wait, or fail where that takes long."""
+        """Hold back write-backs while barred, and fail them once that takes too long."""
         now_s = time.monotonic()
         self.schedule.barred = barred
         self._barred_s = (self._barred_s or now_s) if barred else 0.0
@@ -516,9 +518,9 @@ class Lane:
             self.retract(None, "busy")
 
     def retract(self, keys: Collection[bytes] | None, reason: str = "cancelled") -> None:
-        """Takes back stores of some keys, or all, that were not sent yet.
+        """Withdraw and fail the unsent stores of some keys, or of all (None).
 
-        Nobody follows what is in flight of them: it may bring what was there before.
+        Requests for these keys in flight get no further followers: they may return old content.
         """
         known = [one for request in self.schedule for one in (request, *request.followers)]
         for request in known:
@@ -547,14 +549,17 @@ class Lane:
                 loads = [cast(Load, one) for request in requests for one in request.items]
                 patience_s = self.patience_s(sum(request.n_bytes for request in requests))
                 job = self.tier.submit_load(loads, deadline_s=patience_s)
-        except FlowKVError:  # closed, or opened before a fork: a miss like any other
+        except FlowKVError:  # the tier is closed, or was opened before a fork: a miss
             for request in requests:
                 self._answer(request, TierAnswer(0, 0, request.item.key, Outcome.FAILED, "closed"))
         else:
             self._jobs[job] = _Job(requests, sent_s)
 
     def settle(self, timeout_s: float = 0.0) -> int:
-        """Sends and handles until neither goes on; waits up to `timeout_s` for a first answer."""
+        """Send requests and handle answers until none is left; return the number of answers.
+
+        Wait up to `timeout_s` for a first answer.
+        """
         self.pump()
         if timeout_s > 0:
             self.receive(timeout_s)
@@ -565,24 +570,24 @@ class Lane:
         return handled
 
     def receive(self, timeout_s: float) -> None:
-        """Wait for the body of the next write-back and send it, where nothing else is in flight."""
+        """Wait for the body of the next write-back and send it, if nothing else is in flight."""
         request = None if self._jobs else self.schedule.write_back
         if request is not None and request.mark is not None and request.mark.wait(timeout_s):
             self.pump()
 
     @property
     def busy(self) -> bool:
-        """Whether something waits, is in flight, or is owed."""
+        """Return whether a request waits, is in flight, or is overdue."""
         return bool(self._jobs) or bool(self.schedule)
 
     def patience_s(self, n_bytes: int) -> float:
-        """How long to wait for so many bytes."""
+        """Return the longest time to wait for a load of `n_bytes`."""
         return self.loads.patience_s(n_bytes, self.deadline_s)
 
     # ---- answers
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Handles answers that are there, or the first within `timeout_s`. Returns how many."""
+        """Handle arrived answers, or the first within `timeout_s`; return their number."""
         if not self._jobs:
             if self.schedule.barred and timeout_s > 0:
                 time.sleep(min(timeout_s, _PAUSE_S))
@@ -605,7 +610,7 @@ class Lane:
         return len(answers)
 
     def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
-        """Answers a request, and those that followed it: with its bytes, or by asking anew."""
+        """End a request and its followers; loads that followed a failed one are queued anew."""
         followers = self.schedule.end(request)
         self.cancelled += answer.reason == "cancelled"
         if not followers:
@@ -615,7 +620,7 @@ class Lane:
         again = [follower for follower in followers if failed and not follower.stores]
         given = [
             self._given(request, answer, one) for one in followers
-        ]  # before its memory is reused
+        ]  # copied before the request's memory is reused
         for one, its in zip((request, *followers), (answer, *given), strict=True):
             if one not in again:
                 one.end(its)
@@ -623,7 +628,7 @@ class Lane:
 
     @staticmethod
     def _given(request: TransferRequest, answer: TierAnswer, one: TransferRequest) -> TierAnswer:
-        """The answer to a request that followed another, with its part of the bytes."""
+        """Return the answer to a follower, with its part of the bytes copied to its target."""
         if answer.outcome is not Outcome.HIT:
             return answer
         first, n_bytes = one.span[0] - request.span[0], min(one.n_bytes, answer.n_bytes)
@@ -637,7 +642,7 @@ class Lane:
                 request.end(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "busy"))
 
     def _measure(self, job: _Job, answer: TierAnswer) -> None:
-        """Rates of stores; those of loads are measured by who waits for them."""
+        """Measure the rate of stores; awaited loads are measured where they are awaited."""
         if answer.outcome is not Outcome.STORED or not answer.n_bytes:
             return
         job.bytes += answer.n_bytes
@@ -650,12 +655,12 @@ class Lane:
             bound = round(self.stores.bytes_per_s * _BACKGROUND_S)
             self.schedule.background_bytes = min(max(bound, _LEAST_BYTES), _MOST_BYTES)
 
-    # ---- calling off
+    # ---- cancellation
 
     def give_up(self, request: TransferRequest) -> bool:
-        """Waits for a load no longer; whether the tier still owes it, and may write to its target.
+        """Stop waiting for a load; return whether the tier may still write to its target.
 
-        `done` is called when it does answer.
+        In that case `done` is called when the tier answers.
         """
         if self.schedule.withdraw(request):
             request.ended = True
@@ -675,7 +680,7 @@ class Lane:
         return True
 
     def cancel(self, owner: object) -> int:
-        """Calls off the loads of an owner (None: all prefetches) that nobody else waits for."""
+        """Cancel the loads of an owner (None: all prefetches) that no other request follows."""
         known = [one for request in self.schedule for one in (request, *request.followers)]
         mine = [one for one in known if one.owner is not None and owner in (None, one.owner)]
         if owner is None:
@@ -691,7 +696,7 @@ class Lane:
         return len(mine)
 
     def _call_off(self, requests: set[TransferRequest]) -> None:
-        """Tells the tier to cancel jobs of which nothing else is wanted any more."""
+        """Cancel the tier's jobs in which only these requests are unanswered."""
         for number, job in list(self._jobs.items()):
             left = {found[0] for found in job.requests if found is not None}
             if left <= requests and left:
@@ -699,7 +704,7 @@ class Lane:
 
 
 def from_memory(load: Load, store: Store) -> TierAnswer | None:
-    """Answers a load with the body of a store that is under way; None if it is not what is asked.
+    """Answer a load with the body of a store that is under way; None if that does not match.
 
     The bytes never left this process, so there is nothing to verify.
     """
@@ -722,12 +727,12 @@ _WAIT_OF_SEVERAL_S = 0.002
 
 
 class OnTheWay(NamedTuple):
-    """A frame that a tier has been given and not yet acknowledged.
+    """A frame that is being stored in a tier.
 
     Attributes:
         tier: Number of the tier.
-        store: What it was given; its body is intact until it answers.
-        mark: The copy that fills the body; None for a body that is there.
+        store: The store request; its body stays intact until the tier answers.
+        mark: The copy that fills the body; None for a body that is complete.
     """
 
     tier: int
@@ -736,20 +741,20 @@ class OnTheWay(NamedTuple):
 
 
 def files(tiers: Sequence[Tier]) -> list[int]:
-    """What can be polled for the next answer of tiers; empty if that cannot be polled for."""
+    """Return file descriptors that signal answers of tiers; [] if a tier has none."""
     found = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
     return found if len(found) == len(tiers) and min(found, default=0) >= 0 else []
 
 
 def rest(files: Iterable[int], seconds: float, pause_s: float = 0.0005) -> None:
-    """Waits for the next answer of a tier; that needs no lock.
+    """Wait for the next answer of a tier; needs no lock.
 
     Args:
-        files: As `files` said.
+        files: File descriptors, as `files` returns them.
         seconds: Longest wait.
-        pause_s: Longest wait where there are none.
+        pause_s: Longest wait without file descriptors.
     """
-    waiting, polls = select.poll(), False  # not `select`, which knows few descriptors
+    waiting, polls = select.poll(), False  # `select.select` is limited to low descriptors
     for number in files:
         waiting.register(number, select.POLLIN)
         polls = True
@@ -764,7 +769,7 @@ class Mover:
 
     Args:
         deadline_s: Longest wait for a load.
-        rates: Load rates by tier name; shared with who decides whether to load.
+        rates: Load rates by tier name, shared with the policy that decides whether to load.
 
     Attributes:
         lanes: One for each tier, nearest first.
@@ -780,16 +785,16 @@ class Mover:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits, is in flight, or is owed: else there is nothing to `drain`."""
+        """Return whether any lane has requests; if not, there is nothing to `drain`."""
         return any(lane.busy for lane in self.lanes)
 
     def add(self, tier: Tier, storing: Admission = _ALWAYS) -> None:
-        """Puts a tier below the others; see `Lane`."""
+        """Add a tier below the others; see `Lane`."""
         rates = self.rates.setdefault(tier.name, Rates())
         self.lanes.append(Lane(tier, self.deadline_s, rates, storing=storing))
 
     def forget(self) -> None:
-        """Leaves the tiers; who still waits for an answer will get none."""
+        """Drop all tiers; pending requests get no answer."""
         self.lanes.clear()
         self._bodies.clear()
         self._storing = 0
@@ -805,15 +810,15 @@ class Mover:
         done: Done,
         mark: CopyMark | None = None,
     ) -> bool:
-        """Writes a frame in the background; False if too much waits for that already.
+        """Write a frame in the background; return False if the queue is full.
 
         Args:
             tier: Number in the stack.
-            key: Of the frame.
-            info: What the frame says about itself.
-            body: Its bytes; they must stay as they are until the answer.
+            key: Key of the frame.
+            info: Header of the frame.
+            body: Its bytes; they must stay unchanged until the answer.
             done: Called with the answer, from a later `drain`.
-            mark: The copy that fills the body; None for a body that is there.
+            mark: The copy that fills the body; None for a body that is complete.
         """
         item = Store(key, info, body)
 
@@ -832,32 +837,32 @@ class Mover:
         return True
 
     def storing(self) -> int:
-        """Stores that are not answered yet."""
+        """Return the number of stores that are not answered yet."""
         return self._storing
 
     def on_the_way(self, key: bytes, tier: int = -1) -> OnTheWay | None:
-        """Return a frame that is being stored in a tier (-1: in any), to be read from memory."""
+        """Return the frame of a key that is being stored in a tier (-1: in any), or None."""
         found = self._bodies.get(key, ())
         return next((one for one in found if tier in (-1, one.tier)), None)
 
     def retract(self, keys: Collection[bytes]) -> None:
-        """Stores of these keys are not wanted any more; what was sent is read from no more."""
+        """Withdraw the stores of these keys; bodies that were sent serve no loads any more."""
         for lane in self.lanes:
             lane.retract(keys)
         for key in keys:
             self._bodies.pop(key, None)
 
     def drain(self, timeout_s: float = 0.0) -> int:
-        """Sends and answers what can be, or waits for the first answer. Returns how many came."""
+        """Send requests and handle answers, waiting for a first one; return how many came."""
         busy = [lane for lane in self.lanes if lane.busy]
         return self._wait(busy, timeout_s) if busy else 0
 
     def collect(self) -> int:
-        """Handles the answers that are there, and sends nothing more. Returns how many came."""
+        """Handle arrived answers without sending requests; return their number."""
         return sum(lane.poll() for lane in self.lanes)
 
     def _wait(self, lanes: Sequence[Lane], timeout_s: float) -> int:
-        """Sends what can be sent, and waits for the first answers; returns how many came."""
+        """Send requests, and wait for the first answers of some lanes; return their number."""
         handled = sum(lane.settle() for lane in lanes)
         if handled or timeout_s <= 0:
             return handled
@@ -871,14 +876,14 @@ class Mover:
     # ---- loads
 
     def load(self, wanted: Sequence[tuple[int, Load]]) -> tuple[list[TierAnswer], set[int]]:
-        """Reads frames of any tiers, all at once, and waits for all of them.
+        """Load frames from any tiers, all at once, and wait for all of them.
 
         Args:
-            wanted: Numbers of tiers, what to read of each, and where to.
+            wanted: Loads, each with the number of its tier.
 
         Returns:
-            One answer for each, and those whose target is lent to a tier that is overdue (they are
-            answered as `FAILED` here).
+            One answer for each load, and the indices of loads with a target that an overdue tier
+            may still write to (their answers are `FAILED`).
         """
         answers, lent = dict[int, TierAnswer](), set[int]()
         requests, n_bytes = list[TransferRequest | None](), Counter[int]()
@@ -889,7 +894,7 @@ class Mover:
         ends = {tier: started + self.lanes[tier].patience_s(n) for tier, n in n_bytes.items()}
         while left := [index for index in range(len(wanted)) if index not in answers]:
             now, tiers = compiling.now_s(), {wanted[index][0] for index in left}
-            # Once more after the end: the tier may have given up by itself.
+            # Poll once more after the end: the tier may have answered at its own deadline.
             self.wait(tiers, min(max(min(ends[tier] for tier in tiers) - now, 0.0), _LONGEST_S))
             for index in left:
                 (tier, item), request = wanted[index], requests[index]
@@ -901,7 +906,7 @@ class Mover:
         return [answers[index] for index in range(len(wanted))], lent
 
     def wait(self, tiers: Iterable[int], timeout_s: float) -> int:
-        """Like `drain`, of these tiers only."""
+        """Send and handle answers like `drain`, of these tiers only."""
         return self._wait([self.lanes[tier] for tier in tiers], timeout_s)
 
     def ask(
@@ -912,18 +917,18 @@ class Mover:
         owner: object = None,
         priority: IOPriority = IOPriority.DEMAND,
     ) -> TransferRequest | None:
-        """Reads a frame that somebody waits for, or may need; a later `drain` sends it.
+        """Load a frame as a demand or a prefetch; a later `drain` sends the request.
 
         Args:
             tier: Number in the stack.
-            item: What to read, and where to.
+            item: The load.
             done: Called with the answer, now or in a later `drain`; "busy" where there is no room
                 for a prefetch.
-            owner: What `cancel` calls it off by.
-            priority: Whether somebody waits for it.
+            owner: Owner for `cancel`.
+            priority: Demand or prefetch.
 
         Returns:
-            What `give_up` takes; None if it was answered at once, from memory for instance.
+            The request for `give_up`; None if it was answered at once, from memory for instance.
         """
         held = self.on_the_way(item.key) if self._storing else None
         if held is not None and held.mark is not None and not held.mark.done():
@@ -949,25 +954,25 @@ class Mover:
         done: Callable[[list[TierAnswer]], None],
         owner: object = None,
     ) -> TransferRequest:
-        """Reads frames that somebody waits for as a whole; a later `drain` sends them.
+        """Load frames as one demand, answered as a whole; a later `drain` sends it.
 
         Args:
             tier: Number in the stack.
-            items: What to read, and where to.
+            items: The loads.
             done: Called with all answers, in their order, in a later `drain`.
-            owner: What `cancel` calls them off by.
+            owner: Owner for `cancel`.
 
         Returns:
-            What `give_up` takes.
+            The request for `give_up`.
         """
         request = TransferBatch(items, done, owner)
         self.lanes[tier].ask(request)
         return request
 
     def give_up(self, tier: int, request: TransferRequest) -> bool:
-        """Waits for a load no longer; see `Lane.give_up`."""
+        """Stop waiting for a load; see `Lane.give_up`."""
         return self.lanes[tier].give_up(request)
 
     def cancel(self, owner: object = None) -> int:
-        """Calls off the loads of an owner, or all prefetches; each is still answered."""
+        """Cancel the loads of an owner, or all prefetches; each is still answered."""
         return sum(lane.cancel(owner) for lane in self.lanes)
