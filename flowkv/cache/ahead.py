@@ -1,7 +1,7 @@
-"""Kernels compiled ahead of use, by a process that uses each of a geometry's once and ends.
+"""Ahead-of-time compilation of a geometry's kernels, in a process that runs each once and ends.
 
-What Triton compiles is kept on disk, where this process finds it. A mark beside it says that all of
-a geometry's kernels are there, so that later processes begin none.
+Triton keeps compiled kernels on disk, where this process finds them. A mark file beside them shows
+that all of a geometry's kernels are compiled, so that later processes skip the work.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PAGES, _ROWS = 64, (1, 2, 8, 32)
 
 
 class Kernels(msgspec.Struct, frozen=True):
-    """What kernels are compiled for.
+    """A geometry and settings for which all kernels are compiled.
 
     Attributes:
         geometry: The layers.
-        codec: Of full pages; "auto" for all codecs.
-        query_heads: Of each layer.
+        codec: Codec of full pages; "auto" for all codecs.
+        query_heads: Query heads of each layer.
     """
 
     geometry: Geometry
@@ -36,13 +36,13 @@ class Kernels(msgspec.Struct, frozen=True):
     query_heads: int
 
     def on_gpu(self) -> bool:
-        """Whether there is anything for Triton to compile."""
+        """Return whether there are kernels for Triton to compile."""
         groups = self.geometry.groups
-        served = not any(group.kind == "chunked" for group in groups)  # no kernel serves those
+        served = not any(group.kind == "chunked" for group in groups)  # no kernel serves chunks
         return served and any(torch.device(group.device).type == "cuda" for group in groups)
 
     def mark(self) -> Path:
-        """The file that says that all of it is compiled."""
+        """Return the path of the file that marks all these kernels as compiled."""
         import triton
         import triton.knobs
 
@@ -53,7 +53,7 @@ class Kernels(msgspec.Struct, frozen=True):
         return Path(triton.knobs.cache.dir) / f"flowkv-{name.hexdigest()[:32]}"
 
     def use(self) -> None:
-        """Prefills, decodes, encodes, opens and gives up pages, in a small cache of its own."""
+        """Run every kernel once: prefill, decode, encode and copy pages in a small cache."""
         from flowkv.cache.kv import KV
 
         shape = self._small()
@@ -68,7 +68,7 @@ class Kernels(msgspec.Struct, frozen=True):
                     for count in (new, 64, 4, 1, 1) if rows < 8 else (new, 1):
                         with kv.step(seqs, [[1] * count] * rows) as step:
                             self._attend(step, shape, count * rows)
-                    kv.truncate(seqs[0], 1)  # a full page: it goes on in a copy, which is raw
+                    kv.truncate(seqs[0], 1)  # a full page: the sequence goes on in a raw copy
                     with kv.step(seqs[:1], [[1]]) as step:
                         self._attend(step, shape, 1)
                     for seq in seqs:
@@ -79,7 +79,7 @@ class Kernels(msgspec.Struct, frozen=True):
                         pool.copies.download([0] * LEAST_PIECES, GRANULE_BYTES)
 
     def _small(self) -> Geometry:
-        """A layer of each group: kernels are the same for all, and for any number of them."""
+        """Return a geometry with one layer of each group; kernels do not depend on their number."""
         groups = [
             msgspec.structs.replace(group, layers=group.layers[:1])
             for group in self.geometry.groups
@@ -104,15 +104,15 @@ class Kernels(msgspec.Struct, frozen=True):
 def begin(
     geometry: Geometry | None, codec: str, query_heads: int
 ) -> subprocess.Popen[bytes] | None:
-    """Have a process of its own compile the kernels of a geometry.
+    """Start a process that compiles the kernels of a geometry.
 
     Args:
         geometry: The layers, if they are known.
-        codec: Of full pages.
-        query_heads: Of each layer; 0 if nothing is known of them.
+        codec: Codec of full pages.
+        query_heads: Query heads of each layer; 0 if that is unknown.
 
     Returns:
-        The process; None if there is nothing to compile, or no process to be had.
+        The process; None if there is nothing to compile, or no process can be started.
     """
     if geometry is None or not query_heads:
         return None
@@ -124,7 +124,7 @@ def begin(
 
 
 def main(text: str) -> None:
-    """Use kernels that are given as JSON, and mark them as compiled."""
+    """Run the kernels of a `Kernels` in JSON, and mark them as compiled."""
     needed = msgspec.json.decode(text, type=Kernels)
     if needed.on_gpu() and needed.mark().exists():  # another process held the lock
         return

@@ -1,4 +1,4 @@
-"""Values that a device computes, read by the host once they are there, and what waits for them."""
+"""Asynchronous reads of values that a device computes, and work that waits for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flowkv.cache.store import PageStore
 
 
 class Later:
-    """Copies of tensors, on their way to the host from the moment that they are made.
+    """Copies of tensors to the host, started when the object is made.
 
-    To read them waits for what the device was given before that moment, not for what came later.
+    A read waits for the work queued on the device before that, not for later work.
 
     Args:
         *values: The tensors, on any devices; None stays None.
@@ -30,7 +30,7 @@ class Later:
             if value is not None:
                 if value.is_cuda:
                     devices.add(value.device)
-                # With `non_blocking`, what leaves a GPU is copied into pinned memory.
+                # With `non_blocking`, torch copies from a GPU into pinned memory.
                 value = value.detach().to("cpu", non_blocking=value.is_cuda, copy=True)
             self._held.append(value)
         for device in devices:
@@ -38,7 +38,7 @@ class Later:
 
     @property
     def ready(self) -> bool:
-        """Whether `get` waits for no device, as it is where the CPU computed it all."""
+        """Return whether `get` need not wait, as for values that the CPU computed."""
         return not self._events
 
     def get(self) -> list[torch.Tensor | None]:
@@ -50,10 +50,10 @@ class Later:
 
 
 class Pending:
-    """Work that waits for what devices say of pages, in its order. Callers hold the KV lock.
+    """Queue of work that waits for device results about pages. Callers hold the KV lock.
 
-    What is asked for in a step is done at the end of the next one, and not before, however fast the
-    device is: which page a step reads encoded is a matter of steps, not of time.
+    Work added in a step is done at the end of the next one, and not before, however fast the
+    device is: so the encoded pages that a step reads depend on steps, not on time.
 
     Args:
         store: Holds the pages.
@@ -71,12 +71,12 @@ class Pending:
     def add(
         self, answer: Later, pages: Items[tuple[int, int]], work: Callable[[bool], None]
     ) -> None:
-        """Do some work at once if no device is asked, else after the next step.
+        """Do work at once if its values are there and none is queued, else after the next step.
 
         Args:
-            answer: What it waits for.
+            answer: The values that the work waits for.
             pages: (group, page) that neither move nor become free until then.
-            work: Given whether it was late.
+            work: Called with whether it was deferred.
         """
         if not self._work and answer.ready:
             work(False)
@@ -86,13 +86,13 @@ class Pending:
         self._work.append((self._steps, answer, pages, work))
 
     def end_step(self) -> None:
-        """Do what was asked for before the step that ends."""
+        """Do the work that was added before the step that ends."""
         while self._work and self._work[0][0] < self._steps:
             self._do()
         self._steps += 1
 
     def settle(self) -> bool:
-        """Do all the work, and what it leads to; return whether there was any."""
+        """Do all queued work, and any that it adds; return whether there was any."""
         settled = bool(self._work)
         while self._work:
             self._do()

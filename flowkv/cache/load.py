@@ -1,4 +1,4 @@
-"""Loads pages of known prefixes onto their device: one at a time, layer by layer, in batches."""
+"""Loading of known pages onto their device: single pages, slices of layers, and batches."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ from flowkv.policy.restore import RestoreLoad
 from flowkv.tiers.base import Load, Outcome, TierAnswer
 
 Allocate = Callable[[int, int, int], list[int] | None]
-"""`allocate(group, count, codec)`: private pages, or fewer than that, or None."""
+"""`allocate(group, count, codec)` returns up to `count` private pages, or None."""
 
 _LONGEST_S = 0.1
 
 
 class PageLoad:
-    """A page that a sequence waits for. Callers hold the KV lock.
+    """Load of one page for a sequence. Callers hold the KV lock.
 
-    Its device page is *lent* while it is on its way, so that nothing moves, encodes or frees it;
-    a tier that is late with an answer keeps it lent, whatever became of the restore (DESIGN D10).
-    Once all stripes are there, verified, the page is the block's and others can use it too.
+    The device page is *lent* while the load is under way, so that nothing moves, encodes or frees
+    it; a tier that is late with an answer keeps it lent, even after the restore (DESIGN D10).
+    Once all stripes are loaded and verified, the page becomes the block's, and others can use it.
 
     Args:
-        store: Where its block is known.
-        block: What is to come.
-        page_no: Which page of the sequence it is.
-        awaited: Somebody waits for it: until it comes, no tier gives it up, and its page is not
-            counted among those that come free.
-        allocate: Where a page of another codec comes from; by default idle ones are given up.
-        own: What comes is for this sequence alone, and never its block's.
+        store: Store of the block.
+        block: The block to load.
+        page_no: Number of the page in the sequence.
+        awaited: Whether a sequence waits for it: until it arrives, no tier evicts it, and its page
+            does not count as one that comes free.
+        allocate: Source of a page of another codec; by default idle ones are evicted.
+        own: Whether the content is for this sequence alone, and never becomes the block's.
 
     Attributes:
-        group: Its layer group.
+        group: Layer group of the page.
         stripes: Layers of the page.
         page: Id of the device page; -1 without one.
-        flying: Its layers that tiers still owe.
-        held: The block is on its device, and held for the sequence.
-        wanted: Nobody has called it off.
-        fidelity: Lossiest codec in the lineage of what came.
-        filled: Some of it was computed.
+        flying: Layers that tiers have not answered.
+        held: Whether the block is on its device, and held for the sequence.
+        wanted: Whether the load is still wanted; False after `drop`.
+        fidelity: Lossiest codec in the lineage of the loaded layers.
+        filled: Whether the page was filled from another one.
     """
 
     __slots__ = (
@@ -91,36 +91,36 @@ class PageLoad:
         elif block.page >= 0:
             self._hold()
 
-    # ---- what is there
+    # ---- loaded layers
 
     @property
     def codec(self) -> int:
-        """Index of the codec of its device page."""
+        """Return the codec index of the device page."""
         return self.page >> CODEC_SHIFT
 
     def there(self, stripe: int) -> bool:
-        """Whether a layer can be attended to."""
+        """Return whether a layer of the page has been loaded."""
         return self.held or bool(self._came >> stripe & 1)
 
     @property
     def complete(self) -> bool:
-        """Whether all layers can be."""
+        """Return whether every layer of the page has been loaded."""
         return self.held or self._came == (1 << self.stripes) - 1
 
-    # ---- its memory
+    # ---- the device page
 
     def take(self, page: int) -> None:
-        """Gives it a private page, fresh from the pool."""
+        """Take a private page, fresh from the pool, as the device page."""
         self.page = page
         self._lend()
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else has a page for its block, or wants one."""
+        """Return whether the block has no page, and no other load of it is under way."""
         return self.block.page < 0 and len(self._store.coming.get(self.block, ())) < 2
 
     def meet(self) -> bool:
-        """Has the page of its block if somebody brought that meanwhile; whether it has it."""
+        """Hold the block's page if another load has published it; return whether it is held."""
         free = self._line is None and not (self._own or self.flying or self.block.gone)
         if not self.held and free and self.block.page >= 0:
             self._hold()
@@ -128,11 +128,11 @@ class PageLoad:
         return self.held
 
     def offers(self, stripe: int, codec: int) -> bool:
-        """Whether another one may copy a layer that came from a tier, in a page of this codec."""
+        """Return whether another load may copy a layer, which a tier gave in this codec."""
         return not self.filled and self.codec == codec and bool(self._came >> stripe & 1)
 
     def change(self, codec: int) -> bool:
-        """Has a page of another codec, if nothing depends on the one it has; False otherwise."""
+        """Change to a page of a codec; return False if something depends on the present page."""
         if codec == self.page >> CODEC_SHIFT and self.page >= 0:
             return True
         if self.flying or self._came or self._line is not None:
@@ -145,9 +145,9 @@ class PageLoad:
         return True
 
     def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor, bool]:
-        """What a tier is asked for some layers, the memory that it fills, and whether it lent that.
+        """Return the `Load` of some layers, its buffer, and whether the tier lent that memory.
 
-        That is the page itself; beside a GPU the tier's own memory, or a staged row.
+        The buffer is the page itself; beside a GPU the tier's own memory, or a staged row.
         """
         store, pool = self._store, self._pool
         layout = self._forms.layouts[source.codec]
@@ -157,7 +157,7 @@ class PageLoad:
             buffer = page[first * stride : (first + count) * stride]
         else:
             lend = getattr(store.stack.tiers[source.tier], "lend", None)
-            if lend is not None and not self.block.going:  # else it is read from a store's memory
+            if lend is not None and not self.block.going:  # else a store's body is read
                 lent = lend(self.block.key, first, count)
             if lent is not None and len(lent) == count * stride:
                 buffer = torch.from_numpy(lent)
@@ -167,16 +167,18 @@ class PageLoad:
         whole = count == layout.layers
         span = (0, 0) if whole else (first, count)
         target = buffer.numpy().data
-        if lent is not None:  # another copy of it may be under way: nothing may write there
+        if lent is not None:  # another copy from it may be under way: nothing may write there
             target = target.toreadonly()
         load = Load(self.block.key, target, fingerprint, store.stack.fidelity, *span)
         return load, buffer, lent is not None
 
     def sources(self, first: int) -> Iterator[ReadFrom]:
-        """Where it may be read from, best first: of the codec that it has begun to have.
+        """Yield the places that the page may be read from, best first.
+
+        The device page takes the codec of each; layers loaded before rule out other codecs.
 
         Args:
-            first: Number of the tier that is asked before the others; -1 for the nearest.
+            first: Number of the tier to try before the others; -1 for the nearest.
         """
         stack = self._store.stack
         known: Iterable[ReadFrom] = stack.sources(self.block) if not self.block.gone else ()
@@ -186,12 +188,12 @@ class PageLoad:
             if self.page >= 0 and self.change(source.codec):
                 yield source
 
-    # ---- what becomes of it
+    # ---- arrival, publication, release
 
     def came(
         self, first: int, count: int, buffer: torch.Tensor, fidelity: int, *, flush: bool
     ) -> None:
-        """Some layers came, verified; `flush` sends them up now, else they go up with others."""
+        """Record that verified layers arrived; `flush` starts their copies to the device now."""
         pool = self._pool
         if pool.copies is not None:
             stride = self._forms.of(self.page).stripe_stride_bytes
@@ -204,17 +206,17 @@ class PageLoad:
             self._line.fidelity = max(self._line.fidelity, fidelity)
 
     def publish(self, source: ReadFrom) -> bool:
-        """A complete page becomes its block's, unless another one is by now; whether it did."""
+        """Publish a complete page as its block's; return False if it is not, or another one is."""
         block, store = self.block, self._store
         if not self.complete or self.held or block.gone or self._own:
             return False
         if self._line is not None and self._at(self._line) != self.page:
-            self._line = None  # a step went on without it, past its window
+            self._line = None  # a step went on without the page, past its window
         if block.page >= 0:
-            if self._line is None:  # nobody uses ours
+            if self._line is None:  # our own page is unused
                 self._hold()
                 if copies := self._pool.copies:
-                    copies.flush()  # no copy may be on its way to a page that others can have
+                    copies.flush()  # no copy may be on its way to a page that becomes free
                 self._give_back()
             return False
         block.fidelity = max(self.fidelity, self.codec)
@@ -226,7 +228,7 @@ class PageLoad:
         self._hold()
         if self._line is not None:
             self._line.blocks[self.group][self.page_no] = block
-            self._pool.release(self.page)  # what the line had of its own
+            self._pool.release(self.page)  # the line's own reference
         self._give_back()
         return True
 
@@ -234,7 +236,7 @@ class PageLoad:
         return int(line.planner.tables.pages[self.group][line.row, self.page_no])
 
     def place(self, seq: Sequence) -> None:
-        """Puts it into the line of its sequence, which lets go of it from then on."""
+        """Enter the page into its sequence's block table; the sequence then releases it."""
         group = self.group
         seq.planner.put(seq, group, self.page_no, self.block.page if self.held else self.page)
         self._line = seq
@@ -246,18 +248,21 @@ class PageLoad:
             seq.fidelity = max(seq.fidelity, self.fidelity, self.codec)
 
     def fill(self, source: int) -> None:
-        """Takes what it should hold from another page, in whatever codec that is.
+        """Fill the page with the content of another page, of any codec.
+
+        Args:
+            source: Id of the other page.
 
         Raises:
             CapacityError: A tier may still write to this page, and there is no other one.
-            NonFiniteError: It cannot be encoded like this one.
-            StateError: There is no such page, or a step cannot be told of another one.
+            NonFiniteError: The content cannot be encoded in this page's codec.
+            StateError: There is no such page, or this one is in no block table.
         """
         line = self._line
         if line is None or source < 0:
             raise StateError("a page is missing in the other sequence", "Compute all of them")
         pool, forms = self._pool, self._forms
-        self.filled = True  # from here on nobody copies from it, also if this fails half-way
+        self.filled = True  # from here on no load copies from it, also if this fails half-way
         if self.flying and pool.copies is None:  # the tier has this very page
             self._swap(line)
         target = self.page
@@ -273,18 +278,18 @@ class PageLoad:
         self._came = (1 << self.stripes) - 1
 
     def _swap(self, line: Sequence) -> None:
-        """Leaves its page to the tier that is late, and takes another one.
+        """Leave the page to the late tier that may write to it, and take another one.
 
-        On a CPU steps under way read the same table that is written here.
+        On a CPU, steps under way read the same block table that is written here.
         """
         (fresh,) = self._store.allocate(self.group, 1, self.codec)
         pool, old = self._pool, self.page
-        pool.release(old)  # what the line had of its own; the tier's remains until it answers
+        pool.release(old)  # the line's own reference; the tier's remains until it answers
         line.planner.tables.replace(self.group, line.row, self.page_no, fresh)
         self.page = fresh
 
     def drop(self) -> None:
-        """Is wanted no more: gives everything back that no tier may still write to."""
+        """End the load: release everything that no tier may still write to."""
         if not self.wanted:
             return
         self.wanted = False
@@ -296,7 +301,7 @@ class PageLoad:
         self.let_go()
 
     def let_go(self) -> None:
-        """Frees the page of what is wanted no more, once no tier owes anything for it."""
+        """Release the page of a dropped load once no tier has an answer left to give."""
         if not self.wanted and not self.flying:
             self._give_back()
 
@@ -326,17 +331,17 @@ class PageLoad:
                 del self._store.coming[self.block]
 
 
-# All loads of pages: those that a restore's policy asks for, those that somebody waits for at once,
-# and prefetches. A batch of them has many answers of tiers.
+# All loads of pages: for a restore's plan, for a caller that waits at once, and for prefetches. A
+# batch of loads gets many answers from tiers.
 
 
 class LayerSlice(NamedTuple):
-    """Some layers of a page.
+    """Consecutive layers of a page.
 
     Attributes:
-        page_load: The page.
-        first: First of them, within its group.
-        stripes: How many.
+        page_load: Load of the page.
+        first: First layer, within its group.
+        stripes: Number of layers.
     """
 
     page_load: PageLoad
@@ -346,29 +351,29 @@ class LayerSlice(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoadBatch:
-    """Pieces of pages that were asked for together.
+    """Slices of pages that are loaded together.
 
     Args:
-        owner: Whose; batches of one owner are called off together.
-        done: Called when all is answered.
-        op: What the policy of restores wanted; None where it was not asked.
-        tier: The tier that it meant.
-        priority: Of its transfers. A prefetch has no deadline.
+        owner: Owner for `cancel`; batches of one owner are cancelled together.
+        done: Called when all slices are answered.
+        op: Load of the restore policy's plan; None without one.
+        tier: Name of the tier in that plan.
+        priority: Priority of the transfers. A prefetch has no deadline.
 
     Attributes:
-        started_s: When it was asked for, as by `time.perf_counter`.
-        ended_s: When its last answer came, as the tier says.
-        end_s: When it is given up, as by `compiling.now_s`.
-        left: Answers that are owed.
-        n_bytes: Bytes that came, by number of the tier.
-        joined: Those of them that came for others, too, and were asked for by those.
+        started_s: Start of the batch, by `time.perf_counter`.
+        ended_s: Time of its last answer, as the tier reports it.
+        end_s: Deadline of the batch, by `compiling.now_s`.
+        left: Number of missing answers.
+        n_bytes: Bytes loaded, by number of the tier.
+        joined: Bytes of them that another load had requested, too.
         pages: Pages that a tier completed, by its number and layer group.
-        seconds: Of the link's time that it took, once that is known.
-        lost: Some of it cannot be had.
-        refused: There was no room for a prefetch.
-        called_off: Nobody is told that it arrived.
-        trips: What each asks of its tier, in bytes.
-        fresh: Blocks of which policies are to be told together; None where each is told at once.
+        seconds: Time of the link that the batch took, once that is known.
+        lost: Whether a slice cannot be loaded.
+        refused: Whether there was no room for a prefetch.
+        called_off: Whether it was cancelled; `done` is then not called.
+        trips: Requests under way, each with its bytes.
+        fresh: Published blocks, to be inserted into policies together; None inserts each at once.
     """
 
     owner: object
@@ -396,7 +401,7 @@ class LoadBatch:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Trip:
-    """One question to one tier, and where to ask next."""
+    """A request to one tier, with the sources to try next."""
 
     flight: LoadBatch
     piece: LayerSlice
@@ -413,34 +418,34 @@ class PageLoader:
     """All loads of pages of a cache. Callers hold the KV lock.
 
     Args:
-        store: Where pages are known.
+        store: Store of the pages.
     """
 
     def __init__(self, store: PageStore) -> None:
         self._store = store
         self._flights: dict[LoadBatch, None] = {}
-        self._together = False  # several answers are dealt with, and then go up in one copy
+        self._together = False  # several answers are being handled, for one copy to the device
 
     def __len__(self) -> int:
         return len(self._flights)
 
     def flying_bytes(self, tier: str) -> int:
-        """Bytes asked for and not answered, of flights that the policy sent to a tier."""
+        """Return the unanswered bytes of the batches that the restore policy sent to a tier."""
         return sum(sum(f.trips.values()) for f in self._flights if f.tier == tier)
 
     def of(self, owner: object) -> int:
-        """Flights of an owner."""
+        """Return the number of an owner's batches under way."""
         return sum(flight.owner is owner for flight in self._flights)
 
     def busy(self) -> set[int]:
-        """Numbers of the tiers that owe something."""
+        """Return the numbers of the tiers with loads under way."""
         return {trip.source.tier for flight in self._flights for trip in flight.trips}
 
     def load(self, loads: Items[PageLoad], owner: object) -> LoadBatch:
-        """Loads whole pages that have their memory, and waits for all of them.
+        """Load whole pages into their device pages, and wait for all of them.
 
         Returns:
-            The batch, which is over: each page is held by then, or cannot be had.
+            The finished batch: each page is held by then, or cannot be loaded.
         """
         batch = LoadBatch(owner, lambda _: None)
         batch.fresh = []
@@ -449,31 +454,32 @@ class PageLoader:
             while batch.left:
                 now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
                 self._store.stack.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
-                # Once more after the end: the tier may have given up by itself.
+                # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
             for pool in self._store.pools.values():
                 if pool.copies is not None:
                     pool.copies.flush()
-            # Neighbours in one call, as they lie in a chain; what went meanwhile is nobody's. Also
-            # after an interrupt: what no policy knows stays for ever. Who answers later is alone.
+            # One call inserts neighbours in chain order, without blocks that have gone meanwhile.
+            # This runs after an interrupt, too: a page that no policy knows is never evicted. Later
+            # answers insert their blocks one by one.
             there, batch.fresh = set(batch.fresh), None
             blocks = (one.block for one in loads if one.block in there)
             self._store.insert([block for block in blocks if block.page >= 0 and not block.gone])
         return batch
 
     def begin(self, flight: LoadBatch, pieces: Iterable[LayerSlice], prefer: int) -> int:
-        """Asks tiers for pieces of pages; `LoadBatch.done` is called now or in a later `drain`.
+        """Request slices of pages from tiers; `LoadBatch.done` is called now or in a later `drain`.
 
         Args:
-            flight: A new one.
-            pieces: Of pages that are not there.
-            prefer: Number of the tier that is asked first; -1 for the nearest of each page.
+            flight: A new batch.
+            pieces: Slices of pages that are not loaded.
+            prefer: Number of the tier to try first; -1 for the nearest of each page.
 
         Returns:
-            Bytes asked for.
+            Number of bytes requested.
         """
-        if flight.priority is IOPriority.DEMAND:  # a prefetch has no deadline, and nobody waits
+        if flight.priority is IOPriority.DEMAND:  # a prefetch has no deadline, and no waiter
             self._flights[flight] = None
         asked, lent = 0, dict[int, list[tuple[_Trip, Load]]]()
         try:
@@ -493,10 +499,10 @@ class PageLoader:
         return asked
 
     def expire(self, moment_s: float | None = None) -> None:
-        """Gives up what is overdue; where a tier may still write stays lent to it.
+        """Give up overdue batches; pages that a tier may still write to stay lent.
 
         Args:
-            moment_s: The time, as by `compiling.now_s`; None for now.
+            moment_s: The time by `compiling.now_s`; None for now.
         """
         if not self._flights:
             return
@@ -512,7 +518,7 @@ class PageLoader:
                 self._less(flight)
 
     def cancel(self, owner: object) -> None:
-        """Calls off all flights of an owner; they do not arrive, whatever their tiers still do."""
+        """Cancel all batches of an owner; their `done` is never called."""
         mine = [flight for flight in self._flights if flight.owner is owner]
         for flight in mine:
             flight.called_off = True
@@ -520,7 +526,10 @@ class PageLoader:
             self._store.stack.mover.cancel(owner)
 
     def _parts(self, piece: LayerSlice) -> Iterator[LayerSlice]:
-        """What is to be asked for, cut where others who want the page have it, or asked for it."""
+        """Cut a slice at the bounds of layers that other loads of the page have or requested.
+
+        Yield nothing if the block's page is on the device by now.
+        """
         one, first, count = piece
         others = [other for other in self._store.coming.get(one.block, ()) if other is not one]
 
@@ -536,10 +545,10 @@ class PageLoader:
             yield LayerSlice(one, head, 1 + len(more))
 
     def _copied(self, flight: LoadBatch, piece: LayerSlice, source: ReadFrom) -> bool:
-        """Takes layers from a page on this device, of the block or of somebody who waits for it."""
+        """Copy layers from a page on this device, of the block or of another load of it."""
         (one, first, count), pool = piece, self._store.pool(piece.page_load.group)
         if pool.copies is not None:
-            return False  # some may be on their way up
+            return False  # layers may still be on their way to the device
         pages = [(one.block.page, one.block.fidelity)]
         for other in self._store.coming[one.block]:
             span = range(first, first + count) if other is not one else ()
@@ -566,10 +575,10 @@ class PageLoader:
         *,
         alone: bool = False,
     ) -> int:
-        """Asks the next source for a piece; without one the flight is lost.
+        """Request a slice from its next source; without one the batch is lost.
 
-        Loads into memory that a tier lent, which somebody waits for, are put into `lent` instead.
-        Nobody else wants the page where it is `alone`.
+        Demands into memory that a tier lent are added to `lent` instead. With `alone`, no other
+        load of the page exists to copy from.
         """
         source = next(sources, None)
         if source is None:
@@ -592,7 +601,7 @@ class PageLoader:
         return load.target.nbytes
 
     def _ask_together(self, flight: LoadBatch, tier: int, those: list[tuple[_Trip, Load]]) -> None:
-        """Asks a tier for loads as a few requests: one goes up while the next is checked."""
+        """Request loads in a few large requests, each copied up while the next is verified."""
         part, n_bytes = list[tuple[_Trip, Load]](), 0
         for number, one in enumerate(those, 1):
             part.append(one)
@@ -621,7 +630,7 @@ class PageLoader:
                     pool.copies.flush()
 
     def _allow(self, flight: LoadBatch) -> None:
-        """Says when a flight is overdue: what else its tiers owe comes first."""
+        """Extend a batch's deadline by the time that its tiers need for all their requests."""
         lanes, now = self._store.stack.mover.lanes, compiling.now_s()
         for tier in {trip.source.tier for trip in flight.trips}:
             owed = lanes[tier].schedule.flying_bytes + lanes[tier].schedule.queued_bytes
@@ -670,7 +679,7 @@ class PageLoader:
             batch.fresh.append(page_load.block)
 
     def _missed(self, trip: _Trip, answer: TierAnswer) -> None:
-        """Counts a miss, and asks elsewhere."""
+        """Count a miss, and request the slice from its next source."""
         page_load, source, flight = trip.piece.page_load, trip.source, trip.flight
         known = not page_load.block.gone and (source.last or answer.reason != "layout")
         unasked = answer.reason in ("cancelled", "busy")
@@ -701,7 +710,7 @@ class PageLoader:
 
 
 def ways(store: PageStore, loads: Iterable[PageLoad]) -> list[dict[int, int]]:
-    """For each page, the codec that it has on each tier that can be asked, the nearest first."""
+    """Return for each page its codec on each readable tier, the nearest first."""
     found = []
     for one in loads:
         codecs: dict[int, int] = {}
@@ -712,7 +721,7 @@ def ways(store: PageStore, loads: Iterable[PageLoad]) -> list[dict[int, int]]:
 
 
 def reserve(loads: Items[PageLoad], codecs: Items[dict[int, int]], allocate: Allocate) -> bool:
-    """Gives pages their places on the device, of the codecs in `ways`; False if some have none."""
+    """Allocate device pages of the codecs in `ways`; return False if a load got none."""
     wanted: dict[tuple[int, int], list[PageLoad]] = {}
     for one, way in zip(loads, codecs, strict=True):
         if way:

@@ -1,10 +1,10 @@
-"""Encodes full pages once they are far enough behind, and makes them known.
+"""Encoding of full pages once they are far enough behind, and their publication.
 
-Which codec a page should have is the ladder's business (`policy.pages`). A page that several
-sequences share gets the mildest codec that one of them still needs; a page that a step reads, or
-that a tier is taking, waits. What could not be done stays due and is tried again when the sequence
-fills its next page: then its whole line is looked at, which takes as long as encoding a few bytes.
-What its codec cannot hold is not tried again.
+The ladder (`policy.pages`) chooses the codec of a page. A page that several sequences share gets
+the mildest codec that one of them still needs; a page that a step reads, or that a tier is storing,
+waits. A page that could not be encoded stays due until the sequence fills its next page: then the
+whole line is checked, which takes as long as encoding a few bytes. A page that its codec cannot
+hold is not tried again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowkv.kernels.dispatch import NON_FINITE
 from flowkv.observe.events import Encoded, Published
 
 _MOST_PAGES = 64
-"""Pages encoded at once: what they leave is room for the next ones."""
+"""Most pages encoded at once: their old places are room for the next ones."""
 
 
 class Refusal(NamedTuple):
@@ -37,7 +37,7 @@ class Refusal(NamedTuple):
         layer: The model's layer.
         page: Number of the page in its sequence.
         codec: Index of the codec.
-        status: What `kernels.transcode` said.
+        status: Status from `kernels.transcode`.
     """
 
     layer: int
@@ -56,13 +56,13 @@ class _Due(NamedTuple):
 
 
 class Sealer:
-    """Encodes the pages of sequences. Callers hold the KV lock.
+    """Encoder of sequences' full pages. Callers hold the KV lock.
 
     Args:
         store: Blocks, pools, and the ladder of each layer group.
-        tables: Lines of all sequences.
-        pending: Where encoded pages wait for their status.
-        on_refusal: Told of pages that stay as they are, once everything is in order.
+        tables: Block tables of all sequences.
+        pending: Queue in which encoded pages wait for their status.
+        on_refusal: Called for each page that its codec cannot hold, after all changes of state.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class Sealer:
         self._stays: dict[int, set[tuple[int, int]]] = {}  # (group, page number) of each line
 
     def rewind(self, row: int, pages: int) -> None:
-        """A line has other pages from page number `pages` on."""
+        """Discard the recorded refusals of a line from page number `pages` on."""
         stays = {at for at in self._stays.pop(row, ()) if at[1] < pages}
         if stays:
             self._stays[row] = stays
 
     def copy(self, row: int, child: int) -> None:
-        """A line begins as a copy of another one."""
+        """Copy the recorded refusals of a line to a child that begins with its pages."""
         if row in self._stays:
             self._stays[child] = set(self._stays[row])
 
     def exempt(self, row: int) -> None:
-        """No page of a line is encoded until it has another sequence."""
+        """Exempt a line from encoding until its sequence is retired."""
         self._exempt.add(row)
 
     def seal(self, seqs: Iterable[Sequence]) -> None:
-        """Encodes what became due in these sequences, which are in no step any more."""
+        """Encode the due pages of these sequences, which are in no step any more."""
         due: dict[tuple[int, int], _Due] = {}
         for seq in seqs:
             if self.tables.state[seq.row] == READY and seq.row not in self._exempt:
@@ -104,7 +104,7 @@ class Sealer:
         self._report()
 
     def retire(self, seq: Sequence) -> None:
-        """Encodes what a sequence that is about to be closed leaves behind in the index."""
+        """Encode the published pages that a sequence leaves in the index when it is closed."""
         self._exempt.discard(seq.row)
         self._stays.pop(seq.row, None)
         due: dict[tuple[int, int], _Due] = {}
@@ -116,13 +116,14 @@ class Sealer:
     def _find(
         self, seq: Sequence, group: int, due: dict[tuple[int, int], _Due], *, leaves: bool = False
     ) -> None:
-        """Adds the pages of a sequence that are due, but for those that must wait.
+        """Add the due pages of a sequence, without those that must wait.
 
         Args:
             seq: The sequence.
-            group: Which of its pages.
-            due: What is added to.
-            leaves: It is about to be closed: its pages need only be as others, or the index, want.
+            group: Layer group of the pages.
+            due: Due pages by (group, page), extended here.
+            leaves: Whether it is about to be closed: only its published pages count, and only
+                other lines limit their codec.
         """
         row, length = seq.row, int(seq.lengths[group])
         ladder, line = self.store.forms[group].ladder, self.tables.pages[group][row]
@@ -143,7 +144,7 @@ class Sealer:
             rows = self._holders(group, page_no, page, row, block)
             foreign = block is None and self.store.pool(group).references(page) > len(rows)
             users = [other for other in rows if not leaves or other != row]
-            if foreign or self._in_use(group, page, users):  # whoever published it encodes it
+            if foreign or self._in_use(group, page, users):  # its publisher encodes a foreign page
                 continue
             codec = self._mildest(group, page_no, users, codec)
             if codec > page >> CODEC_SHIFT:
@@ -152,7 +153,7 @@ class Sealer:
     def _holders(
         self, group: int, page_no: int, page: int, row: int, block: Block | None
     ) -> list[int]:
-        """Lines with the page, as a block or their own; it has the same number in all of them."""
+        """Return the lines with a page, published or private; its number is the same in each."""
         known = block is not None and not block.gone
         if self.store.pool(group).references(page) == 1 + known:
             return [row]
@@ -160,18 +161,18 @@ class Sealer:
         return [int(row) for row in np.flatnonzero(column == page)]
 
     def _in_use(self, group: int, page: int, rows: list[int]) -> bool:
-        """Whether a step may be reading the page, or a transfer."""
+        """Return whether a step may be reading the page, or a transfer uses it."""
         stepping = any(self.tables.state[row] == STEPPING for row in rows)
         return stepping or self.store.is_lent(group, page)
 
     def _mildest(self, group: int, page_no: int, rows: list[int], codec: int) -> int:
-        """The mildest of a codec and those that these lines need."""
+        """Return the mildest of a codec and the codecs that these lines need."""
         ladder, tables = self.store.forms[group].ladder, self.tables
         lengths = (tables.lengths[rows] - tables.lost[group, rows]).tolist()
         return min([codec, *(ladder.codec(page_no, length) for length in lengths)])
 
     def _encode(self, due: Iterable[_Due]) -> None:
-        """Encodes pages, as far as there is room for them."""
+        """Encode due pages, as far as there is room for them."""
         work: dict[tuple[int, int, int], list[_Due]] = {}
         for item in due:
             key = item.group, item.page >> CODEC_SHIFT, item.codec
@@ -197,7 +198,7 @@ class Sealer:
         self._pending.add(status, pages, partial(self._put, items, targets, status))
 
     def _put(self, items: list[_Due], targets: list[int], status: Later, late: bool) -> None:
-        """Puts encoded pages in place; `late`: lines may have changed since they were due."""
+        """Adopt or refuse encoded pages; if `late`, lines may have changed since they were due."""
         group, (refused,) = items[0].group, status.get()
         pool, forms, encoded = self.store.pool(group), self.store.forms[group], 0
         old, new = forms.of(items[0].page), forms.of(targets[0])
@@ -228,9 +229,9 @@ class Sealer:
             self._report()
 
     def _still_due(self, item: _Due) -> _Due | None:
-        """Return a page that was encoded, with the lines that have it now; None if it is to stay.
+        """Return an encoded page with the lines that have it now; None if the old one must stay.
 
-        What changed meanwhile is tried again with the next page.
+        A page that changed meanwhile is tried again with the sequence's next page.
         """
         group, page, block = item.group, item.page, item.block
         if block is not None and (block.gone or block.page != page):
@@ -243,7 +244,7 @@ class Sealer:
         return None if milder else item._replace(rows=rows)
 
     def _adopt(self, item: _Due, page: int) -> None:
-        """Puts the encoded page in place of the old one, for all that share it."""
+        """Replace the old page by the encoded one in its block and in all lines that share it."""
         tables, block = self.tables, item.block
         if block is not None:
             self.store.change(block, page)
@@ -258,7 +259,7 @@ class Sealer:
     def _refuse(self, item: _Due, layer: int, status: int) -> None:
         if item.block is not None:
             item.block.sealable = False
-            self.store.write_down(item.block)  # as it is, and as it will stay
+            self.store.write_down(item.block)  # the page is final as it is
         else:
             for row in item.rows:
                 self._stays.setdefault(row, set()).add((item.group, item.page_no))
@@ -272,7 +273,7 @@ class Sealer:
 
 
 def describe(refusal: Refusal) -> str:
-    """A refusal in words: which layer and page, and why."""
+    """Return a refusal in words: page, layer and reason."""
     reason = "holds NaN or infinity"
     if refusal.status != NON_FINITE:
         reason = "holds numbers beyond the range of its scales"
@@ -280,21 +281,21 @@ def describe(refusal: Refusal) -> str:
     return f"page {refusal.page} of layer {refusal.layer} {reason}, which {codec} cannot encode"
 
 
-# Makes full pages known: checked, named by their chain key, shared from then on.
+# Publication of full pages: checked, named by their chain key, and shared from then on.
 
 
 _Full = tuple[Sequence, int, dict[int, int], int]
 
 
 class _Check(NamedTuple):
-    """Full pages of which the device says later whether they hold finite numbers only.
+    """Full pages that wait for the device's check for NaN and infinity.
 
     Attributes:
-        seqs: The sequences that are to publish them.
+        seqs: The sequences that will publish the pages.
         exact: See `Publisher.publish`.
         pages: (group, page) of each.
-        raw: The raw ones among them, by their group.
-        sums: Of what these hold, group after group.
+        raw: The raw pages among them, by their group.
+        sums: Sums of the raw pages' numbers, group after group.
     """
 
     seqs: list[Sequence]
@@ -305,15 +306,15 @@ class _Check(NamedTuple):
 
 
 class Publisher:
-    """Publishes pages of sequences. Callers hold the KV lock.
+    """Publisher of sequences' full pages. Callers hold the KV lock.
 
     Args:
-        store: Where the pages become known.
-        tables: Lines of all sequences.
-        allowed: Whether a sequence's pages may become known.
-        pending: Where full pages wait for what devices say of them.
-        on_non_finite: Told (group, page) that holds NaN or infinity.
-        on_late: Told the sequences that published after the step that filled their pages.
+        store: Store that the pages are published in.
+        tables: Block tables of all sequences.
+        allowed: Returns whether a sequence's pages may be published.
+        pending: Queue in which full pages wait for the devices' checks.
+        on_non_finite: Called with (group, page number) of a page that holds NaN or infinity.
+        on_late: Called with sequences that published after the step that filled their pages.
     """
 
     def __init__(
@@ -333,19 +334,20 @@ class Publisher:
         self._checks: list[_Check] = []
 
     def publish(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
-        """Makes the sequences' full pages with known tokens known to the index.
+        """Publish the sequences' full pages with known tokens in the index.
 
-        A page that somebody else has computed meanwhile takes the place of a sequence's own.
+        Where the index has a page by now, it replaces the sequence's own.
 
         Args:
             seqs: The sequences.
-            exact: Only if it has the same bytes: rounding may differ with what else was in a step.
+            exact: Replace a page only by equal bytes: rounding may differ with the other rows of a
+                step.
         """
         self.check(seqs, exact=exact)
         self._pending.settle()
 
     def check(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
-        """Begins to publish: at once if no device has to be asked."""
+        """Start the checks of full pages; publish at once if no device has to be read."""
         due = [each for seq in seqs for each in self._due(seq)]
         pages = [(g, page) for _, g, own, _ in due for page in own.values()]
         owners = {id(seq): seq for seq, *_ in due}
@@ -358,13 +360,13 @@ class Publisher:
         self._pending.add(check.sums, pages, partial(self._publish_all, check, due))
 
     def refuse(self) -> None:
-        """Let nothing become known of the sequences whose pages a device is asked for."""
+        """Make all sequences with pages under check unpublishable."""
         for check in self._checks:
             for seq in check.seqs:
                 seq.publishable = False
 
     def checks(self, seq: Sequence) -> bool:
-        """Return whether a device is asked for pages of a sequence."""
+        """Return whether pages of a sequence are under check."""
         return any(seq is each for check in self._checks for each in check.seqs)
 
     def _publish_all(self, check: _Check, due: list[_Full], late: bool) -> None:
@@ -386,7 +388,7 @@ class Publisher:
             self._on_late(seqs)
 
     def _asked(self, due: _Full, sound: dict[tuple[int, int], bool]) -> _Full:
-        """Leave out pages that are full since, or took the place of others: they are asked for."""
+        """Cut the pages at the first one that was not checked; a later check covers the rest."""
         seq, g, own, full = due
         full = next((n for n, page in own.items() if (g, page) not in sound), full)
         return seq, g, {n: page for n, page in own.items() if n < full}, full
@@ -441,11 +443,11 @@ class Publisher:
                 if seq.care.lease or seq.care.retain:
                     block.lease = seq.care.of(at, at + size)
                 made[block], seq.blocks[g][page_no] = page, block
-        finally:  # those before one that raises are the sequence's, whole
+        finally:  # if one raises, the pages before it are published whole
             store.publish_held(g, made)
             fresh += made
         encoded = [block for block, page in made.items() if page >> CODEC_SHIFT]
-        # Else they are written once they are encoded.
+        # Raw pages with a codec ahead of them are written once they are encoded.
         store.write_down(*(encoded if store.forms[g].ladder.rungs else made))
         if not seq.publishable:
             return
@@ -455,7 +457,7 @@ class Publisher:
             store.bus.emit(event)
 
     def _take(self, seq: Sequence, group: int, page_no: int, block: Block) -> None:
-        """Puts a known page in the place of a sequence's own."""
+        """Replace a sequence's own page by the published one."""
         line = self.tables.pages[group][seq.row]
         self.store.hold(block)
         self.store.pool(group).release(int(line[page_no]))
@@ -463,7 +465,7 @@ class Publisher:
         self.tables.touch()
 
     def _differs(self, seq: Sequence, group: int, page_no: int) -> bool:
-        """Whether a page is known with other bytes than those that a sequence has."""
+        """Return whether a published page has other bytes than the sequence's own page."""
         block = self.store.index.find(seq.key(group, page_no))
         page = int(self.tables.pages[group][seq.row, page_no])
         if block is None or block.page < 0:
@@ -475,7 +477,7 @@ class Publisher:
         return not torch.equal(mine, theirs)
 
     def _ask(self, pages: dict[int, list[int]]) -> Later:
-        """Let devices add up what raw pages of groups hold; blank what lies between stripes."""
+        """Start summing the numbers of raw pages on their devices; zero the padding of stripes."""
         return Later(
             *(
                 torch.cat([numbers.sum((1, 2)) for numbers in self._numbers(g, raw, blank=True)])
@@ -484,7 +486,7 @@ class Publisher:
         )
 
     def _sound(self, check: _Check) -> dict[tuple[int, int], bool]:
-        """Return which (group, page) hold finite numbers only.
+        """Return for each (group, page) whether it holds finite numbers only.
 
         Encoded pages were finite when they were encoded.
         """
@@ -492,17 +494,17 @@ class Publisher:
         for (g, raw), sums in zip(check.raw.items(), check.sums.get(), strict=True):
             assert sums is not None
             for page, finite in zip(raw, sums.isfinite().tolist(), strict=True):
-                # A finite sum proves that all summands are, at memory speed; overflow asks again.
+                # A finite sum proves all summands finite, at memory speed; others are checked anew.
                 sound[g, page] = finite or bool(self._numbers(g, [page])[0].isfinite().all())
         return sound
 
     def _numbers(self, group: int, pages: list[int], *, blank: bool = False) -> list[torch.Tensor]:
-        """Return what raw pages hold, `[pages, layers, elements]` of those that lie side by side.
+        """Return the numbers of raw pages: `[pages, layers, elements]` for each adjacent run.
 
         Args:
-            group: Their layer group.
-            pages: Raw ones.
-            blank: Zero what lies between their stripes.
+            group: Layer group of the pages.
+            pages: Ids of raw pages.
+            blank: Whether to zero the padding between their stripes.
         """
         layout, pool, parts = self.store.forms[group].raw, self.store.pool(group), []
         step, stripe = layout.granules, layout.stripe_bytes
@@ -511,7 +513,7 @@ class Publisher:
             part = pool.page_bytes(pages[first], (stop - first) * layout.page_bytes)
             part = part.view(stop - first, layout.layers, layout.stripe_stride_bytes)
             if blank and stripe < layout.stripe_stride_bytes:
-                # Padding holds whatever the page held before, for another group or tenant.
+                # Padding still holds old bytes of the page, of another group or tenant.
                 part[..., stripe:].zero_()
             parts.append(part[..., :stripe].view(getattr(torch, layout.dtype)))
         return parts

@@ -1,9 +1,9 @@
-"""Tokens that fill no page, and are known all the same while a page in memory holds them.
+"""Reuse of tokens that fill no page, while a page in memory holds them.
 
-Full pages have names, and travel by them. What a prompt shares beyond its last full page with
-others is found by its tokens instead: in the open page of another sequence, in the page that a
+Full pages have keys, and are found by them. The tokens that a prompt shares beyond its last full
+page are found by comparison instead: in the open page of another sequence, in the page that a
 closed one left unfilled (its *tail*), or at the beginning of a full page. For later processes tails
-are stored as well, under the names of exactly their tokens.
+are stored as well, under keys of exactly their tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import within
 
 _WORTH = 4
-"""Tails of fewer tokens than that part of a page are not stored."""
+"""Tails of fewer tokens than one part in 4 of a page are not stored."""
 
 
 class SharedTokens(NamedTuple):
-    """A page in memory that begins as a prompt goes on.
+    """A page in memory that begins with the next tokens of a prompt.
 
     Attributes:
-        tokens: How many are the same.
-        fidelity: Index of the lossiest codec that they were built on.
-        pages: Where they lie, for each group.
-        finite: Raw pages are known to hold finite numbers only, as full ones are.
+        tokens: Number of equal tokens.
+        fidelity: Index of the lossiest codec in their lineage.
+        pages: Id of the page in each group.
+        finite: Whether raw pages are known to hold finite numbers only, as full ones are.
     """
 
     tokens: int
@@ -40,13 +40,13 @@ class SharedTokens(NamedTuple):
 
 
 class Tails:
-    """Finds and keeps tokens that fill no page. Callers hold the KV lock.
+    """Partly filled pages, found and kept for reuse. Callers hold the KV lock.
 
     Args:
         store: Pages and blocks.
-        tables: Lines of all sequences.
-        sequences: All that are open.
-        allowed: Whether a sequence's pages may become known.
+        tables: Block tables of all sequences.
+        sequences: All open sequences.
+        allowed: Returns whether a sequence's pages may be published.
     """
 
     def __init__(
@@ -60,7 +60,10 @@ class Tails:
         self._sequences, self.allowed = sequences, allowed
 
     def find(self, seq: Sequence, page_no: int, stop: int) -> SharedTokens | None:
-        """What has most of a prompt's tokens `[page_no * P, stop)`, less than a page of them."""
+        """Return the page with most of a prompt's tokens `[page_no * P, stop)`, or None.
+
+        Fewer tokens than a page (P) are compared.
+        """
         first = page_no * self.page_size
         wanted = seq.tokens[first : max(first, min(stop, first + self.page_size - 1))]
         found = self._open(seq, page_no, len(wanted))
@@ -76,22 +79,25 @@ class Tails:
         return best if best.tokens else None
 
     def _held(self, seq: Sequence, page_no: int, block: Block) -> list[Block]:
-        """A tail, or pages with its tokens in all groups; none if not below this very prompt."""
+        """Return a tail, or the pages with a block's tokens in all groups.
+
+        Return [] if the block does not continue this prompt, or a group has no page on its device.
+        """
         salts = within(seq.salts, page_no * self.page_size, len(block.tokens))  # type: ignore[arg-type]
-        # Its key says that it depends on nothing else than the prompt does, images for instance.
+        # An equal key proves that the block depends on the same inputs, images for instance.
         keys = [
             names.page(seq.parent_key(group, page_no), block.tokens, salts)  # type: ignore[arg-type]
             for group, names in enumerate(seq.chains)
         ]
         if block.key != keys[0] or block in self.store.tails:
             return [block] if block.key == keys[0] else []
-        waiting = self.store.samples.waiting  # what has yet to be audited would be a part of others
+        waiting = self.store.samples.waiting  # unaudited pages are not copied into others
         found = (self.store.find(key) for key in keys if not waiting(key))
         blocks = [one for one in found if one is not None and one.page >= 0]
         return blocks if len(blocks) == len(keys) else []
 
     def _open(self, seq: Sequence, page_no: int, most: int) -> Iterator[SharedTokens]:
-        """What the open pages of other sequences have."""
+        """Yield the open pages of other sequences that begin with the prompt's next tokens."""
         first = page_no * self.page_size
         for other in self._sequences.values():
             end = min(other.length, other.known, first + most)
@@ -102,14 +108,14 @@ class Tails:
                 continue
             tokens = matching(other.tokens[first:end], seq.tokens[first:])
             differing = {*within(seq.salts, first, tokens)} ^ {*within(other.salts, first, tokens)}
-            if differing:  # what a run of one type is may show in its first token: go back there
+            if differing:  # a run of one token type is compared as a whole: back to its start
                 differs = min(salt.position for salt in differing)
                 runs = within(seq.salts, first, differs)
                 tokens = max((salt.position for salt in runs), default=differs)
             yield SharedTokens(tokens, other.fidelity, pages)
 
     def _own(self, seq: Sequence, page_no: int) -> list[int]:
-        """Where a sequence has a page of its own, behind known ones; none if it is private."""
+        """Return a sequence's own open page in each group, behind known pages; [] if private."""
         if not self.allowed(seq) or seq.restoration is not None:
             return []
         if self._hidden(seq, page_no) or any(blocks[page_no] is not None for blocks in seq.blocks):
@@ -118,7 +124,7 @@ class Tails:
         return pages if min(pages) >= 0 else []
 
     def _hidden(self, seq: Sequence, page_no: int) -> bool:
-        """Whether it has no such page, or nobody knows the one above it."""
+        """Return whether a sequence lacks a page, or the page above it is not published."""
         for blocks in seq.blocks:
             above = blocks[page_no - 1] if 0 < page_no < len(blocks) else None
             if len(blocks) <= page_no or (page_no > 0 and (above is None or above.gone)):
@@ -126,7 +132,7 @@ class Tails:
         return False
 
     def keep(self, seq: Sequence) -> None:
-        """Keeps the page that a sequence leaves unfilled, unless others have its tokens."""
+        """Keep the page that a sequence leaves unfilled, unless another page has its tokens."""
         end, store = min(seq.length, seq.known), self.store
         page_no, count = divmod(end, self.page_size)
         pages = self._own(seq, page_no) if count else []
@@ -143,27 +149,27 @@ class Tails:
             store.keep_tail(tail, pages)
 
     def sums(self, group: int, page: int, count: int) -> torch.Tensor:
-        """Add up what the first tokens of a raw page hold: finite numbers have finite sums."""
+        """Return the sum of K and V of a raw page's first tokens: finite if all elements are."""
         keys, values = self.store.views(group, page, count)
         return keys.sum(dtype=torch.float64) + values.sum(dtype=torch.float64)
 
     # ---- for later processes
 
     def save(self, seq: Sequence) -> None:
-        """Stores what fills no page of a sequence, and of its prompt but for the last token.
+        """Store the tail of a sequence, and that of its prompt without the last token.
 
-        That one is computed again when the same prompt comes again.
+        The last token is always computed again when the same prompt comes back.
         """
         store, end = self.store, min(seq.length, seq.known)
         number = store.stack.lasting() if store.stack.writes_back else -1
-        # On a GPU a forward over a few tokens takes as long as over one: that is not worth a write.
+        # On a GPU a forward over a few tokens takes as long as over one: a tail saves no time.
         elsewhere = any(pool.device.type != "cpu" for pool in store.pools.values())
         if number < 0 or elsewhere or not self.allowed(seq):
             return
         for stop in {end, seq.prompted - 1}:
             page_no, count = divmod(stop, self.page_size)
-            known = (page_no + 1) * self.page_size <= seq.prompted  # as a page of the prompt
-            # A frame takes as much as that of a full page.
+            known = (page_no + 1) * self.page_size <= seq.prompted  # within a page of the prompt
+            # The frame of a tail takes as many bytes as that of a full page.
             few = count < max(1, self.page_size // _WORTH)
             if stop > end or few or known or self._hidden(seq, page_no):
                 continue
@@ -197,7 +203,10 @@ class Tails:
         store.stack.store_tail(block, number, info, body.numpy().data)
 
     def stored(self, seq: Sequence, page_no: int, stop: int) -> list[Block]:
-        """The longest tail that tiers have of a prompt's tokens `[page_no * P, stop)`, by group."""
+        """Return the blocks, by group, of the longest stored tail of a prompt.
+
+        The tail covers tokens from `page_no * P` on, up to `stop`; [] if there is none.
+        """
         first = page_no * self.page_size
         above = seq.parent_key(0, page_no)
         for count in self.store.index.tails(above, stop - first) if self.store.stack.tiers else ():
