@@ -1,8 +1,8 @@
-"""Audits: sampled pages that were restored are computed once more, and compared (DESIGN D5).
+"""Audits: sampled restored pages are recomputed and compared (DESIGN D5).
 
-Digests find what happened to a page after it was written. An audit finds what they cannot: a page
-that was wrong when it was written, by a broken kernel or codec, by weights that were not what they
-were called, or under another page's name.
+Digests detect damage to a page after it was written. An audit detects a page that was wrong when it
+was written: by a broken kernel or codec, by weights other than its key names, or under another
+page's key.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views
 from flowkv.observe.events import Audited, Quarantined
 
-# How far a page lies from what the model computes in its place, and how far it may lie.
+# Distance of a page from the model's computation in its place, and the bound of that distance.
 #
 # A token's distance is the Euclidean norm of the difference of its keys (or values) of one head,
-# over their own norm, or over the page's root mean square where that is larger. Three things may
-# make it: rounding, the page's own codec, and what codecs took from the pages before it, which
-# the model reads when it computes (docs/explain/audit.md has the reasons and the measurements).
+# over their own norm, or over the page's root mean square where that is larger. It has three
+# causes: rounding, the loss of the page's own codec, and the loss of codecs in the pages before it,
+# which the model reads (docs/explain/audit.md has the reasons and the measurements).
 
 ROUNDING = {"float64": 1e-6, "float32": 1e-3, "float16": 0.03, "bfloat16": 0.1}
 """Distance that comes from another order of the same additions, by dtype of the page: the same
@@ -51,18 +51,18 @@ _NOTHING = 1e-30
 
 
 def compare(store: PageStore, group: int, page: int, computed: int, lossiest: str) -> Verdict:
-    """Compares a restored page with a raw one that the model has just computed.
+    """Compare a restored page with a raw one that the model has just computed.
 
     Args:
-        store: Holds both.
-        group: Their layer group.
+        store: Store of both pages.
+        group: Layer group of the pages.
         page: Id of the restored page.
-        computed: Id of the other.
+        computed: Id of the computed page.
         lossiest: Codec of the lossiest page that either was computed from.
 
     Returns:
-        Error and bound where they are furthest apart in proportion; the error is infinite if one of
-        the pages holds NaN or infinity.
+        Error and bound where their ratio is greatest; the error is infinite if one of the pages
+        holds NaN or infinity.
     """
     pool, forms, layers = store.pool(group), store.forms[group], store.geometry.groups[group].layers
     layout = forms.of(page)
@@ -78,7 +78,7 @@ def compare(store: PageStore, group: int, page: int, computed: int, lossiest: st
         (k, wanted_k), (v, wanted_v) = views
         lost = _lost(layout, wanted_k, wanted_v)
         parts = [(k, wanted_k, lost[0])]
-        if not layout.latent:  # else values are a part of the keys
+        if not layout.latent:  # latent values are a part of the keys
             parts.append((v, wanted_v, lost[1]))
         for found in _distances(parts, allowed):
             if not math.isfinite(found.error):
@@ -91,34 +91,34 @@ def compare(store: PageStore, group: int, page: int, computed: int, lossiest: st
 def _distances(
     parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], allowed: float
 ) -> Iterator[Verdict]:
-    """The worst token of each part: (restored, recomputed, what the codec may lose)."""
+    """Yield the verdict of the worst token of each part: (restored, recomputed, codec's loss)."""
     for got, wanted, lost in parts:
         norm = wanted.norm(dim=-1)
         typical = norm.square().mean(-1, keepdim=True).sqrt()
         norm = torch.maximum(norm, typical).clamp_min(_NOTHING)
         error = (got - wanted).norm(dim=-1) / norm
         bound = lost / norm + allowed
-        at = int((error / bound).argmax())  # where something is NaN, that is it
+        at = int((error / bound).argmax())  # a NaN, if there is one
         yield Verdict(float(error.view(-1)[at]), float(bound.view(-1)[at]))
 
 
 def _lost(layout: PageLayout, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The norm of what the page's codec may lose of each token of `[Hk, P, D]`."""
+    """Return the norm of the greatest loss by the page's codec, for each token of `[Hk, P, D]`."""
     if layout.codec == "raw":
         return k.new_zeros(k.shape[:-1]), v.new_zeros(v.shape[:-1])
     lost_k, lost_v = bounds(layout.codec, k, v)
-    if layout.codec == "kv4h":  # which bounds a token, and not its elements
+    if layout.codec == "kv4h":  # its bound is one of a token, not of its elements
         return by_rotation(k), lost_v.norm(dim=-1)
     return lost_k.norm(dim=-1), lost_v.norm(dim=-1)
 
 
 def _raw(pool: PagePool, forms: Forms, page: int) -> torch.Tensor | None:
-    """A page's bytes in the raw layout; None if it cannot be decoded."""
+    """Return a page's bytes in the raw layout; None if it cannot be decoded."""
     layout = forms.of(page)
     held = pool.page_bytes(page, layout.page_bytes)
     if not page >> CODEC_SHIFT:
         return held
-    # Beside the pool, where room may be short: the encoded page, and behind it the decoded one.
+    # The pool may be full, so a tensor of its own takes the encoded page and then the decoded one.
     beside = held.new_empty(layout.page_bytes + forms.raw.page_bytes)
     beside[: layout.page_bytes] = held
     places = torch.tensor([0, layout.granules], dtype=torch.int32, device=held.device)
@@ -127,13 +127,13 @@ def _raw(pool: PagePool, forms: Forms, page: int) -> torch.Tensor | None:
 
 
 def _views(page: torch.Tensor, raw: PageLayout, layer: int) -> Iterator[torch.Tensor]:
-    """K and V of one layer of a raw page, float64 `[Hk, P, D]`."""
+    """Yield K and V of one layer of a raw page, float64 `[Hk, P, D]`."""
     for view in page_views(Pages(page, raw, layer, ())):
         yield view[0].double()
 
 
 REASON = "audit"
-"""What `Quarantined` events of audits say."""
+"""Reason in the `Quarantined` events of audits."""
 
 
 class Audit:
@@ -141,15 +141,15 @@ class Audit:
 
     Args:
         seq: The sequence.
-        page: The number.
-        twin: A sequence with the same pages before it, and the page's tokens still to be computed
-            in it. Its own pages are never published.
-        condemned: Told the tier of a page that was wrong, once it is forgotten.
+        page: Number of the page.
+        twin: A sequence with the same pages before this one, in which the page's tokens are still
+            to be computed. Its own pages are never published.
+        condemned: Called with the tier of a wrong page and the verdict, once it is forgotten.
 
     Attributes:
-        page: The number.
-        twin: The other sequence.
-        sound: False once a page was found that is not what the model computes.
+        page: Number of the page.
+        twin: The second sequence.
+        sound: False once a page differed from the model's computation.
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class Audit:
         self._planner, self.sound = Planner.of(seq), True
 
     def judge(self) -> None:
-        """Compares what `twin` has computed with what was restored, and quarantines what differs.
+        """Compare the pages that `twin` computed with the restored ones; quarantine differing ones.
 
-        Nothing is said of a page that was given up, cut off or not computed meanwhile.
+        A page that was forgotten, cut off or not computed meanwhile is counted as skipped.
         """
         planner, seq, twin = self._planner, self._seq, self.twin
         with planner.guard:
@@ -198,7 +198,7 @@ class Audit:
             self._condemn(group, tier, verdict)
 
     def _condemn(self, group: int, tier: str, verdict: Verdict) -> None:
-        """Forgets a page on every tier, and all that may have been computed from it."""
+        """Quarantine a page, and all pages that may have been computed from it."""
         seq, store = self._seq, self._planner.store
         key = seq.key(group, self.page)
         doomed = [store.index.find(key)]
@@ -213,7 +213,7 @@ class Audit:
 
 
 def due(seq: Sequence) -> list[int]:
-    """Numbers of the pages of a sequence that are to be audited, first to last."""
+    """Return the numbers of a sequence's pages that wait for their audit, first to last."""
     planner = Planner.of(seq)
     with planner.guard:
         samples = planner.store.samples
@@ -241,10 +241,10 @@ class Auditor:
     """Audits of one cache.
 
     Args:
-        restorer: Finds and attaches the pages before one that is audited.
-        empty: Makes an empty sequence of what another one belongs to.
+        restorer: Finds and attaches the pages before the audited one.
+        empty: Makes an empty sequence of the same tenant and model as another one.
         step: See `KV.step`.
-        condemned: Told the tier of a page that was wrong, once it is forgotten.
+        condemned: Called with the tier of a wrong page and the verdict, once it is forgotten.
     """
 
     def __init__(
@@ -259,10 +259,11 @@ class Auditor:
 
     @contextmanager
     def audit(self, seq: Sequence, page: int) -> Iterator[Audit | None]:
-        """One audit: within, the page's tokens are computed in `twin`, and then it is to `judge`.
+        """Open the audit of a page; the caller computes its tokens in `twin`, and calls `judge`.
 
-        None where they cannot: the pages before are not all there (those of a sliding window, say),
-        the model keeps a recurrent state, or there is no room. That is counted.
+        Yield None, and count the page as skipped, where they cannot be computed: a page before it
+        is missing (outside a sliding window, say), the model keeps a recurrent state, or there is
+        no room.
         """
         twin = self._twin(seq, page)
         if twin is None:
@@ -275,7 +276,7 @@ class Auditor:
             twin.close()
 
     def _twin(self, seq: Sequence, page: int) -> Sequence | None:
-        """A sequence that ends where a page of another one begins."""
+        """Return a sequence that ends where a page of another one begins; None if that fails."""
         planner, size = self._planner, self._planner.page_size
         with planner.guard:
             mine = Planner.of(seq) is planner and planner.publisher.allowed(seq)
@@ -300,20 +301,20 @@ class Auditor:
             return None
 
     def steps(self, seqs: Items[Sequence], *, whole: bool = False) -> Iterator[Step]:
-        """Steps that recompute what is to be audited, each entered while the loop body runs.
+        """Yield steps that recompute pages to audit, each entered while the loop body runs.
 
-        A sequence that a wrong page was found in ends before it afterwards, as long as part of its
-        prompt is still to be computed: what is wrong is computed with it then.
+        A sequence with a wrong page is cut before it, as long as part of its prompt is still to be
+        computed: the wrong page is then computed with that part.
 
         Args:
             seqs: Sequences in no step.
-            whole: Cut those too whose prompt is computed to its end, and nothing behind it.
+            whole: Whether to cut also a sequence that is computed exactly to its prompt's end.
         """
         for seq in seqs:
             size = Planner.of(seq).page_size
             for page in due(seq):
                 if seq.length < (page + 1) * size:
-                    break  # it was cut
+                    break  # the sequence was cut
                 with self.audit(seq, page) as case:
                     step = self._begin(case) if case is not None else None
                     if case is None or step is None:
@@ -329,7 +330,7 @@ class Auditor:
         try:
             step = self._step([case.twin], [case.twin.tokens[first:].copy()])
         except CapacityError:
-            case.judge()  # which counts it as skipped
+            case.judge()  # counts the page as skipped
             return None
         step.audits = True
         return step
@@ -342,25 +343,25 @@ def _cut(seq: Sequence, page: int, *, whole: bool) -> None:
             return
         try:
             planner.shorten(seq, page)
-        except StateError:  # it reaches behind a window
+        except StateError:  # the cut reaches behind a window
             planner.shorten(seq, 0)
         kept = (block for blocks in seq.blocks for block in blocks if block is not None)
         seq.publishable = not any(block.gone for block in kept)
 
 
-# Says in words how much of a prompt is known, and what prevents more.
+# Explanations of a prompt's cached prefix, and of the reason why it ends there.
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """The result of `KV.explain`. `str()` of it is one line for people.
+    """The result of `KV.explain`. `str()` of it is one readable line.
 
     Attributes:
         tokens: Length of the prompt.
-        known: Tokens of it that need no computing.
-        residency: Tokens of the known prefix by the nearest place that holds them.
-        reason: Why the next token is not known.
+        known: Length of its cached prefix.
+        residency: Tokens of the cached prefix by the nearest place that holds them.
+        reason: Reason why the next token is not cached.
         differs_at: First position where the nearest known prompt differs, if one was found.
-        decoding: How graphs serve decode steps, or why none does; "" where there is none.
+        decoding: Use of CUDA graphs by decode steps, or the reason against it; "" without any.
     """
 
     tokens: int
@@ -378,7 +379,10 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explain(restorer: PrefixMatcher, seq: Sequence, limit: int) -> Explanation:
-    """Looks a fresh, empty sequence up without attaching anything. Callers hold the KV lock."""
+    """Explain the cached prefix of a fresh, empty sequence, attaching nothing.
+
+    Callers hold the KV lock.
+    """
     size, store, tokens = restorer.page_size, restorer.store, seq.tokens
     pages = restorer.match(seq, max(0, limit) // size)
     residency: dict[str, int] = {}
@@ -426,7 +430,7 @@ def _reason(
 
 
 def _missing(restorer: PrefixMatcher, seq: Sequence, pages: int) -> dict[int, int]:
-    """Per group that prevents another page, the first page that is not known."""
+    """Return the first missing page of each group that prevents another page of reuse."""
     missing: dict[int, int] = {}
     for g in range(len(seq.blocks)):
         for page in range(restorer.first(g, pages + 1), pages + 1):

@@ -1,9 +1,10 @@
-"""What is erased for good: prompts, tenants and models, from every tier, with a proof.
+"""Proven erasure of prompts, tenants and models from every tier.
 
-First what others wrote is learnt from the tiers' own lists, then all is erased, and then the tiers
-are asked again. A tier that cannot prove it is named, after all others have erased. Meanwhile no
-other cache stores on a tier that has an erasure log, and before it is over all that was erased is
-noted there: whoever shares the tier drops it before the next prompt is opened.
+First the frames of other writers are listed from the tiers, then all blocks are erased, and then
+the tiers are listed again. A tier without proof is named in the error, after all others have
+erased. Meanwhile no other cache stores on a tier that has an erasure log, and the erasure is
+recorded in the log before it ends: caches that share the tier drop the blocks before they open
+the next prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ERASING_S = 0.1
 
 
 class Realm(NamedTuple):
-    """A selection of frames: those that carry what is said here.
+    """A selection of frames and blocks by tenant and namespace.
 
     Attributes:
         tenant: Tenant salt; None for any.
@@ -40,24 +41,24 @@ class Realm(NamedTuple):
     namespace: bytes | None
 
     def holds(self, info: FrameInfo | Block) -> bool:
-        """Whether a frame or block is meant."""
+        """Return whether a frame or block belongs to the realm."""
         tenant, namespace = self.tenant in (None, info.tenant), self.namespace
         return tenant and namespace in (None, info.namespace)
 
     def covers(self, realm: tuple[bytes, bytes, int]) -> bool:
-        """Whether ghosts of a namespace, tenant and group are meant."""
+        """Return whether ghosts of a (namespace, tenant, group) belong to the realm."""
         namespace, tenant, _ = realm
         return self.tenant in (None, tenant) and self.namespace in (None, namespace)
 
 
 def forget_realm(store: PageStore, realm: Realm) -> int:
-    """Erases all blocks of a tenant or a model, and proves it. Callers hold the KV lock.
+    """Erase all blocks of a tenant or a model, and prove it. Callers hold the KV lock.
 
     Returns:
-        Blocks erased.
+        Number of erased blocks.
 
     Raises:
-        StoreError: A tier cannot prove that it holds nothing of them any more.
+        StoreError: A tier cannot prove that it holds none of them any more.
     """
     store.drop_tails()
     names = _Names(realms=[realm_name(*realm)])
@@ -71,20 +72,21 @@ def forget_realm(store: PageStore, realm: Realm) -> int:
 
 
 def forget_prompt(store: PageStore, seq: Sequence) -> int:
-    """Erases what only a prompt, and what continues it, uses. Callers hold the KV lock.
+    """Erase a prompt's blocks and all that continue it. Callers hold the KV lock.
 
-    Pages that other prompts continue stay. Pages whose tokens this process does not know (after a
-    restart) go with the last full page of the prompt, be it that they continue it otherwise.
+    Pages that other prompts continue stay. Pages below the last full page of the prompt with tokens
+    that are unknown in this process (after a restart) are erased, even if they continue it
+    differently.
 
     Args:
-        store: Where the blocks are known.
+        store: Store of the blocks.
         seq: A sequence of the prompt, freshly opened.
 
     Returns:
-        Blocks erased.
+        Number of erased blocks.
 
     Raises:
-        StoreError: A tier cannot prove that it holds nothing of them any more.
+        StoreError: A tier cannot prove that it holds none of them any more.
     """
     doomed: dict[int, Block] = {}
     shared = [0] * len(seq.blocks)
@@ -102,18 +104,18 @@ def forget_prompt(store: PageStore, seq: Sequence) -> int:
 
 
 def _bury(store: PageStore, seq: Sequence, group: int, shared: int, keys: set[bytes]) -> None:
-    """Drops what is left of a group's pages behind the shared ones, and of all that went on."""
+    """Drop the ghosts of a group's pages behind the shared ones, and of all their continuations."""
     last = len(seq.tokens) // seq.chains[group].page_size
     if last:
         own = {seq.key(group, page) for page in range(min(shared, last - 1), last)}
         store.index.ghosts.bury(keys | own)
-    else:  # what began with it is not known by its tokens any more: all beginnings go
+    else:  # ghosts have no tokens to compare with a prompt of less than a page: all of them go
         realm = seq.namespace, seq.tenant, group
         store.index.ghosts.bury_realm(lambda other: other == realm)
 
 
 def _doom(store: PageStore, seq: Sequence, group: int, doomed: dict[int, Block]) -> int:
-    """Adds a group's blocks; returns how many pages at the beginning stay, as others use them."""
+    """Add a group's blocks to `doomed`; return the number of first pages that other prompts use."""
     size, realm = seq.chains[group].page_size, (seq.namespace, seq.tenant, group)
     last = len(seq.tokens) // size
     for page in range(last, -1, -1):
@@ -141,7 +143,7 @@ def _doom(store: PageStore, seq: Sequence, group: int, doomed: dict[int, Block])
 
 
 def _continues(head: Block, above: bytes, rest: NDArray[np.uint32]) -> bool:
-    """Whether a branch below a key is that of the tokens that follow it."""
+    """Return whether a branch below a key may continue it with the tokens `rest`."""
     if head.parent != above or head.tokens is None:
         return len(rest) == 0 or above != ROOT
     both = min(len(rest), len(head.tokens))
@@ -149,10 +151,10 @@ def _continues(head: Block, above: bytes, rest: NDArray[np.uint32]) -> bool:
 
 
 def _learn(store: PageStore, realm: Realm) -> dict[int, str]:
-    """Makes those frames known that others wrote, or that are only in a tier's own list.
+    """Publish blocks for all frames of a realm that the tiers list.
 
     Returns:
-        Numbers of tiers that cannot say what they hold, and why.
+        Reasons of the tiers that cannot list their frames, by number.
     """
     unseen = {}
     for number, tier in enumerate(store.stack.tiers):
@@ -163,7 +165,7 @@ def _learn(store: PageStore, realm: Realm) -> dict[int, str]:
 
 
 def _survey(tier: Tier) -> str:
-    """Has a tier look anew at what others wrote; why it cannot, "" if it has."""
+    """Refresh a tier's list of frames; return the reason of a failure, or ""."""
     survey: Callable[[], None] | None = getattr(tier, "survey", None)
     try:
         if survey is not None:
@@ -174,7 +176,7 @@ def _survey(tier: Tier) -> str:
 
 
 class _Names(NamedTuple):
-    """By what other caches find what they hold of it, see `ErasureLog.publish`."""
+    """Keys and realms that an erasure log records for other caches, see `ErasureLog.publish`."""
 
     keys: Iterable[bytes] = ()
     below: Iterable[bytes] = ()
@@ -182,12 +184,12 @@ class _Names(NamedTuple):
 
 
 def _names(seq: Sequence, shared: list[int]) -> _Names:
-    """What a prompt is called, of which so many pages in each group stay."""
+    """Return the names of an erased prompt, given the number of pages that stay in each group."""
     keys, below = list[bytes](), list[bytes]()
     whole = _Names(realms=[realm_name(seq.tenant, seq.namespace)])
     for group, stay in enumerate(shared):
         last = len(seq.tokens) // seq.chains[group].page_size
-        if not last:  # other caches know what lies below a key, and not which tokens it has
+        if not last:  # no key names a prompt of less than a page: other caches drop its realm
             return whole
         keys += (seq.key(group, page) for page in range(stay, last))
         below += [seq.key(group, last - 1)] if stay == last else []
@@ -196,10 +198,10 @@ def _names(seq: Sequence, shared: list[int]) -> _Names:
 
 @contextmanager
 def _alone(store: PageStore) -> Iterator[dict[int, str]]:
-    """Within it no other cache stores; gives numbers of tiers where it may, and why."""
+    """Keep other caches from storing meanwhile; yield the failures by tier number, with reasons."""
     problems: dict[int, str] = {}
     with ExitStack() as held:
-        # In the order of their names, so that no two wait for each other.
+        # In the order of their paths, so that no two processes wait for each other.
         for number, log in sorted(store.stack.erasure_logs.items(), key=lambda one: one[1].path):
             try:
                 held.enter_context(log.erasing())
@@ -215,7 +217,7 @@ def _erase(
     names: _Names,
     problems: dict[int, str],
 ) -> int:
-    """Erases blocks from everywhere, asks every tier whether that is so, and tells other caches."""
+    """Erase blocks everywhere, check every tier's list, and record the erasure for other caches."""
     keys = {block.key for block in doomed}
     for number in range(len(store.stack.tiers)):
         if problem := _erase_from(store, number, keys, meant):
@@ -241,7 +243,7 @@ def _erase(
 def _erase_from(
     store: PageStore, number: int, keys: set[bytes], meant: Callable[[FrameInfo], bool]
 ) -> str:
-    """Erases frames of one tier; why it cannot be proven that none is left, "" if it was."""
+    """Erase frames of one tier; return the reason why that is not proven, "" if it is."""
     tier, gone = store.stack.tiers[number], set(keys)
     if any(store.stack.mover.on_the_way(key, number) for key in keys):
         return f"{tier.name} has not answered yet whether it stored some"
@@ -252,32 +254,32 @@ def _erase_from(
             except StoreError as error:
                 if last or not store.stack.mover.lanes[number].busy:
                     return f"{tier.name}: {error.problem}"
-                store.drain(_ERASING_S)  # some may just be read
+                store.drain(_ERASING_S)  # a frame may be being read
                 continue
         if problem := _survey(tier):
             return problem
         left = {entry.key for entry in tier.scan() if entry.key in keys or meant(entry.info)}
         if not left and (tier.writable or number not in store.stack.erasure_logs):
             return ""
-        if not tier.writable:  # its owner, who may be storing some just now, hears of it
+        if not tier.writable:  # its writer may be storing some now, and will read the log
             count = len(left) or "perhaps some"
             return f"{tier.name} holds {count} of them and can only be read here"
         gone |= left
     return f"{tier.name} holds {len(left)} of them still, or again: others write to it"
 
 
-# What other caches erased: dropped from everywhere before anything else is looked up.
+# Erasures by other caches: dropped from everywhere here before anything else is looked up.
 
 
 def hear(store: PageStore, seqs: Iterable[Sequence]) -> int:
-    """Drops what other caches erased since the last call. Callers hold the KV lock.
+    """Drop the blocks that other caches erased since the last call. Callers hold the KV lock.
 
     Args:
-        store: Where the blocks are known.
-        seqs: Those that are open: they keep their pages, and publish nothing more of them.
+        store: Store of the blocks.
+        seqs: The open sequences: those with erased pages keep them, and publish nothing more.
 
     Returns:
-        Blocks dropped.
+        Number of dropped blocks.
     """
     store.stack.behind, dropped = False, 0
     for number, log in store.stack.erasure_logs.items():
@@ -289,7 +291,7 @@ def hear(store: PageStore, seqs: Iterable[Sequence]) -> int:
 
 
 def _drop(store: PageStore, number: int, erased: Erased) -> int:
-    """Drops what the log of a tier says; returns how many blocks were known of it."""
+    """Drop the blocks that a tier's log names as erased; return their number."""
     store.drop_tails()
     covers, index = lru_cache(erased.covers), store.index
     doomed = {b: None for b in index if erased.has(b.key) or covers(b.tenant, b.namespace)}
@@ -302,7 +304,7 @@ def _drop(store: PageStore, number: int, erased: Erased) -> int:
 
 
 def _hit(seq: Sequence, erased: Erased) -> bool:
-    """Whether a sequence began with what was erased."""
+    """Return whether an erasure covers a sequence's realm, one of its pages, or a key above it."""
     if erased.covers(seq.tenant, seq.namespace):
         return True
     for group, chain in enumerate(seq.chains):

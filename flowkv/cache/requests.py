@@ -1,4 +1,4 @@
-"""Requests: what is brought nearer for them, what policies are told, those that wait, traces."""
+"""Requests: prefetches for them, their events for policies, the waiting queue, and traces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flowkv.policy.prefetch import Fetch, Prefetcher
 from flowkv.policy.prefetch.prefetcher import KINDS, QUEUE
 from flowkv.policy.warming import behind
 
-# Known prompts, brought onto their device in the background, ahead of their use.
+# Prefetches of known prompts onto their device, in the background, ahead of their use.
 
 _LONGEST_S = 0.1
 
@@ -38,19 +38,19 @@ _LONGEST_S = 0.1
 class Prefetch:
     """Pages on their way to the device, as `KV.prefetch` returns them.
 
-    They arrive while others compute: at the edges of steps, or in `wait`. Who opens the prompt
-    before that waits for what is under way, and loads the rest.
+    They arrive while others compute: at the edges of steps, or in `wait`. If the prompt is opened
+    earlier, it waits for the pages under way, and loads the rest.
 
     Args:
-        store: Where pages are known.
-        loader: Loads them.
+        store: Store of the pages.
+        loader: Loads the pages.
         guard: The KV lock; `cancel` and `wait` take it.
-        told: Called with each block that was asked for, and whether it came by this.
+        told: Called with each requested block, and whether this prefetch loaded it.
 
     Attributes:
-        pages: Pages that were asked for.
-        arrived: Those of them that came.
-        left: Those of them that are still on their way.
+        pages: Number of requested pages.
+        arrived: Requested pages that arrived.
+        left: Requested pages that are still on their way.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Prefetch:
         self.pages = self.arrived = self.left = 0
 
     def start(self, blocks: Items[Block], allocate: Allocate | None = None) -> None:
-        """Asks for blocks, as far as there is room for them. Callers hold the KV lock.
+        """Start loading blocks, as far as there is room for them. Callers hold the KV lock.
 
         Args:
-            blocks: Known blocks; those on their device by now need nothing.
-            allocate: Makes room; by default idle pages are given up for it.
+            blocks: Known blocks; those on their device already need no load.
+            allocate: Allocates device pages; by default idle pages are evicted for them.
         """
         store = self._store
         absent = [block for block in blocks if block.page < 0]
@@ -89,13 +89,13 @@ class Prefetch:
         store.drain()
 
     def cancel(self) -> None:
-        """Calls off what is on its way and nobody else waits for. Safe to call again."""
+        """Cancel the pages under way that nothing else waits for. Safe to call again."""
         with self._guard:
             self._store.stack.mover.cancel(self)
             self._store.drain()
 
     def wait(self, timeout_s: float = 10.0) -> bool:
-        """Waits until everything was answered; False if that took too long."""
+        """Wait until all pages are answered; return False on timeout."""
         end_s = compiling.now_s() + timeout_s
         while self.left:
             left_s = end_s - compiling.now_s()
@@ -109,7 +109,7 @@ class Prefetch:
         store, block = self._store, load.block
         self.left -= 1
         self.pages -= batch.refused
-        load.drop()  # nobody holds it yet
+        load.drop()  # no sequence holds the page yet
         for tier, _ in batch.pages:
             n_bytes = batch.n_bytes[tier]
             self.arrived += 1
@@ -122,12 +122,12 @@ class Prefetch:
         return f"<flowkv.Prefetch: {self.arrived} of {self.pages} pages arrived, {self.left} left>"
 
 
-# One device's prefetcher: what it asks, what it is told, and what carries out its decisions.
+# One device's prefetcher: its view of the cache, its events, and the execution of its plans.
 
 MOST_QUEUED = 256
-"""So many requests that wait are looked at; the others come when these were served."""
+"""Most waiting requests passed to the prefetcher; further ones get no prefetch of their own."""
 _LEAST_FLYING, _MOST_FLYING = 1 << 26, 1 << 28
-"""Bytes that may be on their way at once; between these, what a period brings."""
+"""Bounds of the bytes in flight at once; between them, the bytes that a period can load."""
 _SOON = 16  # parts of a period
 
 
@@ -137,10 +137,10 @@ class _Queued(NamedTuple):
 
 
 class DevicePrefetcher:
-    """The prefetcher of one device, with what it asks (`Reach`). Callers hold the KV lock.
+    """The prefetcher of one device, and its view of the cache (`Reach`). Callers hold the KV lock.
 
     Args:
-        store: Where everything lies.
+        store: The page store.
         loader: Loads pages.
         guard: The KV lock.
         device: Name of the device.
@@ -148,9 +148,9 @@ class DevicePrefetcher:
         options: Fields of `PrefetchConfig`.
 
     Attributes:
-        capacity_bytes: Of the device's pool.
-        prefetcher: Decides.
-        due_ns: When to look again.
+        capacity_bytes: Capacity of the device's pool.
+        prefetcher: Plans the prefetches.
+        due_ns: Time of the next `look`.
     """
 
     def __init__(
@@ -177,16 +177,16 @@ class DevicePrefetcher:
         if self._learns:
             self.due_ns = store.context.now_ns()
 
-    # ---- what it asks
+    # ---- the view of the cache (`Reach`)
 
     def room_bytes(self) -> int:
-        """Free on the device."""
+        """Return the free bytes of the device, those of tails included."""
         store, used = self._store, self._pool.used_bytes()
         tail = sum(store.forms[group].raw.page_bytes for group in self._groups)
         return self.capacity_bytes - used + len(store.tails) * tail
 
     def sizes(self, slots: Slots) -> Slots:
-        """Bytes of blocks, as they lie on the device or would."""
+        """Return the bytes of each block's page on the device, or of its copy on a tier."""
         return np.array([self._size(self._store.index.get(slot)) for slot in slots.tolist()], int)
 
     def _size(self, block: Block | None) -> int:
@@ -197,9 +197,9 @@ class DevicePrefetcher:
         return store.size(block) if there else store.stack.size(block, store.stack.locate(block))
 
     def missing(self, tip: int) -> tuple[int, Slots]:
-        """The deepest ancestor of `tip` that is on the device, or -1, and what lies between.
+        """Return the deepest ancestor of `tip` on the device, or -1, and the blocks between.
 
-        Where a window hides the beginning, only what it still shows.
+        A sliding window ends the list at its first page.
         """
         self._tip = tip
         index, block = self._store.index, self._store.index.get(tip)
@@ -212,7 +212,7 @@ class DevicePrefetcher:
                 break
             above = index.find(block.parent)
             if above is None and block.parent != ROOT and window is None:
-                return -1, NO_SLOTS  # what lies above is gone, so this is of no use
+                return -1, NO_SLOTS  # the parent is gone, so the chain cannot be reused
             block = above
         anchor = block.slot if block is not None and block.page >= 0 else -1
         slots, open_tiers = [], dict[int, bool]()
@@ -229,10 +229,10 @@ class DevicePrefetcher:
         lane = self._store.stack.mover.lanes[number]
         return self._store.stack.answers(number) and lane.guard.allows(lane.clock_ns())
 
-    # ---- what it is told
+    # ---- events
 
     def accessed(self, now_ns: int, request: int, group: int, slots: Slots) -> None:
-        """A request arrived, whose chain of a group has these slots."""
+        """Record the arrival of a request with this chain of a group."""
         self._settle(now_ns)
         window = self._windows[group]
         chain = slots if window is None else slots[-window:]
@@ -248,7 +248,7 @@ class DevicePrefetcher:
         self._plan_ahead(now_ns)
 
     def hint(self, now_ns: int, group: int, slots: Slots, eta_ns: int, sigma: float) -> None:
-        """The next use of a group's chain is expected."""
+        """Pass on the expected next use of a group's chain in about `eta_ns`."""
         self._settle(now_ns)
         known = self._known(group, slots)
         if len(known):
@@ -262,7 +262,7 @@ class DevicePrefetcher:
     def enqueue(
         self, now_ns: int, request: int, group: int, slots: Slots, handle: Prefetch
     ) -> None:
-        """A request waits that will use a group's chain."""
+        """Queue a waiting request that will use a group's chain."""
         self._settle(now_ns)
         known = self._known(group, slots)
         if len(known) and len(self._queued) < MOST_QUEUED:
@@ -271,27 +271,27 @@ class DevicePrefetcher:
             self.due_ns = now_ns
 
     def abort(self, now_ns: int, request: int) -> None:
-        """A request that waited will not run."""
+        """Remove a waiting request that will not run."""
         if self._queued.pop(request, None) is not None:
             self.prefetcher.abort(now_ns, request)
 
     def left(self, now_ns: int, block: Block) -> None:
-        """A page that was prefetched left its device unused."""
+        """Record that a prefetched page left its device unused."""
         self._settle(now_ns)
         self.prefetcher.left(now_ns, as_slots([block.slot]))
 
     def dropped(self, slots: Items[int]) -> None:
-        """Slots that name nothing any more."""
+        """Collect slots that no longer name a block."""
         self._dropped += slots
 
     def told(self, block: Block, arrived: bool) -> None:
-        """What became of a page that was on its way."""
+        """Record whether a requested page arrived."""
         (self._arrived if arrived else self._failed).append(block.slot)
         if self._queued and self._store.index.get(block.slot) is not None:
             self.due_ns = min(self.due_ns, self._store.context.now_ns() + self._period_ns // _SOON)
 
     def _known(self, group: int, slots: Slots) -> Slots:
-        """The blocks of a chain that lie somewhere, up to the first gap if all are needed."""
+        """Return the known blocks of a chain, up to the first gap if all pages are needed."""
         found = []
         for slot in slots.tolist():
             if self._store.index.get(slot) is not None:
@@ -301,7 +301,7 @@ class DevicePrefetcher:
         return as_slots(found)
 
     def _settle(self, now_ns: int) -> None:
-        """Passes on what happened meanwhile."""
+        """Pass the collected arrivals, failures and dropped slots to the prefetcher."""
         arrived, self._arrived = self._arrived, []
         failed, self._failed = self._failed, []
         dropped, self._dropped = self._dropped, []
@@ -316,10 +316,10 @@ class DevicePrefetcher:
         if self._learns or not self.prefetcher.idle:
             self.due_ns = min(self.due_ns, self.prefetcher.due_ns(now_ns))
 
-    # ---- what is done
+    # ---- execution
 
     def look(self, now_ns: int) -> None:
-        """Brings what the prefetcher says, as far as there is room."""
+        """Start the prefetches that the prefetcher plans, as far as there is room."""
         self._settle(now_ns)
         self.due_ns = NEVER_NS
         self._bound()
@@ -329,7 +329,7 @@ class DevicePrefetcher:
         self._plan_ahead(now_ns)
 
     def _bound(self) -> None:
-        """Lets no more be on its way than what the fastest tier gives in a period."""
+        """Limit the bytes in flight to those that the fastest tier loads in a period."""
         rates = (lane.loads.bytes_per_s for lane in self._store.stack.mover.lanes)
         flying = round(max(rates, default=0.0) * self._config.period_s)
         flying = min(max(flying, _LEAST_FLYING), _MOST_FLYING)
@@ -339,7 +339,7 @@ class DevicePrefetcher:
     def _carry_out(self, fetch: Fetch) -> None:
         store = self._store
         blocks = [store.index.at(slot) for slot in fetch.slots.tolist()]
-        for block in blocks:  # what leaves for them may push something off a tier
+        for block in blocks:  # the victims' write-back may evict other blocks from a tier
             store.keep(block)
         try:
             store.displace(fetch.victims.tolist())
@@ -350,13 +350,13 @@ class DevicePrefetcher:
                 store.unkeep(block)
 
     def _handle(self, kind: int) -> Prefetch:
-        """Those who wait may call off what comes for them."""
+        """Return the handle for a fetch: a waiting request's own, so that it can cancel it."""
         waiting = (one.handle for one in self._queued.values() if one.tip == self._tip)
         handle = next(waiting, None) if kind == QUEUE else None
         return handle or Prefetch(self._store, self._loader, self._guard, self.told)
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the counters of the prefetcher as plain numbers."""
         one, report = self.prefetcher, dict[str, Any]()
         for number, kind in enumerate(KINDS):
             report[kind] = {
@@ -371,27 +371,27 @@ class DevicePrefetcher:
         return report
 
 
-# Brings what is expected next onto its device before anybody asks, at the edges of steps.
+# Prefetching at the edges of steps, ahead of expected requests.
 #
-# The `Prefetcher` of each device decides (`flowkv.policy.prefetch`): requests that wait, hints,
-# and what the place's policy has learned. Here it is told what happens, and a `DevicePrefetcher`
-# carries out what it says: room comes from free pages and from what the policy gives up for it,
-# bytes come from the tiers that hold the chain, by the same lanes as everything else. When
-# nothing is expected, an edge costs one comparison.
+# The `Prefetcher` of each device decides (`flowkv.policy.prefetch`) from waiting requests, hints,
+# and the patterns that the place's policy has learned. A `DevicePrefetcher` passes it the events
+# and executes its plans: room comes from free pages and from victims of the policy, bytes come from
+# the tiers that hold the chain, through the same lanes as all transfers. When nothing is expected,
+# an edge costs one comparison.
 
 
 class PrefetchManager:
     """The prefetchers of all devices. Callers hold the KV lock.
 
     Args:
-        store: Where everything lies.
+        store: The page store.
         loader: Loads pages.
         guard: The KV lock.
         windows: See `DevicePrefetcher`.
         options: Fields of `PrefetchConfig`.
 
     Attributes:
-        due_ns: Before that an edge has nothing to do; `NEVER_NS` while nothing is expected.
+        due_ns: Time before which an edge has nothing to do; `NEVER_NS` if nothing is expected.
     """
 
     def __init__(
@@ -412,7 +412,7 @@ class PrefetchManager:
         self._expect()
 
     def edge(self) -> None:
-        """Looks ahead if that is due. Ask only while `due_ns` is not `NEVER_NS`."""
+        """Run the prefetchers that are due. Call only while `due_ns` is not `NEVER_NS`."""
         now = self._store.context.now_ns()
         if now < self.due_ns:
             return
@@ -422,17 +422,17 @@ class PrefetchManager:
         self._expect()
 
     def accessed(self, now_ns: int, request: int, group: int, slots: Slots) -> None:
-        """A request arrived, whose chain of a group has these slots; nothing is loaded yet."""
+        """Record the arrival of a request with this chain of a group, before it is loaded."""
         self._groups[group].accessed(now_ns, request, group, slots)
         self._expect()
 
     def hint(self, now_ns: int, group: int, slots: Slots, eta_ns: int, sigma: float) -> None:
-        """The next use of a group's chain is expected in about `eta_ns`."""
+        """Record that the next use of a group's chain is expected in about `eta_ns`."""
         self._groups[group].hint(now_ns, group, slots, eta_ns, sigma)
         self._expect()
 
     def enqueue(self, request: int, chains: Items[Slots]) -> Prefetch:
-        """A request waits that will use these chains; what comes for it is what is returned."""
+        """Queue a waiting request that will use these chains; return the handle of its prefetch."""
         now = self._store.context.now_ns()
         handle = Prefetch(self._store, self._loader, self._guard, self._told)
         for group, slots in enumerate(chains):
@@ -442,11 +442,11 @@ class PrefetchManager:
         return handle
 
     def abort(self, now_ns: int, request: int, group: int) -> None:
-        """A request that waited will not run."""
+        """Remove a waiting request that will not run."""
         self._groups[group].abort(now_ns, request)
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers, by device."""
+        """Return the counters of each device's prefetcher."""
         return {name: device.report() for name, device in self._devices.items()}
 
     def _told(self, block: Block, arrived: bool) -> None:
@@ -454,11 +454,11 @@ class PrefetchManager:
         self._expect()
 
     def unused(self, block: Block) -> None:
-        """A page that was prefetched left its device unused."""
+        """Record that a prefetched page left its device unused."""
         self._groups[block.group].left(self._store.context.now_ns(), block)
 
     def dropped(self, slots: Items[int]) -> None:
-        """Slots that name nothing any more."""
+        """Pass on slots that no longer name a block."""
         for device in self._devices.values():
             device.dropped(slots)
 
@@ -466,29 +466,28 @@ class PrefetchManager:
         self.due_ns = min(device.due_ns for device in self._devices.values())
 
 
-# Requests, as the policies of all places are told of them: once each, by the slots of its chain.
+# Requests as events for the policies of all places: once each, by the slots of its chain.
 #
-# Every policy sees every request, whichever place the pages come from, and pages that lie nowhere
-# any more as well: so that it learns from what it gave up. Where a model has several layer
-# groups, each has a chain of its own, and is a request (and a conversation) of its own to the
-# policies.
+# Every policy sees every request, whichever place the pages come from, and the ghosts of forgotten
+# pages as well: so that it learns from its evictions. Where a model has several layer groups, each
+# has a chain of its own, and is a request (and a conversation) of its own to the policies.
 
 FEW_SESSIONS, MOST_SESSIONS = 1 << 8, 1 << 14
-"""Conversations whose last page is remembered, so that a hint can name them; beyond the few, those
-whose pages are forgotten go as others come."""
+"""Conversations with a remembered last page, so that a hint can name them: beyond the first number,
+those with forgotten pages go as others come; the second is the limit."""
 _LARGEST = (1 << 62) - 1
 
 
 class RequestTracker:
-    """Numbers requests and tells policies of them. Callers hold the KV lock.
+    """Numbers of requests, and their events for all policies. Callers hold the KV lock.
 
     Args:
-        planner: Groups and store.
-        prefetches: Told of requests, too; None where nothing is prefetched.
+        planner: Planner with the layer groups and the store.
+        prefetches: Prefetchers that get the events, too; None where nothing is prefetched.
 
     Attributes:
-        followers: Told of every request that ended: its sequence, the whole pages of its prompt,
-            and when it arrived.
+        followers: Called for every request that ended, with its sequence, the number of whole pages
+            of its prompt, and its arrival time.
     """
 
     def __init__(self, planner: Planner, prefetches: PrefetchManager | None) -> None:
@@ -502,16 +501,16 @@ class RequestTracker:
     # ---- requests
 
     def number(self) -> int:
-        """A number for a request; the groups' are this one and those after it."""
+        """Return a new request number; layer group g of the request has this number plus g."""
         first = self._requests
         self._requests += len(self._windows)
         return first
 
     def begin(self, seq: Sequence, request: int = -1) -> None:
-        """A request with these tokens arrived.
+        """Report the arrival of a request to all policies.
 
         Args:
-            seq: Opened just now; nothing of it is attached or computed.
+            seq: Its sequence, just opened; no page of it is attached or computed.
             request: Its number, if it was enqueued.
         """
         seq.request = self.number() if request < 0 else request
@@ -529,7 +528,7 @@ class RequestTracker:
             self._care(seq)
 
     def end(self, seq: Sequence) -> None:
-        """A request ended; only what `begin` was told of has an end."""
+        """Report the end of a request that `begin` reported; ignore others."""
         if seq.request < 0:
             return
         now, output = self.store.context.now_ns(), max(0, seq.known - seq.prompted)
@@ -543,7 +542,7 @@ class RequestTracker:
             self._remember(seq, min(seq.length, seq.known) // self.page_size)
 
     def abort(self, request: int) -> None:
-        """A request that was enqueued, or began, will not go on."""
+        """Report that an enqueued or begun request will not go on."""
         now = self.store.context.now_ns()
         for g in range(len(self._windows) if request >= 0 else 0):
             for place in self.store.places:
@@ -552,7 +551,7 @@ class RequestTracker:
                 self.prefetches.abort(now, request + g, g)
 
     def enqueue(self, seq: Sequence) -> int:
-        """A request with these tokens waits to be served; returns its number."""
+        """Report a request that waits to be served; return its number."""
         request, now = self.number(), self.store.context.now_ns()
         for g, slots in enumerate(self.chains(seq)):
             for place in self.store.places:
@@ -562,9 +561,9 @@ class RequestTracker:
     # ---- chains
 
     def chains(self, seq: Sequence) -> list[Slots]:
-        """For each group, the slots of the prompt's known pages from the first one on.
+        """Return for each group the slots of the prompt's known pages, from the first one on.
 
-        Ghosts are among them. Groups that forget what lies behind their window may begin later.
+        Ghosts are among them. Chains of groups with a sliding window may begin later.
         """
         most, found = seq.known // self.page_size, dict[int, Slots]()
         groups = range(len(self._windows))
@@ -590,10 +589,10 @@ class RequestTracker:
     # ---- how pages should be kept
 
     def check(self, seq: Sequence) -> None:
-        """Asks every policy whether it knows the lease of a request.
+        """Check that every policy supports the lease of a request.
 
         Raises:
-            ConfigError: One does not.
+            ConfigError: A policy does not.
         """
         if seq.care.lease:
             for place in self.store.places:
@@ -601,7 +600,7 @@ class RequestTracker:
                 place.policy.insert(self.store.context.now_ns(), none, none, lease=seq.care.lease)
 
     def _care(self, seq: Sequence) -> None:
-        """What is known of the prompt already is kept as the request says from now on."""
+        """Apply a request's session and leases to the known pages of its prompt."""
         if seq.care.session >= 0:
             self._remember(seq, seq.known // self.page_size)
         if not seq.care.lease and not seq.care.retain:
@@ -621,7 +620,7 @@ class RequestTracker:
     # ---- hints
 
     def hint(self, chains: Iterable[Slots], eta_ns: int, sigma: float) -> int:
-        """The next use of chains, one a group, is expected; returns slots of the longest."""
+        """Report the expected next use of chains, one a group; return the longest one's length."""
         now, longest = self.store.context.now_ns(), 0
         for g, slots in enumerate(chains):
             if len(slots):
@@ -633,7 +632,7 @@ class RequestTracker:
         return longest
 
     def session(self, session: int) -> list[Slots]:
-        """The chains of a conversation, as far as they are remembered."""
+        """Return the chains of a conversation, as far as they are remembered."""
         keys = self._sessions.get(session, ())
         return [as_slots(self.store.index.chain(key)) for key in keys]
 
@@ -645,7 +644,7 @@ class RequestTracker:
         self._sessions[seq.care.session] = keys
         if len(self._sessions) > MOST_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
-        if len(self._sessions) > FEW_SESSIONS:  # two for one: what is forgotten never piles up
+        if len(self._sessions) > FEW_SESSIONS:  # two checks per addition: stale ones never pile up
             for session in list(islice(self._sessions, 2)):
                 keys = self._sessions.pop(session)
                 if self._known_still(keys):
@@ -660,23 +659,23 @@ class RequestTracker:
         return next((key for key in known if self.store.index.slot(key) >= 0), first)
 
     def purge(self) -> None:
-        """Forgets conversations whose last page is not known any more."""
+        """Forget the conversations with a last page that is not known any more."""
         known = self._known_still
         self._sessions = {name: keys for name, keys in self._sessions.items() if known(keys)}
 
 
 MOST_WAITING = 1 << 14
-"""Requests that wait at most; the oldest is called off for one more: nobody came to open it."""
+"""Most waiting prompts; beyond it the oldest request is cancelled, as it was never opened."""
 
 
 class WaitingRequest:
-    """A request that waits, as `KV.enqueue` returns it.
+    """A waiting request, as `KV.enqueue` returns it.
 
     Opening its prompt serves it; `cancel` it if that is not going to happen.
 
     Attributes:
-        request: The number by which policies know it.
-        prefetch: Pages on their way to the device for it; None if none were asked for.
+        request: Number of the request for the policies.
+        prefetch: Prefetch of its pages to the device; None if there is none.
     """
 
     def __init__(self, queue: Queue, key: bytes, request: int) -> None:
@@ -685,11 +684,11 @@ class WaitingRequest:
 
     @property
     def waiting(self) -> bool:
-        """Whether it was neither opened nor cancelled."""
+        """Return whether the request was neither opened nor cancelled."""
         return self in self._queue.handles(self._key)
 
     def cancel(self) -> None:
-        """It will not be served. Safe to call again, and after it was opened."""
+        """Cancel the request. Safe to call again, and after it was opened."""
         self._queue.cancel(self)
 
     def __repr__(self) -> str:
@@ -697,11 +696,11 @@ class WaitingRequest:
 
 
 class Queue:
-    """The requests that wait, by the last full page of their prompts.
+    """Queue of waiting requests, by the last full page of their prompts.
 
     Args:
-        visits: Tells policies.
-        guard: The KV lock; `cancel` takes it, the others' callers hold it.
+        visits: Reports requests to policies.
+        guard: The KV lock; `cancel` takes it, callers of the other methods hold it.
     """
 
     def __init__(self, visits: RequestTracker, guard: Guard) -> None:
@@ -709,7 +708,7 @@ class Queue:
         self._waiting: dict[bytes, list[WaitingRequest]] = {}
 
     def add(self, seq: Sequence) -> WaitingRequest:
-        """A request for the prompt of a sequence waits now."""
+        """Enqueue a request for the prompt of a sequence, and return it."""
         key = self._name(seq)
         queued = WaitingRequest(self, key, self._visits.enqueue(seq))
         self._waiting.setdefault(key, []).append(queued)
@@ -718,18 +717,18 @@ class Queue:
         return queued
 
     def take(self, seq: Sequence) -> int:
-        """The number of the request that has waited longest for this prompt, -1 if none has."""
+        """Remove the request that has waited longest for a prompt; return its number, or -1."""
         if not self._waiting:
             return -1
         handles = self.handles(self._name(seq))
         return self._remove(handles[0]) if handles else -1
 
     def handles(self, key: bytes) -> list[WaitingRequest]:
-        """What waits for a prompt with this last page, the longest waiting first."""
+        """Return the waiting requests for a prompt with this last page, the oldest first."""
         return self._waiting.get(key, [])
 
     def cancel(self, queued: WaitingRequest) -> None:
-        """Takes a request out that will not be served."""
+        """Remove a request that will not be served, and cancel its prefetch."""
         with self._guard:
             if queued.waiting:
                 self._visits.abort(self._remove(queued))
@@ -737,10 +736,10 @@ class Queue:
                     queued.prefetch.cancel()
 
     def purge(self, slot: Callable[[bytes], int]) -> None:
-        """Calls off what waits for a prompt whose last page nobody knows: it may be an erased one.
+        """Cancel the requests for prompts with an unknown last page, which may be an erased one.
 
         Args:
-            slot: The slot of a key, -1 if it has none.
+            slot: Returns the slot of a key, -1 if it has none.
         """
         for key in [key for key in self._waiting if slot(key) < 0]:
             for queued in list(self.handles(key)):
@@ -758,25 +757,25 @@ class Queue:
         return seq.key(0, pages - 1) if pages else ROOT + seq.tenant
 
 
-# Writes the requests of a live cache as a trace, for the simulator. Salted ids only, no tokens.
+# Traces of a live cache's requests, for the simulator. They hold salted ids only, no tokens.
 
 
 class Recording:
     """A trace that is being written, as `KV.record` returns it. Ends with `close`, or the cache.
 
     A request is written when its sequence is closed: its arrival, the whole pages of its prompt as
-    hashes of their keys, lengths, tenant, conversation, and why it ended. What cannot be written
-    ends the recording, with a warning, and nothing else.
+    hashes of their keys, lengths, tenant, conversation, and the reason of its end. A failed write
+    ends the recording with a warning, and has no other effect.
 
     Args:
-        path: A new file; an old one is replaced.
-        visits: Knows the requests.
+        path: The file to write; an existing one is replaced.
+        visits: Reports the requests that end.
         guard: The KV lock.
         page_size: Tokens per page.
-        warn: Told what went wrong.
+        warn: Called with the message of a failed write.
 
     Raises:
-        ConfigError: The file cannot be made.
+        ConfigError: The file cannot be created.
 
     Attributes:
         requests: Requests written so far.
@@ -804,7 +803,7 @@ class Recording:
             visits.followers.append(self.note)
 
     def note(self, seq: Sequence, pages: int, arrived_ns: int) -> None:
-        """A request ended; see `RequestTracker.followers`."""
+        """Write a request that ended; see `RequestTracker.followers`."""
         keys = b"".join(seq.key(0, page)[:16] for page in range(pages))
         session = seq.care.session
         try:
@@ -823,7 +822,7 @@ class Recording:
             self._warn(f"The trace {self.path} ends here, as it cannot be written ({error}).")
 
     def close(self) -> None:
-        """Writes what is left. Safe to call again."""
+        """End the recording and write the rest. Safe to call again."""
         with self._guard:
             self._leave()
 
