@@ -1,13 +1,13 @@
-"""`Ledger`: identity, residence, pins and fills, for drivers without an index of their own.
+"""`Ledger`: identity, residency, pins and fills of blocks, for drivers without their own index.
 
-It numbers blocks, knows in which of several places each lies, and lets one policy per place decide
-what stays: so a simulator, or an engine's plug-in, has to tell it nothing but requests. Pure, as
-policies are: no I/O, no clock, no randomness; equal calls give equal answers.
+A ledger numbers blocks, records the places that hold each of them, and evicts by one policy per
+place: so a simulator, or an engine's plug-in, only passes it requests. Pure, as policies are: no
+I/O, no clock, no randomness; equal calls give equal answers.
 
-The first place is the fastest. A block that is used is in the first place afterwards, if it fits,
-and copies in slower ones stay there. What a place gives up goes to the next, if that one's policy
-admits it, along with those of its ancestors that are not there yet: so chains are whole in every
-place, as far as its policy is leaf-first.
+The first place is the fastest. A used block is in the first place afterwards, if it fits, and its
+copies in slower places stay there. Victims of a place go to the next one, if that one's policy
+admits them, along with their ancestors that are missing there: so chains are whole in every place,
+as far as its policy is leaf-first.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from flowkv.residency.blocks import (
 __all__ = ["PLAIN", "Ledger", "Meta", "Move", "Place", "Plan"]
 
 
-# One place of a ledger: a policy, its room, and what it can do beyond the least.
+# One place of a ledger: a policy, its room, and its optional abilities.
 
 
 class Place(NamedTuple):
     """A place for blocks.
 
     Attributes:
-        policy: A fresh policy, used by nobody else.
-        capacity_bytes: Room.
+        policy: A fresh policy, used by this place alone.
+        capacity_bytes: Capacity of the place.
     """
 
     policy: Policy
@@ -69,12 +69,12 @@ class Place(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Blocks that go from one place to another, or away.
+    """A copy of blocks from one place to another, or their removal from a place.
 
     Attributes:
-        slots: In the order in which they go.
-        source: Number of the place that gives them up; of a copy, -1.
-        target: Number of the place that takes them; -1 where they are only given up.
+        slots: The blocks, in the order of the move.
+        source: Number of the place that they are copied or removed from.
+        target: Number of the place that they are copied to; -1 for a removal.
     """
 
     slots: Slots
@@ -92,11 +92,11 @@ class Terms(NamedTuple):
 
 
 class Shelf:
-    """A place as its ledger sees it.
+    """Ledger's view of a place: its policy, capacity and abilities.
 
     Args:
-        place: The policy and its room.
-        number: Which place of the ledger.
+        place: The policy and its capacity.
+        number: Number of the place in the ledger.
     """
 
     def __init__(self, place: Place, number: int) -> None:
@@ -115,7 +115,7 @@ class Shelf:
         self.pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
 
     def resize(self, capacity_bytes: int) -> None:
-        """Another room; the ledger sees to it that it is kept to."""
+        """Set the capacity; the ledger then evicts the surplus."""
         if capacity_bytes < 0:
             raise ConfigError(
                 f"place {self.number} cannot hold {capacity_bytes} bytes", "Pass none or more"
@@ -129,7 +129,7 @@ class Shelf:
         self.capacity = int(capacity_bytes)
 
     def victims(self, now_ns: int, n: int, protected: Collection[int]) -> Slots:
-        """Up to `n` victims: fewer, or none, where the policy has no more to give."""
+        """Return up to `n` victims; fewer, or none, where the policy has no more."""
         while n > 0:
             got = self.policy.evict(now_ns, n, protected)
             if got is not None:
@@ -143,18 +143,18 @@ class Shelf:
         return np.empty(0, np.int64)
 
 
-# Coming and going in a ledger's places: room, victims, demotion, ghosts.
+# Arrival and departure of blocks in a ledger's places: room, victims, demotion, ghosts.
 
 LEAST_GHOSTS = 1 << 16
 GHOSTS_PER_RESIDENT = 4
-GHOSTS_AT_ONCE = 32  # this part of them is forgotten in one call
+GHOSTS_AT_ONCE = 32  # one part in 32 of the bound is forgotten in one call
 FIRST_CAPACITY = 1024
 FIRST_TIME = -(1 << 61)
 
 TERMS = np.dtype([("cost_ns", np.int64), ("lease", np.int32), ("tenant", np.int32)])
 
 
-# What a request says to a ledger, and what it is told.
+# A request's input to a ledger, and the resulting plan.
 
 
 class Meta(NamedTuple):
@@ -163,9 +163,9 @@ class Meta(NamedTuple):
     Attributes:
         session: See `Visit.session`.
         tokens: Input tokens.
-        n_bytes: Bytes of each block that is new; 0 for the ledger's `block_bytes`.
-        cost_ns: Time to compute each of them anew; 0 if unknown.
-        lease: Lease class of what it brings, or a lease.
+        n_bytes: Bytes of each new block; 0 for the ledger's `block_bytes`.
+        cost_ns: Time to compute each block anew; 0 if unknown.
+        lease: Lease class of the new blocks, or a lease.
         chained: Whether each block is the parent of the next; not so for weights or memo rows,
             of which any one may be used without the others.
     """
@@ -186,12 +186,12 @@ class Plan(NamedTuple):
 
     Attributes:
         hits: Leading blocks that can be read.
-        slots: i8 [n], of all its blocks.
-        sources: i1 [n], the fastest place in which each can be read; -1: nowhere, it is to be
-            computed; -2: another request is bringing it.
+        slots: i8 [n], slots of all its blocks.
+        sources: i1 [n], the fastest place in which each can be read; -1: nowhere, compute it;
+            -2: another request is bringing it.
         kept: Leading blocks that are, or will be, in the first place. Fewer than `n` where the
-            request is longer than there is room.
-        moves: What goes, in this order, before anything is written to the first place.
+            place has too little room for the request.
+        moves: Copies and removals to make, in this order, before the first place is written.
     """
 
     hits: int
@@ -208,7 +208,7 @@ class Plan(NamedTuple):
 def seek(
     blocks: Array, buckets: Array, mix: Array, lo: int, hi: int, where: tuple[int, int]
 ) -> int:
-    """The slot of an id in (space, slot of the block before it or -1), or -1."""
+    """Return the slot of an id, or -1; `where` = (space, slot of the block before it or -1)."""
     space, above = where
     if above >= 0:
         s = int(blocks[above].heir)
@@ -219,7 +219,7 @@ def seek(
 
 @kernel
 def run_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, chained: bool) -> int:
-    """How many leading blocks can be read, somewhere; changes nothing."""
+    """Return the number of leading blocks that can be read from any place; change nothing."""
     s = np.int64(-1)
     for i in range(len(ids)):
         above = s if chained else np.int64(-1)
@@ -231,7 +231,7 @@ def run_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, ch
 
 @kernel
 def known_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, out: Array) -> int:
-    """Slots of the leading blocks that are known, resident or not; returns how many."""
+    """Write the slots of the leading known blocks, resident or not, to `out`; return how many."""
     for i in range(len(ids)):
         s = find(blocks, buckets, mix, ids[i, 0], ids[i, 1], space)
         if s < 0:
@@ -242,7 +242,7 @@ def known_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, 
 
 @inner
 def christen(blocks: Array, buckets: Array, mix: Array, state: Array, lo: int, hi: int) -> int:
-    """Gives an id that is not known a slot, still without space and parent."""
+    """Allocate a slot for an unknown id, still without space and parent."""
     s = state[FREE]
     if s >= 0:
         state[FREE] = blocks[s].after
@@ -268,10 +268,10 @@ def follow(
     chain: Array,
     sources: Array,
 ) -> int:
-    """Slots of a request's blocks, new ones included, and the fastest place of each.
+    """Write the slots of a request's blocks, new ones included, and the fastest place of each.
 
-    `where` = (space, whether each block is the parent of the next). The caller has seen to it that
-    as many slots as ids are free. Returns how many leading blocks can be read.
+    `where` = (space, whether each block is the parent of the next). The caller ensures that as many
+    slots as ids are free. Return the number of leading blocks that can be read.
     """
     space, chained = where
     above, hits = np.int64(-1), -1
@@ -298,19 +298,20 @@ def follow(
     return hits
 
 
-UNNAMED = 1 << 61  # numbers of requests that came without one
+UNNAMED = 1 << 61  # first number of requests that have none
 MASK = (1 << 64) - 1
 
 
 class Ledger:
-    """A book of what lies where. `now_ns` is clamped, as in `Policy`.
+    """Index of the blocks in several places. `now_ns` is clamped, as in `Policy`.
 
     Args:
-        places: Policies and their room, fastest first; eight at most.
-        block_bytes: Bytes of a block, unless `Meta` says otherwise.
-        ghosts: Blocks that lie nowhere and stay known nevertheless; four times as many as are
-            resident, and 65,536 at least, unless it is given. The oldest are forgotten.
-        seed: Of the table of ids; changes no decision. Keep it secret where strangers choose ids.
+        places: Policies and their capacities, fastest first; eight at most.
+        block_bytes: Bytes of a block, unless `Meta` gives them.
+        ghosts: Most blocks that lie nowhere and stay known nevertheless, the oldest forgotten
+            first. By default four times as many as are resident, and 65,536 at least.
+        seed: Seed of the table of ids; changes no decision. Keep it secret where strangers choose
+            ids.
 
     Raises:
         ConfigError: If there is no place, or too many, or a value is out of range.
@@ -356,7 +357,7 @@ class Ledger:
         self._live: dict[int, Slots] = {}
 
     def _grow(self, room: int) -> None:
-        """Makes room for slots below `room`: doubles, so that growing costs O(1) per slot."""
+        """Make room for slots below `room`: doubles, so that growing costs O(1) per slot."""
         old = len(self._blocks)
         new = min(max(room, 2 * old), SLOT_LIMIT)
         if room > new:
@@ -376,14 +377,14 @@ class Ledger:
             self._terms = terms
 
     def _widen(self, n: int) -> None:
-        """Makes room for requests of `n` blocks."""
+        """Make room in the buffers for requests of `n` blocks."""
         self._widest = 2 * n
-        self._rows = np.empty((4, 2 * n), np.int64)  # a chain, and what `land` writes of it
+        self._rows = np.empty((4, 2 * n), np.int64)  # a chain, and the three outputs of `land`
         self._sources = np.empty(2 * n, np.int8)
         self._out = self._rows[1:]
 
     def _land(self, now: int, k: int, slots: Slots, terms: Terms, flying: bool = False) -> int:
-        """Blocks take up room in a place; those that are new there are inserted. How many."""
+        """Give blocks room in a place and insert the new ones in its policy; return how many."""
         if len(slots) > self._widest:
             self._widen(len(slots))
         said = (k, terms.n_bytes, int(flying))
@@ -397,7 +398,7 @@ class Ledger:
         return n
 
     def _bring(self, now: int, k: int, slots: Slots, flying: bool = False) -> None:
-        """Known blocks, root to leaf, take up room in a place on the terms they had."""
+        """Give known blocks, root to leaf, room in a place on their former terms."""
         size, kept = self._blocks["bytes"][slots], self._terms[slots]
         cuts = np.flatnonzero((size[1:] != size[:-1]) | (kept[1:] != kept[:-1])) + 1
         for first, last in zip([0, *cuts], [*cuts, len(slots)], strict=True):
@@ -411,13 +412,13 @@ class Ledger:
         return self._leases.index(lease)
 
     def _advance(self, now_ns: int) -> int:
-        """Time passes, and never backwards."""
+        """Advance the clock, never backwards, and expire leases; return the time."""
         self._clock = now = max(now_ns, self._clock)
         self._settle(now)
         return now
 
     def _settle(self, now: int) -> None:
-        """What expired goes, or waits for its pins."""
+        """Remove the blocks with expired leases; pinned ones leave with their last pin."""
         for shelf in self._shelves:
             run_out = as_slots(shelf.policy.expired(now))
             if len(run_out):
@@ -428,7 +429,7 @@ class Ledger:
                     self._moves.append(Move(gone[:n], shelf.number, -1))
 
     def _relieve(self, now: int, k: int) -> None:
-        """What is too much in a place leaves it."""
+        """Evict the blocks that exceed quotas or the capacity of a place."""
         shelf, state = self._shelves[k], self._state
         if shelf.shed is not None:
             victims = shelf.shed(now, self._protected(shelf))
@@ -442,10 +443,10 @@ class Ledger:
             self._give_up(now, k, victims)
 
     def _give_up(self, now: int, k: int, victims: Slots) -> None:
-        """Blocks that a policy gave up go one place down, where they are admitted, or away.
+        """Evict a policy's victims from a place, demoting the admitted ones to the next place.
 
         Raises:
-            StateError: They are not there, or named twice: the policy lost count.
+            StateError: A victim is not in the place, or named twice: the policy is wrong.
         """
         victims = as_slots(victims)
         if not at.held(self._blocks, k, victims):
@@ -460,7 +461,7 @@ class Ledger:
         self._moves.append(Move(victims, k, -1))
 
     def _lower(self, now: int, k: int, victims: Slots) -> None:
-        """Copies what is admitted of the victims of the place above, and their ancestors."""
+        """Copy the admitted victims of the place above to place `k`, with missing ancestors."""
         missing = victims[(self._blocks["here"][victims] >> k & 1) == 0]
         shelf = self._shelves[k]
         if len(missing):
@@ -488,7 +489,7 @@ class Ledger:
             self._copied(chain[stays], k, 0)
 
     def _copied(self, slots: Slots, target: int, absent: int) -> None:
-        """Notes where copies come from: the place above, if they are there, or any but `absent`."""
+        """Record copies to `target`: from the place above, or from any place not in `absent`."""
         here = self._blocks["here"][slots] & ~np.uint8(1 << target | absent)
         for k in (target - 1, *range(len(self._shelves))):
             there = here >> k & 1 == 1
@@ -497,7 +498,10 @@ class Ledger:
                 here[there] = 0
 
     def _pass_by(self, start: int, k: int, slots: Slots) -> None:
-        """What left place `k` before the blocks that came in this call are there: not those."""
+        """Cancel the moves of blocks that came to place `k` and left it again in this call.
+
+        A later copy of such a block from place `k` is taken from another place.
+        """
         moves = self._moves[start:]
         del self._moves[start:]
         for move in moves:
@@ -508,7 +512,7 @@ class Ledger:
                 self._copied(move.slots[passed], move.target, 1 << k)
 
     def _protected(self, shelf: Shelf) -> Slots:
-        """What a policy that knows no pins must be told not to give up."""
+        """Return the pinned blocks of a place, for a policy that does not track pins itself."""
         if shelf.pins:
             return NO_SLOTS
         pins = self._blocks["pins"][: self._state[FRESH]]
@@ -526,7 +530,7 @@ class Ledger:
                 shelf.policy.pin(slots)
 
     def _unpin(self, now: int, slots: Slots, done: bool) -> None:
-        """Ends pins; what was only waited for, or expired meanwhile, goes."""
+        """Unpin blocks once; blocks that did not arrive, or expired meanwhile, leave."""
         if len(slots) > self._widest:
             self._widen(len(slots))
         n = at.unpin(self._blocks, self._state, slots, done, self._out)
@@ -543,11 +547,11 @@ class Ledger:
                 self._relieve(now, shelf.number)
 
     def _arrived(self, n: int) -> Slots:
-        """Those of the `n` blocks that have just landed that took up room by it."""
+        """Return the blocks among the `n` just landed that took up room."""
         return self._out[0, :n][self._out[2, :n] == 1]
 
     def _shrink(self, k: int, fresh: Slots) -> int:
-        """Takes back the last of what has just landed until the place holds what it can."""
+        """Remove the last of the just landed blocks until the rest fits; return how many stay."""
         shelf, n = self._shelves[k], len(fresh)
         while n and self._state[shelf.used_at] > shelf.capacity:
             n -= 1
@@ -557,19 +561,19 @@ class Ledger:
 
     @property
     def ghost_bound(self) -> int:
-        """Most ghosts after a call."""
+        """Return the most ghosts that stay after a call."""
         if self._ghosts is not None:
             return self._ghosts
         return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[RESIDENT]))
 
     def _flush(self) -> list[Move]:
-        """Ends a call, and hands out what moved."""
+        """End a call, and return its moves."""
         self._trim()
         moves, self._moves = self._moves, []
         return moves
 
     def _trim(self) -> None:
-        """Forgets ghosts, where they are too many."""
+        """Forget the oldest ghosts, where they are too many."""
         bound = self.ghost_bound
         if self._state[GHOSTS] <= bound:
             return
@@ -580,20 +584,20 @@ class Ledger:
             shelf.policy.forget(out)
 
     def _room(self, k: int) -> int:
-        """Bytes of a place that are not pinned."""
+        """Return the capacity of a place without its pinned bytes."""
         return self._shelves[k].capacity - int(self._state[PINNED + k])
 
     def namespace(self, name: bytes, generation: int = 0) -> int:
-        """The number of a namespace: of a tenant, model, adapter, or all of them.
+        """Return the number of a namespace: of a tenant, model, adapter, or all of them.
 
-        Ids of two namespaces are never the same block. Policies know the number as `tenant`.
+        Ids of two namespaces are never the same block. Policies get the number as `tenant`.
 
         Args:
-            name: Anything.
-            generation: What was stored under a lower one is stale, at the cost of one call.
+            name: Any bytes.
+            generation: Blocks stored under a lower generation become stale, by one O(1) call.
 
         Raises:
-            ConfigError: If the generation was a higher one already.
+            ConfigError: If the namespace has a higher generation already.
         """
         number = self._names.setdefault(name, len(self._spaces))
         if number == len(self._spaces):
@@ -612,7 +616,7 @@ class Ledger:
         return number
 
     def invalidate(self, now_ns: int, namespace: int) -> None:
-        """No block of a namespace is ever a hit again; O(1), policies reclaim them in time."""
+        """Make all blocks of a namespace stale, in O(1); policies evict them in time."""
         now = self._advance(now_ns)
         self._spaces[namespace] = self._next_space
         self._next_space += 1
@@ -620,7 +624,7 @@ class Ledger:
             shelf.policy.invalidate(now, namespace)
 
     def lookup(self, namespace: int, ids: Ids, *, chained: bool = True) -> int:
-        """Leading blocks that could be read, as of the last call; has no effect."""
+        """Return the number of leading blocks that can be read now, without any effect."""
         space = self._spaces[namespace]
         return int(run_of(*self._index[:3], as_ids(ids), space, chained))
 
@@ -635,18 +639,18 @@ class Ledger:
         stop: int = 0,
         output_tokens: int = 0,
     ) -> Plan:
-        """A request that takes no time: as `begin` and `complete` in one.
+        """Serve a request that takes no time: `begin` and `complete` in one.
 
-        With one difference: all of it enters the first place, and what is too much leaves only
-        afterwards; its own blocks may be among it, so that a policy can decline to keep them.
+        One difference: all its blocks enter the first place, and the surplus leaves only
+        afterwards. Its own blocks may be victims, so that a policy can decline to keep them.
 
         Args:
             now_ns: Time.
-            namespace: Of the blocks.
+            namespace: Namespace of the blocks.
             ids: u64 [n, 2], root to leaf.
-            meta: What else is known.
+            meta: Further facts about the request.
             request: Its number, if it has one.
-            stop: Why its response ended; see `flowkv.policy.base`.
+            stop: Reason why its response ended; see `flowkv.policy.base`.
             output_tokens: Tokens of the response.
         """
         now = self._advance(now_ns)
@@ -675,14 +679,14 @@ class Ledger:
     def begin(
         self, now_ns: int, request: int, namespace: int, ids: Ids, meta: Meta = PLAIN
     ) -> Plan:
-        """A request arrives. Its blocks stay, and stay known, until `complete` or `abort`.
+        """Begin a request, and pin its blocks until `complete` or `abort`.
 
         Args:
             now_ns: Time.
             request: Its number, 0 or more.
-            namespace: Of the blocks.
+            namespace: Namespace of the blocks.
             ids: u64 [n, 2], root to leaf.
-            meta: What else is known.
+            meta: Further facts about the request.
 
         Raises:
             StateError: If a request of this number is under way.
@@ -692,7 +696,7 @@ class Ledger:
         now = self._advance(now_ns)
         ids = self._prepare(ids)
         where = (self._spaces[namespace], meta.chained)
-        sources = self._sources[: len(ids)]  # of this request, also if more room is needed below
+        sources = self._sources[: len(ids)]  # stays this request's if the buffers grow below
         chain = np.empty(len(ids), np.int64)
         hits = follow(*self._index, ids, where, chain, sources)
         self._visit(now, request, chain, meta)
@@ -714,7 +718,7 @@ class Ledger:
     def complete(
         self, now_ns: int, request: int, *, stop: int = 0, output_tokens: int = 0
     ) -> Sequence[Move]:
-        """A request has ended, and what it was to bring is there.
+        """End a request; the blocks that it was to bring are there.
 
         Raises:
             StateError: If no request of this number is under way.
@@ -728,7 +732,7 @@ class Ledger:
         return self._flush()
 
     def abort(self, now_ns: int, request: int) -> Sequence[Move]:
-        """A request that was begun will not go on; what it did not bring is gone."""
+        """End a begun request that will not go on; the blocks that it did not bring leave."""
         now = self._advance(now_ns)
         for shelf in self._shelves:
             shelf.policy.abort(now, request)
@@ -737,21 +741,21 @@ class Ledger:
         return self._flush()
 
     def tick(self, now_ns: int) -> Sequence[Move]:
-        """Time passes: what expired goes. Every call that decides does so first."""
+        """Advance the time and remove expired blocks, as every deciding call does first."""
         self._advance(now_ns)
         return self._flush()
 
     def pin(self, namespace: int, ids: Ids) -> Slots:
-        """The known leading blocks of a chain stay until `unpin` of what this returns; nests."""
+        """Pin the known leading blocks of a chain, and return their slots for `unpin`; nests."""
         slots = self._known(namespace, ids)
         self._pin(slots)
         return slots
 
     def unpin(self, now_ns: int, slots: Slots) -> Sequence[Move]:
-        """Ends one `pin`.
+        """End one `pin` of these slots.
 
         Raises:
-            StateError: Not all of these are pinned.
+            StateError: Not all of the slots are pinned.
         """
         slots, pins = as_slots(slots), self._blocks["pins"][: self._state[FRESH]]
         here = slots[(slots >= 0) & (slots < len(pins))]
@@ -763,38 +767,38 @@ class Ledger:
         return self._flush()
 
     def resize(self, now_ns: int, place: int, capacity_bytes: int) -> Sequence[Move]:
-        """A place gets another room. What is pinned stays, also where it is too much then."""
+        """Change the capacity of a place. Pinned blocks stay, even if they exceed it."""
         now = self._advance(now_ns)
         self._shelves[place].resize(capacity_bytes)
         self._relieve(now, place)
         return self._flush()
 
     def digest(self) -> int:
-        """64-bit hash of every decision so far, those of the policies included."""
+        """Return a 64-bit hash of every decision so far, those of the policies included."""
         value = int(self._state[DIGEST]) & MASK
         for shelf in self._shelves:
             value = (value * 0x9E37_79B9_7F4A_7C15 ^ shelf.policy.digest()) & MASK
         return value
 
     def policy(self, place: int) -> Policy:
-        """The policy of a place, to be asked; only the ledger tells it things."""
+        """Return the policy of a place, for queries only: the ledger alone changes its state."""
         return self._shelves[place].policy
 
     @property
     def ghosts(self) -> int:
-        """Blocks that lie nowhere, are needed by nobody, and are still known."""
+        """Return the number of ghosts: known blocks in no place, without pins."""
         return int(self._state[GHOSTS])
 
     def used_bytes(self, place: int) -> int:
-        """Bytes that are taken in a place."""
+        """Return the bytes in use in a place."""
         return int(self._state[self._shelves[place].used_at])
 
     def __len__(self) -> int:
-        """Blocks that lie anywhere."""
+        """Return the number of blocks that lie in any place."""
         return int(self._state[RESIDENT])
 
     def _prepare(self, ids: Ids) -> Ids:
-        """Makes room for what a request may bring."""
+        """Return ids in compiled form, after making room for as many new blocks."""
         ids = as_ids(ids)
         n = len(ids)
         if n > self._widest:
@@ -804,13 +808,13 @@ class Ledger:
         return ids
 
     def _visit(self, now: int, request: int, chain: Slots, meta: Meta) -> None:
-        """Tells the policies of a request."""
+        """Report a request to all policies."""
         visit = Visit(request, meta.session, meta.tokens, len(chain))
         for shelf in self._shelves:
             shelf.policy.access(now, chain, visit)
 
     def _known(self, namespace: int, ids: Ids) -> Slots:
-        """Slots of the known leading blocks."""
+        """Return the slots of the known leading blocks."""
         out = np.empty(len(ids), np.int64)
         space = self._spaces[namespace]
         n = known_of(*self._index[:3], as_ids(ids), space, out)

@@ -1,12 +1,12 @@
-"""`Keeper`: tiers that make room by policy, for callers that have no cache of FlowKV's.
+"""`Keeper`: tiers that make room by policy, for callers without a FlowKV cache.
 
-A tier that is full says so, and keeps what came first: what to give up is for its user to say. The
-keeper knows by key what lies in each of its tiers, lets one policy per tier decide what goes, and
-hands every answer to the caller that asked. It needs no torch.
+A full tier refuses stores and keeps its oldest frames: its user has to evict. The keeper records
+the keys in each of its tiers, evicts by one policy per tier, and returns every answer to the caller
+that submitted the request. It needs no torch.
 
-Tiers stack, fastest first. A frame is stored in all of them, so that the loss of one loses nothing
-and giving up is deleting. It is loaded from the fastest that has it, from the next where that does
-not serve, and comes back into the faster ones then.
+Tiers stack, fastest first. A frame is stored in all of them, so that the loss of one tier loses no
+frame, and an eviction is a deletion. A load goes to the fastest tier that has the frame, and to the
+next one if that fails; the frame is then copied back into the faster tiers.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from flowkv.tiers.worker import Completions
 
 _log = logging.getLogger("flowkv")
 HOLD_S = 60.0
-"""Longest that what was looked up is kept from being given up."""
+"""Time after which a look-up that was not released no longer protects its frames from eviction."""
 
 _POLL_S = 0.25
-_TRIES = 3  # of a store that a tier calls full, each with more room
+_TRIES = 3  # retries of a store that a tier refuses as full, each with more room
 _CLOSE_POLLS = 40
-_MOST_LISTED = 1 << 16  # frames of a remote tier
-_MOST_KNOWN = 1 << 20  # frames of a tier in which nothing has to go
-_MOST_ASKED = 1 << 10  # keys at a time
+_MOST_LISTED = 1 << 16  # frames listed of a remote tier
+_MOST_KNOWN = 1 << 20  # known frames of an unbounded tier
+_MOST_ASKED = 1 << 10  # keys in one `contains` of a remote tier
 _RESCAN_S = 10.0
-LONG_S = 1.0  # of a load, where nobody knows what computing takes
-_REFILL_BYTES = 1 << 26  # on their way back into faster tiers at a time
-_UNFIT = ("layout", "fidelity", "stripes")  # for this reader: the frame is there
+LONG_S = 1.0  # time of a load that does not pay, while the time of computing is unknown
+_REFILL_BYTES = 1 << 26  # bytes on their way back into faster tiers at a time
+_UNFIT = ("layout", "fidelity", "stripes")  # the frame is there, but unreadable for this caller
 _BENIGN = ("", "absent", *_UNFIT)
 
 
@@ -60,16 +60,17 @@ class _Item:
     """One operation of a caller on its way through the tiers.
 
     Attributes:
-        caller: Whose; None of what comes back into a faster tier.
-        job: The caller's number; the item's place in it is `index`.
+        caller: The caller; None for a copy back into a faster tier.
+        job: Number of the caller's job.
+        index: Position of the item in the job.
         operation: The load or the store.
-        end_ns: When it must be answered.
-        begun_ns: When it was submitted.
-        request: Whose later look-ups are told if a load fails.
-        left: Tiers that owe an answer to a store.
-        news: How often others had erased something, as far as was heard then.
-        best: The answer so far.
-        over: Cancelled: no other tier is asked.
+        end_ns: Deadline of the answer.
+        begun_ns: Time of the submission.
+        request: Request for which a failed load makes later look-ups misses.
+        left: Number of tiers that have not answered a store.
+        news: Count of known erasures at the submission.
+        best: The best answer so far.
+        over: Whether it was cancelled: no further tier is tried.
     """
 
     __slots__ = tuple(
@@ -92,9 +93,14 @@ class _Item:
 
 
 class _Flight:
-    """An item at one tier: the bytes it may take there, and whether it brings a new frame.
+    """An item under way at one tier.
 
-    One that is `erased` meanwhile does not stay.
+    Attributes:
+        item: The item.
+        n_bytes: Most bytes that it takes there.
+        fresh: Whether it stores a new frame.
+        tries: Retries so far, of a store that the tier refused as full.
+        erased: Whether its key was erased meanwhile, so that the frame must not stay.
     """
 
     __slots__ = ("erased", "fresh", "item", "n_bytes", "tries")
@@ -105,21 +111,21 @@ class _Flight:
 
 
 class _Level:
-    """One tier: what is known to lie in it, and what is under way.
+    """One tier: its known frames, and its operations under way.
 
     Attributes:
         tier: The tier.
-        book: What lies in it, and what goes first.
-        loads: What loads take, job by job.
-        hit_bytes: Bytes that each job has brought so far.
-        flights: Job numbers of the tier -> what it has not answered, by index.
-        storing: Keys that are being stored, and how often.
-        incoming_bytes: Most that those will take.
-        scanned_s: When it was asked last what others have stored.
-        local: Whether it says at once what is there.
-        log: What others who share it erased, if it says so.
-        sweeps: How many look through it, far away, for what was erased: nothing is there meanwhile.
-        pump: The thread that fetches its answers.
+        book: Known keys of the tier, in the order of its policy.
+        loads: Measured rates of loads, job by job.
+        hit_bytes: Bytes that each job has loaded so far.
+        flights: Unanswered items by index, by the tier's job number.
+        storing: Keys that are being stored, with their number of stores.
+        incoming_bytes: Most bytes that the stores under way will take.
+        scanned_s: Time of the last scan for frames of other writers.
+        local: Whether look-ups in the tier are fast.
+        log: Log of the erasures by others who share the tier, if it has one.
+        sweeps: Scans of a remote tier for erased frames under way; look-ups miss meanwhile.
+        pump: The thread that fetches the tier's answers.
     """
 
     def __init__(self, tier: Tier, policy: Policy, loads: Rates) -> None:
@@ -135,28 +141,28 @@ class _Level:
 
     @property
     def bounded(self) -> bool:
-        """Whether something may have to go."""
+        """Return whether the tier has a capacity, so that frames may have to be evicted."""
         return self.tier.capacity_bytes < UNBOUNDED
 
     def excess_bytes(self, need: int) -> int:
-        """Bytes that must go before so many may come."""
+        """Return the bytes to evict before `need` more bytes fit."""
         return self.tier.used_bytes() + self.incoming_bytes + need - self.tier.capacity_bytes
 
     def has(self, key: bytes) -> bool:
-        """Whether a key is believed to be there, as far as is known without asking far away."""
+        """Return whether the tier has a key; of a remote tier, whether the key is known there."""
         if self.sweeps:
             return False
         return self.tier.contains([key])[0] if self.local else key in self.book
 
 
 class _Hold:
-    """A look-up for one request: its names, those asked for, and those that failed to load.
+    """The look-ups of one request: pinned keys, pending questions and failed loads.
 
     Attributes:
-        since_ns: When it was looked at last.
-        pinned: Tiers in which each key is kept.
+        since_ns: Time of the last look-up.
+        pinned: Tiers in which each key is pinned.
         failed: Keys that are misses for this request from now on.
-        asked: Whether keys are far away; None while that is not known.
+        asked: Whether each key is on a remote tier; None until that is answered.
     """
 
     __slots__ = ("asked", "failed", "pinned", "since_ns")
@@ -168,7 +174,7 @@ class _Hold:
         self.asked: dict[bytes, bool | None] = {}
 
     def let_go(self) -> bool:
-        """Ends the pins; whether there were any."""
+        """End the pins; return whether there were any."""
         pinned, self.pinned = self.pinned, {}
         by_level: dict[_Level, list[bytes]] = {}
         for key, levels in pinned.items():
@@ -180,25 +186,25 @@ class _Hold:
 
 
 class Keeper(Closing):
-    """Keeps frames in a stack of tiers and gives up by policy what does not fit. Thread-safe.
+    """Frames in a stack of tiers, with eviction by policy. Thread-safe.
 
-    Ask it through a `caller()`; each of an engine's threads may have its own.
+    Use it through a `caller()`; each of an engine's threads may have its own.
 
     Args:
         tiers: Open tiers, fastest first, for this keeper alone, which closes them.
         policies: Makes the policy of a tier, given its kind and its capacity in bytes.
-        rates: What loads take, by the names of tiers; the keeper adds what it measures.
-        tenants: `tenant_salt` of those with quotas, in the order in which policies number them.
-        bus: Is told what is stored, given up, refused, and what failed.
+        rates: Load rates by tier name; the keeper adds its measurements.
+        tenants: `tenant_salt` of the tenants with quotas, in the order of their policy numbers.
+        bus: Bus for the events of stores, evictions, refused frames and failures.
         clock: Source of time.
 
     Attributes:
-        name: Of the stack, for statistics.
-        bus: Where events go.
-        gate: What loads take, and what computing takes if somebody says so.
-        counts: How often loads and stores ended how: "hit", "miss:digest", "failed:deadline", ...
-        on_evicted: Is called with what was given up and lies in no tier any more, under the
-            keeper's lock: it must not wait.
+        name: Name of the stack, for statistics.
+        bus: Bus that events are emitted on.
+        gate: Rates of loads, and of computation if `gate.computed` is called.
+        counts: Number of answers by result: "hit", "miss:digest", "failed:deadline", ...
+        on_evicted: Called with keys that lie in no tier any more, under the keeper's lock: it must
+            not wait.
 
     Raises:
         ConfigError: There is no tier, or two have one name.
@@ -235,28 +241,28 @@ class Keeper(Closing):
         self._finalizer.atexit = False
         REAPER.start()
         for level in self._levels:
-            if level.local or level.bounded:  # elsewhere nothing has to go, and look-ups ask
+            if level.local or level.bounded:  # other tiers never evict, and are looked up by key
                 self._enter(level)
 
     def _rates(self, tier: Tier) -> Rates:
         return self.gate.rates.setdefault(tier.name, Rates())
 
     def caller(self) -> Caller:
-        """Somebody new who asks, and whose answers nobody else gets."""
+        """Return a new caller, with a queue of answers of its own."""
         return Caller(self)
 
     @property
     def open(self) -> bool:
-        """Whether it was not closed yet."""
+        """Return whether the keeper was not closed yet."""
         return self._open
 
     @property
     def levels(self) -> Sequence[_Level]:
-        """The tiers and what is known of them, fastest first; only to be looked at."""
+        """Return the tiers and their known frames, fastest first; for reading only."""
         return tuple(self._levels)
 
     def close(self) -> None:
-        """Closes the tiers, which finish or fail what is under way. Safe to call again."""
+        """Close the tiers, which finish or fail operations under way. Safe to call again."""
         with self._lock:
             if not self._open:
                 return
@@ -269,15 +275,15 @@ class Keeper(Closing):
                 thread.join()
 
     def knows(self, key: bytes) -> bool:
-        """Whether a frame lies, or will lie, in one of the tiers, as far as was heard here."""
+        """Return whether a frame is known to lie in a tier, or is being stored there."""
         return any(key in level.book for level in self._levels)
 
     def worth(self, keys: Sequence[bytes], n_bytes: int, tokens: int) -> bool:
-        """Whether loading frames of so many bytes each beats computing so many tokens.
+        """Return whether loading frames of `n_bytes` each beats computing so many tokens.
 
-        By what was measured: loads here, and `gate.computed` by whoever computes. While nobody has
-        computed anything, because all is found here, what takes long to load is not worth it: it is
-        computed then, and that is measured.
+        The decision uses measured rates: of loads here, and of computation by `gate.computed`.
+        While no computation was measured, a load longer than `LONG_S` does not pay: the caller then
+        computes, and measures that.
         """
         where = Counter[str]()
         for key in keys:
@@ -288,7 +294,7 @@ class Keeper(Closing):
         return self.gate.worth(where, tokens)
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON."""
+        """Return counts of answers, and the state of each tier, ready for JSON."""
         with self._lock:
             tiers = {
                 level.tier.name: {
@@ -305,10 +311,10 @@ class Keeper(Closing):
             }
             return {"answers": dict(self.counts), "tiers": tiers}
 
-    # ---- what lies where
+    # ---- known frames
 
     def _enter(self, level: _Level) -> bool:
-        """What a tier holds becomes known, oldest first; whether any of it was not."""
+        """Enter a tier's frames into its book, oldest first; return whether any was unknown."""
         found = level.tier.scan()
         listed = list(found if level.local else islice(found, _MOST_LISTED))
         with self._lock:
@@ -321,7 +327,10 @@ class Keeper(Closing):
         return bool(new)
 
     def _rescan(self, level: _Level) -> bool:
-        """What others have stored becomes known: of a far tier later, for that may take long."""
+        """Enter frames of other writers: of a remote tier in a thread, as that may take long.
+
+        Return whether any became known now.
+        """
         now_s = self._clock.now_ns() / 1e9
         if level.local:
             return self._enter(level)
@@ -333,10 +342,10 @@ class Keeper(Closing):
     def _tenant(self, salt: bytes) -> int:
         return self._tenants.get(salt, len(self._tenants))
 
-    # ---- what was erased
+    # ---- erasures
 
     def _hear(self) -> None:
-        """Drops from everywhere what others erased, before anything else is looked up."""
+        """Drop the frames that others erased from all tiers, before any other look-up."""
         for level in self._levels:
             if level.log is None or not level.log.changed() or not (erased := level.log.news()):
                 continue
@@ -350,10 +359,10 @@ class Keeper(Closing):
                     sweep.start()
 
     def _sweep(self, level: _Level, erased: Erased) -> None:
-        """Looks for what was erased where that may take long."""
+        """Scan a remote tier for erased frames and drop them; runs in a thread of its own."""
         try:
             meant = _meant(erased, level.tier.scan())
-        except Exception:  # of a client that may be anybody's: what is known of it goes
+        except Exception:  # a third-party client may raise anything: all known frames go
             _log.warning("%s cannot be looked through", level.tier.name, exc_info=True)
             with self._lock:
                 meant = set(level.book)
@@ -373,7 +382,7 @@ class Keeper(Closing):
         self._lost(known)
 
     def _withdraw(self, level: _Level, meant: Callable[[Store], bool]) -> bool:
-        """What is being stored of it does not stay; whether there is any."""
+        """Mark the stores under way that `meant` selects as erased; return whether any is."""
         found = [
             flight
             for flights in level.flights.values()
@@ -385,10 +394,10 @@ class Keeper(Closing):
         return bool(found)
 
     def _erase(self, keys: Sequence[bytes]) -> int:
-        """Erases frames from all tiers, and tells others who share those."""
+        """Erase frames from all tiers, and record that for others who share them."""
         with self._lock, ExitStack() as held:
             logs = [level.log for level in self._levels if level.log is not None]
-            for log in sorted(logs, key=lambda log: log.path):  # no two wait for each other
+            for log in sorted(logs, key=lambda log: log.path):  # one order: no two keepers deadlock
                 held.enter_context(log.erasing())
             named, proven, most = set(keys), True, 0
             for level in self._levels:
@@ -404,10 +413,10 @@ class Keeper(Closing):
             return most
 
     def _make_room(self, level: _Level, need: int, kept: Collection[bytes] = ()) -> bool:
-        """Gives up what the policy would until so many bytes fit; False if it cannot."""
+        """Evict by policy until `need` bytes fit; return False if they cannot."""
         if need > level.tier.capacity_bytes:
             return False
-        if level.excess_bytes(need) > 0:  # what has arrived is not to be counted twice
+        if level.excess_bytes(need) > 0:  # arrived frames must not count as incoming, too
             self._settle(level, level.tier.poll(0.0))
         while (excess := level.excess_bytes(need)) > 0:
             now, most = self._clock.now_ns(), -(-excess // level.book.largest_bytes)
@@ -428,7 +437,7 @@ class Keeper(Closing):
             self._lost(keys)
 
     def _lost(self, keys: Iterable[bytes]) -> None:
-        """Tells what lies in no tier any more."""
+        """Call `on_evicted` with those of the keys that lie in no tier any more."""
         if gone := [key for key in keys if not self.knows(key)]:
             self.on_evicted(gone)
 
@@ -462,7 +471,7 @@ class Keeper(Closing):
             if keys:
                 parents = [flight.item.operation.info.parent for flight in new]
                 level.book.insert(now, keys, parents, n_bytes=need, tenant=tenant)
-                if not level.bounded and len(level.book) > _MOST_KNOWN:  # they stay, unheard of
+                if not level.bounded and len(level.book) > _MOST_KNOWN:  # frames stay, unlisted
                     level.book.evict(now, len(level.book) - _MOST_KNOWN // 2)
                 level.incoming_bytes += need * len(keys)
                 self._take_off(level, new)
@@ -473,7 +482,7 @@ class Keeper(Closing):
         for item in items:
             if item in flown:
                 continue
-            if item.operation.key in level.book:  # there, or on its way: the tier says which
+            if item.operation.key in level.book:  # stored, or on its way: the tier's answer counts
                 flights.append(flight := _Flight(item))
                 self._take_off(level, [flight])
             else:
@@ -489,7 +498,7 @@ class Keeper(Closing):
         return level.tier.frame_bytes(item.operation.body.nbytes), item.operation.info.tenant
 
     def _keep_to_quota(self, level: _Level, tenant: int, new: list[_Flight]) -> None:
-        """Takes back the last of what comes while its tenant has more than it may."""
+        """Withdraw the last of the new stores while their tenant exceeds its quota."""
         policy = level.book.policy
         while isinstance(policy, Tenants) and new and policy.excess_bytes(tenant) > 0:
             self._landed(level, new.pop(), there=False)
@@ -499,7 +508,7 @@ class Keeper(Closing):
             return
         log = level.log
         with log.storing() if log else nullcontext(True) as free:
-            free = free and not (log and log.changed())  # else others erased what may be among it
+            free = free and not (log and log.changed())  # else others may have erased these frames
             if free:
                 left_s = (flights[0].item.end_ns - self._clock.now_ns()) / 1e9
                 operations = [flight.item.operation for flight in flights]
@@ -511,7 +520,7 @@ class Keeper(Closing):
             self._stored(flight.item, "busy")
 
     def _landed(self, level: _Level, flight: _Flight, *, there: bool) -> None:
-        """A store is over at a tier."""
+        """End a store at a tier: release its room and pin; drop its key if no frame is there."""
         key = flight.item.operation.key
         level.incoming_bytes -= flight.n_bytes
         level.storing[key] -= 1
@@ -523,7 +532,7 @@ class Keeper(Closing):
             self._lost([key])
 
     def _stored(self, item: _Item, reason: str, n_bytes: int = 0) -> None:
-        """A tier answered a store; the caller is answered once all have."""
+        """Record one tier's answer to a store; answer the caller once all tiers have answered."""
         if not reason:
             item.best = item.best._replace(outcome=Outcome.STORED, reason="", n_bytes=n_bytes)
         elif item.best.outcome is not Outcome.STORED:
@@ -535,7 +544,7 @@ class Keeper(Closing):
     # ---- loads
 
     def _load(self, items: Sequence[_Item], first: int = 0) -> None:
-        """Each item goes to the fastest tier from `first` on that is believed to have it."""
+        """Submit each load to the fastest tier from `first` on that has its key, else the last."""
         wanted: dict[int, list[_Flight]] = {}
         last = len(self._levels) - 1
         for item in items:
@@ -570,7 +579,7 @@ class Keeper(Closing):
             if not level.storing[key] and answer.reason not in _UNFIT and key in level.book:
                 level.book.remove([key])
                 self._lost([key])
-        if answer.outcome is Outcome.HIT or not item.best.reason:  # the first reason says most
+        if answer.outcome is Outcome.HIT or not item.best.reason:  # the first reason is kept
             item.best = TierAnswer(item.job, item.index, *answer[2:])
         over = item.over or not self._open or self._clock.now_ns() >= item.end_ns
         if answer.outcome is Outcome.HIT or over or number + 1 == len(self._levels):
@@ -579,7 +588,7 @@ class Keeper(Closing):
             self._load([item], number + 1)
 
     def _refill(self, below: int, store: Store) -> None:
-        """What was found in one tier comes back into the faster ones."""
+        """Store a frame that was found in one tier in the faster ones."""
         levels = [level for level in self._levels[:below] if level.tier.writable]
         item = _Item(None, 0, 0, store)
         item.begun_ns, item.news = self._clock.now_ns(), self._news
@@ -620,14 +629,14 @@ class Keeper(Closing):
         return hold.asked[key]
 
     def _ask(self, asked: list[tuple[Caller, Hashable, bytes]]) -> None:
-        """Asks far tiers what they hold, for look-ups that must not wait."""
+        """Look keys up on remote tiers, for look-ups that must not wait."""
         keys, far = [key for _, _, key in asked], set[bytes]()
         for level in self._levels:
             for i in range(0, 0 if level.local else len(keys), _MOST_ASKED):
                 part = keys[i : i + _MOST_ASKED]
                 try:
                     far |= set(compress(part, level.tier.contains(part)))
-                except Exception:  # of a client that may be anybody's: nothing is there
+                except Exception:  # a third-party client may raise anything: nothing is there
                     _log.warning("%s does not say what it holds", level.tier.name, exc_info=True)
         with self._lock:
             for caller, request, key in asked:
@@ -636,7 +645,7 @@ class Keeper(Closing):
                     hold.asked[key] = key in far
 
     def _let_go_late(self) -> bool:
-        """Ends the pins of look-ups that nobody came back to; whether there were any."""
+        """End the pins of look-ups older than `HOLD_S`; return whether there were any."""
         before = self._clock.now_ns() - round(HOLD_S * 1e9)
         return any([hold.let_go() for hold in self._holds.values() if hold.since_ns < before])
 
@@ -650,13 +659,13 @@ class Keeper(Closing):
             level.pump.start()
 
     def _take(self, level: _Level, answers: list[TierAnswer]) -> None:
-        """Passes on what a tier has answered."""
+        """Handle the answers of a tier, copying loaded frames for faster tiers."""
         copies = {} if level is self._levels[0] else self._copies(level, answers)
         with self._lock:
             self._settle(level, answers, copies)
 
     def _fail_rest(self, level: _Level) -> None:
-        """Answers what a closed tier owes."""
+        """Fail all unanswered operations of a closed tier."""
         with self._lock:
             owed = [
                 (job, i, one.item) for job, of in level.flights.items() for i, one in of.items()
@@ -668,7 +677,7 @@ class Keeper(Closing):
             self._settle(level, rest)
 
     def _copies(self, level: _Level, answers: Iterable[TierAnswer]) -> dict[_Item, bytes]:
-        """What came of whole frames, for faster tiers, while it may still be looked at."""
+        """Return copies of loaded whole frames for faster tiers, while their targets are intact."""
         found: dict[_Item, bytes] = {}
         room = _REFILL_BYTES - self._refill_bytes
         for answer in answers:
@@ -687,7 +696,7 @@ class Keeper(Closing):
         answers: Iterable[TierAnswer],
         copies: Mapping[_Item, bytes] = MappingProxyType({}),
     ) -> None:
-        """What a tier answered reaches those who asked, or another tier."""
+        """Pass a tier's answers to their callers, or the operations to another tier."""
         for answer in answers:
             flights = level.flights.get(answer.job, {})
             flight = flights.pop(answer.item, None)
@@ -696,7 +705,7 @@ class Keeper(Closing):
             item = flight.item
             if isinstance(item.operation, Load):
                 self._loaded(level, item, answer, copies.get(item))
-                if not flights:  # the last one came when all had
+                if not flights:  # the last answer's time is that of the whole job
                     level.loads.add(level.hit_bytes.pop(answer.job, 0), answer.seconds)
             elif answer.reason == "full" and self._again(level, flight):
                 self._send(level, [flight])
@@ -717,7 +726,10 @@ class Keeper(Closing):
                 level.flights.pop(answer.job, None)
 
     def _again(self, level: _Level, flight: _Flight) -> bool:
-        """Whether a tier that says it is full has more room now: frames lie in it in slabs."""
+        """Evict more for a store that a tier refused as full; return whether to retry it.
+
+        A tier that holds frames in slabs can be full below its capacity.
+        """
         item, now = flight.item, self._clock.now_ns()
         flight.tries += 1
         over = item.over or flight.erased or not self._open
@@ -744,11 +756,11 @@ class Keeper(Closing):
         caller.answers.put([best._replace(seconds=seconds)])
 
 
-# Threads hold a keeper only while they have something for it: one that is dropped goes.
+# Threads refer to a keeper only while they handle its answers, so that a dropped one is collected.
 
 
 def _shut(levels: Iterable[_Level]) -> None:
-    """Closes the tiers of a keeper that is closed, or gone."""
+    """Close the tiers and logs of a keeper that is closed, or gone."""
     for level in levels:
         level.tier.close()
         if level.log is not None:
@@ -756,7 +768,7 @@ def _shut(levels: Iterable[_Level]) -> None:
 
 
 def _pump(whose: weakref.ref[Keeper], level: _Level) -> None:
-    """Fetches a tier's answers until the end, and until nothing is under way then."""
+    """Pass a tier's answers to its keeper until that is closed and nothing is under way."""
     left = _CLOSE_POLLS
     while left:
         answers = level.tier.poll(_POLL_S)
@@ -775,7 +787,7 @@ def _pump(whose: weakref.ref[Keeper], level: _Level) -> None:
 def _answer(
     whose: weakref.ref[Keeper], questions: SimpleQueue[tuple[Caller, Hashable, bytes] | None]
 ) -> None:
-    """Answers questions, as many at once as there are, until the end."""
+    """Answer queued look-ups of remote tiers, all at once, until the keeper is closed or gone."""
     while True:
         asked = [questions.get()]
         while not questions.empty():
@@ -788,14 +800,14 @@ def _answer(
 
 
 def _means(erased: Erased, key: bytes, info: FrameInfo, gone: Collection[bytes]) -> bool:
-    """Whether a frame was erased; `gone` are keys of others that were."""
+    """Return whether an erasure covers a frame; `gone` are keys of other erased frames."""
     if key in gone or info.parent in gone or erased.has(key) or erased.ends(info.parent):
         return True
     return erased.covers(info.tenant, info.namespace)
 
 
 def _meant(erased: Erased, entries: Iterable[Entry]) -> set[bytes]:
-    """Keys of what was erased, and of what continues it."""
+    """Return the keys of erased frames, and of all frames that continue them."""
     gone, rest = set[bytes](), list(entries)
     while True:
         left = list[Entry]()
@@ -810,11 +822,11 @@ def _meant(erased: Erased, entries: Iterable[Entry]) -> set[bytes]:
 
 
 class Caller:
-    """A `Tier` over a keeper's stack, whose answers go to whoever made it. Thread-safe.
+    """A `Tier` over a keeper's stack, with answers of its own. Thread-safe.
 
-    Beyond the protocol, `lookup` is for engines that ask first, and load later: until `release`
-    what was found is not given up, and what failed to load is a miss, so that nobody asks for it
-    for ever.
+    Beyond the protocol, `lookup` is for engines that look up first, and load later: until `release`
+    the found frames are not evicted, and frames that failed to load are misses, so that an engine
+    does not request them for ever.
     """
 
     def __init__(self, keeper: Keeper) -> None:
@@ -826,28 +838,28 @@ class Caller:
         self._items: dict[int, list[_Item]] = {}
 
     def lookup(self, keys: Sequence[bytes], request: Hashable) -> list[bool | None]:
-        """Which keys can be loaded, as far as anybody knows; never waits.
+        """Return for each key whether it can be loaded, as far as that is known; never wait.
 
         Args:
             keys: 32 bytes each.
-            request: On whose behalf, until `release`; with the same one, failures are remembered.
+            request: Request of the look-up, until `release`; its failed loads are misses.
 
         Returns:
-            None for what a remote tier is being asked about: ask again in a moment.
+            One value for each key; None while remote tiers are being asked: call again later.
         """
         with self.keeper._lock:
             self.keeper._hear()
             return [self.keeper._lookup(key, self, request) for key in keys]
 
     def release(self, request: Hashable) -> None:
-        """A request needs no more loads: what it looked up may go, what failed is forgotten."""
+        """End a request's look-ups: unpin its frames, and forget its failed loads."""
         with self.keeper._lock:
             hold = self.keeper._holds.pop((self, request), None)
             if hold is not None:
                 hold.let_go()
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Frames were used without being loaded: by whoever holds a copy nearer by."""
+        """Record a use of frames without a load, as by a caller with a nearer copy."""
         keeper, keys = self.keeper, list(keys)
         with keeper._lock:
             for level in keeper.levels:
@@ -857,24 +869,24 @@ class Caller:
 
     @property
     def writable(self) -> bool:
-        """Whether any tier takes frames."""
+        """Return whether any tier takes frames."""
         return any(tier.writable for tier in self._tiers)
 
     @property
     def shared(self) -> bool:
-        """Whether others may write to any of the tiers."""
+        """Return whether others may write to any of the tiers."""
         return any(tier.shared for tier in self._tiers)
 
     def used_bytes(self) -> int:
-        """Bytes occupied in all tiers."""
+        """Return the bytes occupied in all tiers."""
         return sum(tier.used_bytes() for tier in self._tiers)
 
     def frame_bytes(self, body_bytes: int) -> int:
-        """Most bytes that a frame occupies in all tiers."""
+        """Return the most bytes that a frame occupies in all tiers."""
         return sum(tier.frame_bytes(body_bytes) for tier in self._tiers)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are believed to be there; asks remote tiers, for 50 ms at most."""
+        """Return for each key whether a tier has it; remote tiers are asked, for 50 ms at most."""
         with self.keeper._lock:
             self.keeper._hear()
             asked = [level.tier for level in self.keeper.levels if not level.sweeps]
@@ -884,12 +896,12 @@ class Caller:
     def submit_load(
         self, items: Sequence[Load], *, deadline_s: float = 10.0, request: Hashable = None
     ) -> int:
-        """Starts reading, root to leaf; see `Tier`.
+        """Start loading frames, root to leaf; see `Tier`.
 
         Args:
-            items: What to load.
-            deadline_s: Until all are answered.
-            request: Whose later look-ups are told of what failed.
+            items: The loads.
+            deadline_s: Longest time until all are answered.
+            request: Request for which failed loads become misses.
 
         Raises:
             StateError: The keeper is closed.
@@ -897,10 +909,10 @@ class Caller:
         return self._submit(items, deadline_s, request)
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Starts writing, root to leaf, and gives up what must go; see `Tier`.
+        """Start storing frames, root to leaf, evicting others where needed; see `Tier`.
 
-        `STORED` says that one tier of the stack has it at least; "full", that pinned frames, or a
-        quota, leave no room in any.
+        `STORED` means that at least one tier of the stack has the frame; "full", that pinned
+        frames, or a quota, leave no room in any.
 
         Raises:
             StateError: The keeper is closed.
@@ -931,15 +943,15 @@ class Caller:
             return job
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """This caller's answers that are ready; waits up to `timeout_s` for the first one."""
+        """Return this caller's ready answers, waiting up to `timeout_s` for the first one."""
         return self.answers.take(timeout_s)
 
     def fileno(self) -> int:
-        """An eventfd that is readable while answers wait; -1 once closed."""
+        """Return an eventfd that is readable while answers wait; -1 once closed."""
         return self.answers.fileno()
 
     def cancel(self, job: int) -> None:
-        """Cancels what tiers have not answered of a job; no other tier is asked."""
+        """Cancel the unanswered operations of a job; no further tier is tried."""
         with self.keeper._lock:
             for level in self.keeper.levels:
                 for number, flights in list(level.flights.items()):
@@ -954,46 +966,46 @@ class Caller:
                         level.tier.cancel(number)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames in all tiers; returns how many were there."""
+        """Delete frames from all tiers; return the most that one tier had."""
         with self.keeper._lock:
             for level in self.keeper.levels:
                 level.book.remove([key for key in keys if not level.storing[key]])
         return max([tier.delete(keys) for tier in self._tiers])
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames in all tiers, leaves no copy of their bytes, and tells who shares a tier.
+        """Erase frames with their bytes from all tiers, and record that for others who share one.
 
         Raises:
-            StoreError: Some may still be there; the message says which tier and why.
+            StoreError: Frames may still be there; the message names the tier and the reason.
         """
         return self.keeper._erase(keys)
 
     def scan(self) -> Iterator[Entry]:
-        """All frames, each once as a load would find it; oldest store of the slowest tier first."""
+        """Yield each frame once, as a load would find it; the slowest tier's oldest store first."""
         found = dict[bytes, Entry]()
         for tier in reversed(self._tiers):
             found.update((entry.key, entry) for entry in tier.scan())
         yield from found.values()
 
     def close(self) -> None:
-        """Closes the keeper, for all its callers."""
+        """Close the keeper, for all its callers."""
         self.keeper.close()
 
 
 def open_keeper(*places: str, bus: Bus | None = None, **options: Any) -> Keeper:
-    """Opens a keeper over places as users write them.
+    """Open a keeper over places in the form of `Config.tiers`.
 
     Args:
         *places: "disk:./kv:200GiB", "host:8GiB", "s3://bucket/kv", ...: fastest first.
-        bus: Is told what happens.
+        bus: Bus that events are emitted on.
         **options: Fields of `Config`: policy, policy_options, quotas, durability, integrity,
             secret, lossless, exclusive.
 
     Returns:
-        The keeper, which knows what the places held before.
+        The keeper, with the frames that the places held before.
 
     Raises:
-        ConfigError: A place or an option is none.
+        ConfigError: A place or an option is invalid.
         MissingDependencyError: A tier needs an extra that is not installed.
         StoreError: A directory or an engine cannot be used.
     """
