@@ -148,7 +148,7 @@ class PagePool:
         if self.capacity_granules > GRANULE_MASK + 1:
             most = format_size((GRANULE_MASK + 1) * GRANULE_BYTES)
             raise CapacityError(
-                f"a pool of {format_size(capacity_bytes)} on {self.device}",
+                f"a pool of {format_size(capacity_bytes)} on {self.device} exceeds the page ids",
                 f"Give it at most {most}",
             )
         self.arena = _arena(self.device, self.capacity_granules * GRANULE_BYTES)
@@ -444,7 +444,7 @@ def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
         arena = own_memory(n_bytes)
     except (OSError, MemoryError) as error:
         raise CapacityError(
-            f"this process cannot have {format_size(n_bytes)} of memory for the device pool",
+            f"the device pool cannot allocate {format_size(n_bytes)} of memory in this process",
             "Make the pool smaller (gpu=...), or raise the limit (ulimit -v)",
         ) from error
     return torch.frombuffer(arena, dtype=torch.uint8)

@@ -103,7 +103,7 @@ class Shelf:
         policy = place.policy
         if isinstance(policy, type) or not isinstance(policy, Policy):
             raise ConfigError(
-                f"place {number} has no policy but {policy!r}",
+                f"the policy of place {number} is {policy!r}, not a Policy object",
                 "Pass Place(make_policy(name), capacity_bytes)",
             )
         self.policy = policy
@@ -118,7 +118,7 @@ class Shelf:
         """Set the capacity; the ledger then evicts the surplus."""
         if capacity_bytes < 0:
             raise ConfigError(
-                f"place {self.number} cannot hold {capacity_bytes} bytes", "Pass none or more"
+                f"place {self.number} cannot hold {capacity_bytes} bytes", "Pass 0 bytes or more"
             )
         if isinstance(self.policy, Tenants) and self.policy.reserved_bytes > capacity_bytes:
             raise ConfigError(
@@ -135,7 +135,7 @@ class Shelf:
             if got is not None:
                 if len(got) != n:
                     raise StateError(
-                        f"policy {self.policy.name!r} gave {len(got)} victims for {n}",
+                        f"policy {self.policy.name!r} returned {len(got)} victims instead of {n}",
                         "Check it with flowkv.testing.check_policy",
                     )
                 return got
@@ -328,12 +328,12 @@ class Ledger:
         self._shelves = [Shelf(place, k) for k, place in enumerate(places)]
         if not 1 <= len(self._shelves) <= at.MAX_PLACES:
             raise ConfigError(
-                f"a ledger over {len(self._shelves)} places", f"Use 1 to {at.MAX_PLACES}"
+                f"a ledger cannot have {len(self._shelves)} places", f"Use 1 to {at.MAX_PLACES}"
             )
         if block_bytes < 1 or (ghosts is not None and ghosts < 0):
             raise ConfigError(
-                f"block_bytes={block_bytes}, ghosts={ghosts}",
-                "Use at least one byte a block, and no fewer than 0 ghosts",
+                f"block_bytes={block_bytes} or ghosts={ghosts} is out of range",
+                "Use block_bytes of 1 or more, and ghosts of 0 or more",
             )
         self.block_bytes = block_bytes
         self._ghosts = ghosts
@@ -362,7 +362,7 @@ class Ledger:
         new = min(max(room, 2 * old), SLOT_LIMIT)
         if room > new:
             raise ConfigError(
-                f"a ledger cannot know {room} blocks", f"Bound ghosts=; {SLOT_LIMIT} is the most"
+                f"a ledger cannot hold {room} blocks, only {SLOT_LIMIT}", "Pass a smaller ghosts="
             )
         blocks = np.zeros(new, BLOCK)
         blocks[:old] = self._blocks
@@ -609,9 +609,9 @@ class Ledger:
             self.invalidate(self._clock, number)
         elif generation < self._generations[number]:
             raise ConfigError(
-                f"namespace {name!r} is of generation {self._generations[number]} already, "
-                f"not {generation}",
-                "Count generations upwards",
+                f"namespace {name!r} has generation {self._generations[number]} already, "
+                f"above {generation}",
+                "Increase the generation with each change",
             )
         return number
 

@@ -222,7 +222,9 @@ class Keeper(Closing):
     ) -> None:
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"a keeper of the tiers {names}", "Give it some, of different names")
+            raise ConfigError(
+                f"a keeper cannot have the tiers {names}", "Pass one or more, of distinct names"
+            )
         self.name, self.bus = " > ".join(names), bus or Bus()
         self.counts: Counter[str] = Counter()
         self.on_evicted: Callable[[list[bytes]], object] = lambda keys: None
@@ -363,7 +365,7 @@ class Keeper(Closing):
         try:
             meant = _meant(erased, level.tier.scan())
         except Exception:  # a third-party client may raise anything: all known frames go
-            _log.warning("%s cannot be looked through", level.tier.name, exc_info=True)
+            _log.warning("the frames of %s cannot be scanned", level.tier.name, exc_info=True)
             with self._lock:
                 meant = set(level.book)
         with self._lock:
@@ -637,7 +639,7 @@ class Keeper(Closing):
                 try:
                     far |= set(compress(part, level.tier.contains(part)))
                 except Exception:  # a third-party client may raise anything: nothing is there
-                    _log.warning("%s does not say what it holds", level.tier.name, exc_info=True)
+                    _log.warning("look-ups in %s failed", level.tier.name, exc_info=True)
         with self._lock:
             for caller, request, key in asked:
                 hold = self._holds.get((caller, request))
@@ -1011,7 +1013,7 @@ def open_keeper(*places: str, bus: Bus | None = None, **options: Any) -> Keeper:
     """
     if unknown := options.keys() - set(Config.__struct_fields__):
         raise ConfigError(
-            f"options of a keeper named {', '.join(sorted(unknown))}",
+            f"a keeper has no options named {', '.join(sorted(unknown))}",
             "Use policy, policy_options, quotas, durability, integrity, secret or lossless",
         )
     config, rates, clock = Config(tiers=places, **options), dict[str, Rates](), SystemClock()
