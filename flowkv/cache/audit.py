@@ -413,7 +413,7 @@ def _reason(
     lossy = store.index.find(seq.key(0, pages))
     if lossy is not None and lossy.somewhere and lossy.fidelity > store.stack.fidelity:
         codec = CODECS[lossy.fidelity]
-        return f"what follows token {pages * size} is kept, but {codec} is too lossy here", None
+        return f"the page at token {pages * size} is stored, but {codec} is too lossy here", None
     missing = _missing(restorer, seq, pages)
     if len(missing) < len(seq.blocks):
         groups = ", ".join(f"page {page} in layer group {g}" for g, page in missing.items())

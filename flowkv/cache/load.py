@@ -82,7 +82,7 @@ class PageLoad:
         self._allocate = allocate or store.spare
         self.page, self._came = -1, 0
         self.flying: list[LayerSlice] = []
-        self.held, self.wanted, self._lent = False, True, -1  # the page lent
+        self.held, self.wanted, self._lent = False, True, -1  # `_lent`: id of the lent page
         self.filled = False
         self._line: Sequence | None = None
         self.fidelity, self._kept = 0, awaited and block.page < 0

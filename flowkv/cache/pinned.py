@@ -124,7 +124,7 @@ class CudaStreams:
             code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE_AND_MAPPED))
         if not code:
             return ""
-        with contextlib.suppress(RuntimeError):  # a later launch would be blamed for it
+        with contextlib.suppress(RuntimeError):  # clears the error, else a later launch raises it
             torch.zeros(1, device=self.device)
         return f"cudaHostRegister of {n_bytes} bytes failed with error {code}"
 

@@ -576,7 +576,7 @@ def download(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tenso
     copies: list[torch.Tensor] = []
     for part in _parts(len(pages), n_bytes):
         some = [pool.page_bytes(page, n_bytes) for page in pages[part]]
-        if len(some) == 1:  # as when one is evicted from a device without memory for a copy
+        if len(some) == 1:  # no stacked copy: a full device may have no memory for one
             copies.append(some[0].to("cpu", copy=True))
         else:
             copies += torch.stack(some).to("cpu")

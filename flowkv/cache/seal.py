@@ -75,8 +75,8 @@ class Sealer:
         self.store, self.tables, self._on_refusal = store, tables, on_refusal
         self._pending = pending
         self._refusals: list[Refusal] = []
-        self._exempt: set[int] = set()  # lines
-        self._stays: dict[int, set[tuple[int, int]]] = {}  # (group, page number) of each line
+        self._exempt: set[int] = set()  # lines that are not encoded
+        self._stays: dict[int, set[tuple[int, int]]] = {}  # refused (group, page number) by line
 
     def rewind(self, row: int, pages: int) -> None:
         """Discard the recorded refusals of a line from page number `pages` on."""

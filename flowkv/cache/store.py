@@ -37,7 +37,7 @@ MOST_WAITING = 1 << 12
 
 
 class Verdict(NamedTuple):
-    """The distance of a page from what the model computes in its place.
+    """The distance of a restored page from the model's own computation of it.
 
     Attributes:
         error: Greatest distance of a token's keys or values, relative to their size.
@@ -273,13 +273,13 @@ class PageStore:
 
     def _protect(self, block: Block) -> None:
         self.stack.protect(block)
-        if not block.gone and block.group < len(self._places):  # else it has no page
+        if not block.gone and block.group < len(self._places):  # other blocks have no page
             self._guard(block)
 
     def _let_go(self, block: Block) -> None:
         if block.group < len(self._places):
             self._places[block.group].let_go(block.slot)
-        if self._unwritten.pop(block, 0) is None:  # it waited, and lies nowhere any more
+        if self._unwritten.pop(block, 0) is None:  # the block waited, and no place holds it now
             self.stack.miss_out(self.stack.lasting())
 
     def _drop(self, slots: Sequence[int]) -> None:
@@ -607,7 +607,7 @@ class PageStore:
                 for block, number in takers.items():
                     if number < 0 and not (block.going or block.tiers):
                         number = self.stack.taker(block)  # its copy below was evicted meanwhile
-                    if number >= 0 and not self.stack.outlives(number):  # as fast as memory
+                    if number >= 0 and not self.stack.outlives(number):  # memory makes room fast
                         self.stack.await_room(number, n_bytes)
                     self._take_off(block, number, copied.pop(block, None))
                 self._evicted(len(part), n_bytes * len(part), reason)

@@ -372,7 +372,7 @@ class TierStack:
         self._policies, self._sends, self._waits = policies, sends, waits
         self._on_forget = on_forget
         whole = [one for one in forms if one.whole] or forms
-        self._prompt_bytes = sum(map(_likely_bytes, whole))  # of a page of a long prompt
+        self._prompt_bytes = sum(map(_likely_bytes, whole))  # bytes per page of a long prompt
         self.tiers, self.places = list[Tier](), list[PolicyPlace]()
         self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
         self.behind = False
@@ -604,7 +604,7 @@ class TierStack:
     def size(self, block: Block, number: int) -> int:
         """Return the bytes of a block's body on a tier (-1: on any) for policies: at least 1."""
         if block.group >= len(self.forms):
-            return block.n_bytes or 1  # of another model
+            return block.n_bytes or 1  # a block of another model
         likely = _likely_bytes(self.forms[block.group])
         if number < 0 or (not block.n_bytes and block.codec_on(number) == UNKNOWN):
             return likely
@@ -652,7 +652,7 @@ class TierStack:
     ) -> bool:
         """Store a block in a tier in the background; return False if there is no room.
 
-        A block whose store is under way is not stored a second time.
+        A block with a store under way is not stored a second time.
 
         Args:
             block: The block.
@@ -722,7 +722,7 @@ class TierStack:
             self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
             if answer.reason in _AWAY:
                 self.rest(number, _REST_S)
-        elif block.gone:  # it was forgotten while it was stored
+        elif block.gone:  # the block was forgotten while it was stored
             self._wipe(number, [block.key])
         else:
             # Where others write too, theirs may have been there before.
@@ -810,7 +810,7 @@ class TierStack:
     def codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
         """Return the codecs that a tier's copy of a page may have; () if it is unreadable."""
         if block.group >= len(self.forms):
-            return ()  # of another model
+            return ()  # a block of another model
         forms, codec = self.forms[block.group], block.codec_on(number)
         if codec == UNKNOWN:
             return forms.likely
@@ -858,7 +858,7 @@ class TierStack:
             return None
         wished = [BUNDLE_LAYOUT if block.kind == "weights" else LAYOUT]
         if block.kind == "state" and block.group < len(self.forms):
-            wished.append(self.forms[block.group].fingerprints[0])  # of a tail
+            wished.append(self.forms[block.group].fingerprints[0])  # the layout of a tail
         if block.kind == "page":
             codecs = self.codecs_on(block, number)
             wished = [self.forms[block.group].fingerprints[codec] for codec in codecs]
