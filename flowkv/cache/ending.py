@@ -71,13 +71,13 @@ class Ending:
 
     @property
     def over(self) -> bool:
-        """Whether the cache is gone, or detached from its model."""
+        """Return whether the cache is gone, or detached from its model."""
         kv = self.kv
         return kv is None or self._over(kv)
 
     @property
     def inherited(self) -> bool:
-        """Whether the process was forked since: then the parent process writes."""
+        """Return whether the process was forked since: then the parent process writes."""
         return os.getpid() != self._pid
 
     def cancel(self) -> None:

@@ -772,7 +772,7 @@ class KV:
             return child
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Drops the tokens of a sequence from position `length` on."""
+        """Drop the tokens of a sequence from position `length` on."""
         Planner.of(seq).truncate(seq, length)
 
     def suspend(self, seq: Sequence) -> int:

@@ -134,7 +134,7 @@ class Stage:
 
     @property
     def pending(self) -> bool:
-        """Whether a tier may still write to the stage."""
+        """Return whether a tier may still write to the stage."""
         return any(not request.ended for _, request in self.requests)
 
 

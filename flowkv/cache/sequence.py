@@ -155,17 +155,17 @@ class Arriving(Protocol):
 
     @property
     def settled(self) -> bool:
-        """Whether the front is done."""
+        """Return whether the front is done."""
         ...
 
     @property
     def gone(self) -> bool:
-        """Whether one of its pages was forgotten meanwhile."""
+        """Return whether one of its pages was forgotten meanwhile."""
         ...
 
     @property
     def lacks(self) -> bool:
-        """Whether pages in the sequence's row are not loaded yet."""
+        """Return whether pages in the sequence's row are not loaded yet."""
         ...
 
     @property
@@ -325,14 +325,14 @@ class Sequence:
         self._known = need
 
     def forget_tokens(self, known: int) -> None:
-        """Drops token ids from position `known` on."""
+        """Drop token ids from position `known` on."""
         self._known = min(self._known, known)
         for keys, chain in zip(self._keys, self.chains, strict=True):
             del keys[self._known // chain.page_size :]
 
     @property
     def forgotten(self) -> bool:
-        """Whether a page that the sequence holds, or waits for, was forgotten meanwhile."""
+        """Return whether a page that the sequence holds, or waits for, was forgotten meanwhile."""
         held = any(block is not None and block.gone for blocks in self.blocks for block in blocks)
         # Pages that a suspended sequence gave up may have been erased since.
         saved = (page for pages in self.suspended or () for page in pages)

@@ -386,7 +386,7 @@ class Step:
 
     @property
     def repeats(self) -> bool:
-        """Whether a CUDA graph can serve decode steps like this one, which differ in integers only.
+        """Return whether a CUDA graph can serve decode steps like this one, which differ in integers only.
 
         Each row has one new token, and all tokens that it attends to are in resident pages.
         """
@@ -456,17 +456,17 @@ class Step:
 
     @property
     def open(self) -> bool:
-        """Whether the step is neither committed nor rolled back."""
+        """Return whether the step is neither committed nor rolled back."""
         return self._open
 
     @property
     def fills(self) -> bool:
-        """Whether the step fills pages, which are then published."""
+        """Return whether the step fills pages, which are then published."""
         return bool(self.advance.flags & FILLS)
 
     @property
     def begins(self) -> bool:
-        """Whether the step starts a single row, so that its tokens attend to each other only.
+        """Return whether the step starts a single row, so that its tokens attend to each other only.
 
         False if attention must read pages all the same: results must not depend on the step, are
         watched, or wait for loads.
