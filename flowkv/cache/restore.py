@@ -237,7 +237,7 @@ class PrefixMatcher:
         if limit == stop and len(seq.tokens) >= first + size:
             for g in range(len(seq.blocks)):
                 self._discover(seq, g, pages, pages + 1)
-                audited = self.store.samples.has(seq.key(g, pages))  # only whole pages are audited
+                audited = self.store.samples.has(seq.key(g, pages))  # a copy cannot be audited
                 blocks.append(None if audited else self.find(seq, g, pages))
         if not blocks or None in blocks:
             blocks = [*self.planner.tails.stored(seq, pages, stop)]

@@ -298,7 +298,7 @@ class Sequence:
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """All token ids known so far, uint32; may be longer than `length`."""
+        """Known token ids, uint32; there may be more of them than `length`."""
         return self._tokens[: self._known]
 
     @property
@@ -344,7 +344,7 @@ class Sequence:
         return self.keys(group, page + 1)[page]
 
     def keys(self, group: int, pages: int) -> list[bytes]:
-        """Return the chain keys of at least the first `pages` pages, whose tokens are known."""
+        """Return the chain keys of the first `pages` pages or more; their tokens must be known."""
         keys = self._keys[group]
         if pages > len(keys):
             chain, known = self.chains[group], pages * self.chains[group].page_size

@@ -386,7 +386,7 @@ class Step:
 
     @property
     def repeats(self) -> bool:
-        """Return whether a CUDA graph can serve decode steps like this one, which differ in integers only.
+        """Return whether a CUDA graph serves steps like this one, which differ in integers only.
 
         Each row has one new token, and all tokens that it attends to are in resident pages.
         """
@@ -466,7 +466,7 @@ class Step:
 
     @property
     def begins(self) -> bool:
-        """Return whether the step starts a single row, so that its tokens attend to each other only.
+        """Return whether the step starts a single row, whose tokens attend to each other only.
 
         False if attention must read pages all the same: results must not depend on the step, are
         watched, or wait for loads.
