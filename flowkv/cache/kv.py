@@ -124,7 +124,7 @@ def plain(tokens: Tokens) -> Items[int] | NDArray[np.generic]:
         return tokens.detach().cpu().numpy()
     except (NotImplementedError, RuntimeError, TypeError) as error:  # on meta, sparse, bfloat16
         raise TokenError(
-            f"token ids are a tensor of {tokens.dtype} on {tokens.device}, which numpy cannot have",
+            f"token ids are a tensor of {tokens.dtype} on {tokens.device}, without a numpy form",
             "Pass a dense tensor of integers, or a list of ids",
         ) from error
 
@@ -604,7 +604,7 @@ class KV:
         self._alive()
         if self.planner is None:
             raise StateError(
-                "the cache does not know its model yet",
+                "the cache is bound to no model yet",
                 "Call flowkv.attach(model), or pass a geometry to KV(...)",
             )
         self.planner.settle()
@@ -1265,7 +1265,7 @@ class KV:
         store = self._bound().store
         if store.stack.lasting() < 0:
             raise StateError(
-                "pages can be handed over through a tier that others read only",
+                "the stack has no tier that other processes can read",
                 'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
             )
         self._prove()  # so that no page waits for the first digest of all weights
@@ -1415,7 +1415,10 @@ class KV:
         with self.lock:
             self._alive()
             if (keep is None) == (budget_tokens is None):
-                raise ConfigError("what to keep is unclear", "Pass either keep or budget_tokens")
+                raise ConfigError(
+                    "keep and budget_tokens are both given, or both missing",
+                    "Pass either keep or budget_tokens",
+                )
             if budget_tokens is not None:
                 keep = chosen(seq, budget_tokens)
             elif isinstance(keep, np.ndarray):

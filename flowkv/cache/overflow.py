@@ -301,8 +301,8 @@ class Overflow:
             )
         if not any(map(self._serves, range(len(store.stack.tiers)))):
             raise ConfigError(
-                "overflow=True without a place that pages can go to",
-                'Give host memory of its own, as host="8GiB", or a disk that it may write to',
+                "overflow=True without a place that can hold pages",
+                'Add private host memory, such as host="8GiB", or a writable disk tier',
             )
 
     def _serves(self, number: int) -> bool:
@@ -682,6 +682,6 @@ class Overflow:
             raise StoreError(
                 "a page of a sequence that is longer than its device cannot be read any more "
                 f"({reason or 'absent'})",
-                "Generate again: what is missing will be computed anew",
+                "Generate again: missing pages are then computed anew",
             )
         self._settle(stage)

@@ -156,7 +156,7 @@ def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None =
         return 0
     body = raw[_CHECK_BYTES:]
     if len(raw) > _MOST_BYTES or xxhash.xxh3_128_digest(body) != raw[:_CHECK_BYTES]:
-        raise ConfigError(f"{path} is damaged, or no such file", "Delete it")
+        raise ConfigError(f"{path} is damaged, or holds no learned models", "Delete it")
     try:
         found = msgspec.msgpack.decode(body, type=_File)
     except MALFORMED as error:

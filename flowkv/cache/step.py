@@ -162,8 +162,8 @@ def chosen(seq: Sequence, budget_tokens: int | Items[int]) -> list[NDArray[np.in
     """
     if not seq.importance:
         raise StateError(
-            "nothing is known of what the sequence looks at",
-            "Call step.watch() in its steps, or say what to keep",
+            "no step of the sequence was watched",
+            "Call step.watch() in its steps, or pass the slots to keep",
         )
     count = len(seq.blocks)
     budgets = budget_tokens if isinstance(budget_tokens, Items) else [budget_tokens] * count
@@ -230,7 +230,7 @@ def _checked(
         if group.kind != "full":
             raise GeometryError(
                 f"a {group.kind!r} layer group counts distances in slots, or has no tokens to drop",
-                "Sparsify models all of whose layers see the whole context",
+                "Sparsify only models with full attention in all layers",
             )
     if len(keep) != len(groups):
         raise GeometryError(

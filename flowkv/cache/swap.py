@@ -237,7 +237,7 @@ def resume(lines: Planner, seq: Sequence) -> None:
     """
     saved = seq.suspended
     if seq.closed or saved is None:
-        raise StateError("the sequence is not suspended", "Resume what was suspended")
+        raise StateError("the sequence is not suspended", "Resume suspended sequences only")
     known = [[_there(page) for page in pages] for pages in saved]
     held = [block for blocks in known for block in blocks if block is not None]
     for block in held:  # before room is made, which might take them

@@ -388,7 +388,7 @@ class Rows:
         return bool(self.compare(mask, columns))
 
     def compare(self, mask: torch.Tensor | None, columns: int) -> torch.Tensor | bool:
-        """Return the result of `padded_by`, as a tensor if it must be read from the mask's device."""
+        """Return the result of `padded_by`, as a tensor where the mask's device computes it."""
         if mask is None:
             return True
         if not isinstance(mask, torch.Tensor) or mask.shape != (len(self.seqs), columns):
