@@ -311,7 +311,7 @@ class KV:
         self._check_policies()
         self.clock, self.bus = clock or SystemClock(), Bus()
         self.metrics = Metrics()
-        # Steps and spans come too often to count them always: count them with a subscriber.
+        # Steps and spans are too frequent to be counted always; a subscriber of the bus can.
         self.metrics.follow(self.bus, without=[EngineStep, RestoreSpan, StepPlanned])
         self.tenants = Tenancy(self.bus)
         self.lock, self.closed, self._pid = Guard(), False, os.getpid()
@@ -1084,9 +1084,9 @@ class KV:
     ) -> Exported:
         """Write the cached pages of prompts to one file, for `load` in another process.
 
-        Pages are written as they are, of whatever codec, with the states of recurrent layers.
+        Pages are written as stored, in their codec, with the states of recurrent layers.
         Frames are checked, encrypted and compressed as on a disk tier. The file appears whole or
-        not at all. Other threads go on meanwhile.
+        not at all. Other threads can use the cache meanwhile.
 
         Args:
             path: The file.
@@ -1532,7 +1532,7 @@ class KV:
             _run_all(self._closings)
         self.detach()
         if self.inherited:
-            return  # tiers and the answers they owe belong to the parent process
+            return  # tiers and their pending answers belong to the parent process
         self.lock.settle()
         with self.lock:
             if self.closed:
