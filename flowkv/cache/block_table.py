@@ -438,7 +438,7 @@ class Planner:
                 pool.release(page)
 
     def thaw_tail(self, seq: Sequence) -> None:
-        """Copy the page that the next token is written to into a raw one if it is encoded.
+        """Make the page that the next token is written to raw: copy it if shared or encoded.
 
         Raises:
             CapacityError: The copy does not fit.

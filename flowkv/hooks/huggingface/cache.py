@@ -308,8 +308,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         window: Sliding window, or None.
         chunked: Attention is chunked: only ever read dense.
         shape: (Hk, D, Dv, dtype, device) that K and V must have.
-        pages: This layer of all pages, of the step.
-        batch: Rows of the step.
         decode: Prepared decode of the step (`Step.decode`), if this layer has used it.
         columns: Columns that the layer shows in the step.
 
