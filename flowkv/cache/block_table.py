@@ -1,4 +1,4 @@
-"""Block tables: plans steps, reserves their pages, commits or undoes them, compacts slabs."""
+"""Block tables: plan steps, reserve their pages, commit or undo them, and compact slabs."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from flowkv.observe.events import Defragmented, StepPlanned
 from flowkv.policy.base import NEVER_NS
 from flowkv.policy.pages import Defragmentation
 
-# Empties sparse slabs by moving pages, and rewrites everything that names them.
+# Defragmentation: pages are moved out of sparse slabs, and all references to them rewritten.
 #
-# When, and how much of it, is `policy.pages`'s business. Pages move at the edges of steps
-# only, while no step is under way: kernels read tables and pages without the lock.
+# `policy.pages` decides when, and how much. Pages move at the edges of steps only, while no step
+# is under way: kernels read tables and pages without the lock.
 
 
 class Compactor:
-    """Defragments the pools of a store. Callers hold the KV lock.
+    """Defragmenter of a store's pools. Callers hold the KV lock.
 
-    They know of no page that is in no table and no block: it would stay where it is, renamed.
+    Callers must not hold ids of pages that are in no table and no block: pages get new ids.
 
     Args:
         store: Blocks and pools.
-        tables: Lines of all sequences.
-        most_bytes: Copied at the edge of a step; 0 for nothing.
+        tables: Block tables of all sequences.
+        most_bytes: Most bytes to copy at the edge of a step; 0 disables it.
     """
 
     def __init__(self, store: PageStore, tables: Tables, most_bytes: int) -> None:
@@ -61,7 +61,7 @@ class Compactor:
         }
 
     def edge(self) -> int:
-        """What the policy wants done at a step's edge; returns the pages moved."""
+        """Move as many pages as the policy allows at a step's edge; return the pages moved."""
         moved = 0
         for device, policy in self.policies.items():
             pool = self.store.pools[device]
@@ -77,10 +77,10 @@ class Compactor:
         return moved
 
     def make_room(self, wanted: Mapping[tuple[int, int], int]) -> None:
-        """Empties as many slabs as these pages lack, before anything is evicted for them.
+        """Empty as many slabs as these pages lack, before pages are evicted for them.
 
         Args:
-            wanted: How many pages of each (group, codec index) are about to be allocated.
+            wanted: Number of pages of each (group, codec index) that are about to be allocated.
         """
         for (group, codec), count in wanted.items():
             device, pool = self.store.device(group), self.store.pool(group)
@@ -93,7 +93,7 @@ class Compactor:
                 self._move(device, most_slabs=slabs, wanted=granules)
 
     def everything(self) -> int:
-        """Moves all that can be moved to some use, of all devices; returns how many pages."""
+        """Defragment all devices without a budget; return the number of pages moved."""
         if self._stepping():
             return 0
         return sum(self._move(device) for device in self.store.pools)
@@ -122,7 +122,14 @@ class Compactor:
 
 
 def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, int]) -> None:
-    """Moves pages of a device (old page -> new page), see `PagePool.relocate`."""
+    """Move pages of a device and update tables, blocks and tails, see `PagePool.relocate`.
+
+    Args:
+        store: Blocks and pools.
+        tables: Block tables of all sequences.
+        device: Device of the pages.
+        moves: New page of each old one.
+    """
     if not moves:
         return
     store.pools[device].relocate(moves)
@@ -141,7 +148,7 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
         pages[:] = [moved.get(page, page) for moved, page in zip(here, pages, strict=True)]
 
 
-# The pages in each sequence's line of the tables: placed, shared, cut, given back.
+# Planning of steps over the rows of the block tables.
 
 WINDOW_SLACK_TOKENS = 128
 """Tokens kept behind a sliding window, so that rejected drafts can be taken back."""
@@ -150,10 +157,10 @@ _ROW, _PLANNER = attrgetter("row"), attrgetter("planner")
 _STATES = {CLOSED: "closed", STEPPING: "in a step already", SUSPENDED: "suspended"}
 
 
-# The part of a step's bookkeeping that every step pays, compiled: one pass over its rows.
+# The bookkeeping that every step needs, compiled: one pass over its rows.
 #
 # A decode step changes a few integers per row. In Python that costs more than the attention of a
-# small model; here it costs a call, whatever the context length.
+# small model; compiled it costs one call, at any context length.
 
 REFUSED, SHARES, GROWS, FILLS = 1, 2, 4, 8
 """A row cannot step; a row's tail may belong to others; a row needs pages; a row fills a page."""
@@ -163,7 +170,7 @@ class Advance(NamedTuple):
     """The advance of rows by one step.
 
     Attributes:
-        rows: int32 `[B]`: lines.
+        rows: int32 `[B]`: rows of the block tables.
         before: int64 `[B]`: lengths before the step.
         after: int32 `[B]`: lengths after it.
         starts: int32 `[B + 1]`: first new token of each row when packed.
@@ -187,7 +194,7 @@ class Advance(NamedTuple):
 
 @kept(nogil=True)
 def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
-    # Marks lines as stepping and says what the step does; marks nothing if it is `REFUSED`.
+    # Marks the rows as stepping and computes the advance; marks none if the step is `REFUSED`.
     lengths, lost, shared, states = state
     before, after, starts, ends = out
     flags, most_new, most_length, total = 0, 0, 0, 0
@@ -219,35 +226,35 @@ def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
 
 @kept(nogil=True)
 def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
-    # Lengths are what the step made them, and its lines are ready for the next one.
+    # Writes the lengths after the step, and marks its rows as ready for the next one.
     for b in range(len(rows)):
         lengths[rows[b]] = after[b]
         states[rows[b]] = READY
 
 
 class EdgePrefetcher(Protocol):
-    """Who brings what is expected next, at the edges of steps."""
+    """Prefetcher of the pages that are expected next, called at the edges of steps."""
 
     due_ns: int
 
     def edge(self) -> None:
-        """Looks ahead if that is due."""
+        """Start prefetches if any are due."""
         ...
 
 
 class Planner:
-    """Steps over the lines of sequences.
+    """Planner of steps, and owner of the pages in the block tables' rows.
 
     Attributes:
         layers: All model layers with pages.
 
     Args:
         store: Blocks and pools.
-        tables: Lines of all sequences.
+        tables: Block tables of all sequences.
         guard: The KV lock; every public method takes it.
-        measured: Told the tokens, seconds and mean position of each committed step.
-        prefetches: Brings what is expected next; None where there are no tiers to bring it from.
-        tails: What closed sequences leave; knows whose pages may become known.
+        measured: Called with the tokens, seconds and mean position of each committed step.
+        prefetches: Prefetcher of the pages expected next; None without tiers to load from.
+        tails: Partial pages of closed sequences; decides which sequences may publish.
         on_non_finite: See `Publisher`.
         on_refusal: See `Sealer`.
     """
@@ -302,18 +309,18 @@ class Planner:
 
     @staticmethod
     def of(seq: Sequence) -> Planner:
-        """What the pages of a sequence belong to."""
+        """Return the planner that owns the pages of a sequence."""
         return cast(Planner, seq.planner)
 
     def window(self, group: int) -> int | None:
-        """Sliding window of a group."""
+        """Return the sliding window of a group in tokens; None if it has none."""
         return self._windows[group]
 
     def idle(self, seq: Sequence) -> None:
-        """Makes sure that a sequence is open, in no step, and has all its pages.
+        """Check that a sequence is open, in no step, and has all its pages.
 
         Raises:
-            StateError: It is not.
+            StateError: The sequence fails one of these checks.
         """
         self.ready(seq)
         if seq.restoration is not None and seq.restoration.settled:
@@ -323,10 +330,10 @@ class Planner:
             )
 
     def ready(self, seq: Sequence) -> None:
-        """Makes sure that a sequence is open and in no step, and its full pages are published.
+        """Publish pending full pages, then check that a sequence is open and in no step.
 
         Raises:
-            StateError: It is not open, or in a step.
+            StateError: The sequence is closed, suspended or in a step.
         """
         self.settle()
         state = CLOSED if seq.closed else int(self.tables.state[seq.row])
@@ -337,22 +344,22 @@ class Planner:
             )
 
     def allocate_raw(self, counts: Items[int]) -> list[list[int]]:
-        """Private raw pages, `counts[g]` of each group, or none at all.
+        """Allocate private raw pages, `counts[g]` of each group, or none at all.
 
         Raises:
-            CapacityError: They do not fit.
+            CapacityError: The pages do not fit.
         """
         return list(self.allocate({(g, 0): n for g, n in enumerate(counts)}).values())
 
     def allocate(self, counts: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:
-        """Private pages, so many of each (group, codec index), or none at all.
+        """Allocate private pages, `counts` of each (group, codec index), or none at all.
 
         Raises:
-            CapacityError: They do not fit.
+            CapacityError: The pages do not fit.
         """
         with self.guard:
             if self.pending and self.store.lacking(counts):
-                self.settle()  # closed sequences wait for it with their pages
+                self.settle()  # closed sequences hold their pages until then
             self.store.require(counts)
             self.compactor.make_room(counts)
             try:
@@ -363,10 +370,10 @@ class Planner:
                 return self._allocate(counts)
 
     def whole(self, seq: Sequence) -> None:
-        """Makes sure that all pages of a sequence lie on the device.
+        """Check that all pages of a sequence are on the device.
 
         Raises:
-            StateError: Some lie below it.
+            StateError: Some pages are on a tier below the device.
         """
         if seq.away:
             raise StateError(
@@ -388,7 +395,7 @@ class Planner:
         return taken
 
     def occupy(self, seq: Sequence, pages: Items[Items[int]]) -> None:
-        """Appends private pages to a sequence, -1 for those that lie behind its window.
+        """Append private pages to a sequence, -1 for pages behind its window.
 
         Args:
             seq: The sequence.
@@ -402,7 +409,7 @@ class Planner:
                     self._place(seq, g, page_no, page)
 
     def put(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
-        """Puts a page into a sequence's line, right behind the others; -1 leaves a hole."""
+        """Put a page at `page_no` into a sequence's row, behind its other pages; -1 is a hole."""
         with self.guard:
             self.tables.reserve(page_no + 1)
             self._place(seq, group, page_no, page)
@@ -431,17 +438,17 @@ class Planner:
                 pool.release(page)
 
     def thaw_tail(self, seq: Sequence) -> None:
-        """Makes sure that the page which the next token goes to is raw.
+        """Make the page that the next token is written to raw: copy it if shared or encoded.
 
         Raises:
-            CapacityError: It does not fit.
+            CapacityError: The copy does not fit.
         """
         with self.guard:
             if self.sealer and self.tables.shared[seq.row]:
                 self._own_tail(seq)
 
     def _own_tail(self, seq: Sequence) -> None:
-        """Copies the page that the next token goes to where it belongs to others, or is sealed."""
+        """Copy the page that the next token is written to if it is shared or encoded."""
         page_nos, filled = (part.tolist() for part in np.divmod(seq.lengths, self.page_size))
         if any(filled):
             fixed = [n > 0 and self._fixed(seq, g, page_nos[g]) for g, n in enumerate(filled)]
@@ -464,10 +471,10 @@ class Planner:
         return sealed or seq.blocks[group][page_no] is not None or pool.references(page) > 1
 
     def thaw(self, group: int, old: int, page: int) -> None:
-        """Writes what a page holds into a raw one.
+        """Copy the contents of a page into a raw one, decoded.
 
         Raises:
-            NonFiniteError: It cannot be decoded into the group's dtype.
+            NonFiniteError: The page cannot be decoded into the group's dtype.
         """
         status, forms = self.copy(group, old, page), self.store.forms[group]
         if status is not None and status.any():
@@ -477,9 +484,11 @@ class Planner:
             )
 
     def copy(self, group: int, old: int, page: int) -> torch.Tensor | None:
-        """Write what a page holds into a raw one; return what decoding it said, if it was encoded.
+        """Copy the contents of a page into a raw one, decoded.
 
-        The copy may be used where that is zero in all layers, see `kernels.transcode`.
+        Returns:
+            Status of each layer if the page was encoded, else None. The copy may be used if all
+            are zero, see `kernels.transcode`.
         """
         pool, forms = self.store.pool(group), self.store.forms[group]
         if not old >> CODEC_SHIFT:
@@ -492,7 +501,7 @@ class Planner:
         return status
 
     def stepping(self, seq: Sequence) -> bool:
-        """Whether a step is under way with a sequence."""
+        """Return whether a step with this sequence is under way."""
         return int(self.tables.state[seq.row]) == STEPPING
 
     def _drop_behind(self, seq: Sequence, length: int) -> None:
@@ -502,14 +511,14 @@ class Planner:
                 self.drop_before(seq, g, keep)
 
     def drop_before(self, seq: Sequence, group: int, page_no: int) -> None:
-        """Lets go of a group's pages before a number: they lie behind its window."""
+        """Release a group's pages before number `page_no`, which are behind its window."""
         with self.guard:
             if page_no > seq.first_page[group]:
                 self._let_go(seq, group, seq.first_page[group], page_no)
                 seq.first_page[group] = page_no
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Drops tokens from position `length` on, also those that are not computed yet.
+        """Drop tokens from position `length` on, also those that are not computed yet.
 
         Raises:
             StateError: The sequence is shorter, sparsified, or the cut reaches behind a sliding
@@ -531,15 +540,15 @@ class Planner:
                 self.idle(seq)
                 self._shorten(seq, now, length)
             if seq.restoration is not None and not seq.restoration.settled:
-                seq.restoration.cancel()  # what it brings lies behind the cut
+                seq.restoration.cancel()  # the pages it loads are behind the cut
             seq.forget_tokens(length)
 
     def shorten(self, seq: Sequence, pages: int) -> None:
-        """Gives back the pages from number `pages` on; their tokens are to be computed again.
+        """Release the pages from number `pages` on; their tokens must be computed again.
 
         Raises:
-            StateError: The sequence is closed, suspended or in a step, or lost that behind a
-                sliding window.
+            StateError: The sequence is closed, suspended or in a step, or the cut reaches behind
+                a sliding window.
         """
         with self.guard:
             self.idle(seq)
@@ -573,7 +582,7 @@ class Planner:
             del blocks[pages:]
 
     def fork(self, seq: Sequence, child: Sequence) -> None:
-        """Lets `child`, freshly opened, share every page of `seq`.
+        """Share every page of `seq` with `child`, a freshly opened sequence.
 
         Raises:
             StateError: `seq` is closed, suspended or in a step.
@@ -601,11 +610,11 @@ class Planner:
                 self.sealer.copy(seq.row, child.row)
 
     def vacate(self, seq: Sequence, groups: Items[int] | None = None) -> None:
-        """Gives back all pages of a sequence, but not its line, length or tokens.
+        """Release all pages of a sequence, but not its row, length or tokens.
 
         Args:
             seq: The sequence.
-            groups: Only those of these layer groups.
+            groups: Layer groups; all by default.
         """
         with self.guard:
             for g in range(len(seq.blocks)) if groups is None else groups:
@@ -615,14 +624,14 @@ class Planner:
                 self.sealer.rewind(seq.row, 0)
 
     def release(self, seq: Sequence) -> None:
-        """Gives back all pages and the line of a sequence, once no step uses them."""
+        """Release all pages and the row of a sequence, once no step uses them."""
         with self.guard:
             if self.tables.state[seq.row] == STEPPING or self.publisher.checks(seq):
                 self._leaving.append(seq)
                 return
             try:
                 self.tails.keep(seq)
-                with suppress(MemoryError, RuntimeError):  # torch's word for it: no copy, no tail
+                with suppress(MemoryError, RuntimeError):  # torch's error: no memory for the tail
                     self.tails.save(seq)
                 if self.sealer:
                     self.sealer.retire(seq)
@@ -633,12 +642,12 @@ class Planner:
                 seq.row = self.tables.nowhere
 
     def defragment(self) -> int:
-        """Empties sparse slabs by moving pages; returns the moves. Nothing while a step runs."""
+        """Empty sparse slabs by moving pages; return the moves, 0 while a step is under way."""
         with self.guard:
             return self.compactor.everything()
 
     def locate(self, layer: int) -> tuple[int, int]:
-        """(group, position within it) of a model layer.
+        """Return (group, position within the group) of a model layer.
 
         Raises:
             GeometryError: No group holds the layer.
@@ -646,7 +655,7 @@ class Planner:
         return self._places.get(layer) or self.geometry.locate(layer)
 
     def pages(self, layer: int) -> Pages:
-        """The pages of a model layer.
+        """Return the pages of a model layer.
 
         Raises:
             GeometryError: No group holds the layer.
@@ -656,19 +665,19 @@ class Planner:
         return self._pages[layer]
 
     def ragged(self, group: int, step: Advance) -> Ragged:
-        """The kernels' view of a step's rows."""
+        """Return a step's rows for the kernels, on the group's device."""
         with self.guard:
             table = self.tables.table(group)
         parts = [torch.from_numpy(part) for part in (step.rows, step.ends[group], step.starts)]
         prompts = -1
-        if table.device.type != "cpu":  # elsewhere nobody asks
+        if table.device.type != "cpu":  # CPU kernels do not use the count
             parts = [part.to(table.device) for part in parts]
             prompts = int(np.count_nonzero(np.diff(step.starts) > 1))
         line, length, start = parts
         return Ragged(table, line, length, start, step.most_new, step.most_length, prompts)
 
     def scan(self, group: int, seqs: Items[Sequence], batch: Ragged) -> Scan | None:
-        """How rows are attended of which pages lie below the device; None where none do."""
+        """Return the scan of a group with pages below the device; None if all are on it."""
         with self.guard:
             lines = (self.tables.pages[group][s.row, : len(s.blocks[group])] for s in seqs)
             over = self.overflow
@@ -679,19 +688,19 @@ class Planner:
     def reserve(
         self, seqs: Items[Sequence], counts: NDArray[np.int64], last: Advance | None = None
     ) -> Advance:
-        """Makes room for new tokens: pages, and copies of tails that are shared.
+        """Reserve pages for new tokens, and copy shared tails.
 
         Until `commit` or `undo`, nothing moves or frees the pages of these sequences.
 
         Args:
             seqs: The sequences.
             counts: New tokens of each.
-            last: A step that is over; its arrays are taken if it had the same lines.
+            last: A finished step; its arrays are reused if it had the same rows.
 
         Raises:
             CapacityError: The pages do not fit.
-            GeometryError: Rows and counts do not fit.
-            StateError: A sequence is closed, suspended, in a step, or another cache's.
+            GeometryError: `seqs` and `counts` differ in length, or a count is negative.
+            StateError: A sequence is closed, suspended, in a step, or of another cache.
         """
         self.guard.settle()
         with self.guard:
@@ -738,12 +747,12 @@ class Planner:
         return step._replace(grown=[(seqs[b], have[:, b].tolist()) for b in grown])
 
     def commit(self, seqs: Items[Sequence], step: Advance, *, told: bool = True) -> None:
-        """Advances lengths, publishes pages that became full, drops pages behind windows.
+        """Advance lengths, publish pages that became full, and drop pages behind windows.
 
         Args:
             seqs: The rows.
-            step: What the step did to them.
-            told: Their token ids are known. Otherwise `tell` publishes the pages.
+            step: Their advance, from `reserve`.
+            told: Whether their token ids are known. Otherwise `tell` publishes the pages.
         """
         with self.guard:
             if step.flags & FILLS:
@@ -771,12 +780,12 @@ class Planner:
         self.guard.settle()
 
     def tell(self, seqs: Items[Sequence], places: Items[int], tokens: Items[int]) -> None:
-        """Take in the ids of steps that were committed without them, and publish full pages.
+        """Append the ids of steps that were committed without them, and publish full pages.
 
         Args:
             seqs: Sequences.
-            places: The position of each one's id; others than its next are known already.
-            tokens: The ids.
+            places: Position of each id; ids are skipped unless they follow the known ones.
+            tokens: The ids, one for each sequence.
         """
         with self.guard:
             each = zip(seqs, places, tokens, strict=True)
@@ -791,11 +800,11 @@ class Planner:
 
     def _seal(self, seqs: list[Sequence]) -> None:
         if self.sealer and seqs:
-            self.store.drain()  # what a tier has taken by now can be encoded
+            self.store.drain()  # pages that a tier has stored by now can be encoded
             self.sealer.seal(seqs)
 
     def settle(self) -> bool:
-        """Publish and encode the full pages that devices are asked for; return whether any were."""
+        """Publish and encode the full pages that wait for a device; return whether any did."""
         with self.guard:
             return self.pending.settle()
 
@@ -804,13 +813,13 @@ class Planner:
         self._seal(seqs)
 
     def look_ahead(self) -> None:
-        """Brings what is expected next, if anything is. Callers hold the KV lock."""
+        """Start prefetches if any are due. Callers hold the KV lock."""
         due_ns = self._prefetches.due_ns if self._prefetches is not None else NEVER_NS
         if self._prefetches is not None and due_ns < NEVER_NS:
             self._prefetches.edge()
 
     def undo(self, step: Advance) -> None:
-        """Gives back the pages of a step that did not happen."""
+        """Release the pages that `reserve` allocated for a step that is rolled back."""
         with self.guard:
             for seq, have in step.grown:
                 for g, pages in enumerate(have):
@@ -818,7 +827,7 @@ class Planner:
             self._end(step.rows)
 
     def publish(self, seq: Sequence, *, exact: bool = False) -> None:
-        """Makes the sequence's full pages with known tokens known to the index.
+        """Publish the sequence's full pages with known tokens to the index.
 
         Args:
             seq: The sequence.
@@ -834,7 +843,7 @@ class Planner:
     def _let_leave(self) -> None:
         if self._leaving:
             leaving, self._leaving = self._leaving, []
-            with ExitStack() as stack:  # what one of them raises does not keep the others
+            with ExitStack() as stack:  # an error in one release does not skip the others
                 for seq in leaving:
                     stack.callback(self.release, seq)
 
@@ -866,10 +875,10 @@ class Planner:
         self.tables.touch()
 
     def _most_raw(self, counts: list[int]) -> list[list[int]]:
-        """Raw pages, for which others leave the device where it is full of other sizes.
+        """Allocate raw pages; move others below the device while it is full of other sizes.
 
         Raises:
-            CapacityError: They do not fit.
+            CapacityError: The pages do not fit.
         """
         while True:
             try:

@@ -1,8 +1,9 @@
 """The end of a cache that was not closed: at the end of the process, or with its last reference.
 
-What is queued then is written down, for as long as `exit_s` says; what is not, is counted in one
-line on stderr. An `Ending` holds what that takes, and not the cache, which may go any time. The
-collector may run in the middle of any change: it only queues the ending for a thread, which writes.
+Queued pages are then written for at most `exit_s` seconds; one line on stderr counts the others.
+An `Ending` refers to the store and the lock, but not to the cache, which may be collected any time.
+The garbage collector may run in the middle of any change: it only queues the ending for a thread,
+which writes.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
 from flowkv.core.reaper import REAPER
 
-_now_s = time.monotonic  # a compiler at work does not stop this clock
+_now_s = time.monotonic  # this clock does not stop during compilation
 
 
 class Ending:
-    """Write down what a cache has queued, once the cache or the process is about to be gone.
+    """Writer of a cache's queued pages when the cache is collected, or the process ends.
 
     Args:
-        kv: The cache, held weakly.
+        kv: The cache, referenced weakly.
         store: Its pages and tiers.
         lock: The KV lock.
-        exit_s: Longest time for it.
+        exit_s: Longest time for writing.
         given: Tiers that were passed as objects: only `KV.close` closes them.
-        over: Whether the model that a cache was attached to is gone, or was detached.
-        prepare: Brings what a cache knows to where it can be written; False if a time of
-            `time.monotonic` came before all of it was proven.
+        over: Returns whether the model that a cache was attached to is gone, or was detached.
+        prepare: Proves pages and saves models; returns False if a time of `time.monotonic` came
+            before all pages were proven.
     """
 
     def __init__(
@@ -70,22 +71,22 @@ class Ending:
 
     @property
     def over(self) -> bool:
-        """Whether the cache is gone, or of no model any more."""
+        """Return whether the cache is gone, or detached from its model."""
         kv = self.kv
         return kv is None or self._over(kv)
 
     @property
     def inherited(self) -> bool:
-        """Whether another process, of which this one was forked, has to write."""
+        """Return whether the process was forked since: then the parent process writes."""
         return os.getpid() != self._pid
 
     def cancel(self) -> None:
-        """Do nothing any more: the cache is closed, or has another store."""
+        """Unregister the ending: the cache is closed, or has another store."""
         self._finalizer.detach()
         _ENDINGS.discard(self)
 
     def begin(self, end_s: float) -> int:
-        """Send what can be sent; returns pages that cannot be written, as they are not proven."""
+        """Prove pages and send them to the tiers; return the pages that are not proven in time."""
         kv, proven, self._lost = self.kv, True, self._store.stack.lost
         with contextlib.suppress(Exception):
             proven = kv is None or self._prepare(kv, end_s)
@@ -95,17 +96,17 @@ class Ending:
         return 0 if proven else self._store.stack.unproven
 
     def write(self, end_s: float) -> int:
-        """Wait until all is written, or it is time; returns pages that are not."""
+        """Wait until all pages are written, or until `end_s`; return the pages that are not."""
         with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
             if held and _now_s() < end_s:
                 self._store.flush(end_s - _now_s(), _now_s)
         return self._store.stack.lost - self._lost + self._store.unsaved
 
     def end(self) -> None:
-        """Write down what a cache left that is gone, and release its tiers and its pools."""
+        """Write the queued pages of a collected cache, and release its tiers and pools."""
         if self.inherited or self not in _ENDINGS:
             return
-        with ExitStack() as last:  # what ending one of them raises does not keep the others
+        with ExitStack() as last:  # an error in one of these calls does not skip the others
             last.callback(self.cancel)
             for tier in self._store.stack.tiers:
                 if self._given.isdisjoint((id(tier), id(getattr(tier, "inner", tier)))):
@@ -117,7 +118,7 @@ class Ending:
             _tell(self.write(end_s), self.exit_s)
 
     def cede(self, directory: str) -> None:
-        """Give a directory up, once what is queued is written."""
+        """Write the queued pages, then release a directory so that another cache can own it."""
         end_s = _now_s() + self.exit_s
         self.begin(end_s)
         self.write(end_s)
@@ -125,7 +126,7 @@ class Ending:
             tier.cede(max(end_s - _now_s(), 0.0))
 
     def owns(self, directory: str) -> bool:
-        """Whether a tier of the cache writes to a directory."""
+        """Return whether a tier of the cache writes to a directory."""
         return not self.inherited and bool(self._owning(directory))
 
     def _owning(self, directory: str) -> list[Any]:
@@ -143,21 +144,21 @@ _ENDINGS: set[Ending] = set()
 
 @functools.cache
 def _end_with(pid: int) -> None:
-    """Have a process of `multiprocessing` write, which ends without what `atexit` knows."""
+    """Register `_exit` in a process of `multiprocessing`, which ends without `atexit` calls."""
     if parent_process() is not None:
         Finalize(None, _exit, exitpriority=0)
 
 
 def make_way(directories: Iterable[str]) -> None:
-    """Have caches of this process that are gone, or over, give up directories.
+    """Release directories that collected or detached caches of this process still own.
 
     Args:
-        directories: Those that another cache is about to open.
+        directories: Directories that another cache is about to open.
     """
     for directory in directories:
         owners = [one for one in list(_ENDINGS) if one.owns(directory)]
         if not all(one.over for one in owners):
-            gc.collect()  # it may be garbage that was not looked at yet
+            gc.collect()  # the cache may be garbage that is not collected yet
         if any(one.kv is None for one in owners):
             REAPER.settle(max(one.exit_s for one in owners))
         for one in owners:
@@ -177,7 +178,7 @@ def _tell(lost: int, exit_s: float) -> None:
 
 @atexit.register
 def _exit() -> None:
-    """Write what all caches have queued, side by side."""
+    """Write the queued pages of all caches, concurrently."""
     mine, begun_s = [one for one in list(_ENDINGS) if not one.inherited], _now_s()
     lost = 0
     for work in (Ending.begin, Ending.write):

@@ -1,4 +1,4 @@
-"""Export: pages and states in a file, named tensors on a tier."""
+"""Export of pages and states to a file, and storage of named tensors on a tier."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ from flowkv.tiers.base import FrameInfo, Load, Outcome
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, aligned, peek_header_bytes
 
-# One file with many frames: what `KV.export` writes and `KV.load` reads.
+# Format of the file that `KV.export` writes and `KV.load` reads: one file with many frames.
 #
 #     file  = first page | frame | frame | ... | index | end
 #     frame = as in every tier (`tiers.frame`), from a multiple of 4 KiB on
 #     index = msgpack: [version, [[key 32, offset, bytes], ...]]
 #     end   = magic 8 | offset of the index u64 | its bytes u64 | its xxh3_128     little-endian
 #
-# The file appears whole or not at all. Whatever happens to it afterwards, a frame is given out
-# only if it is, byte for byte, what was written: every header and stripe is checked, lengths
-# before memory is found for them. Where the index is damaged the frames are found one after the
-# other, up to the first that is damaged too.
+# The file appears whole or not at all. A frame is returned only if it is, byte for byte, the
+# written one: every header and stripe is checked, and lengths before memory is allocated. If the
+# index is damaged, the frames are found one after the other, up to the first damaged one.
 
 MAGIC = b"FKVEXPRT"
 VERSION = 1
@@ -60,12 +59,12 @@ class _Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Found(NamedTuple):
-    """One frame of a file.
+    """Location of one frame in a file.
 
     Attributes:
-        header: What its checked header says; None if it is damaged.
-        place: Where the frame begins.
-        n_bytes: Bytes of the file that are its.
+        header: The checked header; None if the frame is damaged.
+        place: Offset of the frame in the file.
+        n_bytes: Length of the frame.
     """
 
     header: Header | None
@@ -74,18 +73,18 @@ class Found(NamedTuple):
 
 
 class ArchiveWriter:
-    """Writes a file of frames; it takes its name when the `with` block ends well.
+    """Writer of a file of frames, which gets its name when the `with` block ends without error.
 
     Args:
-        path: The file; replaced if it is there.
-        envelope: How frames are wrapped.
+        path: The file; replaced if it exists.
+        envelope: Envelope of the frames: their checksums, encryption and compression.
 
     Attributes:
         frames: Frames written so far.
         n_bytes: Bytes written so far.
 
     Raises:
-        StoreError: It cannot be written. Nothing is left of it then.
+        StoreError: The file cannot be written. Nothing of it is left then.
     """
 
     def __init__(self, path: str | os.PathLike[str], envelope: Envelope) -> None:
@@ -95,15 +94,15 @@ class ArchiveWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self._named():
             with contextlib.suppress(FileNotFoundError):
-                self._partly.unlink()  # of a process that was killed and had this number
+                self._partly.unlink()  # left by a killed process with the same id
             self._file: BinaryIO = os.fdopen(os.open(self._partly, flags, 0o600), "wb")
             self._write(MAGIC + VERSION.to_bytes(4, "little"))
 
     def add(self, key: bytes, info: FrameInfo, body: memoryview | bytes) -> None:
-        """Appends a frame.
+        """Append a frame.
 
         Raises:
-            BadFrame: Description and body do not fit together.
+            BadFrame: `info` and `body` do not fit together.
             StoreError: The file cannot be written.
         """
         sealed = self._envelope.seal(key, info, body)
@@ -136,7 +135,7 @@ class ArchiveWriter:
             self.n_bytes = self.path.stat().st_size
 
     def _write(self, *parts: bytes | bytearray | memoryview) -> None:
-        """Writes parts, and zeros up to the next page."""
+        """Write the parts, and zeros up to the next multiple of 4 KiB."""
         n_bytes = sum(self._file.write(part) for part in parts)
         n_bytes += self._file.write(bytes(aligned(n_bytes) - n_bytes))
         self.n_bytes += n_bytes
@@ -155,14 +154,14 @@ class ArchiveWriter:
 
 
 class ArchiveReader:
-    """Reads a file of frames, of which nothing is believed before it is checked.
+    """Reader of a file of frames, which checks everything before use.
 
     Args:
         path: The file.
-        envelope: How frames must be wrapped.
+        envelope: Envelope that the frames must have.
 
     Raises:
-        StoreError: It cannot be opened, or was never such a file.
+        StoreError: The file cannot be opened, or was not written by `ArchiveWriter`.
     """
 
     def __init__(self, path: str | os.PathLike[str], envelope: Envelope) -> None:
@@ -190,7 +189,7 @@ class ArchiveReader:
         self._file.close()
 
     def frames(self) -> Iterator[Found]:
-        """All frames, in the order in which they were written; a damaged one has no header."""
+        """Yield all frames in the order of the file; a damaged one has no header."""
         index = self._index()
         if index is not None:
             for entry in index.entries:
@@ -205,7 +204,7 @@ class ArchiveReader:
             place += aligned(found.n_bytes)
 
     def read(self, found: Found, target: memoryview) -> bool:
-        """Reads a frame's body into memory of its length; False if it is damaged."""
+        """Read a frame's body into `target`; return False if the body is damaged."""
         header = found.header
         if header is None or target.nbytes < header.body_bytes:
             return False
@@ -218,7 +217,10 @@ class ArchiveReader:
         return True
 
     def _at(self, place: int, most: int, key: bytes | None) -> Found:
-        """The frame that begins here."""
+        """Read the header at offset `place` and return its frame, of at most `most` bytes.
+
+        If `key` is None, the key in the frame's own header is accepted.
+        """
         try:
             first = self._read(place, GRANULE_BYTES)
             n_bytes = peek_header_bytes(first)
@@ -232,7 +234,7 @@ class ArchiveReader:
         return Found(header, place, offset + stored)
 
     def _read(self, place: int, n_bytes: int) -> bytearray:
-        """Bytes of the file, fewer where it ends; no more is taken than there can be."""
+        """Read bytes of the file, fewer at its end; allocate no more than the file can hold."""
         data = bytearray(max(0, min(n_bytes, self._size - place)))
         try:
             self._file.seek(place)
@@ -243,7 +245,7 @@ class ArchiveReader:
         return data
 
     def _index(self) -> _Index | None:
-        """The index, if it is whole."""
+        """Read and check the index; return None if it is damaged."""
         end = self._read(max(0, self._size - _END.size), _END.size)
         if len(end) != _END.size:
             return None
@@ -257,7 +259,7 @@ class ArchiveReader:
             index = msgspec.msgpack.decode(data, type=_Index)
         except MALFORMED:
             return None
-        place = GRANULE_BYTES  # frames in their order, none of them twice: the file is read once
+        place = GRANULE_BYTES  # frames must be in order and not overlap: the file is read once
         for entry in index.entries:
             inside = place <= entry.offset < self._size and entry.n_bytes > 0
             if not inside or len(entry.key) != KEY_BYTES:
@@ -271,12 +273,12 @@ _PATIENCE_S = 10.0
 
 
 class Exported(NamedTuple):
-    """Counts of what was written to a file.
+    """Counts of frames written to a file.
 
     Attributes:
-        frames: Pages and states.
+        frames: Pages and states written.
         n_bytes: Length of the file.
-        missing: Blocks that were known and could not be read any more.
+        missing: Known blocks that could not be read any more.
     """
 
     frames: int
@@ -285,14 +287,14 @@ class Exported(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Counts of what was read from a file.
+    """Counts of frames read from a file.
 
     Attributes:
-        frames: Pages and states that are known now.
-        known: Those that were known before.
-        foreign: Those of another model, geometry, page size or codec, refused.
-        damaged: Those that are not what was written, refused.
-        no_room: Those that neither the device nor a tier had room for.
+        frames: Pages and states loaded.
+        known: Frames that were known before.
+        foreign: Refused frames of another model, geometry, page size or codec.
+        damaged: Refused frames that differ from the written ones.
+        no_room: Frames that neither the device nor a tier had room for.
     """
 
     frames: int
@@ -309,7 +311,7 @@ def write(
     envelope: Envelope,
     blocks: Iterable[Block],
 ) -> Exported:
-    """Writes blocks to a file, wherever they lie. Takes the KV lock for one block at a time.
+    """Write blocks from any place to a file. Takes the KV lock for one block at a time.
 
     Raises:
         StoreError: The file cannot be written.
@@ -327,7 +329,7 @@ def write(
 
 
 def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes] | None:
-    """What a block's frame says and holds, from the nearest place that gives it."""
+    """Read description and content of a block from the nearest place; None if none has it."""
     if block.page >= 0 and not block.gone:
         page = block.page
         content = store.pool(block.group).page_bytes(
@@ -350,19 +352,19 @@ def read(
     envelope: Envelope,
     namespace: bytes,
 ) -> Loaded:
-    """Makes the frames of a file known: on the device while pages are free, else on the tiers.
+    """Load the frames of a file: on the device while pages are free, else on the tiers.
 
     Takes the KV lock for one frame at a time.
 
     Args:
-        store: What gets them.
+        store: Store that takes the frames.
         guard: The KV lock.
         path: The file.
-        envelope: How its frames must be wrapped.
-        namespace: Frames of another one are refused.
+        envelope: Envelope that the frames must have.
+        namespace: Namespace digest; frames of another one are refused.
 
     Raises:
-        StoreError: The file cannot be read, or was never an exported cache.
+        StoreError: The file cannot be read, or is no exported cache.
     """
     counts = dict.fromkeys(Loaded._fields, 0)
     with ArchiveReader(path, envelope) as archive:
@@ -374,7 +376,7 @@ def read(
 def _take(
     store: PageStore, guard: Guard, archive: ArchiveReader, found: Found, namespace: bytes
 ) -> str:
-    """Takes one frame; which count of `Loaded` it goes into."""
+    """Load one frame; return the field of `Loaded` that counts it."""
     header = found.header
     if header is None:
         return "damaged"
@@ -398,7 +400,7 @@ def _take(
 
 
 def _place(store: PageStore, header: Header, body: memoryview) -> bool:
-    """Makes a frame known; False if there is no room for it now."""
+    """Publish a frame's block and place its body; return False if there is no room now."""
     info, block = header.info, store.index.find(header.key)
     if block is not None:
         store.stack.supersede(block)
@@ -421,7 +423,7 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
 
 
 def _readable(store: PageStore, header: Header, n_bytes: int) -> bool:
-    """Whether a frame could be one of this cache's own."""
+    """Return whether this cache could have written a frame: layout, codec and length fit."""
     info = header.info
     if info.fidelity > store.stack.fidelity:
         return False
@@ -434,18 +436,18 @@ def _readable(store: PageStore, header: Header, n_bytes: int) -> bool:
     return fits and layout is not None and header.body_bytes == layout.page_bytes
 
 
-# Named tensors beside the pages, such as weights: kept in parts, fetched stripe by stripe.
+# Named tensors beside the pages, such as weights: stored in parts, fetched stripe by stripe.
 #
-#     table = length u32 | msgpack: digest of all bytes, tensors (name, dtype, shape, offset) part
-#     = up to 8 MiB of the tensors' bytes, one after the other, each from a multiple of 4 KiB on
+#     table = length u32 | msgpack: digest of all bytes, tensors (name, dtype, shape, offset)
+#     part  = up to 8 MiB of the tensors' bytes, one after the other, each from a multiple of 4 KiB
 #
-# The table is a frame whose key is made of the name; the keys of the parts are made of the digest
-# in it, so that parts of two versions never meet. Parts have stripes of 256 KiB, and of a tensor
-# only those are read that it lies in. What is missing or damaged makes the whole a miss.
+# The table is a frame with a key made of the name; the keys of the parts are made of the digest in
+# it, so that parts of two versions never mix. Parts have stripes of 256 KiB, and only the stripes
+# that hold a wanted tensor are read. A missing or damaged part makes the whole a miss.
 
 MOST_ELEMENTS = 1 << 40
 
-DTYPES = {  # those that a stored tensor may have
+DTYPES = {  # dtypes that a stored tensor may have
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float64,
@@ -462,11 +464,11 @@ DTYPES = {  # those that a stored tensor may have
 }
 
 GROUP = (1 << 32) - 1
-"""What their frames say in place of a layer group."""
+"""Layer group in the frames of bundles, which belong to none."""
 
 STRIPE_BYTES = 1 << 18
 PART_BYTES = 1 << 23
-_AT_ONCE = 8  # parts that are asked for together
+_AT_ONCE = 8  # parts that are loaded together
 _MOST_BYTES = 1 << 44
 _BUNDLES_BUSY_S, _BUNDLES_PATIENCE_S = 0.1, 60.0
 
@@ -495,7 +497,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Piece(NamedTuple):
-    """Stripes of one part, and where they go."""
+    """Stripes of one part, and the memory that they are loaded to."""
 
     block: Block
     first: int
@@ -507,7 +509,7 @@ class Bundles:
     """Named tensors of one cache.
 
     Args:
-        store: What moves them.
+        store: Store that moves the tensors.
         guard: The KV lock; taken for a few parts at a time.
         namespace: Namespace digest.
         tenant: Tenant salt.
@@ -520,7 +522,7 @@ class Bundles:
     # ---- keeping
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Writes tensors to the tier that lasts longest; whether all found room there."""
+        """Write tensors to the most durable tier; return whether all found room there."""
         flat = {key: _bytes_of(key, tensor) for key, tensor in tensors.items()}
         table, root = _describe(tensors, flat), self._key(_encoded(name))
         with self.guard:
@@ -540,7 +542,7 @@ class Bundles:
         return saved and self._save(number, root, ROOT, body, GRANULE_BYTES)
 
     def _save(self, number: int, key: bytes, parent: bytes, body: bytearray, step: int) -> bool:
-        """Hands one frame to a tier; waits while that is busy."""
+        """Store one frame on a tier, and wait while the tier is busy; return whether it took it."""
         end_s = compiling.now_s() + _BUNDLES_PATIENCE_S
         while compiling.now_s() < end_s:
             with self.guard:
@@ -560,7 +562,11 @@ class Bundles:
     # ---- fetching
 
     def fetch(self, name: str, only: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
-        """What was kept, or the tensors of these names; None if any of it cannot be had."""
+        """Load a bundle, or only the tensors `only` of it; return None if a part is missing.
+
+        Raises:
+            StoreError: The bundle has no tensor of one of these names.
+        """
         root = self._key(_encoded(name))
         table = self._table(root)
         if table is None:
@@ -586,7 +592,7 @@ class Bundles:
         return {key: _tensor(one, spans, buffers) for key, one in wanted.items()}
 
     def _table(self, root: bytes) -> _Table | None:
-        """The table: its first stripe says how long it is."""
+        """Load and check the table of a bundle; its first stripe holds its length."""
         block, head = self._find(root, ROOT), bytearray(GRANULE_BYTES)
         if not self._load([_Piece(block, 0, 1, memoryview(head))]):
             return None
@@ -607,7 +613,7 @@ class Bundles:
     def _pieces(
         self, table: _Table, root: bytes, start: int, target: memoryview
     ) -> Iterator[_Piece]:
-        """The stripes that fill `target` with the bytes from `start`, a stripe's edge, on."""
+        """Yield the stripes that fill `target` with the bytes from `start` on, a stripe's edge."""
         at = 0
         while at < len(target):
             part, within = divmod(start + at, PART_BYTES)
@@ -632,7 +638,7 @@ class Bundles:
             return found if found is not None else Block(-1, key, parent, GROUP, "weights")
 
     def _load(self, pieces: list[_Piece]) -> bool:
-        """Reads pieces, each from the nearest tier that gives it; False if one cannot be had."""
+        """Load pieces, each from the nearest tier that has it; return False if one is missing."""
         with self.guard:
             for number in range(len(self.store.stack.tiers) if pieces else 0):
                 here = [p for p in pieces if self._holds(p.block, number)]
@@ -647,8 +653,8 @@ class Bundles:
                     elif not piece.block.gone and piece.block.tiers >> number & 1:
                         self.store.stack.not_served(piece.block, number, answer)
                 self.store.touch([p.block for p in here if not p.block.gone])
-                if lent:  # a late answer fills what nobody reads any more
-                    return False  # it may still write there: no other tier's bytes would be safe
+                if lent:  # a late tier may still write to the targets, which another tier's bytes
+                    return False  # would share: give the whole load up
             return not pieces
 
     def _holds(self, block: Block, number: int) -> bool:
@@ -669,16 +675,16 @@ class Bundles:
 
 
 def _padded(n_bytes: int) -> int:
-    """Length of the frame of a part: one stripe, or whole ones."""
+    """Return the length of a part's frame: one stripe, or several whole ones."""
     unit = GRANULE_BYTES if n_bytes <= STRIPE_BYTES else STRIPE_BYTES
     return -(-n_bytes // unit) * unit
 
 
 def _encoded(name: str) -> bytes:
-    """The bytes of a name.
+    """Encode a name as UTF-8.
 
     Raises:
-        StoreError: It is none that has an encoding.
+        StoreError: `name` is no string, or cannot be encoded.
     """
     try:
         return name.encode()
@@ -714,7 +720,7 @@ def _describe(tensors: Mapping[str, torch.Tensor], flat: Mapping[str, memoryview
 
 
 def _parts(flat: Iterable[memoryview]) -> Iterator[bytearray]:
-    """The tensors' bytes, each from a multiple of 4 KiB on, cut into parts."""
+    """Yield parts of the tensors' bytes, in which each tensor begins at a multiple of 4 KiB."""
     part = bytearray()
     for view in flat:
         at = 0
@@ -734,7 +740,7 @@ def _parts(flat: Iterable[memoryview]) -> Iterator[bytearray]:
 
 
 def _spans(tensors: Iterable[_Tensor], n_bytes: int) -> list[tuple[int, int]]:
-    """Stripes that tensors lie in, as runs of bytes from stripe to stripe, in order."""
+    """Return the byte ranges of the stripes that hold tensors, merged and in order."""
     last, spans = (n_bytes - 1) // PART_BYTES * PART_BYTES, list[tuple[int, int]]()
     end = last + _padded(n_bytes - last) if n_bytes else 0
     for one in sorted((t for t in tensors if t.n_bytes), key=lambda t: t.offset):
@@ -749,7 +755,7 @@ def _spans(tensors: Iterable[_Tensor], n_bytes: int) -> list[tuple[int, int]]:
 
 
 def _tensor(one: _Tensor, spans: list[tuple[int, int]], buffers: list[bytearray]) -> torch.Tensor:
-    """A tensor over the bytes that were loaded for it."""
+    """Return a tensor as a view of its loaded bytes."""
     if not one.n_bytes:
         return torch.zeros(one.shape, dtype=DTYPES[one.dtype], device="cpu")
     for (start, stop), buffer in zip(spans, buffers, strict=True):

@@ -77,10 +77,10 @@ from flowkv.tiers.base import Tier
 
 
 def _maker(policy: object) -> Callable[[], Policy] | None:
-    """What makes a policy for each place; None where the configuration says which.
+    """Return a factory of policies, one per place; None if the configuration names the policy.
 
     Raises:
-        ConfigError: It is neither a name nor callable, or one policy for all places.
+        ConfigError: `policy` is neither a name nor callable, or is one object for all places.
     """
     if policy is None or isinstance(policy, str):
         return None
@@ -111,26 +111,26 @@ def _on_cpu(geometry: Geometry) -> bool:
     return all(torch.device(group.device).type != "cuda" for group in geometry.groups)
 
 
-# The sequences of a cache: opened with what is known of them, forked, cut, set aside, closed.
+# Token ids as callers pass them, and as the cache uses them.
 
 Tokens = Items[int] | NDArray[np.generic] | torch.Tensor
 
 
 def plain(tokens: Tokens) -> Items[int] | NDArray[np.generic]:
-    """Token ids as something that is no tensor."""
+    """Convert token ids in a tensor into a numpy array; return other containers unchanged."""
     if not isinstance(tokens, torch.Tensor):
         return tokens
     try:
         return tokens.detach().cpu().numpy()
     except (NotImplementedError, RuntimeError, TypeError) as error:  # on meta, sparse, bfloat16
         raise TokenError(
-            f"token ids are a tensor of {tokens.dtype} on {tokens.device}, which numpy cannot have",
+            f"token ids are a tensor of {tokens.dtype} on {tokens.device}, without a numpy form",
             "Pass a dense tensor of integers, or a list of ids",
         ) from error
 
 
 def pack(rows: Items[Items[int] | NDArray[np.generic]]) -> NDArray[np.uint32]:
-    """Token ids of all rows, one after the other; one check for all is what makes it cheap.
+    """Concatenate the token ids of all rows; lists are checked together, which is cheap.
 
     Raises:
         TokenError: A row is not a flat sequence of ids in [0, 2**32).
@@ -140,11 +140,8 @@ def pack(rows: Items[Items[int] | NDArray[np.generic]]) -> NDArray[np.uint32]:
     return np.concatenate([as_tokens(row) for row in rows])
 
 
-# What a cache knows: looked up, brought near, protected, erased, carried away in files.
-
-
 def _prompts(tokens: Tokens | Iterable[Tokens]) -> list[Tokens]:
-    """One prompt, or several."""
+    """Return a list of prompts from one prompt or several."""
     given = plain(tokens) if isinstance(tokens, torch.Tensor) else tokens
     if isinstance(given, np.ndarray):
         return list(given) if given.ndim == 2 else [given]
@@ -153,13 +150,14 @@ def _prompts(tokens: Tokens | Iterable[Tokens]) -> list[Tokens]:
     return [listed] if single else listed
 
 
-# Prompts whose prefix is on its way: their fronts are computed meanwhile, the rest behind it.
+# Prefill of prompts with a prefix that is being loaded: the front of the prefix is computed
+# meanwhile, and the rest of the prompt behind the loads.
 
 
 def fronts(kv: KV, seqs: Items[Sequence], chunk: int) -> Iterator[Step | Sequence]:
-    """Steps over fronts, and each sequence whose front is done, once: settled, in their order.
+    """Yield steps that compute fronts, and each sequence once, settled, when its front is done.
 
-    Each step is entered while it is out.
+    Each yielded step is entered until the generator resumes.
     """
     waiting = [seq for seq in seqs if seq.restoration is not None]
     while waiting:
@@ -179,7 +177,11 @@ def fronts(kv: KV, seqs: Items[Sequence], chunk: int) -> Iterator[Step | Sequenc
 def behind(
     kv: KV, seq: Sequence, forward: Callable[[Step], Any], restoration: RestoreJob, chunk: int
 ) -> Any:
-    """Runs what follows a settled prefix behind it; None if there was nothing, or it was late."""
+    """Run the forward over the tokens behind a settled prefix, while the prefix still loads.
+
+    Returns:
+        The output of `forward`; None if no token was left, or a layer did not load in time.
+    """
     output, ok = None, False
     rest = seq.tokens[seq.position : seq.position + chunk].copy()
     try:
@@ -197,7 +199,7 @@ def behind(
 
 
 def end(kv: KV, restoration: RestoreJob, *, ok: bool) -> None:
-    """Ends a restore; what came needed no computing. Of one that is not settled, nothing did."""
+    """End a restore and count its loaded tokens as reused; an unsettled restore counts none."""
     with kv.lock:
         settled = restoration.settled
         restoration.finish(ok=ok)
@@ -206,18 +208,16 @@ def end(kv: KV, restoration: RestoreJob, *, ok: bool) -> None:
         kv.tokens_reused += came
 
 
-# `KV`: the cache as users hold it: sequences, steps, known prompts, upkeep.
-
-
 def levels(kv: KV) -> Iterator[Level]:
-    """Levels and counts of a cache, without its lock; none of one that is closed.
+    """Yield levels and counts of a cache without taking its lock; none if it is closed.
 
     See `flowkv.cache.stack.store_levels`.
     """
     if kv.closed:
         return
-    # What was opened in vain is taken out again: these wait until they grow beyond it. The present
-    # value is read before the one that it may give way to, so that no correction slips between.
+    # Tokens of a sequence opened in vain are subtracted again, and a count must not fall: it stays
+    # at its former maximum until it grows beyond it. The present value is read before the maximum,
+    # so that no correction slips between the two reads.
     yield Level("tokens_seen_total", max(kv.tokens_seen, kv.seen_most))
     yield Level("tokens_reused_total", max(kv.tokens_reused, kv.reused_most))
     yield Level("open_sequences", len(kv._open))
@@ -226,7 +226,7 @@ def levels(kv: KV) -> Iterator[Level]:
 
 
 def source(kv: KV) -> Callable[[], list[Level]]:
-    """What reads `levels` of a cache again and again, without keeping the cache alive."""
+    """Return a function that reads `levels` of a cache and does not keep the cache alive."""
     ref = weakref.ref(kv)
 
     def read() -> list[Level]:
@@ -237,7 +237,7 @@ def source(kv: KV) -> Callable[[], list[Level]]:
 
 
 def _run_all(callbacks: list[Callable[[], None]]) -> None:
-    """Runs callbacks from the last on, and forgets each; not one that was interrupted."""
+    """Run callbacks from the last on and remove each; an interrupted callback stays listed."""
     while callbacks:
         try:
             callbacks[-1]()
@@ -247,14 +247,14 @@ def _run_all(callbacks: list[Callable[[], None]]) -> None:
         callbacks.pop()
 
 
-_POLL_S = 0.002  # between two looks for pages of others
+_POLL_S = 0.002  # between two lookups of pages that another process computes
 
 cache_door: Callable[..., Any] | None = None
-"""Makes the object behind `KV.cache`; put here by the package, since hooks lie above this floor."""
+"""Constructor for `KV.cache`; `flowkv` sets it, since hooks are a layer above this package."""
 
 
 def _no_cache() -> None:
-    """A cache stays where it is: copies and pickles of what holds one hold None in its place."""
+    """Stand for a `KV` in copies and pickles of objects that refer to one: a cache stays put."""
 
 
 class KV:
@@ -278,12 +278,12 @@ class KV:
     """
 
     bus: Bus
-    """Tells everything worth knowing."""
+    """Event bus of the cache."""
     metrics: Metrics
-    """Counts what the bus tells."""
+    """Counters of the events on the bus."""
 
-    # Tokens of all prompts opened, and those of them that needed no computing; what both had
-    # reached before they were last corrected downwards.
+    # Tokens of all opened prompts, and how many of them needed no computing; then the value of
+    # both before it was last corrected downwards.
     tokens_seen = tokens_reused = 0
     seen_most = reused_most = 0
 
@@ -311,18 +311,18 @@ class KV:
         self._check_policies()
         self.clock, self.bus = clock or SystemClock(), Bus()
         self.metrics = Metrics()
-        # Steps and spans come too often: who wants them counted subscribes to the bus.
+        # Steps and spans are too frequent to be counted always; a subscriber of the bus can.
         self.metrics.follow(self.bus, without=[EngineStep, RestoreSpan, StepPlanned])
         self.tenants = Tenancy(self.bus)
         self.lock, self.closed, self._pid = Guard(), False, os.getpid()
         self.gate = LoadGate()
-        self.namespace, self.private = b"", ""  # why nothing is shared; "" where it is
+        self.namespace, self.private = b"", ""  # private: why no page is shared; "" if pages are
         self._warned: set[str] = set()
         self._detach: list[Callable[[], None]] = []
         self._proofs: list[Callable[[float], object]] = []
         self._model: Callable[[], object] | None = None  # None where none was attached
         self._ending: Ending | None = None
-        self._lost = 0  # pages of which `flush` has told
+        self._lost = 0  # lost pages that `flush` has reported
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
@@ -359,7 +359,7 @@ class KV:
             )
 
     def _introduce(self, namespace: Namespace) -> None:
-        """Tells tiers that note it whose frames are in use from now on."""
+        """Pass the namespace now in use to the tiers that record it (those with `bind`)."""
         for tier in self._tiers:
             bind: Callable[[bytes, str], None] | None = getattr(tier, "bind", None)
             if bind is not None:
@@ -381,7 +381,7 @@ class KV:
         self._introduce(namespace)
         # The store must not hold the cache, which may go before its last pages are written.
         config, make_policy, handing_over = self.config, self._make_policy, self._handing_over
-        prefetches: PrefetchManager | None = None  # which needs the store that tells it
+        prefetches: PrefetchManager | None = None  # made below: it needs the store
         store = PageStore(
             geometry,
             pools,
@@ -394,7 +394,7 @@ class KV:
             sends=lambda: bool(handing_over),
             on_drop=lambda slots: prefetches.dropped(slots) if prefetches is not None else None,
             on_unused=lambda block: prefetches.unused(block) if prefetches is not None else None,
-            give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - which needs the store
+            give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - the loader needs the store
         )
         if self._ending is not None:
             self._ending.cancel()
@@ -431,7 +431,11 @@ class KV:
         store.stack.check_room()
 
     def _check_policies(self) -> None:
-        """Has a wrong option told now, and not when a model is attached."""
+        """Check the options of all policies now, and not only when a model is attached.
+
+        Raises:
+            ConfigError: A policy has no such option, or options accompany a callable.
+        """
         if self._make_policy is not None and self.config.policy_options:
             raise ConfigError(
                 "policy_options beside a callable that makes policies", "Let the callable set them"
@@ -443,7 +447,7 @@ class KV:
             configure(PrefetchConfig, "prefetch", self.config.prefetch)
 
     def _open_prefetches(self, store: PageStore) -> PrefetchManager | None:
-        """What brings pages nearer before they are asked for; None without a tier, or if off."""
+        """Return a new prefetch manager; None without a tier, or with prefetch off."""
         if not store.stack.tiers or self.config.prefetch == "off":
             return None
         said, size = self.config.prefetch, store.geometry.page_size
@@ -455,7 +459,7 @@ class KV:
         return PrefetchManager(store, self.loader, self.lock, pages, options)
 
     def _learned(self) -> Path | None:
-        """The directory in which what policies learned is kept; None if it is not."""
+        """Return the directory for the models that policies learn; None if they are not kept."""
         from flowkv.tiers.disk import DiskTier
 
         ours = self._tiers[: len(self._tiers) - len(self._given)]  # those given come last
@@ -463,7 +467,7 @@ class KV:
         return next((disk.path for disk in disks), None) if self.config.learned else None
 
     def _tell(self, work: Callable[[Path, Iterable[PolicyPlace], LoadGate], object]) -> None:
-        """Reads or writes what was learned; if that fails, an event says so."""
+        """Load or save the learned models with `work`; emit a `Warned` event if that fails."""
         directory = self._learned()
         try:
             if directory is not None and self.planner is not None:
@@ -472,9 +476,9 @@ class KV:
             self.bus.emit(Warned(code="learned", message=str(error)))
 
     def record(self, path: str | os.PathLike[str]) -> Recording:
-        """Writes all requests from now on as a trace, for `flowkv.sim.replay`.
+        """Record all requests from now on in a trace file, for `flowkv.sim.replay`.
 
-        Only salted hashes of pages are written, lengths and times; no tokens and no names.
+        The file holds salted hashes of pages, lengths and times, but no tokens and no names.
 
         Args:
             path: A new file; an old one is replaced.
@@ -498,10 +502,10 @@ class KV:
         return recording
 
     def trace(self, path: str | os.PathLike[str]) -> TraceFile:
-        """Writes who works on what, and when, for Perfetto: `with kv.trace("restore.json"): ...`.
+        """Write a timeline for Perfetto: `with kv.trace("restore.json"): ...`.
 
-        There is a track per engine, tier and request. Every event is in the file at once, also if
-        an exception ends the block or the process. Without a trace nothing of this is done.
+        The timeline has a track per engine, tier and request. Each event is written at once, and so
+        survives an exception that ends the block or the process. Without a trace it costs nothing.
 
         Args:
             path: A file of JSON; an old one is replaced.
@@ -524,7 +528,7 @@ class KV:
         return seq.publishable and named and not self.closed
 
     def _condemned(self, tier: str, verdict: Verdict) -> None:
-        """A page was found wrong, and is forgotten with all that continues it."""
+        """Warn of a wrong page, after it was forgotten with all pages that continue it."""
         self._purge()
         for seq in self._open.values():
             seq.publishable &= not seq.forgotten
@@ -558,29 +562,29 @@ class KV:
 
     @property
     def geometry(self) -> Geometry | None:
-        """What it was bound to; None before."""
+        """Geometry of the bound model; None before a model is bound."""
         return self.planner.geometry if self.planner else None
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Number of tokens per page."""
         return self.planner.page_size if self.planner else self.config.tokens_per_page
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the one that opened it."""
+        """Return whether this process was forked from the one that opened the cache."""
         return os.getpid() != self._pid
 
     def _prove(self, end_s: float = inf) -> bool:
         planner = self.planner
         if planner is not None and planner.pending and not (self.closed or self.inherited):
-            planner.settle()  # what is full becomes known, and is proven with all else
+            planner.settle()  # full pages are published, and proven together with the others
         return self.closed or all([callback(end_s) is not False for callback in self._proofs])
 
     def detach(self) -> None:
-        """Takes the cache off the model it is attached to; the model is as before.
+        """Detach the cache from its model, which is then as before `attach`.
 
-        What is queued is still written, at the end of the process at the latest.
+        Queued pages are still written, at the end of the process at the latest.
         """
         self._prove()
         self._proofs.clear()
@@ -600,21 +604,21 @@ class KV:
         self._alive()
         if self.planner is None:
             raise StateError(
-                "the cache does not know its model yet",
+                "the cache is bound to no model yet",
                 "Call flowkv.attach(model), or pass a geometry to KV(...)",
             )
         self.planner.settle()
         return self.planner
 
     def _agreed(self) -> Planner:
-        """The planner, once all is dropped that other caches erased."""
+        """Drop all pages that other caches erased, then return the planner."""
         planner = self._bound()
         store = planner.store
         if store.stack.outdated() and erasure.hear(store, list(self._open.values())):
             self._purge()
         return planner
 
-    def open(  # noqa: PLR0913 - what may be said of a request belongs to one call
+    def open(  # noqa: PLR0913 - the options of a request belong to one call
         self,
         tokens: Tokens,
         *,
@@ -630,26 +634,26 @@ class KV:
         wait: bool = True,
         computable: bool = True,
     ) -> Sequence:
-        """Starts a sequence with its known prefix in place, or on its way.
+        """Start a sequence and put its cached prefix in place, or start to load it.
 
         Args:
             tokens: The prompt.
-            tenant: Whose pages may be used and made; default the cache's own tenant.
-            salts: What K and V depend on beside the tokens, such as images.
+            tenant: Tenant that reads and owns the pages; default the cache's own tenant.
+            salts: Inputs beside the tokens that K and V depend on, such as images.
             limit: Most tokens to reuse; default all but the last, which must run to give logits.
             reuse: False computes everything anew; pages are published all the same.
             state: The model has recurrent layers: reuse only where a state was saved.
-            session: Name or number of the conversation, which `hint` may name then. It helps
-                policies that learn when conversations go on.
+            session: Name or number of the conversation, for `hint` and for policies that learn
+                when conversations continue.
             lease: How long its pages stay, as a lease class of the policy ("turn_end",
                 "tool_wait", "one_shot", ...) or a `flowkv.policy.Lease`.
             retain: Spans of tokens that are kept more, or less, than others.
             request: `Sequence.request` of a sequence that was opened in vain for the same request.
-            wait: False returns at once, with what is on the device; `Sequence.restoration` brings
-                the rest, which `restore` and `prefill` see to, and which may be computed in part
-                while it is loaded. None of it, where nothing is to be loaded. With `state`, all of
-                it is loaded; if some does not come, `length` is 0 and `state` None afterwards.
-            computable: With `wait=False`: whether you can compute part of the prefix.
+            wait: False returns at once, with the pages on the device in place.
+                `Sequence.restoration` loads the others (None if there are none); `restore` and
+                `prefill` finish it, and may compute part of the prefix meanwhile. With `state`, all
+                of it is loaded; if a page fails, `length` becomes 0 and `state` None.
+            computable: With `wait=False`: whether the caller can compute part of the prefix.
 
         Returns:
             A sequence whose `length` tokens need no computing.
@@ -693,27 +697,27 @@ class KV:
             return seq
 
     def _begin(self, seq: Sequence, request: int) -> None:
-        """Tells policies of a request, unless it is one that they know already."""
+        """Announce a request to the policies, unless `request` names one that they know."""
         if request >= 0:
             seq.request = request
             return
         self.visits.begin(seq, self.queue.take(seq))
 
     def _sequence(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
-        """A sequence with a line of its own."""
+        """Return an empty sequence with a row in the block tables."""
         seq = self._lineless(planner, tenant, salts)
         seq.row = planner.tables.open_row()
         self._open[id(seq)] = seq
         return seq
 
     def _like(self, seq: Sequence) -> Sequence:
-        """An empty sequence of the tenant, model and salts of another one."""
+        """Return an empty sequence with the tenant, model and salts of another one."""
         twin = self._sequence(Planner.of(seq), None, seq.salts)
         twin.tenant, twin.namespace, twin.chains = seq.tenant, seq.namespace, seq.chains
         return twin
 
     def _lineless(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
-        """A sequence that can look things up, and hold nothing."""
+        """Return a sequence without a row in the block tables, for lookups only."""
         name = self.config.tenant if tenant is None else tenant
         salt = tenant_salt(name, self.config.secret_bytes)
         groups = range(len(planner.geometry.groups))
@@ -730,7 +734,7 @@ class KV:
         return seq
 
     def _end(self, seq: Sequence) -> None:
-        # Possibly in a finalizer, in the middle of anything: it may have to wait (see Guard).
+        # A finalizer may call this in the middle of a change, so the close may wait (see Guard).
         self.lock.defer(lambda: self._close(seq))
 
     def _close(self, seq: Sequence) -> None:
@@ -751,7 +755,7 @@ class KV:
             Planner.of(seq).look_ahead()
 
     def fork(self, seq: Sequence) -> Sequence:
-        """A second sequence with the same past; pages are shared until one of them writes.
+        """Return a second sequence with the same tokens; pages are shared until one writes.
 
         Raises:
             CapacityError: Too many sequences are open.
@@ -768,28 +772,28 @@ class KV:
             return child
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Drops the tokens of a sequence from position `length` on."""
+        """Drop the tokens of a sequence from position `length` on."""
         Planner.of(seq).truncate(seq, length)
 
     def suspend(self, seq: Sequence) -> int:
-        """Gives a sequence's pages up for others until `resume` brings them back, bit for bit.
+        """Free the device pages of a sequence until `resume` restores them, bit for bit.
 
-        What only it knows moves to host memory now, pages that are known once they leave the
-        device. Returns the bytes of host memory that this takes at most.
+        Its private pages are copied to host memory now, published pages once they leave the device.
+        Returns the most bytes of host memory that the copies can take.
         """
         with self.lock:
             return swap.suspend(Planner.of(seq), seq)
 
     def resume(self, seq: Sequence) -> None:
-        """Brings a suspended sequence back, bit for bit.
+        """Restore the pages of a suspended sequence, bit for bit.
 
         Raises:
-            CapacityError: It does not fit now; it stays suspended.
+            CapacityError: The pages do not fit now; the sequence stays suspended.
         """
         with self.lock:
             self._agreed()
             swap.resume(Planner.of(seq), seq)
-            # Shared again with whoever has the same by now, and known again.
+            # Publish the pages again: they are shared again with sequences of the same prefix.
             Planner.of(seq).publish(seq, exact=True)
 
     @contextmanager
@@ -807,7 +811,7 @@ class KV:
     def explain(
         self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()
     ) -> Explanation:
-        """Return how much of a prompt is known now, what prevents more, and what graphs do."""
+        """Return how much of a prompt is cached, what prevents more, and the use of CUDA graphs."""
         with self._probe(tokens, tenant, salts) as seq:
             if self.private:
                 why = f"nothing of this model is shared: {self.private}"
@@ -820,7 +824,7 @@ class KV:
         return msgspec.structs.replace(found, decoding=decoding)
 
     def warm(self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()) -> int:
-        """Brings a known prompt onto its device ahead of its use; returns its tokens there.
+        """Load a cached prompt onto its device ahead of its use; return its tokens there.
 
         Raises:
             CapacityError: Too many sequences are open.
@@ -836,9 +840,9 @@ class KV:
     def prefetch(
         self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()
     ) -> Prefetch:
-        """Starts to bring a known prompt onto its device, as far as idle pages make room for it.
+        """Start to load a cached prompt onto its device, as far as idle pages make room for it.
 
-        Returns at once; `cancel` what is returned if the prompt is not going to be used.
+        Returns at once; call `cancel` of the result if the prompt is not going to be used.
         """
         with self._probe(tokens, tenant, salts) as seq:
             return self._bring(seq)
@@ -851,15 +855,15 @@ class KV:
         salts: Items[Salt] = (),
         prefetch: bool = True,
     ) -> WaitingRequest:
-        """Says that a prompt waits to be served: what is known of it stays, and comes nearer.
+        """Register a prompt that waits to be served: its cached pages stay, and are prefetched.
 
         `open` of the same prompt serves the request that has waited longest.
 
         Args:
             tokens: The prompt.
-            tenant: Whose; default the cache's own.
-            salts: What the prompt's K and V depend on beside the tokens.
-            prefetch: Start to bring it onto its device, as `prefetch` does.
+            tenant: Tenant of the prompt; default the cache's own.
+            salts: Inputs beside the tokens that the prompt's K and V depend on.
+            prefetch: Start to load it onto its device, as `prefetch` does.
 
         Returns:
             The request, which can be cancelled.
@@ -873,7 +877,7 @@ class KV:
     def _nearer(self, seq: Sequence, queued: WaitingRequest) -> Prefetch:
         if self.prefetches is None:
             return self._bring(seq)
-        self.restorer.absent(seq)  # which asks tiers that others write to
+        self.restorer.absent(seq)  # looks up pages that other processes wrote to shared tiers
         return self.prefetches.enqueue(queued.request, self.visits.chains(seq))
 
     def _bring(self, seq: Sequence) -> Prefetch:
@@ -890,21 +894,21 @@ class KV:
         tenant: str | None = None,
         salts: Items[Salt] = (),
     ) -> int:
-        """Says when a prompt, or a conversation, is expected to be used next.
+        """Announce when a prompt, or a conversation, is expected to be used next.
 
-        It holds until the prompt's last known page is used. A wrong hint costs hits, never
-        answers. "This conversation is over" (`flowkv.NEVER`) is worth saying.
+        The hint holds until the prompt's last known page is used. A wrong hint costs hits, never
+        wrong output. `flowkv.NEVER` for conversations that are over helps the policy most.
 
         Args:
-            what: A prompt, or the `session` of a conversation that was opened with it.
+            what: A prompt, or the `session` that the prompts of a conversation were opened with.
             eta_s: Seconds from now, `flowkv.SOON` or `flowkv.NEVER`.
             sigma: How far off it may be: standard deviation of the logarithm, 0.5 for "within a
                 factor of about two".
-            tenant: Whose; default the cache's own.
-            salts: What the prompt's K and V depend on beside the tokens.
+            tenant: Tenant of the prompt; default the cache's own.
+            salts: Inputs beside the tokens that the prompt's K and V depend on.
 
         Returns:
-            Tokens that the hint is about; 0 if nothing of it is known any more.
+            Tokens that the hint covers; 0 if none of them is cached any more.
 
         Raises:
             ConfigError: `eta_s` or `sigma` is negative, or no number.
@@ -927,7 +931,7 @@ class KV:
         salts: Items[Salt] = (),
         pinned: bool = True,
     ) -> int:
-        """Protects a prompt's known pages from eviction, or no longer; returns their tokens."""
+        """Pin or unpin a prompt's cached pages against eviction; return their tokens."""
         with self._probe(tokens, tenant, salts) as seq:
             blocks = self.restorer.known(seq)
             for block in blocks:
@@ -941,25 +945,25 @@ class KV:
         tenant: str | None = None,
         salts: Items[Salt] = (),
     ) -> int:
-        """Erases a prompt and all that continues it from every tier, or a whole tenant.
+        """Erase a prompt and all that continues it from every tier, or a whole tenant.
 
-        Requests that wait for what nobody knows then (`enqueue`) are called off. With the
-        cache's own tenant goes what encoders remember (`attach(memo=...)`). Every tier
-        overwrites or removes the bytes, also those that other processes wrote, and is
-        then asked whether anything is left. Beginnings that other prompts share stay. Open
-        sequences keep their pages, and publish nothing more.
+        Waiting requests (`enqueue`) for erased pages are cancelled. Erasing the cache's own tenant
+        also erases the outputs that encoders memoize (`attach(memo=...)`). Every tier overwrites or
+        removes the bytes, also those that other processes wrote, and is then checked for remains.
+        Prefixes shared with other prompts stay. Open sequences keep their pages, and publish no
+        further ones.
 
         Args:
             tokens: The prompt; None for everything of the tenant.
-            tenant: Whose; default the cache's own.
-            salts: What the prompt's K and V depend on beside the tokens.
+            tenant: Tenant of the prompt; default the cache's own.
+            salts: Inputs beside the tokens that the prompt's K and V depend on.
 
         Returns:
             Blocks erased, and rows of encoders.
 
         Raises:
             StoreError: A tier, which the message names, could not prove that nothing is left. All
-                others have erased by then, and the cache knows none of the blocks any more.
+                others have erased by then, and the cache has dropped all of the blocks.
         """
         with self._probe(() if tokens is None else tokens, tenant, salts) as seq, self._purged():
             store = Planner.of(seq).store
@@ -975,16 +979,16 @@ class KV:
                 return erasure.forget_prompt(store, seq) + self._unlearns(tokens, tenant)
             finally:
                 for open_seq in self._open.values():
-                    known = min(open_seq.known, seq.known)  # which may fill no page
+                    known = min(open_seq.known, seq.known)  # may be less than a page
                     begins = np.array_equal(open_seq.tokens[:known], seq.tokens[:known])
                     whole = known == seq.known or open_seq.length > known
                     again = begins and whole and open_seq.tenant == seq.tenant
                     open_seq.publishable &= not (again or open_seq.forgotten)
 
     def invalidate(self) -> int:
-        """Erases everything of this model on every tier, for instance after its weights changed.
+        """Erase everything of this model on every tier, for instance after its weights changed.
 
-        Open sequences keep their pages, and publish nothing more.
+        Open sequences keep their pages, and publish no further ones.
 
         Returns:
             Blocks erased.
@@ -1000,15 +1004,15 @@ class KV:
 
     @contextmanager
     def _purged(self) -> Iterator[None]:
-        """Afterwards nothing names what was erased within, whatever was raised."""
+        """Purge references to erased pages when the block ends, also by an exception."""
         try:
             yield
         finally:
             self._purge()
-            self._agreed()  # all else that was erased meanwhile, so that nothing waits for it
+            self._agreed()  # drop what other caches erased meanwhile: no request waits for it
 
     def _purge(self) -> None:
-        """Requests name nothing that was forgotten."""
+        """Remove forgotten pages from the histories of requests and from the queue."""
         self.visits.purge()
         self.queue.purge(self._bound().store.index.slot)
 
@@ -1018,7 +1022,7 @@ class KV:
         return erasure.forget_realm(self._bound().store, realm)
 
     def save_state(self, seq: Sequence, values: dict[str, Any]) -> bool:
-        """Keeps the state of recurrent layers after exactly `seq.length` tokens.
+        """Save the state of recurrent layers after exactly `seq.length` tokens.
 
         Args:
             seq: The sequence; its tokens must be known.
@@ -1033,33 +1037,33 @@ class KV:
     def keep(
         self, name: str, tensors: Mapping[str, torch.Tensor], *, tenant: str | None = None
     ) -> bool:
-        """Keeps named tensors, weights for instance, on the tier that lasts longest.
+        """Store named tensors, weights for instance, on the most durable tier.
 
-        Tensors kept before under this name are replaced. They are copied part by part; what is
-        not written yet when this returns is written in the background.
+        Tensors stored before under this name are replaced. The tensors are copied part by part;
+        parts not written when the call returns are written in the background.
 
         Args:
-            name: What they are fetched by.
-            tensors: On any device.
-            tenant: Whose; default the cache's own.
+            name: Name of the bundle, for `fetch`.
+            tensors: Tensors on any device.
+            tenant: Tenant of the bundle; default the cache's own.
 
         Returns:
             Whether there was room for all of them.
 
         Raises:
-            StoreError: A tensor has a dtype or layout that cannot be kept, or a name is no text.
+            StoreError: A tensor has a dtype or layout that cannot be stored, or a name is no text.
         """
         return self._bundles(tenant).keep(name, tensors)
 
     def fetch(
         self, name: str, only: Iterable[str] | None = None, *, tenant: str | None = None
     ) -> dict[str, torch.Tensor] | None:
-        """Fetches tensors that `keep` kept, verified, onto the CPU; None if they cannot be had.
+        """Load tensors stored by `keep` onto the CPU, verified; return None if they are missing.
 
         Args:
-            name: What they were kept by.
-            only: Names of some; only the stripes that hold them are read.
-            tenant: Whose; default the cache's own.
+            name: Name of the bundle.
+            only: Names of the tensors to load; only the stripes that hold them are read.
+            tenant: Tenant of the bundle; default the cache's own.
 
         Raises:
             StoreError: There is no tensor of one of these names.
@@ -1078,17 +1082,17 @@ class KV:
         tenant: str | None = None,
         salts: Items[Salt] = (),
     ) -> Exported:
-        """Writes what is known of prompts to one file, for `load` in another process.
+        """Write the cached pages of prompts to one file, for `load` in another process.
 
-        Pages are written as they are, of whatever codec, with the states of recurrent layers.
+        Pages are written as stored, in their codec, with the states of recurrent layers.
         Frames are checked, encrypted and compressed as on a disk tier. The file appears whole or
-        not at all. Other threads go on meanwhile.
+        not at all. Other threads can use the cache meanwhile.
 
         Args:
             path: The file.
             tokens: A prompt, or several; None for everything of the tenant.
-            tenant: Whose; default the cache's own.
-            salts: What the prompts' K and V depend on beside the tokens.
+            tenant: Tenant of the prompts; default the cache's own.
+            salts: Inputs beside the tokens that the prompts' K and V depend on.
 
         Raises:
             StoreError: The file cannot be written.
@@ -1107,20 +1111,20 @@ class KV:
         return export.write(store, self.lock, path, envelope, blocks.values())
 
     def load(self, path: str | os.PathLike[str]) -> Loaded:
-        """Makes known what `export` wrote, on the device while pages are free, else on the tiers.
+        """Load the pages of an `export` file, onto the device while pages are free, else the tiers.
 
-        Every frame is checked; what is damaged, or of another model, geometry or codec, is refused
-        and counted. Frames that are only checked (`integrity="xxh3"`) are as trustworthy as whoever
-        wrote the file; encrypted ones (`"aead"`) come from somebody who has the secret.
+        Every frame is checked; frames that are damaged, or of another model, geometry or codec, are
+        refused and counted. Frames with a plain checksum (`integrity="xxh3"`) are as trustworthy as
+        the source of the file; encrypted ones (`"aead"`) were written with the secret.
 
         Raises:
-            StoreError: It cannot be read, or was never such a file.
+            StoreError: The file cannot be read, or `export` did not write it.
         """
         store, envelope = self._bound().store, make_envelope(self.config)
         return export.read(store, self.lock, path, envelope, self.namespace)
 
     def step(self, seqs: Items[Sequence], new_tokens: Items[Tokens]) -> Step:
-        """A step of your own model: `with kv.step(seqs, tokens) as step: model(step.tokens, ...)`.
+        """Plan a step of your own model: `with kv.step(seqs, tokens) as step: model(step.tokens)`.
 
         Args:
             seqs: The rows.
@@ -1141,14 +1145,14 @@ class KV:
         return step
 
     def prefill(self, seqs: Items[Sequence], *, chunk: int = 512) -> Iterator[Step]:
-        """Steps that compute what is missing of the prompts: `for step in kv.prefill(seqs): ...`.
+        """Yield steps that compute the missing tokens: `for step in kv.prefill(seqs): ...`.
 
-        Each step is entered while the loop body runs, and committed when the loop goes on. Leaving
-        the loop early rolls the current step back. With `audit=` some steps recompute restored
-        pages first (`Step.audits`); what is wrong is computed anew with the rest.
+        Each step is entered while the loop body runs, and committed when the loop continues.
+        Leaving the loop early rolls the current step back. With `audit=` some steps recompute
+        restored pages first (`Step.audits`); wrong pages are computed anew with the rest.
 
-        Of sequences that were opened with `wait=False`, part is computed while the rest is loaded;
-        what follows that is computed once all of it is there. `restore` also overlaps the two.
+        If a sequence was opened with `wait=False`, part of its prefix is computed while the rest
+        loads, and the tokens behind the prefix once it is complete. `restore` overlaps these, too.
 
         Args:
             seqs: Sequences whose prompts were given to `open`.
@@ -1185,20 +1189,21 @@ class KV:
     def restore(
         self, seqs: Items[Sequence], forward: Callable[[Step], Any], *, chunk: int = 512
     ) -> list[Any]:
-        """Finishes the prefill of prompts opened with `wait=False`, in the least time it can take.
+        """Finish the prefill of prompts opened with `wait=False`, in the shortest time.
 
         Part of each prefix is computed from the front while the rest of it is loaded from the back.
-        What follows the prefix is computed behind the loads: each layer of that forward waits for
-        that layer of the pages. What does not come in time is computed here, in further forwards.
+        The tokens behind the prefix are computed during the loads: each layer of that forward waits
+        for this layer of the pages. Pages that do not arrive in time are computed here, in further
+        forwards.
 
         Args:
             seqs: Sequences in no step.
-            forward: Called with each step, over one of the sequences, inside of which your model
-                runs; it may be called again for tokens whose first forward was given up.
+            forward: Called with each step, over one of the sequences, to run your model inside it;
+                called again for tokens if their first forward was given up.
             chunk: Most tokens in one step.
 
         Returns:
-            For each sequence, what `forward` returned for the end of its prompt; None if nothing
+            For each sequence, the result of `forward` for the end of its prompt; None if no token
             was left to compute.
 
         Raises:
@@ -1216,7 +1221,7 @@ class KV:
         for seq in seqs:
             for step in self.prefill([seq], chunk=chunk):
                 outputs[id(seq)] = forward(step)
-        for seq in seqs:  # what is found wrong is computed anew
+        for seq in seqs:  # wrong pages are computed anew
             for step in self.auditor.steps([seq], whole=True):
                 forward(step)
             for step in self.prefill([seq], chunk=chunk) if not seq.closed else ():
@@ -1224,16 +1229,16 @@ class KV:
         return [outputs.get(id(seq)) for seq in seqs]
 
     def audit(self, seq: Sequence, forward: Callable[[Step], Any]) -> int:
-        """Recomputes those restored pages of a sequence that `audit=` samples, and compares.
+        """Recompute the restored pages of a sequence that `audit=` samples, and compare them.
 
-        What differs by more than its codec and the model's rounding explain is forgotten on every
-        tier, with all that continues it, and told by a warning and events (`Audited`,
-        `Quarantined`). As long as part of the prompt is to be computed, the sequence then ends
-        before it, and `prefill` computes it anew; `prefill` audits by itself.
+        A page that differs by more than its codec and the model's rounding explain is forgotten on
+        every tier, with all pages that continue it, and reported by a warning and events
+        (`Audited`, `Quarantined`). While part of the prompt is still to be computed, the sequence
+        is then cut before the page, and `prefill` computes it anew; `prefill` audits by itself.
 
         Args:
             seq: A sequence in no step.
-            forward: Called with each step, inside of which your model runs over one page.
+            forward: Called with each step, to run your model over one page inside it.
 
         Returns:
             Pages that were wrong.
@@ -1246,12 +1251,13 @@ class KV:
 
     @contextmanager
     def hand_over(self) -> Iterator[None]:
-        """Hands prompts to other processes while they are computed: `with kv.hand_over(): ...`.
+        """Pass prompts to other processes while they are computed: `with kv.hand_over(): ...`.
 
-        Around the prefill, in the process that computes; `take_over` in the one that goes on. Both
-        name the same tier and namespace. Every page is written down as it becomes final, whatever
-        loading it would take here; that of a lossy codec once its sequence is closed, at the
-        latest. When the block ends, all of them can be read, or `load_deadline_s` have passed.
+        The block encloses the prefill in the process that computes; the other process calls
+        `take_over`. Both name the same tier and namespace. Every page is written as it becomes
+        final, even if recomputing it here were faster than loading; a page of a lossy codec at the
+        latest when its sequence closes. When the block ends, other processes can read all pages, or
+        `load_deadline_s` have passed.
 
         Raises:
             StateError: No tier of the stack can be read by others.
@@ -1259,10 +1265,10 @@ class KV:
         store = self._bound().store
         if store.stack.lasting() < 0:
             raise StateError(
-                "pages can be handed over through a tier that others read only",
+                "the stack has no tier that other processes can read",
                 'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
             )
-        self._prove()  # so that no page waits for the first reading of all weights
+        self._prove()  # so that no page waits for the first digest of all weights
         self._handing_over.append(None)
         try:
             try:
@@ -1281,19 +1287,19 @@ class KV:
         patience_s: float | None = None,
         chunk: int = 512,
     ) -> Any:
-        """Finishes the prefill of a prompt that another process computes, as its pages arrive.
+        """Finish the prefill of a prompt that another process computes, as its pages arrive.
 
-        Pages are brought onto the device as they become known. When all are there, or none came
-        for a while, what is known is attached and the rest is computed.
+        Pages are loaded onto the device as they are published. When all have arrived, or none
+        came for a while, the known pages are attached and the rest is computed.
 
         Args:
-            seq: As `open` returned it.
-            forward: Called with each step, inside of which your model runs.
+            seq: The sequence, as `open` returned it.
+            forward: Called with each step, to run your model inside it.
             patience_s: Longest wait while nothing arrives; default `load_deadline_s`.
             chunk: Most tokens in one step.
 
         Returns:
-            What the last call of `forward` returned; None if nothing was left to compute.
+            The result of the last call of `forward`; None if no token was left to compute.
 
         Raises:
             CapacityError: The pages do not fit.
@@ -1337,15 +1343,15 @@ class KV:
         retain: Items[Retain] = (),
         **inputs: Any,
     ) -> Any:
-        """A Hugging Face cache for one call: `generate(**inputs, past_key_values=kv.cache(...))`.
+        """Make a Hugging Face cache for one `generate(..., past_key_values=kv.cache(...))`.
 
         Args:
             *args: `input_ids`, if not by name.
-            tenant: Whose pages may be used and made.
-            session: See `open`; that of all rows.
+            tenant: Tenant that reads and owns the pages.
+            session: See `open`; shared by all rows.
             lease: See `open`.
             retain: See `open`; positions count each row's own tokens, without padding.
-            **inputs: What `generate` is given.
+            **inputs: The arguments of `generate`.
         """
         if cache_door is None:
             raise MissingDependencyError("KV.cache", "hf")
@@ -1354,22 +1360,22 @@ class KV:
         return cache_door(self, *args, tenant=tenant, care=said, **inputs)
 
     def learn(self, documents: Items[Tokens], *, tenant: str | None = None) -> int:
-        """Makes documents known to `attach(..., reuse="blend")`, wherever they stand in a prompt.
+        """Register documents for reuse anywhere in a prompt with `attach(..., reuse="blend")`.
 
-        What of them no cache knows yet is computed, behind the first token of a text. Call it in
-        every process: it says what to look for.
+        Pages that are not cached yet are computed, behind the first token of a text. Every process
+        must call this: prompts are searched only for registered documents.
 
         Args:
             documents: Token ids of each, tokenized alone and without a first token.
-            tenant: Whose pages may be used and made.
+            tenant: Tenant that reads and owns the pages.
 
         Returns:
             Tokens that were computed.
 
         Raises:
             CapacityError: A document does not fit the device pool.
-            StateError: The cache belongs to no model that was attached so.
-            TokenError: What is given are no token ids.
+            StateError: No model is attached with `reuse="blend"`.
+            TokenError: `documents` holds no token ids.
         """
         if self._learns is None:
             raise StateError(
@@ -1384,23 +1390,23 @@ class KV:
         *,
         budget_tokens: int | Items[int] | None = None,
     ) -> int:
-        """Takes tokens out of an open sequence; it goes on at its true positions.
+        """Remove tokens from an open sequence, which continues at its true positions.
 
-        Its pages become private: nothing of it is published any more. Its `lengths` count the
-        tokens that are left in each layer group, `Sequence.position` those that there were.
+        Its pages become private, and no further ones are published. `Sequence.lengths` counts the
+        tokens that are left in each layer group, `Sequence.position` includes the removed ones.
 
         Args:
-            seq: A sequence of a model all of whose layers see the whole context.
+            seq: A sequence of a model with full attention in all layers.
             keep: `[L, Hk, n]`: the slots that stay, ascending, for each layer and KV head; one such
                 array for each layer group, if there are several, with an n of its own.
-            budget_tokens: Instead of `keep`: how many stay, or how many in each layer group, chosen
-                by what the steps that were watched (`Step.watch`) looked at, see `policy.pages`.
+            budget_tokens: Instead of `keep`: how many tokens stay, or how many in each layer group,
+                chosen by the attention mass of watched steps (`Step.watch`), see `policy.pages`.
 
         Returns:
-            Tokens that it lost, in the group that lost most.
+            Tokens that were removed, in the group that lost most.
 
         Raises:
-            CapacityError: The pages of what stays do not fit beside the old ones.
+            CapacityError: The pages of the remaining tokens do not fit beside the old ones.
             ConfigError: Not exactly one of `keep` and `budget_tokens`, too small a budget, or
                 budgets that are not one for each group.
             GeometryError: `keep` does not fit, or a layer group has a window.
@@ -1409,7 +1415,10 @@ class KV:
         with self.lock:
             self._alive()
             if (keep is None) == (budget_tokens is None):
-                raise ConfigError("what to keep is unclear", "Pass either keep or budget_tokens")
+                raise ConfigError(
+                    "keep and budget_tokens are both given, or both missing",
+                    "Pass either keep or budget_tokens",
+                )
             if budget_tokens is not None:
                 keep = chosen(seq, budget_tokens)
             elif isinstance(keep, np.ndarray):
@@ -1417,16 +1426,16 @@ class KV:
             return sparsify(Planner.of(seq), seq, keep or ())
 
     def defragment(self) -> int:
-        """Empties sparse slabs by moving pages; returns the moves, 0 while a step is under way."""
+        """Empty sparse slabs by moving pages; return the moves, 0 while a step is under way."""
         return self._bound().defragment()
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Waits until all that was published is written down.
+        """Wait until all published pages are written to the tiers.
 
-        Pages that are still to be encoded are written down afterwards.
+        Pages that are still to be encoded are written afterwards.
 
         Returns:
-            False if that took too long, or if pages were lost since the last call: a tier was full,
+            False after a timeout, or if pages were lost since the last call: a tier was full,
             failed, or was too busy to take them in time.
         """
         if self.inherited:
@@ -1446,9 +1455,10 @@ class KV:
             return not waiting and self._lost == told
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place.
+        """Return statistics: tokens seen and reused, hit rate, pages, bytes and events by place.
 
-        To ask changes nothing: pages that a step on a GPU fills count from the end of the next one.
+        The call changes nothing: pages that a step on a GPU fills count from the end of the next
+        step.
         """
         self.lock.settle()
         with self.lock:
@@ -1491,19 +1501,19 @@ class KV:
         title: str = "How it was served",
         tenants: bool = False,
     ) -> Account:
-        """Collects how requests are served, and writes it up: `with kv.report("x.html"): ...`.
+        """Measure how requests are served, and write a report: `with kv.report("x.html"): ...`.
 
-        Latencies, requests over time, memory by place, and what was found where, of whatever uses
-        this cache meanwhile, engines above all; as one HTML file that loads nothing from elsewhere.
+        The report covers all use of the cache meanwhile: latencies, requests over time, memory and
+        hits by place. It is one HTML file that loads nothing from elsewhere.
 
         Args:
             path: The HTML file; an old one is replaced.
-            title: Its heading.
-            tenants: Whether tenants are named in it.
+            title: Heading of the report.
+            tenants: Whether the report names tenants.
 
         Returns:
-            The account, which writes when its block ends, or with its `close`. It has the numbers,
-            too: `summary()`.
+            The account, which writes the file when its block ends, or with its `close`; `summary()`
+            returns the numbers.
 
         Raises:
             ConfigError: The file cannot be made.
@@ -1516,18 +1526,18 @@ class KV:
         return account
 
     def close(self) -> None:
-        """Detaches, writes down what is published, and releases everything. Safe to call again."""
+        """Detach the model, write all published pages and release everything. Idempotent."""
         if not self.inherited:
             self._prove()
             _run_all(self._closings)
         self.detach()
         if self.inherited:
-            return  # tiers and the answers they owe belong to the parent process
+            return  # tiers and their pending answers belong to the parent process
         self.lock.settle()
         with self.lock:
             if self.closed:
                 return
-            with ExitStack() as last:  # what closing one of them raises does not keep the others
+            with ExitStack() as last:  # an error in one of these calls does not skip the others
                 if self._ending is not None:
                     last.callback(self._ending.cancel)
                 for trace in self._traces:
@@ -1542,7 +1552,7 @@ class KV:
                 last.callback(self._tell, learned.save)
                 for recording in self._recordings:
                     last.callback(recording.close)
-                last.callback(self._flush)  # what was encoded just now, too
+                last.callback(self._flush)  # also pages that closing the sequences encoded
                 for seq in list(self._open.values()):
                     last.callback(self._close, seq)
                 for account in self._accounts:
@@ -1564,20 +1574,20 @@ class KV:
         return f"<flowkv.KV {state}: {self.tokens_reused} of {self.tokens_seen} tokens reused>"
 
 
-# What only those need who attach a cache to a model: no business of its users.
+# Functions for code that attaches a cache to a model; users of a cache do not need them.
 
 
 def bind(kv: KV, geometry: Geometry, namespace: Namespace, *, private: str = "") -> None:
-    """Says which model a cache serves from now on.
+    """Set the model that a cache serves from now on.
 
-    Sequences that are open keep their pages, but what they compute is not published any more.
-    A new geometry gets fresh pools; the tiers stay.
+    Open sequences keep their pages, but publish no further ones. A new geometry gets fresh pools;
+    the tiers stay.
 
     Args:
         kv: The cache.
-        geometry: The model's.
-        namespace: Its name.
-        private: Why nothing of it may be shared or stored; "" if it may.
+        geometry: Geometry of the model.
+        namespace: Name of the model and its weights.
+        private: Why no page of the model may be shared or stored; "" if pages may.
 
     Raises:
         CapacityError: The device pool is too small for the geometry.
@@ -1595,7 +1605,7 @@ def bind(kv: KV, geometry: Geometry, namespace: Namespace, *, private: str = "")
 
 
 def drop_unproven(kv: KV) -> None:
-    """The model may have changed: nobody learns what open sequences hold, or closed ones left."""
+    """Keep pages of a model that may have changed private: those of open and closed sequences."""
     with kv.lock:
         if kv.planner is not None:
             kv.planner.store.drop_tails()
@@ -1605,12 +1615,16 @@ def drop_unproven(kv: KV) -> None:
 
 
 def over(kv: KV) -> bool:
-    """Whether the model that a cache was attached to is gone, or was detached."""
+    """Return whether the model that a cache was attached to is gone, or was detached."""
     return kv._model is not None and kv._model() is None
 
 
 def prepare_exit(kv: KV, end_s: float) -> bool:
-    """Bring what a cache knows to where it can be written; whether all was proven by `end_s`."""
+    """Prove computed pages, save learned models and close recordings, before a cache ends.
+
+    Returns:
+        Whether all pages were proven by `end_s`, a time of `time.monotonic`.
+    """
     proven = kv._prove(end_s)
     kv._tell(learned.save)
     for recording in kv._recordings:
@@ -1619,10 +1633,10 @@ def prepare_exit(kv: KV, end_s: float) -> bool:
 
 
 def forget_name(kv: KV, namespace: bytes) -> None:
-    """Erase on every tier what was published under a name of a model.
+    """Erase all pages that were published under a namespace of a model, on every tier.
 
     Raises:
-        StoreError: A tier cannot erase it.
+        StoreError: A tier cannot erase them.
     """
     with kv.lock, kv._purged():
         kv._forget_realm(erasure.Realm(None, namespace))
@@ -1639,18 +1653,18 @@ def follow(
     learn: Callable[[Items[Tokens], str | None], int] | None = None,
     unlearn: Callable[[Tokens, str | None], int] | None = None,
 ) -> None:
-    """Registers who takes part in the end of a cache, and of what it knows.
+    """Register callbacks of the code that attaches a cache to a model.
 
     Args:
         kv: The cache.
         model: Returns the model, None once it is gone.
-        prove: Proves pages that were computed so far, so that they can be kept, until a time of
-            `time.monotonic`; False if that did not suffice.
-        detach: What `KV.detach` does.
-        close: What `KV.close` does before anything is released.
-        forget: Erases what is kept beside pages for a tenant, and counts it.
-        learn: What `KV.learn` does.
-        unlearn: Erases a document, where a prompt to be erased is one, and counts it.
+        prove: Proves computed pages, so that they can be kept, until a time of `time.monotonic`;
+            returns False if that did not suffice.
+        detach: Called by `KV.detach`.
+        close: Called by `KV.close` before anything is released.
+        forget: Erases data kept beside the pages of a tenant, and counts it.
+        learn: Called by `KV.learn`.
+        unlearn: Erases a document, if a prompt to be erased is one, and counts it.
     """
     kv._model = model or kv._model
     kv._proofs += [prove] if prove else []
@@ -1661,10 +1675,10 @@ def follow(
 
 
 def warn(kv: KV, code: str, message: str) -> None:
-    """Warns once per `code`."""
+    """Emit a `Warned` event and a Python warning, once per `code`."""
     if code not in kv._warned:
         kv._warned.add(code)
-        if not kv.inherited:  # who listens may have been busy when the child was forked
+        if not kv.inherited:  # a subscriber may have been in the middle of work at the fork
             kv.bus.emit(Warned(code=code, message=message))
         warnings.warn(message, stacklevel=3)
 
@@ -1675,23 +1689,23 @@ def plan(
     counts: Items[int] | NDArray[np.int64],
     last: Step | None = None,
 ) -> Step:
-    """A step over rows whose new token ids are told elsewhere (`Sequence.note`), or never.
+    """Plan a step over rows; their new token ids are passed elsewhere (`Sequence.note`), or never.
 
     Args:
         kv: The cache.
         seqs: The rows.
         counts: New tokens of each.
-        last: A step that is over: what it prepared is used again where the same rows decode on.
+        last: A finished step; its arrays are reused if the same rows continue to decode.
     """
     kv._alive()
     planner: Any = seqs[0].planner if seqs else kv._bound()
-    if planner.store.stack.behind:  # a store found that others erased something
+    if planner.store.stack.behind:  # another cache erased something
         with kv.lock:
             kv._agreed()
     return Step(planner, seqs, np.asarray(counts, np.int64), last)
 
 
-# Rows of an engine that are sequences and nothing else, however the model is run over them.
+# Rows of an engine that consist of a sequence only.
 
 
 class Asked(Protocol):
@@ -1699,61 +1713,61 @@ class Asked(Protocol):
 
     @property
     def tenant(self) -> str | None:
-        """Whose pages may be used and made."""
+        """Tenant that reads and owns the pages."""
         ...
 
     @property
     def salts(self) -> Items[Salt]:
-        """What K and V depend on beside the tokens."""
+        """Inputs beside the tokens that K and V depend on."""
         ...
 
     @property
     def session(self) -> str | int | None:
-        """Its conversation."""
+        """Name or number of the conversation."""
         ...
 
     @property
     def lease(self) -> str | Lease:
-        """How long its pages stay."""
+        """Lease of the request's pages."""
         ...
 
     @property
     def retain(self) -> Items[Retain]:
-        """Spans of tokens that are kept more, or less, than others."""
+        """Spans of tokens that are kept longer, or shorter, than others."""
         ...
 
 
 class PagedRow:
-    """A row that is a sequence and nothing else, see `engine.runner.OpenRow`.
+    """Row of an engine that consists of a sequence only, see `engine.runner.OpenRow`.
 
     Args:
-        kv: Where its pages are.
-        seq: Its sequence.
+        kv: Cache that holds the pages.
+        seq: The sequence.
     """
 
     def __init__(self, kv: KV, seq: Sequence) -> None:
         self._kv, self.seq = kv, seq
 
     def suspend(self) -> int:
-        """Gives a sequence's pages up for others until `resume` brings them back, bit for bit."""
+        """Free the sequence's device pages until `resume` restores them, bit for bit."""
         return self._kv.suspend(self.seq)
 
     def resume(self) -> None:
-        """Brings a suspended sequence back, bit for bit."""
+        """Restore the pages of the suspended sequence, bit for bit."""
         self._kv.resume(self.seq)
 
     def close(self, stop: str = "") -> None:
-        """Releases its pages; published ones stay known."""
+        """Release the pages; published ones stay in the index."""
         self.seq.close(stop)
 
 
 def open_row(kv: KV, request: Asked, tokens: Tokens, *, wait: bool) -> PagedRow:
-    """Opens a row for a request.
+    """Open a row for a request.
 
     Args:
         kv: The cache.
-        request: Whose row.
-        tokens: Its prompt, and what was made of it so far.
+        request: The request.
+        tokens: Its prompt, and the tokens generated so far.
         wait: See `KV.open`.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Sequences that are longer than their device: pages below it are attended through two stages.
+"""Sequences longer than their device: attention reads pages below it through two staging buffers.
 
-Attention over pages that lie on the device, and over those that pass through a stage, are partials
-that merge exactly (`kernels.merge`). All pages but the open ones are needed once a step and layer,
-in the same order: a cyclic scan, of which any fixed set on the device saves its share, and the most
-recently used set nothing. So pages that left stay below, and those that stayed stay.
+Attention over resident pages and over staged ones gives partials that merge exactly
+(`kernels.merge`). All full pages are needed once a step and layer, in the same order: a cyclic
+scan. Keeping any fixed set of pages on the device saves its share of the loads, keeping the most
+recently used set saves nothing. So each page stays where it is, on the device or below.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from flowkv.kernels.operands import Pages, Ragged
 from flowkv.tiers.base import Load, Outcome, TierAnswer
 
 LEAST_BYTES, MOST_BYTES, _SHARE = 1 << 20, 1 << 23, 8
-"""Bytes of a stage: at least, at most, and in between that part of the pool."""
+"""Bytes of a stage: at least, at most, and the divisor of the pool in between."""
 _KINDS = frozenset(("full", "latent"))
-"""Layers that see all of a sequence; what lies behind the window of others goes by itself."""
+"""Layers that attend to the whole sequence; others drop the pages behind their window."""
 _SPARE_PAGES = 64
-"""Pages that may be encoded at the end of a step find room for so many of their encoded copies."""
+"""Room to leave for encoded copies of pages at the end of a step, in pages."""
 _PAUSE_S = 0.01
 
 
 class Tile(NamedTuple):
-    """Stripes that pass through a stage together, of one layer after the other.
+    """Pages that pass through a stage together, one layer after the other.
 
     Attributes:
-        blocks: Their pages, none twice.
-        pages: Where each lies in a stage, as a page id.
+        blocks: Blocks of the pages, without repetition.
+        pages: Page id of each within a stage.
         batch: The rows of the step over the stage.
-        name: The same pages in the same places.
+        name: Pairs of blocks and page ids, which identify the tile.
     """
 
     blocks: tuple[Block, ...]
@@ -65,15 +65,16 @@ class Tile(NamedTuple):
 
 
 class Stage:
-    """Memory that stripes of one tile and layer come to. Callers hold the KV lock to ask.
+    """Staging buffer for the stripes of one tile and layer. Callers hold the KV lock to load.
 
     Args:
-        n_bytes: Its size.
-        copies: Of its device, if that is not the CPU: stripes come to pinned memory first.
+        n_bytes: Size of the buffer.
+        copies: Copier of its device if that is not the CPU: stripes are loaded to pinned memory
+            first.
 
     Attributes:
-        view: What tiers write to.
-        arena: What kernels read: the same memory, or that of the device.
+        view: Memory that tiers write to.
+        arena: Memory that kernels read: the same, or memory of the device.
     """
 
     def __init__(self, n_bytes: int, copies: Copies | None) -> None:
@@ -83,7 +84,7 @@ class Stage:
         self.renew()
 
     def renew(self) -> None:
-        """Takes other memory: a tier may still write to what it had."""
+        """Replace the memory: a tier may still write to the old one."""
         if self._copies is None:
             self.view = own_memory(self.n_bytes)
             self.arena = torch.frombuffer(self.view, dtype=torch.uint8)
@@ -94,29 +95,29 @@ class Stage:
         self.reuse()
 
     def send(self) -> None:
-        """All stripes came: what is computed from now on finds them on the device."""
+        """Copy the loaded stripes to the device, ahead of the kernels launched from now on."""
         if self._copies is not None:
             self._sent = self._copies.send(self._row, self.arena)
 
     def reuse(self) -> None:
-        """Other stripes are about to come; what they are is told once all are asked for."""
-        if self._sent is not None:  # a copy reads its source when the device comes to it
+        """Clear the state for other stripes; the caller sets `name` after submitting the loads."""
+        if self._sent is not None:  # wait for the copy to the device, which still reads the memory
             self._sent.wait()
         self.name: tuple[object, ...] = ()
-        self.sources: dict[int, int] = {}  # number of the tier that each place was asked of
-        self.requests: list[tuple[int, TransferRequest]] = []  # likewise, with what was asked
+        self.sources: dict[int, int] = {}  # number of the tier that loads each place
+        self.requests: list[tuple[int, TransferRequest]] = []  # loads, with the tier's number
         self.answers: dict[int, TierAnswer] = {}
         self.arrived, self.fidelity = False, 0
 
     def answered(
         self, answers: dict[int, TierAnswer], places: Items[int], found: Items[TierAnswer]
     ) -> None:
-        """A tier has answered; not to what was asked of former memory."""
+        """Record a tier's answers, unless they are for the memory before `renew`."""
         if answers is self.answers:
             answers.update(zip(places, found, strict=True))
 
     def missing(self, tile: Tile) -> list[int]:
-        """Places of a tile whose stripes have not come."""
+        """Return the places of a tile with stripes that are not loaded."""
         answers = self.answers
         return [
             place
@@ -125,7 +126,7 @@ class Stage:
         ]
 
     def read_bytes(self) -> Counter[int]:
-        """Bytes that came, by number of the tier."""
+        """Return the bytes loaded, by number of the tier."""
         found = Counter[int]()
         for place, answer in self.answers.items():
             found[self.sources[place]] += answer.n_bytes
@@ -133,18 +134,18 @@ class Stage:
 
     @property
     def pending(self) -> bool:
-        """Whether a tier may still write to it."""
+        """Return whether a tier may still write to the stage."""
         return any(not request.ended for _, request in self.requests)
 
 
 class Scan:
-    """One layer group in one step of which some pages lie below the device.
+    """Attention of one step and layer group with some pages below the device.
 
     Args:
-        overflow: Brings them.
+        overflow: Loads these pages.
         group: The layer group.
         seqs: The rows.
-        batch: What kernels are told of the rows.
+        batch: The rows for the kernels.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Scan:
                 below.append((page_no, row, block))
         away = np.bincount([row for _, row, _ in below], minlength=len(lines)) * size
         self._here = _rows_over(batch, lines, np.asarray(after, np.int64) - away)
-        # Rows that share pages find them in the same tile.
+        # Sorted by page number, so that rows that share pages find them in the same tile.
         self._tiles = list(self._cut(sorted(below, key=lambda one: one[:2]), batch))
 
     def _cut(self, below: Items[tuple[int, int, Block]], batch: Ragged) -> Iterator[Tile]:
@@ -204,17 +205,20 @@ class Scan:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of a layer over all pages of the rows, wherever they lie.
+        """Attend over all pages of the rows, on the device and below.
 
         Args:
             place: The layer's number within the group.
             q: Packed queries `[N, Hq, D]`.
-            scale: Of the logits.
+            scale: Scale of the logits.
             softcap: As for `kernels.paged_attention`.
-            sinks: Likewise.
+            sinks: As for `kernels.paged_attention`.
+
+        Returns:
+            `[N, Hq, Dv]` in the dtype of `q`.
 
         Raises:
-            StoreError: A page cannot be had any more.
+            StoreError: A page cannot be loaded any more.
         """
         overflow, group = self._overflow, self._group
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -227,26 +231,32 @@ class Scan:
             whole = o.to(wide), lse
             for number, tile in enumerate(self._tiles):
                 stage = overflow.ready(group, tile, place)
-                for seq in self._seqs:  # what is computed over it is no more exact than it is
+                for seq in self._seqs:  # new K and V are as lossy as the pages they depend on
                     seq.fidelity = max(seq.fidelity, stage.fidelity)
                 other = overflow.ask(group, *self._after(number + 1, place), beside=stage)
                 pages = overflow.staged(group, stage)
                 o, lse = kernels.paged_attention(q, pages, tile.batch, causal=False, **how)
                 whole = kernels.merge((whole, (o.to(wide), lse)))
-                # The stage is free again: with both on their way the link never rests.
+                # The stage is free again: both stages load at a time, so the link is never idle.
                 overflow.ask(group, *self._after(number + 2, place), beside=other)
         out: torch.Tensor = whole[0].to(q.dtype)
         return out
 
     def _after(self, number: int, place: int) -> tuple[Tile, int]:
-        """A tile counted on from those of a layer: of this one, the next ones or the next step."""
+        """Return the tile and layer that a tile number means: beyond the last, the next layer's."""
         layers = len(self._overflow.store.geometry.groups[self._group].layers)
         further, number = divmod(number, len(self._tiles))
         return self._tiles[number], (place + further) % layers
 
 
 def _rows_over(batch: Ragged, lines: Items[np.ndarray], lengths: np.ndarray) -> Ragged:
-    """The rows of a step, with the same new tokens, over other pages."""
+    """Return a step's rows with the same new tokens over other pages.
+
+    Args:
+        batch: The rows of the step.
+        lines: Page ids of each row.
+        lengths: Tokens in these pages, of each row.
+    """
     table = np.full((len(lines), max(1, *map(len, lines), 1)), -1, np.int32)
     for row, line in zip(table, lines, strict=True):
         row[: len(line)] = line
@@ -259,21 +269,21 @@ def _rows_over(batch: Ragged, lines: Items[np.ndarray], lengths: np.ndarray) -> 
 
 
 class Overflow:
-    """Which pages of open sequences lie below the device, and how they are attended there.
+    """Pages of open sequences below the device, and the stages through which attention reads them.
 
     Args:
         store: Blocks, pools and tiers.
-        tables: Lines of all sequences.
+        tables: Block tables of all sequences.
         guard: The KV lock.
 
     Attributes:
-        away: Pages of open sequences that lie below their device.
-        turn: Held while a layer is attended: there is one pair of stages for each device.
-        read_bytes: Bytes that came through stages.
-        retired: Stages that were left to a tier that is overdue.
+        away: Pages of open sequences below their device.
+        turn: Lock of one layer's attention: there is one pair of stages for each device.
+        read_bytes: Bytes loaded through stages.
+        retired: Stage memories left to an overdue tier.
 
     Raises:
-        ConfigError: Not every layer group, or no tier below the device, can serve.
+        ConfigError: A layer group is not supported, or no tier below the device can hold pages.
     """
 
     def __init__(self, store: PageStore, tables: Tables, guard: Guard) -> None:
@@ -291,19 +301,19 @@ class Overflow:
             )
         if not any(map(self._serves, range(len(store.stack.tiers)))):
             raise ConfigError(
-                "overflow=True without a place that pages can go to",
-                'Give host memory of its own, as host="8GiB", or a disk that it may write to',
+                "overflow=True without a place that can hold pages",
+                'Add private host memory, such as host="8GiB", or a writable disk tier',
             )
 
     def _serves(self, number: int) -> bool:
         tier = self.store.stack.tiers[number]
-        # Of what others write too, nobody knows how it is encoded until it has come.
+        # The codec of a page that another process wrote is unknown until the page is loaded.
         return tier.writable and not tier.shared and tier.kind in ("host", "disk")
 
     # ---- pages leave the device
 
     def chunk(self, rows: int) -> int:
-        """Tokens of each of so many rows that a step may add: more would find no room."""
+        """Return the most tokens that a step should add to each of `rows` rows, to fit the pool."""
         store, wanted = self.store, dict.fromkeys(self.store.pools, 0)
         for group, forms in zip(store.geometry.groups, store.forms, strict=True):
             wanted[group.device] += forms.raw.granules
@@ -311,10 +321,10 @@ class Overflow:
         return max(1, pages // (4 * rows)) * store.geometry.page_size
 
     def make_room(self, seqs: Iterable[Sequence], counts: Mapping[tuple[int, int], int]) -> None:
-        """Has pages leave the device until so many others fit, as far as any can. KV lock held.
+        """Move pages below the device until `counts` others fit, if possible. KV lock held.
 
         Args:
-            seqs: Who needs them.
+            seqs: Sequences that need the room.
             counts: Pages of each (group, codec index).
         """
         self._known.update(seqs)
@@ -327,12 +337,16 @@ class Overflow:
             pass
 
     def shed(self) -> bool:
-        """Has a slab's worth of pages leave every device; whether any did. KV lock held."""
+        """Move a slab of pages below each device; return whether any moved. KV lock held."""
         return self._leave({d: pool.slab_granules for d, pool in self.store.pools.items()})
 
     def _leave(self, short: Mapping[str, int]) -> bool:
-        """Has pages of so many granules leave each device, the latest first; whether any did."""
-        refused = set[Block]()  # by all tiers, as they are full or the model is not proven
+        """Move pages below the devices, the last of a sequence first; return whether any moved.
+
+        Args:
+            short: Granules to free on each device.
+        """
+        refused = set[Block]()  # pages that no tier takes: tiers full, or the model not proven
         while chosen := self._choose(short, refused):
             below = self.store.put_below(list(chosen), self._serves)
             for block in below:
@@ -352,9 +366,9 @@ class Overflow:
     def _choose(
         self, short: Mapping[str, int], without: Container[Block]
     ) -> dict[Block, list[tuple[Sequence, int]]]:
-        """Pages of so many granules, if there are as many, and who holds them as which page."""
+        """Choose pages of `short` granules per device; return their holders and page numbers."""
         left, chosen = dict(short), dict[Block, list[tuple[Sequence, int]]]()
-        for final in (True, False):  # what will be encoded yet goes last
+        for final in (True, False):  # pages that are still to be encoded go last
             for seq in sorted(self._known, key=lambda one: -one.length):
                 for g, page_no, block in self._candidates(seq, final=final):
                     device = self.store.device(g)
@@ -382,7 +396,7 @@ class Overflow:
                     yield g, page_no, block
 
     def _users(self, block: Block, group: int, page_no: int) -> list[Sequence]:
-        """All open sequences that hold a page; none if one of them is in a step, or elsewhere."""
+        """Return all sequences that hold a page; none if one is in a step, or not known here."""
         found = [
             seq
             for seq in self._known
@@ -394,33 +408,33 @@ class Overflow:
         return found if len(found) == block.holds else []
 
     def sees_all(self, group: int) -> bool:
-        """Whether pages of a group may lie below the device."""
+        """Return whether pages of a group may be moved below the device."""
         return self.store.geometry.groups[group].kind in _KINDS
 
     def let_go(self, seq: Sequence, block: Block) -> None:
-        """A sequence needs a page below the device no more. KV lock held."""
+        """Release a sequence's page below the device. KV lock held."""
         seq.away -= 1
         self.away -= 1
         self.store.unkeep(block)
         self.store.stack.settle(block)
-        if not self.away:  # what came through stages stays no longer than who needed it
+        if not self.away:  # no page is below the device any more: free the stages
             self._stages.clear()
 
     def share(self, seq: Sequence, block: Block) -> None:
-        """One more sequence needs a page below the device. KV lock held."""
+        """Share a page below the device with one more sequence. KV lock held."""
         self._known.add(seq)
         seq.away += 1
         self.away += 1
         self.store.keep(block)
 
     def adopt(self, seq: Sequence, pages: int) -> None:
-        """Attaches known pages behind those of a sequence where they lie, if there is no room.
+        """Attach known pages in place, on or below the device, if it has no room for all of them.
 
         KV lock held.
 
         Args:
             seq: A sequence of whole pages.
-            pages: So many of its prompt are known.
+            pages: Known pages of its prompt.
         """
         store, groups = self.store, range(len(seq.blocks))
         size = store.geometry.page_size
@@ -448,10 +462,10 @@ class Overflow:
         number = self.source(block)
         return number >= 0 and self.store.stack.tiers[number].contains([block.key])[0]
 
-    # ---- and are attended below it
+    # ---- attention over pages below the device
 
     def stage_bytes(self, group: int) -> int:
-        """Bytes of each of the two stages of a group's device."""
+        """Return the bytes of each of the two stages of a group's device."""
         return self._pair(group)[0].n_bytes
 
     def _pair(self, group: int) -> tuple[Stage, Stage]:
@@ -466,15 +480,15 @@ class Overflow:
             copies = store.pools[device].copies
             with self._guard:
                 self._stages[device] = Stage(most, copies), Stage(most, copies)
-            check_known([])  # compiled now, it serves every step to come
+            check_known([])  # compile now, and not in a step
         return self._stages[device]
 
     def staging_bytes(self) -> int:
-        """Bytes of all stages, on their devices."""
+        """Return the bytes of all stages, on their devices."""
         return sum(stage.n_bytes for pair in self._stages.values() for stage in pair)
 
     def report(self) -> dict[str, int]:
-        """Plain numbers, for `KV.stats`."""
+        """Return the statistics for `KV.stats`."""
         return {
             "pages_below": self.away,
             "read_bytes": self.read_bytes,
@@ -483,7 +497,7 @@ class Overflow:
         }
 
     def _layout(self, group: int, codec: int) -> PageLayout:
-        """How a page of one layer lies, which a stripe is."""
+        """Return the layout of a page of one layer, which is a stripe."""
         if (group, codec) not in self._layouts:
             spec, forms = self.store.geometry.groups[group], self.store.forms[group]
             one = msgspec.structs.replace(spec, layers=spec.layers[:1])
@@ -492,23 +506,23 @@ class Overflow:
         return self._layouts[group, codec]
 
     def stripe_bytes(self, group: int, codec: int) -> int:
-        """Bytes of one layer of a page."""
+        """Return the bytes of one layer of a page."""
         return self._layout(group, codec).stripe_stride_bytes
 
     def staged(self, group: int, stage: Stage) -> Pages:
-        """What a stage holds, as pages of one layer."""
+        """Return the contents of a stage as pages of one layer."""
         raw, *sealed = (self._layout(group, codec) for codec in self.store.forms[group].layouts)
-        if stage.arena.is_cuda:  # whoever lets go of it may be on another stream
+        if stage.arena.is_cuda:  # the arena may be freed on another stream
             stage.arena.record_stream(torch.cuda.current_stream(stage.arena.device))
         return Pages(stage.arena, raw, 0, tuple(sealed))
 
     def _open(self) -> list[int]:
-        """Numbers of the tiers that can be read from now, nearest first."""
+        """Return the numbers of the tiers that can be read from now, nearest first."""
         numbers = range(len(self.store.stack.tiers))
         return [n for n in numbers if self._serves(n) and self.store.stack.answers(n)]
 
     def source(self, block: Block, among: Iterable[int] | None = None) -> int:
-        """Number of the nearest of some tiers (default: all) that holds a page; -1 if none does."""
+        """Return the number of the nearest of some tiers (default: all) with a page, or -1."""
         held = block.tiers
         for number in self._open() if among is None else among:
             if held >> number & 1:
@@ -516,22 +530,22 @@ class Overflow:
         return -1
 
     def codec(self, block: Block) -> int:
-        """Index of the codec of the copy below the device."""
+        """Return the codec index of a page's copy below the device."""
         number = self.source(block)
         codec = block.codec_on(number) if number >= 0 else 0
         return codec if codec != UNKNOWN else self.store.forms[block.group].ladder.idle
 
     def ask(self, group: int, tile: Tile, place: int, beside: Stage | None = None) -> Stage:
-        """Has a layer of a tile come to a stage, unless it comes already; to which one.
+        """Start loading one layer of a tile into a stage, unless it is loading; return the stage.
 
         Args:
             group: The layer group.
-            tile: Which pages.
+            tile: The pages.
             place: The layer's number within the group.
-            beside: The stage that is being read, or comes first.
+            beside: The stage that is being read, or is read next, and must stay.
         """
         name, pair = (group, place, tile.name), self._pair(group)
-        forgotten = any(block.gone for block in tile.blocks)  # or found wrong: it comes no more
+        forgotten = any(block.gone for block in tile.blocks)  # also pages found wrong
         for stage in pair if not forgotten else ():
             if stage.name == name:
                 return stage
@@ -547,7 +561,7 @@ class Overflow:
     def _load(
         self, stage: Stage, tile: Tile, places: Items[int], place: int, among: Items[int]
     ) -> None:
-        """Has stripes come to their places of a stage, from some of the tiers."""
+        """Submit loads of stripes into their places of a stage, from the tiers `among`."""
         group = tile.blocks[0].group
         forms, loads = self.store.forms[group], dict[int, tuple[list[int], list[Load]]]()
         sizes = {codec: self.stripe_bytes(group, codec) for codec in forms.layouts}
@@ -572,7 +586,7 @@ class Overflow:
                 done = partial(stage.answered, stage.answers, numbers)
                 request = self.store.stack.mover.ask_all(number, items, done, stage)
                 stage.requests.append((number, request))
-        except BaseException:  # nobody knows what was asked: that comes to what it has no more
+        except BaseException:  # loads already submitted may still write: leave them the old memory
             stage.renew()
             raise
 
@@ -581,7 +595,7 @@ class Overflow:
         return sorted({number for number, request in stage.requests if not request.ended})
 
     def _settle(self, stage: Stage) -> None:
-        """Returns once no tier writes to a stage any more; one that is overdue keeps its memory."""
+        """Wait until no tier writes to a stage any more; an overdue tier keeps the old memory."""
         if not stage.pending:
             return
         mover, started_s = self.store.stack.mover, compiling.now_s()
@@ -604,7 +618,7 @@ class Overflow:
             lent |= mover.give_up(number, request)
         owed = {number for number, _ in late}
         sources, answers = stage.sources, dict(stage.answers)
-        if lent:  # what had come is there, not in the memory that is used from now on
+        if lent:  # stripes loaded so far are in the old memory, not in the new one
             answers = {at: one for at, one in answers.items() if one.outcome is not Outcome.HIT}
             stage.renew()
             self.retired += 1
@@ -614,10 +628,10 @@ class Overflow:
         stage.sources, stage.answers, stage.requests = sources, answers, []
 
     def ready(self, group: int, tile: Tile, place: int) -> Stage:
-        """The stage that holds a layer of a tile, verified.
+        """Return the stage with one layer of a tile, loaded and verified.
 
         Raises:
-            StoreError: A page cannot be had any more.
+            StoreError: A page cannot be loaded any more.
         """
         stage = self.ask(group, tile, place)
         if stage.arrived:
@@ -646,7 +660,11 @@ class Overflow:
         place: int,
         tried: dict[int, set[int]],
     ) -> None:
-        """Stripes did not come: they are asked for elsewhere, or nobody can have them."""
+        """Load missing stripes from tiers not tried yet.
+
+        Raises:
+            StoreError: No tier is left that has a page.
+        """
         for at in missing:
             answer, number, block = stage.answers.pop(at, None), stage.sources[at], tile.blocks[at]
             gone = number < 0
@@ -664,6 +682,6 @@ class Overflow:
             raise StoreError(
                 "a page of a sequence that is longer than its device cannot be read any more "
                 f"({reason or 'absent'})",
-                "Generate again: what is missing will be computed anew",
+                "Generate again: missing pages are then computed anew",
             )
         self._settle(stage)

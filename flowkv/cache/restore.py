@@ -1,14 +1,14 @@
-"""Restores prefixes from both ends: loads from the back, computes from the front.
+"""Restore of cached prefixes from both ends: load from the back, compute from the front.
 
     restoration = seq.restoration             # of kv.open(tokens, wait=False)
     while tokens := restoration.next(): ...   # compute so many, in a step
-    restoration.settle()                      # the front is done; the rest comes behind the suffix
+    restoration.settle()                      # the front is done; the rest loads behind the suffix
     with kv.step([seq], [rest]) as step: ...  # layer i waits for layer i of all pages
     restoration.finish(ok=True)
 
-While the front is computed, pages come in from the back and are kept beside the sequence. `settle`
-puts them into its line, also those that are still on their way: whoever attends to a layer then
-waits for it first. What does not come is `Late`, and is computed.
+While the front is computed, pages are loaded from the back and held beside the sequence. `settle`
+puts them into its row of the block tables, also those that still load: attention then waits for
+each layer. Layers that do not arrive raise `Late`, and their pages are computed.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ from flowkv.policy.restore import (
 )
 from flowkv.policy.restore.costs import Measured, lower_bound
 
-# What is known of a prompt, and how it comes into a sequence's pages.
+# Matching a prompt with the cache, and attaching the cached prefix to a sequence.
 
 
 class RestorePlan(NamedTuple):
-    """A known prefix that is not on its device.
+    """Known prefix with pages that are not on their device.
 
     Attributes:
-        pages: Of the whole prefix.
-        resident: Leading ones that are on the device in every group.
-        stop: One past the last page that is not.
-        page_loads: Per group: the pages behind the resident ones that are needed, by number.
-        sources: Where they can be loaded from.
-        tiers: Number of the tier of each source; -1 where pages lie on various ones.
+        pages: Pages of the whole prefix.
+        resident: Leading pages that are on the device in every group.
+        stop: One past the last page that is not on the device.
+        page_loads: Per group: the needed pages behind the resident ones, by number.
+        sources: Tiers that they can be loaded from.
+        tiers: Number of the tier of each source; -1 if the pages are on several tiers.
     """
 
     pages: int
@@ -86,7 +86,7 @@ class RestorePlan(NamedTuple):
 
 
 def drop(loads: Iterable[PageLoad]) -> None:
-    """Wants none of these pages any more."""
+    """Drop these page loads, and with them the reserved pages."""
     for one in loads:
         one.drop()
 
@@ -96,17 +96,17 @@ def _each(groups: Iterable[dict[int, PageLoad]]) -> list[PageLoad]:
 
 
 _WORTH_COPYING = 8
-"""A prompt of which a smaller part of a page is known, as its first token, is computed whole."""
+"""Divisor of a page: a known start of a prompt below this part of a page is not copied."""
 
 
 class PrefixMatcher:
-    """Restores prefixes. Callers hold the KV lock.
+    """Matcher and restorer of cached prefixes. Callers hold the KV lock.
 
     Args:
         planner: Tables and store.
-        gate: Decides whether loading helps.
-        bus: Where hits and misses go.
-        loader: Brings what is not on its device.
+        gate: Decides whether loading pays.
+        bus: Event bus for hits and misses.
+        loader: Loads pages that are not on their device.
     """
 
     def __init__(self, planner: Planner, gate: LoadGate, bus: Bus, loader: PageLoader) -> None:
@@ -114,10 +114,10 @@ class PrefixMatcher:
         self.gate, self.bus, self.loader = gate, bus, loader
         self.page_size = planner.page_size
 
-    # ---- what is known
+    # ---- matching
 
     def match(self, seq: Sequence, limit_pages: int) -> int:
-        """Pages of the longest prefix that is known in every group, at most `limit_pages`.
+        """Return the pages of the longest prefix known in every group, at most `limit_pages`.
 
         Full groups need all pages; sliding groups only those that the window still reaches (D12).
         """
@@ -131,12 +131,12 @@ class PrefixMatcher:
         return self._within(0, pages, lambda g, page: self.find(seq, g, page) is not None)
 
     def longest(self, first: int, stop: int, has: Callable[[int, int], bool]) -> int:
-        """The most pages that every group has as far as its window reaches.
+        """Return the length in pages of the longest prefix that every group has in its window.
 
         Args:
-            first: So many all groups have.
-            stop: No more than that.
-            has: Whether a group has a page.
+            first: Leading pages that all groups have.
+            stop: Most pages.
+            has: Returns whether a group has a page.
         """
         for g in range(len(self.planner.geometry.groups)):
             if self.planner.window(g) is None:
@@ -144,12 +144,13 @@ class PrefixMatcher:
         return self._within(first, stop, has)
 
     def _within(self, first: int, stop: int, has: Callable[[int, int], bool]) -> int:
-        """The longest prefix up to `stop` of which sliding groups have all that they still see."""
+        """Return the longest prefix up to `stop` with all pages in the sliding groups' windows."""
         groups = range(len(self.planner.geometry.groups))
         sliding = [g for g in groups if self.planner.window(g) is not None]
 
         def gap(g: int) -> int:
-            # The last one. With fewer pages windows begin no later: none that ends behind it fits.
+            # The last missing page. Windows of shorter prefixes begin no later, so every prefix
+            # that ends behind it also lacks it.
             pages = range(stop - 1, max(first, self.first(g, stop)) - 1, -1)
             return next((page for page in pages if not has(g, page)), stop)
 
@@ -158,18 +159,18 @@ class PrefixMatcher:
         return stop
 
     def first(self, group: int, pages: int) -> int:
-        """First page that a query right behind `pages` pages needs: at least the last one."""
+        """Return the first page that a query right behind `pages` pages needs, at most the last."""
         window = self.planner.window(group)
         if window is None or not pages:
             return 0
         return min(max(0, pages * self.page_size - window + 1) // self.page_size, pages - 1)
 
     def find(self, seq: Sequence, group: int, page: int) -> Block | None:
-        """The block of a page of a prompt, if it lies somewhere."""
+        """Return the block of a prompt's page; None if no place has it."""
         return self.store.find(seq.key(group, page))
 
     def _run(self, seq: Sequence, group: int, limit: int) -> int:
-        """Known pages from the first one on."""
+        """Return the number of consecutive known pages from the first one on."""
         page, keys, find = 0, seq.keys(group, limit), self.store.find
         for asked in (False, True):
             while page < limit and find(keys[page]) is not None:
@@ -189,10 +190,10 @@ class PrefixMatcher:
                 namespace=seq.namespace,
             )
 
-    # ---- attaching it
+    # ---- attaching
 
     def restore(self, seq: Sequence, limit: int, *, pays: bool = False) -> int:
-        """Attaches a known prefix of at most `limit` tokens to a fresh sequence.
+        """Load a known prefix of at most `limit` tokens and attach it to a fresh sequence.
 
         Args:
             seq: The sequence.
@@ -218,15 +219,15 @@ class PrefixMatcher:
         return tokens
 
     def behind(self, seq: Sequence, pages: int, limit: int) -> list[PageLoad]:
-        """What tiers have of a prompt behind its whole pages, for `extend` to copy from.
+        """Reserve loads of the page behind a prompt's whole pages, for `extend` to copy from.
 
         Args:
-            seq: Its sequence.
+            seq: The prompt's sequence.
             pages: Whole pages of its prefix.
             limit: Most tokens.
 
         Returns:
-            A page for each group, to be loaded to a place of its own; none if they cannot be had.
+            A private page load for each group; none if a group's page is missing or does not fit.
         """
         first, size = pages * self.page_size, self.page_size
         stop = min(limit, first + size - 1)
@@ -236,7 +237,7 @@ class PrefixMatcher:
         if limit == stop and len(seq.tokens) >= first + size:
             for g in range(len(seq.blocks)):
                 self._discover(seq, g, pages, pages + 1)
-                audited = self.store.samples.has(seq.key(g, pages))  # a page that is its block's is
+                audited = self.store.samples.has(seq.key(g, pages))  # a copy cannot be audited
                 blocks.append(None if audited else self.find(seq, g, pages))
         if not blocks or None in blocks:
             blocks = [*self.planner.tails.stored(seq, pages, stop)]
@@ -252,12 +253,12 @@ class PrefixMatcher:
         return []
 
     def extend(self, seq: Sequence, limit: int, behind: Items[PageLoad] = ()) -> int:
-        """Copies what memory has of the page behind a prompt's whole ones; its tokens then.
+        """Copy the known tokens of the page behind a prompt's whole ones; return its tokens.
 
         Args:
             seq: A sequence of whole pages.
             limit: Most tokens.
-            behind: What was to be loaded of that page.
+            behind: Page loads of that page, from `behind`.
         """
         planner, store, length = self.planner, self.store, seq.length
         found = planner.tails.find(seq, length // self.page_size, limit)
@@ -265,7 +266,7 @@ class PrefixMatcher:
         if found is not None and not length and found.tokens < few:
             found = None
         if behind and all(one.complete and not one.block.gone for one in behind):
-            store.join()  # on a GPU they may be on their way up
+            store.join()  # on a GPU, uploads may be under way
             count = min(limit - length, *(one.block.tail or self.page_size for one in behind))
             if found is None or found.tokens < count:
                 fidelity = max(max(one.fidelity, one.codec) for one in behind)
@@ -275,7 +276,7 @@ class PrefixMatcher:
         if found is None:
             return length
         held = [*enumerate(found.pages)]
-        for g, page in held:  # it may be given up for the page that it is copied to
+        for g, page in held:  # allocating the copy may evict it otherwise
             store.pool(g).share(page)
         try:
             own = [store.try_allocate(g, 1) or [] for g, _ in held]
@@ -293,7 +294,7 @@ class PrefixMatcher:
         return seq.length
 
     def _copied(self, found: SharedTokens, pages: list[int]) -> bool:
-        """Copies what was found into raw pages; whether it is sound."""
+        """Copy shared tokens into raw pages; return whether all of them are finite."""
         said = list[torch.Tensor]()
         for g, (old, page) in enumerate(zip(found.pages, pages, strict=True)):
             status = self.planner.copy(g, old, page)
@@ -304,12 +305,12 @@ class PrefixMatcher:
         return all(map(_sound, Later(*said).get()))
 
     def attach(self, seq: Sequence, limit_pages: int, *, pays: bool = False) -> tuple[int, int]:
-        """Attaches the longest prefix that is known, worth loading and really there.
+        """Attach the longest prefix that is known, worth loading and loaded without failure.
 
         Args:
             seq: A fresh sequence.
             limit_pages: Most pages.
-            pays: It is worth loading whatever that takes.
+            pays: Load the prefix at any cost.
 
         Returns:
             Tokens attached, and how many of them were loaded.
@@ -324,7 +325,7 @@ class PrefixMatcher:
             except BaseException:
                 drop(_each(loads))
                 raise
-            if stop == pages:  # what each page is held for is its sequence from here on
+            if stop == pages:  # the holds of the page loads are the sequence's from here on
                 blocks = [[one.block for one in group.values()] for group in loads]
                 self._attach(seq, blocks, pages)
                 return pages * self.page_size, (pages - first) * self.page_size
@@ -333,9 +334,9 @@ class PrefixMatcher:
         return 0, 0
 
     def loads(self, seq: Sequence, first: int, pages: int) -> list[dict[int, PageLoad]]:
-        """Per group, the pages of a known prefix from page `first` on that are needed, by number.
+        """Return the needed page loads of a known prefix from page `first` on, by group and number.
 
-        Those on their device are held for the sequence.
+        Pages on their device are held for the sequence.
         """
         found: list[dict[int, PageLoad]] = []
         for g in range(len(seq.blocks)):
@@ -347,7 +348,7 @@ class PrefixMatcher:
     def _bring(
         self, seq: Sequence, absent: list[PageLoad], first: int, pages: int, *, pays: bool
     ) -> int:
-        """Loads what is not on its device; where the prefix ends now, `pages` if all came."""
+        """Load the absent pages; return the end of the prefix in pages, `pages` if all loaded."""
         tokens = (pages - first) * self.page_size
         if not pays and not self._worth([one.block for one in absent], tokens):
             return first
@@ -360,7 +361,7 @@ class PrefixMatcher:
         return min((one.page_no for one in absent if not one.held), default=pages)
 
     def _tell(self, seq: Sequence, batch: LoadBatch) -> None:
-        """Announces what was loaded, and what that took."""
+        """Emit events for a finished batch of loads, and update the measured rates."""
         seconds = batch.ended_s - batch.started_s
         counted_s = compiling.measured_s(batch.started_s, batch.ended_s)
         for number in sorted({tier for tier, _ in batch.pages}):
@@ -374,7 +375,7 @@ class PrefixMatcher:
             self.bus.emit(Restored(tier=name, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
 
     def measure(self, batch: LoadBatch) -> None:
-        """Learns from what was loaded what its tiers take."""
+        """Update the measured rates of tiers from a finished batch of loads."""
         counted_s = compiling.measured_s(batch.started_s, batch.ended_s)
         for number, n_bytes in batch.n_bytes.items():
             own = n_bytes - batch.joined[number]
@@ -382,7 +383,7 @@ class PrefixMatcher:
                 self.gate.loaded(self.store.stack.tiers[number].name, own, counted_s)
 
     def attach_resident(self, seq: Sequence, pages: int) -> None:
-        """Attaches so many leading pages, all of which are on their device."""
+        """Attach the first `pages` pages, all of which are on their device."""
         blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
         for group in blocks:
             for block in group:
@@ -390,7 +391,7 @@ class PrefixMatcher:
         self._attach(seq, blocks, pages)
 
     def report(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
-        """Says on the bus what was found on the device, and what nowhere."""
+        """Emit a `Hit` for tokens found on the device, and a `Miss` for tokens found nowhere."""
         if tokens > loaded:
             here = Hit(tier="device", tokens=tokens - loaded, n_bytes=0, tenant=seq.owner)
             self.bus.emit(here)
@@ -417,7 +418,7 @@ class PrefixMatcher:
             seq.first_page[g], seq.published[g] = first, pages
             self.tables.pages[g][seq.row, first:pages] = [block.page for block in group]
             for page_no, block in enumerate(group, first):
-                if block.tokens is None:  # of an earlier process
+                if block.tokens is None:  # a block of an earlier process
                     known = seq.tokens[page_no * self.page_size :][: self.page_size].copy()
                     self.store.index.learn(block, known)
             seq.fidelity = max([seq.fidelity, *(block.fidelity for block in group)])
@@ -425,15 +426,15 @@ class PrefixMatcher:
         self.tables.lengths[seq.row] = pages * self.page_size
 
     def absent(self, seq: Sequence) -> list[Block]:
-        """Blocks of a prompt's longest known prefix that are not on their device."""
+        """Return the blocks of a prompt's longest known prefix that are not on their device."""
         pages = self.match(seq, len(seq.tokens) // self.page_size)
         known = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
         return [block for blocks in known for block in blocks if block.page < 0]
 
-    # ---- what is on its way
+    # ---- planning loads
 
     def resident(self, seq: Sequence, pages: int) -> int:
-        """Leading pages that are on their device, in every group and as far as windows reach."""
+        """Return the leading pages that are resident in every group, as far as windows reach."""
         lines = [seq.keys(g, pages) for g in range(len(seq.blocks))]
         find = self.store.find
 
@@ -444,15 +445,15 @@ class PrefixMatcher:
         return self.longest(0, pages, here)
 
     def plan(self, seq: Sequence, resident: int, pages: int) -> RestorePlan | None:
-        """Reserves the pages that a known prefix will lie in.
+        """Reserve device pages for the absent pages of a known prefix.
 
         Args:
-            seq: Whose; its resident pages are attached, so that nothing evicts them.
-            resident: How many those are.
-            pages: All that are known.
+            seq: The sequence; its resident pages are attached, so that they are not evicted.
+            resident: Number of resident pages.
+            pages: Number of known pages.
 
         Returns:
-            None if nothing of it can be loaded: it is out of reach for now, or does not fit.
+            The plan; None if no page can be loaded: no tier can be read now, or they do not fit.
         """
         while resident < pages:
             page_loads = self.loads(seq, resident, pages)
@@ -466,13 +467,16 @@ class PrefixMatcher:
             away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
             if not away:
                 return None
-            pages = self.match(seq, min(away))  # as far as it can be reached
+            pages = self.match(seq, min(away))  # up to the first page that no tier can load
         return None
 
     def sources(
         self, absent: list[PageLoad], codecs: list[dict[int, int]], tokens: int
     ) -> tuple[tuple[Source, ...], tuple[int, ...]]:
-        """Tiers that have all of it, the most precise first; else one that stands for several."""
+        """Return the tiers with all absent pages, the most precise first, and their numbers.
+
+        If no tier has all of them, a single source of number -1 stands for the nearest tiers.
+        """
         if not codecs or not all(codecs):
             return (), ()
         store = self.store
@@ -499,35 +503,34 @@ class PrefixMatcher:
     # ---- erasing
 
     def known(self, seq: Sequence) -> list[Block]:
-        """Known blocks of a prompt's pages, in every group."""
+        """Return the known blocks of a prompt's pages, in every group."""
         pages = range(len(seq.tokens) // self.page_size)
         found = [self.find(seq, g, page) for g in range(len(seq.blocks)) for page in pages]
         return [block for block in found if block is not None]
 
 
 def _sound(said: torch.Tensor | None) -> bool:
-    """Return whether a sum is finite, or what decoding said is zero."""
+    """Return whether a sum of a page is finite, or the status of its decoding is zero."""
     assert said is not None
     numbers = said.numpy()
     return bool(np.isfinite(numbers) if said.is_floating_point() else not numbers.any())
 
 
-# What restores are believed to take before any was measured.
+# Prior costs of restores, before any is measured.
 
 _BYTES_PER_S = 1e9
 _LEAST_S = 1e-9
 
 
 class Prior:
-    """Costs (`policy.restore.Costs`) from what steps and loads took so far, and guesses.
+    """Prior costs (`policy.restore.Costs`) from measured steps and loads, or guesses.
 
-    What was not measured yet in this process is believed to be as earlier ones found it, and else
-    guessed: a link of 1 GB/s, and that computing takes as long as loading, so that both are tried.
-    A belief is kept once it was asked for: what was measured since
-    is held against it by `Measured`.
+    Rates not measured yet in this process are taken from earlier processes, else guessed: a link of
+    1 GB/s, and computing as slow as loading, so that both are tried. A prior is fixed once it was
+    used: `Measured` corrects it by later measurements.
 
     Args:
-        gate: Knows rates of loads and steps.
+        gate: Source of the rates of loads and steps.
     """
 
     def __init__(self, gate: LoadGate) -> None:
@@ -536,7 +539,7 @@ class Prior:
         self._token_s = 0.0
 
     def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
-        """So many layers of these tokens."""
+        """Return the seconds to compute `layers` layers of these tokens."""
         if not self._token_s:
             gate = self._gate
             earlier_s = gate.earlier.computes.get(gate.model, 0.0)
@@ -544,12 +547,12 @@ class Prior:
         return self._token_s * tokens.size * layers / request.layers
 
     def suffix_s(self, request: RestoreRequest) -> float:
-        """All layers of the suffix."""
+        """Return the seconds to compute all layers of the suffix."""
         behind = Span(request.tokens, request.tokens + request.suffix)
         return self.compute_s(request, request.layers, behind)
 
     def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
-        """So many cells at once."""
+        """Return the seconds to load `cells` cells at once, a cell being a token of a layer."""
         tier, _, cell_bytes = request.sources[source]
         if tier not in self._links:
             rates = self._gate.rates.get(tier)
@@ -560,40 +563,40 @@ class Prior:
         return latency_s + cells * cell_bytes / bytes_per_s
 
     def _guess_s(self, request: RestoreRequest) -> float:
-        """As long as it takes to load a token."""
+        """Guess the seconds to compute a token: as long as loading one takes."""
         if not request.sources:
             return _LEAST_S
         tokens = max(1, request.tokens - request.resident)
         return max(_LEAST_S, self.load_s(request, 0, tokens * request.layers) / tokens)
 
 
-# All restores of a cache that are under way: one policy, one state, links that they share.
+# Scheduling of all restores of a cache: they share one policy, one state, and the links to tiers.
 #
-# The policy decides, this executes: it asks tiers for what the policy wants loaded, and tells the
-# state what came. Nothing of it blocks.
+# The policy decides, the scheduler executes: it submits the loads that the policy chooses, and
+# records in the state which of them arrived. Nothing of it blocks.
 
 _AHEAD_S = 0.05
 _LEAST_PAGES, _LEAST_BYTES, _MOST_BYTES = 4, 1 << 22, 1 << 26
-"""In flight from one tier are as many bytes as it gives in that time, within these bounds."""
+"""A tier has as many bytes in flight as it loads in `_AHEAD_S`, within these bounds."""
 _WORTH_BYTES = 1 << 19
-"""To ask a tier for less of a page takes about as long as it takes to come."""
+"""Least bytes of a load: submitting less takes about as long as loading it."""
 _MEMORY = 8
-"""Weight of what was measured before, beside a further measurement."""
+"""Weight of earlier measurements in a running mean, relative to a further one."""
 
 
 class RestoreScheduler:
-    """Restores of one cache. Callers hold the KV lock.
+    """Scheduler of all restores of one cache. Callers hold the KV lock.
 
     Args:
-        restorer: Knows what there is to restore.
+        restorer: Matches and attaches prefixes.
 
     Attributes:
         flights: Loads under way.
-        policy: Decides; another one can take its place while nothing is restored.
-        costs: What was measured so far.
-        state: How far all of them are.
-        numbers: Of requests to come.
-        s_per_byte: Seconds of the thread that drives them; 0.0 while that is not known.
+        policy: Restore policy; it can be replaced while no restore is under way.
+        costs: Measured costs.
+        state: Progress of all restores.
+        numbers: Numbers of requests to come.
+        s_per_byte: Seconds of the driving thread per byte; 0.0 until measured.
     """
 
     def __init__(self, restorer: PrefixMatcher) -> None:
@@ -606,15 +609,15 @@ class RestoreScheduler:
         self._busy_s: dict[str, float] = {}
         self._computed_s: dict[int, float] = {}
         self.numbers = count(1)
-        self._pumping, self._asked = False, 0  # bytes that the last `pump` asked for
+        self._pumping, self._asked = False, 0  # bytes of the loads that the last `pump` submitted
         self._allowance_s, self.s_per_byte = math.inf, 0.0
 
     # ---- beginnings and ends
 
     def begin(self, seq: Sequence, limit: int, *, computable: bool) -> None:
-        """Attaches what is on the device of a prompt, and begins to load the rest.
+        """Attach the resident pages of a prompt's prefix, and start to load the others.
 
-        `Sequence.restoration` says what is to be loaded; None if that is nothing.
+        `Sequence.restoration` is the restore afterwards; None if nothing is to be loaded.
 
         Args:
             seq: A fresh sequence.
@@ -637,7 +640,7 @@ class RestoreScheduler:
             self._launch(seq, plan, computable, behind, limit)
 
     def begin_whole(self, seq: Sequence, pages: int) -> bool:
-        """Attaches so many known pages, also those that are still on their way: all or none.
+        """Attach `pages` known pages, also those that still load: all or none.
 
         Returns:
             Whether they are attached. If not, the sequence may hold some of them.
@@ -652,7 +655,7 @@ class RestoreScheduler:
         return False
 
     def _look(self, seq: Sequence, pages: int, computable: bool) -> RestorePlan | None:
-        """Attaches what is on the device of known pages; finds the rest, if it is worth loading."""
+        """Attach the resident ones of known pages; plan to load the others if that pays."""
         resident = self.restorer.resident(seq, pages)
         if resident:
             self.restorer.attach_resident(seq, resident)
@@ -663,7 +666,7 @@ class RestoreScheduler:
         return plan
 
     def _worth(self, plan: RestorePlan, computable: bool) -> bool:
-        """Whether loading helps: where the front is computed meanwhile, if it does for one page."""
+        """Return whether loading pays: for one page if the front is computable, else for all."""
         source, pages, size = plan.sources[0], plan.stop - plan.resident, self.restorer.page_size
         layers = sum(len(group.layers) for group in self.store.geometry.groups)
         page_bytes = source.cell_bytes * layers * size
@@ -678,7 +681,7 @@ class RestoreScheduler:
         behind: Items[PageLoad] = (),
         limit: int = 0,
     ) -> RestoreJob:
-        """Begins to load what was found, the page behind the whole ones before the others."""
+        """Start the restore of a plan, and load the page behind the whole ones first."""
         seq.restoration = restoration = RestoreJob(
             self, seq, plan, computable=computable, behind=behind, limit=limit
         )
@@ -688,7 +691,7 @@ class RestoreScheduler:
         return restoration
 
     def add(self, restoration: RestoreJob) -> Progress:
-        """A restore begins."""
+        """Register a restore that begins; return its progress."""
         self._active[restoration.request.number] = restoration
         for tier in {source.tier for source in restoration.request.sources}:
             rates = self.gate.rates.get(tier)
@@ -697,7 +700,7 @@ class RestoreScheduler:
         return self.state.add(restoration.request)
 
     def remove(self, restoration: RestoreJob) -> None:
-        """A restore is over; what is on its way for it is called off."""
+        """Unregister a restore that is over, and cancel its loads."""
         number = restoration.request.number
         if self._active.pop(number, None) is not None:
             self.flights.cancel(restoration)
@@ -709,33 +712,33 @@ class RestoreScheduler:
     # ---- the time of the thread that drives them
 
     def allow(self, seconds: float = math.inf) -> None:
-        """From now on they take so much time of this thread, for others have need of it.
+        """Limit the time of this thread for restores to `seconds` from now on.
 
-        What they took too much is taken off, what was left over is kept, up to as much again;
-        without a number, that ends.
+        Overdrawn time is subtracted; time left over is kept, up to the same amount again. Without
+        an argument, the limit ends.
         """
         left = 0.0 if self._allowance_s == math.inf else min(self._allowance_s, seconds)
         self._allowance_s = left + seconds
 
     def page_s(self, request: RestoreRequest) -> float:
-        """What computing the first page should take."""
+        """Return the expected seconds to compute the first page."""
         first = Span(request.resident, request.resident + request.unit)
         return self.costs.compute_s(request, request.layers, first)
 
     def tries(self) -> bool:
-        """Whether no forward of this process says yet what computing takes."""
+        """Return whether no forward of this process has measured the cost of computing yet."""
         return not (self.gate.seconds_per_token or self.costs.tried)
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is asked for until more time is allowed."""
+        """Return whether no load is submitted until `allow` grants more time."""
         return self._allowance_s <= 0.0
 
     @property
     def still(self) -> bool:
-        """Whether no tier owes anything, and there was nothing more to ask for.
+        """Return whether no load is under way, and the last `pump` had none to submit.
 
-        A tier may have answered all of a window by now, and more is to come in the next one.
+        A tier may have finished a whole window by now, with more loads to submit in the next one.
         """
         return not (self.paused or self.flights.busy() or self._asked)
 
@@ -748,8 +751,8 @@ class RestoreScheduler:
     # ---- loads
 
     def pump(self) -> None:
-        """Takes the answers that are there, and asks for as much more as links should have."""
-        if self._pumping:  # an answer ended a restore, which is why this was called
+        """Process finished loads, and submit further ones up to the tiers' windows."""
+        if self._pumping:  # called again by a finished load that ended a restore
             return
         self._pumping = True
         try:
@@ -768,7 +771,7 @@ class RestoreScheduler:
         return dict.fromkeys(source.tier for source in sources)
 
     def _fill(self, tier: str) -> int:
-        """Asks a tier for what the policy wants, up to its window; returns the bytes."""
+        """Submit loads chosen by the policy, up to the tier's window; return their bytes."""
         asked, room = 0, self._window(tier) - self.flights.flying_bytes(tier)
         if self._allowance_s < math.inf:
             most = self._allowance_s / self.s_per_byte if self.s_per_byte else self._least(tier)
@@ -786,7 +789,7 @@ class RestoreScheduler:
         return min(max(expected, self._least(tier)), _MOST_BYTES)
 
     def _least(self, tier: str) -> float:
-        """A few pages: of a small model, a fixed number of bytes would be all there is."""
+        """Return the least window, a few pages: fixed bytes could be all pages of a small model."""
         pages = (
             source.cell_bytes * one.request.layers * one.request.unit
             for one in self._active.values()
@@ -804,7 +807,7 @@ class RestoreScheduler:
         )
 
     def _left(self, tier: str) -> RestoreLoad | None:
-        """What the policy leaves where it is, though nobody computes it any more: by layers."""
+        """Return a load of cells that the policy left to compute though the front is done."""
         for number, one in self._active.items():
             progress = self.state.requests[number]
             if not progress.fronted or one.request.sources[0].tier != tier:
@@ -820,7 +823,7 @@ class RestoreScheduler:
         return None
 
     def files(self) -> list[int]:
-        """What can be polled for the next answer of a tier; empty if that cannot be polled for."""
+        """Return file descriptors to poll for the next answer of a tier; none without any."""
         tiers = self.store.stack.tiers
         return files([tiers[number] for number in self.flights.busy() if number < len(tiers)])
 
@@ -834,7 +837,7 @@ class RestoreScheduler:
         restoration.arrived(flight, op)
 
     def _measure(self, flight: LoadBatch, op: RestoreLoad) -> None:
-        """Loads in flight at one time share the link: each counts from the end of the last."""
+        """Update costs by a finished load, timed from the end of the load before on its link."""
         n_bytes = flight.n_bytes.total() - flight.joined.total()
         request = self._active[op.request].request
         begun_s = max(flight.started_s, self._busy_s.get(flight.tier, 0.0))
@@ -859,7 +862,7 @@ class RestoreScheduler:
         when: tuple[float, float],
         n_bytes: int = 0,
     ) -> None:
-        """Announces a piece of a restore; `when` is its start, and the seconds that it took."""
+        """Emit a `RestoreSpan` for a piece of a restore; `when` is its start and its seconds."""
         if self.bus.wants(RestoreSpan):
             span = RestoreSpan(
                 request=request.number,
@@ -877,13 +880,13 @@ class RestoreScheduler:
     # ---- computing
 
     def computed(self, thread: int) -> None:
-        """Takes what a thread has computed: rows of one forward share its time, by their tokens."""
+        """Record the computed parts of a thread: rows of one forward share its time by tokens."""
         now, found = time.perf_counter(), []
         for one in self._active.values():
             if (done := one.computed(thread)) is not None:
                 found.append((one, done))
         begun_s = min(done.started_s for _, done in found)
-        # Handed out together and computed one after the other: each from the end of the last.
+        # Parts handed out together may be computed in turn: each is timed from the end of the last.
         begun_s = max(begun_s, self._computed_s.get(thread, 0.0))
         self._computed_s[thread] = now
         tokens = sum(done.op.tokens.size for _, done in found)
@@ -893,7 +896,7 @@ class RestoreScheduler:
             one.told(done.op, begun_s, (now - begun_s) * share, counted_s * share)
 
     def hand_out(self, among: Items[RestoreJob], most: int | None) -> tuple[RestoreJob, int] | None:
-        """The job that computes next, and how many tokens; None if none has any to compute."""
+        """Return the job that computes next and its tokens; None if all wait for loads."""
         for one in among:
             one.pump()
         for one in among:
@@ -913,34 +916,34 @@ class RestoreScheduler:
         self.state.now_s = time.perf_counter()
 
 
-# The pages of a restored prefix that come from the back, and how they enter a sequence's line.
+# The pages of a restored prefix that load from the back, and their way into a sequence's row.
 
 
 class WeakSequence:
-    """A reference to a sequence that does not keep it; None once the sequence is gone."""
+    """Weak reference to a sequence, which `bind` can renew."""
 
     def __init__(self, seq: Sequence) -> None:
         self.bind(seq)
 
     def bind(self, seq: Sequence) -> None:
-        """Refer to a sequence."""
+        """Refer to a sequence, without keeping it alive."""
         self._ref = weakref.ref(seq)
 
     def __call__(self) -> Sequence | None:
-        """Return the sequence."""
+        """Return the sequence; None once it is gone."""
         return self._ref()
 
 
 class IncomingPages:
-    """Pages on their way, in every layer group. Callers hold the KV lock.
+    """Pages of a restore that load, in every layer group. Callers hold the KV lock.
 
     Args:
-        restorer: Knows windows.
-        whose: Refers to the sequence.
-        plan: What is to come.
+        restorer: Matcher, for the reach of windows.
+        whose: Weak reference to the sequence.
+        plan: Plan of the restore.
 
     Attributes:
-        index: Of each model layer: where it stands among all that have pages.
+        index: Index of each model layer among the layers with pages.
     """
 
     def __init__(self, restorer: PrefixMatcher, whose: WeakSequence, plan: RestorePlan) -> None:
@@ -960,15 +963,15 @@ class IncomingPages:
 
     @property
     def gone(self) -> bool:
-        """Whether anything of it was forgotten meanwhile."""
+        """Return whether one of the pages was forgotten meanwhile."""
         return any(page_load.block.gone for page_load in self)
 
     def tier_of(self, source: int) -> int:
-        """Number of the tier that a source is; -1 where that is for each page to say."""
+        """Return the number of a source's tier; -1 if each page has its own."""
         return self._tiers[source]
 
     def pieces(self, op: RestoreLoad) -> Iterator[LayerSlice]:
-        """What is not there of the cells of a load."""
+        """Yield the slices of a load's cells that are not loaded yet."""
         size = self._restorer.page_size
         pages = range(op.tokens.first // size, -(-op.tokens.stop // size))
         for group, stripes in zip(self._groups, self._stripes, strict=True):
@@ -980,7 +983,7 @@ class IncomingPages:
                         yield LayerSlice(page_load, head, 1 + len(others))
 
     def there(self, index: int) -> bool:
-        """Whether a layer of all pages is there."""
+        """Return whether a layer of all pages is loaded."""
         at = [stripes.index(index) if index in stripes else -1 for stripes in self._stripes]
         return all(
             page_load.there(stripe)
@@ -989,7 +992,7 @@ class IncomingPages:
         )
 
     def room(self, pages: int) -> bool:
-        """Whether so many pages can be computed beside those that are reserved."""
+        """Return whether `pages` further pages fit on the device beside the reserved ones."""
         store, taken = self._restorer.store, list[list[int] | None]()
         for g in range(len(self._groups)):
             taken.append(store.try_allocate(g, pages))
@@ -999,7 +1002,7 @@ class IncomingPages:
         return None not in taken
 
     def reach(self, first: int, stop: int, good: Callable[[PageLoad], bool]) -> int:
-        """The most pages that every group has as far as its window reaches; at least `first`."""
+        """Return the longest prefix of good pages in every group's window, at least `first`."""
 
         def has(group: int, page: int) -> bool:
             page_load = self._groups[group].get(page)
@@ -1007,12 +1010,12 @@ class IncomingPages:
 
         return self._restorer.longest(first, stop, has)
 
-    # ---- the line
+    # ---- the row of the block tables
 
     def place(self, first: int, stop: int) -> None:
-        """Puts pages `[first, stop)` into the line, also those that are not there yet.
+        """Put pages `[first, stop)` into the sequence's row, also those that are not loaded yet.
 
-        What lies behind a window now stays until `close`: the line may still be cut.
+        Pages behind a window stay until `close`: the row may still be cut.
         """
         seq, planner = self._seq, self._planner
         planner.shorten(seq, first)
@@ -1025,23 +1028,23 @@ class IncomingPages:
                     group[page].place(seq)
             if not first:
                 seq.first_page[g] = seen
-            seq.published[g] = stop  # not before it is there
+            seq.published[g] = stop  # so that `publish` skips pages that are not loaded
         self.drop([one.page_no for one in self if not first <= one.page_no < stop])
         planner.tables.lengths[seq.row] = stop * self._restorer.page_size
 
     def close(self, first: int, whole: int, stop: int) -> int:
-        """Cuts the line to what is there, and makes that known.
+        """Cut the row to its loaded pages, and publish them.
 
         Args:
-            first: Pages that were there before `place`.
-            whole: Pages that there are with those that `place` put.
-            stop: Pages that are there.
+            first: Pages of the row before `place`.
+            whole: Pages of the row after `place`.
+            stop: Leading pages that are loaded.
 
         Returns:
             Pages that are left.
         """
         seq, planner = self._seq, self._planner
-        if stop < whole and seq.state is not None:  # of a recurrent layer: it fits all of it only
+        if stop < whole and seq.state is not None:  # a recurrent state is valid for all of it only
             stop, seq.state = 0, None
         for g in range(len(self._groups)):
             seen = self._restorer.first(g, stop)
@@ -1050,18 +1053,18 @@ class IncomingPages:
         if stop < whole:
             try:
                 planner.shorten(seq, stop)
-            except StateError:  # a step went on though it lacked pages: nothing of it is right
+            except StateError:  # a step continued without pages: all of its results are wrong
                 planner.shorten(seq, 0)
         seq.published = [min(done, first) for done in seq.published]
         planner.publish(seq)
         return stop
 
     def fill(self, other: Sequence, stop: int) -> None:
-        """Takes what is missing from another sequence; see `RestoreJob.fill`."""
+        """Fill missing pages from another sequence, see `RestoreJob.fill`."""
         seq, planner, end = self._seq, self._planner, stop * self._restorer.page_size
         alike = other.planner is planner and min(other.length, other.known) >= end
         alike &= np.array_equal(other.tokens[:end], seq.tokens[:end])
-        alike &= other.publishable or not seq.publishable  # it was given just these tokens
+        alike &= other.publishable or not seq.publishable  # else it may depend on more than tokens
         for g in range(len(self._groups)) if alike else ():
             alike &= other.key(g, stop - 1) == seq.key(g, stop - 1)
         if not alike:
@@ -1076,30 +1079,30 @@ class IncomingPages:
         seq.fidelity = max(seq.fidelity, other.fidelity)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Wants pages with these numbers no more."""
+        """Drop the page loads with these numbers."""
         numbers = set(pages)
         for group in self._groups:
             for page in numbers & group.keys():
                 group.pop(page).drop()
 
     def clear(self) -> None:
-        """Wants nothing any more; what is in the line stays there."""
+        """Drop all page loads; pages in the row stay there."""
         self.drop([page_load.page_no for page_load in self])
 
 
-# What one restore took and brought: told to whoever learns from it, counts it or watches it.
+# Accounting of one restore: measured costs, events and spans.
 
 
 class Tally:
-    """Adds up one restore. Callers hold the KV lock.
+    """Account of one restore. Callers hold the KV lock.
 
     Args:
-        restores: All of the cache.
-        whose: Refers to the sequence.
-        request: As the policy knows it.
+        restores: Scheduler of the cache.
+        whose: Weak reference to the sequence.
+        request: The request, for the policy.
 
     Attributes:
-        front: Tokens that were there when the front was done.
+        front: Tokens that were resident or computed when the front was done.
     """
 
     def __init__(
@@ -1112,22 +1115,22 @@ class Tally:
         self._seconds: dict[int, float] = {}
         self._pages: set[int] = set()
         self._failed, self._exposed_s, self._suffix_s = 0, 0.0, 0.0
-        self._layer_s = 0.0  # when the suffix went on with its latest layer
-        self._known = True  # what the suffix took
+        self._layer_s = 0.0  # time at which the suffix started its latest layer
+        self._known = True  # whether the time of the suffix was measured
 
     @property
     def _seq(self) -> Sequence:
         return cast(Sequence, self._whose())
 
     def computed(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
-        """Part of the front was computed; `counted_s` of it say what that takes."""
+        """Record a computed part of the front; `counted_s` is its time without compilation."""
         self._restores.costs.computed(self._request, op.layers.size, op.tokens, counted_s)
         self._restores.tell_span(
             self._request, "compute", op.tokens, op.layers, (started_s, seconds)
         )
 
     def loaded(self, flight: LoadBatch, op: RestoreLoad) -> None:
-        """A load is over."""
+        """Record a finished load."""
         self._failed += flight.lost
         if flight.n_bytes:
             (first, stop), unit = op.tokens, self._request.unit
@@ -1137,18 +1140,24 @@ class Tally:
             self._seconds[tier] = self._seconds.get(tier, 0.0) + flight.seconds
 
     def waited(self, index: int, begun_s: float, *, suffix: bool) -> None:
-        """Somebody asked for a layer at `begun_s`, and goes on now: the suffix, or no compute."""
+        """Record a wait for a layer from `begun_s` until now.
+
+        Args:
+            index: Index of the layer.
+            begun_s: Start of the wait.
+            suffix: Whether the suffix waited, which computes the layer next.
+        """
         now = time.perf_counter()
         self._exposed_s += now - begun_s
         if not suffix or index != self._progress.suffix or not self._request.suffix:
-            return  # asked once more, or in an order of its own
+            return  # a repeated wait, or layers in another order
         self._behind(begun_s)
         if self._progress.there(index):
             self._restores.state.begin(Suffix(self._request.number, index))
             self._layer_s = now
 
     def _behind(self, until_s: float) -> None:
-        """The suffix is done with the layer that it went on with."""
+        """Record that the suffix finished its latest layer at `until_s`."""
         layer = self._progress.suffix - 1
         if self._progress.answered <= layer:
             self._restores.state.end(Suffix(self._request.number, layer))
@@ -1161,10 +1170,10 @@ class Tally:
             self._restores.tell_span(request, "suffix", tokens, layers, (self._layer_s, seconds))
 
     def ended(self, stop: int, *, ok: bool) -> None:
-        """The restore is over.
+        """Emit the events of a restore that is over, and learn the cost of the suffix.
 
         Args:
-            stop: Pages that are there.
+            stop: Pages that are attached.
             ok: Whether the suffix is computed.
         """
         self._behind(time.perf_counter())
@@ -1205,7 +1214,7 @@ class Tally:
         )
 
     def _bound_s(self) -> float:
-        """What nobody could beat at these rates; 0.0 while one of them is not known."""
+        """Return a lower bound of the restore's time at measured rates; 0.0 if one is unknown."""
         known = self._restores.gate.seconds_per_token > 0 and bool(self._n_bytes)
         return lower_bound(self._request, self._restores.costs) if known else 0.0
 
@@ -1214,10 +1223,10 @@ _PAUSE_S, _SOON_S = 0.002, 0.02
 
 
 class Late(FlowKVError, TimeoutError):
-    """A layer of some pages did not arrive in time, or cannot be had.
+    """Error of a layer that did not arrive in time for some pages, or failed to load.
 
     Args:
-        layer: Its index in the model.
+        layer: Index of the layer in the model.
     """
 
     def __init__(self, layer: int) -> None:
@@ -1234,7 +1243,7 @@ class _Phase(Enum):
 
 
 class _Computing(NamedTuple):
-    """Part of the front that was handed out; what one thread computes is measured together."""
+    """Part of the front handed out to a thread; all parts of one thread are measured together."""
 
     op: Compute
     started_s: float
@@ -1242,20 +1251,21 @@ class _Computing(NamedTuple):
 
 
 class RestoreJob:
-    """One sequence's prefix on its way. Thread-safe; made by `KV.open(..., wait=False)`.
+    """Restore of one sequence's prefix. Thread-safe; made by `KV.open(..., wait=False)`.
 
     Args:
-        restores: All of the cache.
-        seq: Whose prefix; its resident pages are attached.
-        plan: What is to come.
-        computable: Whether the caller computes tokens of the front where that helps.
-        behind: The page that the limit lies in, of each group; see `PrefixMatcher.behind`.
+        restores: Scheduler of the cache.
+        seq: The sequence, with its resident pages attached.
+        plan: Pages to load.
+        computable: Whether the caller computes tokens of the front if that helps.
+        behind: Loads of the page that contains the limit, one per group; see
+            `PrefixMatcher.behind`.
         limit: Most tokens of the prefix.
 
     Attributes:
-        request: As the policy knows it.
-        back: The pages that come from the back.
-        ahead: Loads the page behind them, first of all.
+        request: The request, for the policy.
+        back: Pages that are loaded from the back.
+        ahead: Load of the page behind them, submitted first.
     """
 
     def __init__(
@@ -1268,7 +1278,7 @@ class RestoreJob:
         behind: Items[PageLoad] = (),
         limit: int = 0,
     ) -> None:
-        # Weakly: what is on its way must not keep a sequence open that was dropped.
+        # The reference is weak: a restore must not keep a dropped sequence open.
         self._whose = WeakSequence(seq)
         self._restores, self._planner = restores, restores.restorer.planner
         self._behind, self._limit, self._whole, self._beyond = behind, limit, plan.pages, 0
@@ -1297,7 +1307,7 @@ class RestoreJob:
 
     @property
     def seq(self) -> Sequence:
-        """The sequence whose prefix comes; it holds the restoration, and not the other way."""
+        """Sequence of the restore, which refers to the restore strongly, but not vice versa."""
         return cast(Sequence, self._whose())
 
     def bind(self, seq: Sequence) -> None:
@@ -1306,55 +1316,55 @@ class RestoreJob:
 
     @staticmethod
     def of(seq: Sequence) -> RestoreJob | None:
-        """What is still on its way of a sequence's prefix."""
+        """Return the restore of a sequence's prefix; None if none is under way."""
         return cast("RestoreJob | None", seq.restoration)
 
     @property
     def tokens(self) -> int:
-        """Where the prefix ends, as things stand."""
+        """Current end of the prefix, in tokens."""
         return self.page_tokens + (self._beyond if self._stop == self._whole else 0)
 
     @property
     def page_tokens(self) -> int:
-        """Tokens in the whole pages of the prefix, as things stand."""
+        """Current number of tokens in the whole pages of the prefix."""
         return self._stop * self._size
 
     @property
     def settled(self) -> bool:
-        """Whether the front is done."""
+        """Return whether the front is done."""
         return self._phase is not _Phase.FRONT
 
     @property
     def front(self) -> int:
-        """Tokens that were there or computed when the front was done."""
+        """Tokens that were resident or computed when the front was done."""
         return self._tally.front
 
     @property
     def lacks(self) -> bool:
-        """Whether pages in the sequence's line are not there yet."""
+        """Return whether pages in the sequence's row are not loaded yet."""
         with self._guard:
             behind = self._phase is _Phase.BEHIND
             return behind and not all(map(self._there, range(self.request.layers)))
 
     @property
     def gone(self) -> bool:
-        """Whether anything of it was forgotten meanwhile."""
+        """Return whether one of its pages was forgotten meanwhile."""
         return self.back.gone or any(one.block.gone for one in self._behind)
 
     @property
     def quiet(self) -> bool:
-        """Whether no tier owes anything for it."""
+        """Return whether no load for it is under way."""
         return not (self._restores.flights.of(self) or self._restores.paused)
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is on its way, and the policy asks for nothing: to wait would not end."""
+        """Return whether no load is under way or to be submitted, so that a wait would not end."""
         return self._restores.still
 
     # ---- loads
 
     def arrived(self, flight: LoadBatch, op: RestoreLoad) -> None:
-        """A load is over. Callers hold the KV lock."""
+        """Take a finished load into account. Callers hold the KV lock."""
         state = self._restores.state
         self._tally.loaded(flight, op)
         if flight.lost and self.request.computable:
@@ -1370,10 +1380,10 @@ class RestoreJob:
     # ---- the front
 
     def next(self, most: int | None = None) -> int:
-        """Tokens to compute now, from the sequence's length on: whole pages, 0 for none any more.
+        """Return the tokens to compute next, from the sequence's length on; 0 ends the front.
 
         Args:
-            most: Compute no more than that at once, or a page.
+            most: Most tokens at once, in whole pages, but at least one page.
         """
         found = choose([self], most)
         while found is None and self._hopes():
@@ -1382,10 +1392,10 @@ class RestoreJob:
         return found[1] if found is not None else 0
 
     def _hopes(self) -> bool:
-        """Whether the first load from a tier should show in a moment if it is as fast as believed.
+        """Return whether to wait a moment for the first load of a tier that was never measured.
 
-        Once the front is left to come, a slow tier is waited for. To look first costs no more than
-        the computing of a page would.
+        If the front is left to loads, a slow tier is waited for; waiting to measure it first takes
+        no longer than computing a page.
         """
         with self._guard:
             restores, waited_s = self._restores, time.perf_counter() - self.request.arrived_s
@@ -1395,14 +1405,14 @@ class RestoreJob:
             return not restores.still and waited_s < restores.page_s(self.request)
 
     def pump(self) -> None:
-        """Takes what has come, and asks for more. Never waits."""
+        """Process finished loads and computed parts, and submit further loads. Never waits."""
         with self._guard:
             if self._phase is not _Phase.OVER:
                 self._advance()
                 self._restores.pump()
 
     def take(self, op: Compute, most: int | None) -> int:
-        """Hands out an op of the policy; returns its tokens. Callers hold the KV lock."""
+        """Hand out a compute op of the policy; return its tokens. Callers hold the KV lock."""
         first, stop = op.tokens
         if self._restores.tries():
             most = self._size
@@ -1412,14 +1422,14 @@ class RestoreJob:
             return 0
         op = op._replace(tokens=Span(first, stop))
         if not self.back.room(op.tokens.size // self._size):
-            return 0  # what is loaded has its room already
+            return 0  # computing needs room beside the pages reserved for loads
         self._restores.state.begin(op)
         self._computing = _Computing(op, time.perf_counter(), threading.get_ident())
         self.back.drop(range(first // self._size, stop // self._size))
         return op.tokens.size
 
     def computed(self, thread: int) -> _Computing | None:
-        """What a thread has computed of it since it was handed out. Callers hold the KV lock."""
+        """Return and clear the part that a thread has finished. Callers hold the KV lock."""
         done = self._computing
         if done is None or done.thread != thread or self.seq.length < done.op.tokens.stop:
             return None
@@ -1427,16 +1437,16 @@ class RestoreJob:
         return done
 
     def told(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
-        """Part of the front is computed, in so many seconds of its own; see `Tally.computed`."""
+        """Record a computed part of the front and its time, see `Tally.computed`."""
         self._restores.state.end(op)
         self._tally.computed(op, started_s, seconds, counted_s)
 
     def pending(self) -> int:
-        """Tokens that were handed out and are not computed yet. Callers hold the KV lock."""
+        """Return the tokens handed out and not computed yet. Callers hold the KV lock."""
         return self._computing.op.tokens.stop - self.seq.length if self._computing else 0
 
     def _advance(self) -> None:
-        """Notices what was computed, whoever asked for it."""
+        """Record tokens computed since the last call, also those not handed out here."""
         length, state = self.seq.length, self._restores.state
         if self._phase is not _Phase.FRONT:
             return
@@ -1452,32 +1462,32 @@ class RestoreJob:
     # ---- the rest
 
     def __iter__(self) -> Iterator[PageLoad]:
-        """All pages that are to come."""
+        """Yield all page loads of the restore."""
         yield from self.back
         yield from self._behind
 
     @property
     def soon(self) -> bool:
-        """Whether the page behind the whole ones may come in a moment; see `meet`."""
+        """Return whether the page behind the whole ones may arrive in a moment, see `meet`."""
         return self.ahead.left > 0 and time.perf_counter() - self.ahead.started_s < _SOON_S
 
     def meet(self) -> None:
-        """Waits for the page behind the whole ones, if one comes, so that `settle` can use it."""
+        """Wait for the page behind the whole ones if it loads, so that `settle` can use it."""
         self.pump()
         while self.ahead.left and self._phase is _Phase.FRONT:
             self._rest()
             self.pump()
 
     def bound(self, limit: int) -> None:
-        """The prefix ends there at the latest, as somebody was told."""
+        """Bound the prefix to `limit` tokens, a length already reported to the caller."""
         with self._guard:
             self._limit = min(self._limit, limit)
 
     def settle(self) -> int:
-        """Ends the front: all pages are in the sequence's line, also those still on their way.
+        """End the front: put all pages into the sequence's row, also those that still load.
 
         Returns:
-            The sequence's length now; less than `tokens` was if nothing more may come.
+            The sequence's new length; less than `tokens` before if the rest cannot be loaded.
 
         Raises:
             StateError: The sequence is closed, suspended or in a step.
@@ -1489,7 +1499,7 @@ class RestoreJob:
             self.pump()
             first = self.seq.length // self._size
             self._tally.front = first * self._size
-            # What was to be computed and is not cannot be loaded any more.
+            # Pages handed out to compute are not loaded any more, so a gap may be left.
             hole = self._computing is not None or self._progress.lost > first * self._size
             self._stop = first if hole else self.back.reach(first, self._stop, lambda one: True)
             if self._stop > first:
@@ -1504,19 +1514,19 @@ class RestoreJob:
             return self.seq.length
 
     def _extend(self) -> None:
-        """The prefix goes on with what memory has of the page behind its whole ones."""
+        """Extend the prefix by the known tokens of the page behind its whole ones."""
         restorer, end = self._restores.restorer, self._whole * self._size
         if self.seq.length == end < self._limit:
             self._beyond = restorer.extend(self.seq, self._limit, self._behind) - end
-        if self._behind:  # not told when it began
+        if self._behind:  # not reported when the restore began
             restorer.report(self.seq, self._beyond, 0, max(0, self._limit - end))
         drop(self._behind)
 
     def wait(self, layer: int) -> None:
-        """Returns once a layer of all pages is there, verified; see `Step.awaits`.
+        """Block until a layer of all pages is loaded and verified, see `Step.awaits`.
 
         Raises:
-            Late: It is not going to come. Once `fill` has seen to that, `wait` can be called again.
+            Late: The layer will not arrive. After `fill`, `wait` can be called again.
         """
         index, begun_s = self.back.index[layer], time.perf_counter()
         while (there := self._poll(index)) is None:
@@ -1529,7 +1539,7 @@ class RestoreJob:
 
     def _rest(self) -> None:
         with self._guard:
-            self._restores.allow()  # nobody has better use of this thread
+            self._restores.allow()  # this thread has nothing else to do
             waited_for = self._restores.files()
         rest(waited_for, _PAUSE_S)
 
@@ -1537,16 +1547,16 @@ class RestoreJob:
         return self.back.there(index) if self._broken else self._progress.there(index)
 
     def _stuck(self) -> None:
-        """A wait has an end: all was asked for that links have room for, and nothing is owed."""
+        """Mark the restore broken if it is incomplete and no load is under way or to come."""
         if self._restores.still and not self._progress.restored:
             self._broken = True
 
     def poll(self) -> bool | None:
-        """Whether all of it is there, after `settle`; None as long as it may come. Never waits."""
+        """Return whether all pages are loaded after `settle`; None while some load. Never waits."""
         return self._poll(None)
 
     def _poll(self, index: int | None) -> bool | None:
-        """The same, for one layer or all of them."""
+        """Return whether one layer, or all of them (None), is loaded, see `poll`."""
         layers = range(self.request.layers) if index is None else (index,)
         with self._guard:
             self.pump()
@@ -1560,7 +1570,7 @@ class RestoreJob:
             return True
 
     def complete(self) -> bool:
-        """Waits until all of it is there, settled; False if that is not going to be."""
+        """Settle the restore and wait until all pages are loaded; return False if some fail."""
         self.meet()
         self.settle()
         begun_s = time.perf_counter()
@@ -1571,14 +1581,14 @@ class RestoreJob:
         return there
 
     def fill(self, other: Sequence) -> None:
-        """Puts what is missing in place, from another sequence; also within a step that waits.
+        """Fill missing pages from another sequence, also within a step that waits for them.
 
         Args:
             other: A sequence of the same tokens and salts, `page_tokens` long at least.
 
         Raises:
             CapacityError: A page that a tier may still write to cannot be replaced.
-            StateError: The other one has not got it.
+            StateError: The other sequence has other tokens, or too few.
         """
         with self._guard:
             self._restores.store.join()
@@ -1587,7 +1597,7 @@ class RestoreJob:
     # ---- the end
 
     def finish(self, *, ok: bool = True) -> int:
-        """Ends it: what came becomes known; what did not is cut off. Safe to call again.
+        """End the restore: publish the loaded pages, and cut missing ones off. Idempotent.
 
         Args:
             ok: Whether the step that waited for it was committed.
@@ -1606,7 +1616,7 @@ class RestoreJob:
             return self.seq.length
 
     def _close_line(self, ok: bool) -> None:
-        self.seq.restoration = None  # from here on, its line is like any other
+        self.seq.restoration = None  # from here on, its row is like any other
         self._restores.store.join()
         first, whole = self._tally.front // self._size, self._stop
         if not ok or not all(map(self._there, range(self.request.layers))):
@@ -1614,17 +1624,17 @@ class RestoreJob:
         self._stop = self.back.close(first, whole, self._stop)
 
     def cancel(self) -> None:
-        """Calls it off. What came of a settled one stays, as far as it is complete."""
+        """Cancel the restore; a settled one keeps its leading complete pages."""
         with self._guard:
             if self._phase is _Phase.BEHIND and self._planner.stepping(self.seq):
-                self._broken = True  # whoever drives the step is told, and finishes
+                self._broken = True  # the step under way gets `Late`, and its caller finishes
                 return
             self.finish(ok=False)
 
     def abandon(self) -> None:
-        """Calls it off for a sequence that is about to be closed."""
+        """Cancel the restore of a sequence that is about to be closed."""
         with self._guard:
-            self._broken = self._phase is _Phase.BEHIND  # in case that it is in a step
+            self._broken = self._phase is _Phase.BEHIND  # a step may still wait for it
             self._end(ok=False)
 
     def _end(self, *, ok: bool) -> None:
@@ -1642,14 +1652,14 @@ class RestoreJob:
 def choose(
     restorations: Iterable[RestoreJob], most: int | None = None
 ) -> tuple[RestoreJob, int] | None:
-    """What the policy wants computed next, for one of these.
+    """Return the restore that the policy computes next.
 
     Args:
-        restorations: Of one cache, unsettled.
+        restorations: Restores of one cache; settled ones are skipped.
         most: See `RestoreJob.next`.
 
     Returns:
-        One, and how many of its tokens: 0 where only its suffix is left. None if all wait for
+        The restore and its number of tokens, 0 if only its suffix is left; None if all wait for
         loads.
     """
     mine = [one for one in restorations if not one.settled]

@@ -1,4 +1,4 @@
-"""Open sequences: tokens, blocks, what a request asked for, block tables, and the lock."""
+"""Open sequences: tokens, blocks, options of requests, block tables, and the KV lock."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from flowkv.policy.base import (
 )
 from flowkv.policy.pages import Importance
 
-# What a request says about itself: its conversation, and how its pages should be kept.
+# Options of a request: its conversation, and the retention of its pages.
 
 NEVER = math.inf
-"""As `eta_s`: will not be used again."""
+"""Value of `eta_s` for prompts that will not be used again."""
 
 SOON = 0.0
-"""As `eta_s`: right away."""
+"""Value of `eta_s` for prompts that will be used at once."""
 
 _SESSION_BITS = 62
 
@@ -50,12 +50,13 @@ _SESSION_BITS = 62
 class Retain(msgspec.Struct, frozen=True):
     """Retention of the pages of a span of tokens.
 
-    A page belongs to a span that has a token of it; of several spans the highest priority counts.
+    A page belongs to a span that contains one of its tokens; if several do, the highest priority
+    counts.
 
     Attributes:
         start: First token of the span.
         stop: First token behind it; None for the end of the sequence, however long it grows.
-        priority: 0 to 100: everything of lower priority is given up before. The default is 35.
+        priority: 0 to 100: pages of lower priority are evicted first. The default is 35.
         for_s: Seconds after which the priority is the default again.
     """
 
@@ -83,7 +84,7 @@ class Care(NamedTuple):
     Attributes:
         session: Number of its conversation, -1 if unknown; see `session_number`.
         lease: Lease class, or a lease, of all pages; "" for the place's default.
-        retain: Spans that are kept otherwise.
+        retain: Spans with a retention of their own.
     """
 
     session: int = -1
@@ -91,7 +92,7 @@ class Care(NamedTuple):
     retain: tuple[Retain, ...] = ()
 
     def of(self, start: int, stop: int) -> str | Lease:
-        """The lease of a page that holds these tokens."""
+        """Return the lease of a page that holds the tokens from `start` to `stop`."""
         if not self.retain:
             return self.lease
         spans = [r for r in self.retain if r.start < stop and (r.stop is None or start < r.stop)]
@@ -107,10 +108,10 @@ NO_CARE = Care()
 def make_care(
     session: str | int | None, lease: str | Lease, retain: Items[Retain], salt: bytes
 ) -> Care:
-    """What a request says about itself, as the cache keeps it.
+    """Return the `Care` of a request from its options.
 
     Raises:
-        ConfigError: A span is none.
+        ConfigError: An element of `retain` is no `Retain`.
     """
     odd = [span for span in retain if not isinstance(span, Retain)]
     if odd:
@@ -120,17 +121,22 @@ def make_care(
 
 
 def session_number(session: str | int, salt: bytes) -> int:
-    """A 62-bit number of a conversation, its own for each tenant, that does not tell its name."""
+    """Return the 62-bit number of a conversation: a keyed hash that does not reveal its name.
+
+    Args:
+        session: Name or number of the conversation.
+        salt: Tenant salt; conversations of different tenants get different numbers.
+    """
     name = f"{type(session).__name__}:{session}".encode()
     digest = hashlib.blake2b(name, key=salt[:64], digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _SESSION_BITS)
 
 
 def eta_ns(eta_s: float) -> int:
-    """Nanoseconds of an `eta_s`.
+    """Convert `eta_s` into nanoseconds.
 
     Raises:
-        ConfigError: It is negative, or no number.
+        ConfigError: `eta_s` is negative, or no number.
     """
     if not eta_s >= 0:
         raise ConfigError(f"eta_s={eta_s}", "Give seconds from now, flowkv.SOON or flowkv.NEVER")
@@ -145,31 +151,31 @@ State = Mapping[str, Any]
 
 
 class Arriving(Protocol):
-    """A known prefix on its way, as rooms below `flowkv.cache.restore` see it."""
+    """Restore of a cached prefix, as the modules below `flowkv.cache.restore` use it."""
 
     @property
     def settled(self) -> bool:
-        """Whether the front is done."""
+        """Return whether the front is done."""
         ...
 
     @property
     def gone(self) -> bool:
-        """Whether anything of it was forgotten meanwhile."""
+        """Return whether one of its pages was forgotten meanwhile."""
         ...
 
     @property
     def lacks(self) -> bool:
-        """Whether pages in the sequence's line are not there yet."""
+        """Return whether pages in the sequence's row are not loaded yet."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Where the prefix ends, as things stand."""
+        """Current end of the prefix, in tokens."""
         ...
 
     @property
     def front(self) -> int:
-        """Tokens that were there or computed when the front was done."""
+        """Tokens that were resident or computed when the front was done."""
         ...
 
     def bind(self, seq: Sequence) -> None:
@@ -177,47 +183,47 @@ class Arriving(Protocol):
         ...
 
     def settle(self) -> int:
-        """Ends the front; returns the sequence's length now."""
+        """End the front; return the sequence's length afterwards."""
         ...
 
     def wait(self, layer: int) -> None:
-        """Returns once a layer of all pages is there, verified."""
+        """Block until a layer of all pages is loaded and verified."""
         ...
 
     def cancel(self) -> None:
-        """Calls it off. What came of a settled one stays, as far as it is complete."""
+        """Cancel the restore; a settled one keeps its leading complete pages."""
         ...
 
     def abandon(self) -> None:
-        """Calls it off for a sequence that is about to be closed."""
+        """Cancel the restore of a sequence that is about to be closed."""
         ...
 
 
 class Planning(Protocol):
-    """The holder of the rows of sequences, as rooms below `flowkv.cache.block_table` see it."""
+    """Planner of a sequence, as the modules below `flowkv.cache.block_table` use it."""
 
     tables: Tables
 
     def put(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
-        """Puts a page into a sequence's line, right behind the others; -1 leaves a hole."""
+        """Put a page at `page_no` into a sequence's row, behind its other pages; -1 is a hole."""
         ...
 
 
 class Sequence:
-    """A row of a batch, as `KV.open` returns it. Close it when it is done.
+    """Open sequence, a row of a batch, as `KV.open` returns it. Close it when it is done.
 
     Attributes:
-        row: Its line in the block tables.
+        row: Its row in the block tables.
         tenant: Tenant salt.
-        owner: Name of the tenant, for those who count.
-        namespace: Namespace digest that its keys belong to.
-        salts: What K and V depend on beside the tokens.
-        reused: Tokens that were known when it was opened.
+        owner: Name of the tenant, for metrics.
+        namespace: Namespace digest of its keys.
+        salts: Inputs beside the tokens that K and V depend on.
+        reused: Tokens that were cached when it was opened.
         state: Snapshot restored with the prefix, for hybrid models; None otherwise.
-        restoration: What is still on its way of a known prefix; None once that is over. Elsewhere
-            it is asked for by `RestoreJob.of`.
+        restoration: Restore of the cached prefix while it loads, else None. Other modules get it
+            from `RestoreJob.of`.
         closed: True after `close`.
-        planner: What its pages belong to. Elsewhere it is asked for by `Planner.of`.
+        planner: Owner of its pages. Other modules get it from `Planner.of`.
     """
 
     def __init__(
@@ -236,7 +242,7 @@ class Sequence:
         self.state: State | None = None
         self.restoration: Arriving | None = None
         self.owner = ""
-        # As policies know it: the number of its request, -1 without one, and what it asked for.
+        # For policies: the number of its request, -1 without one, and the options of the request.
         self.request, self.arrived_ns, self.prompted, self.care = -1, 0, 0, NO_CARE
         self.stop = UNKNOWN_STOP
         self.reused = 0
@@ -248,42 +254,42 @@ class Sequence:
         self.first_page: list[int] = [0] * len(chains)
         # Per group: pages before this one are published, or never will be.
         self.published: list[int] = [0] * len(chains)
-        # Per group: keys of the leading full pages, as far as they are computed.
+        # Per group: keys of the leading full pages that are computed so far.
         self._keys: list[list[bytes]] = [[] for _ in chains]
-        self.suspended: Saved | None = None  # what brings its pages back
+        self.suspended: Saved | None = None  # saved pages while it is suspended
         self.publishable = True
-        self.away = 0  # pages that lie below the device, and are attended there
-        # What steps saw of its tokens, by group.
+        self.away = 0  # pages on a tier below the device, which attention reads there
+        # Attention mass of its pages in watched steps, by group.
         self.importance: dict[int, Importance] = {}
         self.closed = False
 
     @property
     def length(self) -> int:
-        """Tokens whose K and V are in pages, of the group with most; 0 once it is closed."""
+        """Number of tokens in pages, of the group with most; 0 once the sequence is closed."""
         tables, row = self.planner.tables, self.row
         lost: list[int] = tables.lost[:, row].tolist()
         return int(tables.lengths[row]) - min(lost)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 `[groups]`: tokens in pages of each layer group."""
+        """Number of tokens in pages of each layer group, int64 `[groups]`."""
         tables = self.planner.tables
         lengths: NDArray[np.int64] = tables.lengths[self.row] - tables.lost[:, self.row]
         return lengths
 
     @property
     def position(self) -> int:
-        """Position of its next token: those in pages, and what sparsification took out."""
+        """Position of the next token: tokens in pages plus those that sparsification removed."""
         return int(self.planner.tables.lengths[self.row])
 
     @property
     def dropped(self) -> int:
-        """Tokens that sparsification took out, of the group that lost most."""
+        """Number of tokens that sparsification removed, of the group that lost most."""
         return int(self.planner.tables.lost[:, self.row].max())
 
     @property
     def fidelity(self) -> int:
-        """Index of the lossiest codec among the pages that it was built on (DESIGN D6)."""
+        """Index of the lossiest codec among the pages that K and V depend on (DESIGN D6)."""
         return int(self.planner.tables.fidelity[self.row])
 
     @fidelity.setter
@@ -292,7 +298,7 @@ class Sequence:
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """All token ids known so far, uint32; may be longer than `length`."""
+        """Known token ids, uint32; there may be more of them than `length`."""
         return self._tokens[: self._known]
 
     @property
@@ -301,15 +307,15 @@ class Sequence:
         return self._known
 
     def note(self, tokens: Items[int] | NDArray[np.generic]) -> None:
-        """Appends token ids that follow the known ones.
+        """Append token ids that follow the known ones.
 
         Raises:
-            TokenError: Not a flat sequence of ids in [0, 2**32).
+            TokenError: `tokens` is not a flat sequence of ids in [0, 2**32).
         """
         self.extend(as_tokens(tokens))
 
     def extend(self, fresh: NDArray[np.uint32]) -> None:
-        """`note` for ids that are checked already."""
+        """Append token ids that are checked already, see `note`."""
         need = self._known + len(fresh)
         if need > len(self._tokens):
             grown = np.zeros(max(need, 2 * len(self._tokens)), np.uint32)
@@ -319,26 +325,26 @@ class Sequence:
         self._known = need
 
     def forget_tokens(self, known: int) -> None:
-        """Drops token ids from position `known` on."""
+        """Drop token ids from position `known` on."""
         self._known = min(self._known, known)
         for keys, chain in zip(self._keys, self.chains, strict=True):
             del keys[self._known // chain.page_size :]
 
     @property
     def forgotten(self) -> bool:
-        """Whether anything that it holds, or waits for, was forgotten meanwhile."""
+        """Return whether a page that the sequence holds, or waits for, was forgotten meanwhile."""
         held = any(block is not None and block.gone for blocks in self.blocks for block in blocks)
-        # What was given up while it was suspended may have been erased since: nobody knows.
+        # Pages that a suspended sequence gave up may have been erased since.
         saved = (page for pages in self.suspended or () for page in pages)
         aside = any(isinstance(page, SwappedCopy) and page.block.gone for page in saved)
         return held or aside or (self.restoration is not None and self.restoration.gone)
 
     def key(self, group: int, page: int) -> bytes:
-        """Chain key of a full page whose tokens are known."""
+        """Return the chain key of a full page with known tokens."""
         return self.keys(group, page + 1)[page]
 
     def keys(self, group: int, pages: int) -> list[bytes]:
-        """Return the chain keys of so many first pages, whose tokens are known, or of more."""
+        """Return the chain keys of the first `pages` pages or more; their tokens must be known."""
         keys = self._keys[group]
         if pages > len(keys):
             chain, known = self.chains[group], pages * self.chains[group].page_size
@@ -347,15 +353,15 @@ class Sequence:
         return keys
 
     def parent_key(self, group: int, page: int) -> bytes:
-        """Chain key above a page."""
+        """Return the chain key of the page before a page; `ROOT` for the first one."""
         return self.key(group, page - 1) if page else ROOT
 
     def place(self, page: int) -> bytes:
-        """What a page lies below, see `Block.place`."""
+        """Return the parent that a page is placed below, see `Block.place`."""
         return self.key(0, page - 1) if page else self.namespace + self.tenant
 
     def copy_onto(self, other: Sequence) -> None:
-        """Gives `other`, freshly opened, what this one knows about tokens and keys."""
+        """Copy tokens, keys, options and statistics to `other`, a freshly opened sequence."""
         other.note(self.tokens)
         other._keys = [list(keys) for keys in self._keys]
         other.first_page, other.published = list(self.first_page), list(self.published)
@@ -365,13 +371,13 @@ class Sequence:
         other.importance = deepcopy(self.importance)
 
     def close(self, stop: str = "") -> None:
-        """Releases its pages; published ones stay known. Safe to call again, and in a finalizer.
+        """Release all pages; published ones stay cached. Idempotent, and safe in a finalizer.
 
         Args:
             stop: Why it ended, for policies that learn: "tool_use", "turn_end" or "cut_off".
 
         Raises:
-            ConfigError: There is no such reason.
+            ConfigError: `stop` is none of these.
         """
         if stop not in STOPS:
             raise ConfigError(f"stop={stop!r}", f"Use one of {', '.join(filter(None, STOPS))}")
@@ -387,11 +393,11 @@ class Sequence:
 
     @interrupts.unbroken
     def __del__(self) -> None:
-        """Gives back the line of a sequence that was dropped, by an interrupt above all."""
-        if getattr(self, "closed", True) or sys.is_finalizing():  # without one, it was never whole
+        """Close a sequence that was dropped open, for instance by an interrupt."""
+        if getattr(self, "closed", True) or sys.is_finalizing():  # no `closed`: never initialized
             return
         if self.row != self.planner.tables.nowhere:
-            self.publishable = False  # nobody could forbid that from here on
+            self.publishable = False  # a dropped sequence is not found when publishing is forbidden
             if self.restoration is not None:
                 self.restoration.bind(self)
             self._close(self)
@@ -401,32 +407,32 @@ class Sequence:
         return f"<flowkv.Sequence row {self.row}: {state}>"
 
 
-# Block tables and lengths of all open sequences, one line a sequence, ready for the kernels.
+# Block tables and lengths of all open sequences, one row a sequence, ready for the kernels.
 #
-# Kept as arrays over all lines so that planning a step costs a few vector operations, whatever the
-# batch and however long its contexts are.
+# The tables are arrays over all rows, so that planning a step costs a few vector operations, for
+# any batch and any context length.
 
 CLOSED, READY, STEPPING, SUSPENDED = range(4)
-"""What a line's sequence is doing."""
+"""State of a row's sequence."""
 
 
 class Tables:
-    """Planner of sequences. Callers hold the KV lock.
+    """Block tables of all open sequences. Callers hold the KV lock.
 
     Attributes:
         pages: Per group int32 `[rows, pages]`: granule of each page, -1 where there is none.
         lengths: int64 `[rows + 1]`: tokens whose K and V were written.
-        lost: int64 `[groups, rows + 1]`: those of them that are in no page of a group any more.
+        lost: int64 `[groups, rows + 1]`: written tokens that sparsification removed from a group.
         state: uint8 `[rows + 1]`: `CLOSED`, `READY`, `STEPPING` or `SUSPENDED`.
-        fidelity: uint8 `[rows + 1]`: index of the lossiest codec that a line was built on.
-        shared: bool `[rows]`: the page that the next token goes to may belong to others too.
-        nowhere: The line of sequences that have none any more: empty and closed.
+        fidelity: uint8 `[rows + 1]`: index of the lossiest codec that a row depends on.
+        shared: bool `[rows]`: the page that the next token is written to may be shared.
+        nowhere: The row of closed sequences and of lookups: always empty and closed.
         version: Number of changes to `pages` so far.
 
     Args:
         devices: Device of each group.
         max_rows: Most sequences open at once.
-        max_pages: Pages per line to begin with; lines grow.
+        max_pages: Pages per row to begin with; rows grow.
     """
 
     def __init__(self, devices: list[torch.device], max_rows: int, max_pages: int = 64) -> None:
@@ -444,10 +450,10 @@ class Tables:
         self._resize(max_pages)
 
     def open_row(self) -> int:
-        """A line of its own.
+        """Take a free row and return its number.
 
         Raises:
-            CapacityError: All lines are taken.
+            CapacityError: All rows are taken.
         """
         if not self._free:
             raise CapacityError(
@@ -458,7 +464,7 @@ class Tables:
         return row
 
     def close_row(self, row: int) -> None:
-        """Gives a line back, emptied."""
+        """Empty a row and mark it free."""
         for table in self.pages:
             table[row] = -1
         self.lengths[row], self.lost[:, row], self.state[row] = 0, 0, CLOSED
@@ -467,15 +473,15 @@ class Tables:
         self._free.append(row)
 
     def reserve(self, pages: int) -> None:
-        """Makes every line long enough for `pages` pages."""
+        """Grow every row to at least `pages` pages."""
         have = self.pages[0].shape[1]
         if pages > have:
             self._resize(max(pages, 2 * have))
 
     def replace(self, group: int, row: int, page_no: int, page: int) -> None:
-        """Puts another page in a line, for steps under way on a CPU as well."""
+        """Replace a page in a row, also for steps under way on a CPU."""
         self.pages[group][row, page_no] = page
-        for former in self._former:  # what steps read that began before the lines grew
+        for former in self._former:  # arrays of steps that began before the rows grew
             table = former[group]()
             if table is not None and page_no < table.shape[1]:
                 table[row, page_no] = page
@@ -487,7 +493,7 @@ class Tables:
         self.version += 1
 
     def table(self, group: int) -> torch.Tensor:
-        """The group's table on its device."""
+        """Return the group's block table on its device, int32 `[rows, pages]`."""
         if self._dirty:
             for g, device in enumerate(self.devices):
                 host = torch.from_numpy(self.pages[g])
@@ -496,7 +502,7 @@ class Tables:
         return self._device_tables[group]
 
     def _resize(self, pages: int) -> None:
-        # Fresh arrays: a step of another thread goes on reading the old ones, which stay right.
+        # The arrays are new: steps of other threads may still read the old ones, which stay valid.
         old, self.pages = self.pages, []
         if old:
             alive = (tables for tables in self._former if any(ref() is not None for ref in tables))
@@ -513,19 +519,19 @@ class Tables:
 # The one lock of a `KV`, with a queue for work that may arrive while the lock is already held.
 
 FORK_WAIT_S = 1.0
-"""How long a fork waits for changes under way to end."""
+"""Longest wait of a fork for changes under way."""
 
 
 def extend_each(seqs: Items[Sequence], known: Items[int], tokens: Items[int]) -> bool:
-    """`extend` of each by a single id, where exactly so many are known: as of rows that decode.
+    """Append a single id to each sequence, if its number of known ids is the expected one.
 
     Args:
-        seqs: Different sequences.
-        known: How many ids each of them should know.
+        seqs: Different sequences, such as the rows of a decode step.
+        known: Expected number of known ids of each.
         tokens: One for each, checked already.
 
     Returns:
-        False if one knows more or fewer; nothing is changed then.
+        False if a sequence has more or fewer ids; nothing is changed then.
     """
     if [seq._known for seq in seqs] != known:
         return False
@@ -540,19 +546,20 @@ def extend_each(seqs: Items[Sequence], known: Items[int], tokens: Items[int]) ->
 
 
 class Guard(_thread.RLock):  # type: ignore[misc]
-    """A re-entrant lock, and work that finalizers leave until nothing is in the middle of a change.
+    """Re-entrant lock with a queue of work that finalizers defer until no change is under way.
 
-    Taken by `with`, and by nothing else: that enters and leaves it in C, so that no interrupt can
-    come between. Signals wait while the main thread holds it (`flowkv.core.interrupts`).
+    Take it by `with` only, which enters and leaves it in C, so that no interrupt comes in between.
+    Signals wait while the main thread holds it (`flowkv.core.interrupts`).
 
     A finalizer can run at any allocation, also in the middle of a change by its own thread. It must
     neither change anything then nor wait for another thread, so it defers.
 
-    A fork waits until no thread is in the middle of a change, so that a child can read what it got.
+    A fork waits until no thread is in the middle of a change, so that the child's copy of the
+    guarded state is consistent.
 
     Attributes:
         inherited: This process was forked since.
-        torn: This process was forked in the middle of a change: what is guarded cannot be read.
+        torn: This process was forked in the middle of a change: the guarded state is inconsistent.
     """
 
     def __init__(self) -> None:
@@ -562,13 +569,13 @@ class Guard(_thread.RLock):  # type: ignore[misc]
         _guards.add(weakref.ref(self, _guards.discard))
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Runs `work` now if the lock is free, else in a later `settle`."""
+        """Run `work` now if the lock is free, else in a later `settle`."""
         self._deferred.append(work)
         self.settle()
 
     @interrupts.unbroken
     def settle(self) -> None:
-        """Runs deferred work, unless a thread is in the middle of a change."""
+        """Run deferred work, unless a thread is in the middle of a change."""
         if not self._deferred or self._is_owned() or not self.acquire(blocking=False):  # type: ignore[attr-defined]
             return
         try:
@@ -580,7 +587,7 @@ class Guard(_thread.RLock):  # type: ignore[misc]
     @contextmanager
     @interrupts.unbroken
     def within(self, seconds: float) -> Iterator[bool]:
-        """Hold the lock if it comes free in time; gives whether it is held."""
+        """Hold the lock if it comes free within `seconds`; yield whether it is held."""
         held = self.acquire(timeout=min(max(seconds, 0.0), _thread.TIMEOUT_MAX))
         try:
             yield held
@@ -599,7 +606,10 @@ class Guard(_thread.RLock):  # type: ignore[misc]
             self.release()
 
     def _inherit(self) -> None:
-        """In a child: whoever held the lock is not here, nor who would want deferred work done."""
+        """Reset the lock after a fork, in the child: the thread that held it does not exist here.
+
+        Deferred work is dropped: it belongs to the parent.
+        """
         self._deferred.clear()
         self.inherited = True
         if self._held:

@@ -1,4 +1,4 @@
-"""The stack below a cache: pools and tiers, what policies learned, and statistics of all of it."""
+"""The stack below a cache: page pools and tiers, learned policy models, and statistics."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from flowkv.tiers.io.engine import FileIO, read_file, replace_file
 
 
 def open_pools(geometry: Geometry, config: Config) -> dict[str, PagePool]:
-    """One page pool per device of the geometry.
+    """Open one page pool per device of the geometry.
 
     Raises:
         CapacityError: A pool is too small for a few pages.
-        ConfigError: A group's pages cannot have the codec.
+        ConfigError: The codec does not support the pages of a group.
     """
     pools, forms = {}, make_forms(geometry, config)
     for device in dict.fromkeys(group.device for group in geometry.groups):
@@ -60,7 +60,7 @@ def open_pools(geometry: Geometry, config: Config) -> dict[str, PagePool]:
 
 
 def link_pools(pools: Iterable[PagePool], tiers: Iterable[Tier]) -> None:
-    """Give pools on GPUs what copies their pages, through the memory of the host tier."""
+    """Give pools on GPUs a copier of pages that uses the memory of the host tier."""
     slots = next((tier.slots for tier in tiers if isinstance(tier, HostTier)), None)
     for pool in pools:
         if pool.device.type == "cuda":
@@ -68,7 +68,10 @@ def link_pools(pools: Iterable[PagePool], tiers: Iterable[Tier]) -> None:
 
 
 def computes(namespace: Namespace, geometry: Geometry) -> str:
-    """Name of what computes: this model, by its title and geometry, on this machine."""
+    """Return the digest of a model's title and geometry and of this machine's devices.
+
+    Measured compute rates are kept under this name.
+    """
     devices = sorted({group.device for group in geometry.groups})
     names = [
         torch.cuda.get_device_name(device)
@@ -84,13 +87,13 @@ def _device_bytes(device: str) -> int:
     return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
 
 
-# What policies learned, kept in a small file within a disk tier's directory.
+# The learned models of policies, in a small file within a disk tier's directory.
 #
-# Models: how soon conversations go on, after what kind of turn; and rates of tiers and models, with
-# which the first restore of a process is planned. No block, no key, no tenant and no time of day is
-# in it; which pages lie where is the tiers' own business.
+# The file holds models of how soon conversations continue after each kind of turn, and rates of
+# tiers and models, with which the first restore of a process is planned. It holds no block, no key,
+# no tenant and no time of day; the tiers themselves record the places of pages.
 #
-#     16 bytes xxh3_128 of what follows | MessagePack: version, models by kind of place, rates
+#     16 bytes xxh3_128 of the rest | MessagePack: version, models by kind of place, rates
 
 VERSION = 1
 _CHECK_BYTES, _MOST_BYTES = 16, 1 << 24
@@ -98,14 +101,14 @@ _CHECK_BYTES, _MOST_BYTES = 16, 1 << 24
 
 @runtime_checkable
 class Learner(Protocol):
-    """A policy that can begin with what another one of its kind learned."""
+    """Policy that can start from the learned model of another one of its kind."""
 
     def save_model(self) -> bytes:
-        """What it learned."""
+        """Return the learned model; empty if there is none."""
         ...
 
     def load_model(self, saved: bytes) -> None:
-        """Begins with it, weakly: what is observed soon counts more."""
+        """Start from a saved model, as a weak prior that observations soon outweigh."""
         ...
 
 
@@ -116,18 +119,18 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None = None) -> bool:
-    """Writes what the policies of places learned; the file appears whole or not at all.
+    """Write the learned models of the places' policies; the file appears whole or not at all.
 
     Args:
-        directory: Of a disk tier, which this process owns.
-        places: Whose policies.
-        gate: Whose rates.
+        directory: Directory of a disk tier, which this process owns.
+        places: Places of the policies.
+        gate: Source of the measured rates.
 
     Returns:
         Whether there was anything to write.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     learned = {name: learner.save_model() for name, learner in _learners(places).items()}
     models = {name: model for name, model in learned.items() if model}
@@ -140,11 +143,11 @@ def save(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None =
 
 
 def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None = None) -> int:
-    """Has policies, and a gate, begin with what was learned before; returns how many policies do.
+    """Load saved models into policies and rates into a gate; return the number of models loaded.
 
     Raises:
         ConfigError: The file is damaged, of another version, or a model does not fit its policy.
-        OSError: It cannot be read, or is no file of ours.
+        OSError: The file cannot be read, or belongs to another user.
     """
     path = directory / LEARNED
     try:
@@ -153,7 +156,7 @@ def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None =
         return 0
     body = raw[_CHECK_BYTES:]
     if len(raw) > _MOST_BYTES or xxhash.xxh3_128_digest(body) != raw[:_CHECK_BYTES]:
-        raise ConfigError(f"{path} is damaged, or no such file", "Delete it")
+        raise ConfigError(f"{path} is damaged, or holds no learned models", "Delete it")
     try:
         found = msgspec.msgpack.decode(body, type=_File)
     except MALFORMED as error:
@@ -171,7 +174,7 @@ def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None =
 
 
 def _learners(places: Iterable[PolicyPlace]) -> dict[str, Learner]:
-    """The policies that learn, by the kind of their place, its number in it, and their name."""
+    """Return the policies that learn, by the kind and number of their place and their name."""
     found: dict[str, Learner] = {}
     counts: dict[str, int] = {}
     for place in places:
@@ -181,14 +184,14 @@ def _learners(places: Iterable[PolicyPlace]) -> dict[str, Learner]:
     return found
 
 
-# What a cache holds at this moment, for whoever asks often: cheap, and without its lock.
+# Current levels of a cache, for frequent reads: cheap, and without its lock.
 
 BREAKER = ("closed", "half-open", "open")
-"""States of a breaker: everything is let through, or one operation that finds out, or nothing."""
+"""States of a breaker: it passes all operations, one that probes the tier, or none."""
 
 
 def breaker(stack: TierStack, number: int) -> str:
-    """State of a tier's breaker: its own, if it has one, or else whether it may be asked now."""
+    """Return the state of a tier's breaker; without one, "closed" if the tier is in use."""
     own = getattr(stack.tiers[number], "state", None)
     told = str(getattr(own, "value", ""))
     if told in BREAKER:
@@ -197,7 +200,7 @@ def breaker(stack: TierStack, number: int) -> str:
 
 
 def tier_levels(stack: TierStack, number: int) -> Iterator[Level]:
-    """Levels and counts of a tier, in time that does not depend on how much it holds."""
+    """Yield levels and counts of a tier, in time that does not depend on its number of pages."""
     told, labels = tier_report(stack, number), MappingProxyType({"tier": stack.tiers[number].name})
     told |= {f"prefetch_{name}": value for name, value in told["prefetch"].items()}
     for name, level in _LEVELS.items():
@@ -224,11 +227,11 @@ _LEVELS = {
     "prefetch_used_bytes": "prefetch_used_bytes_total",
     "prefetch_wasted_bytes": "prefetch_wasted_bytes_total",
 }
-"""What of `tier_report` is a level, and under which name."""
+"""Name of the level for each field of `tier_report` that is one."""
 
 
 def tier_report(stack: TierStack, number: int) -> dict[str, Any]:
-    """Plain numbers about a tier, in time that does not depend on how much it holds."""
+    """Return statistics of a tier, in time that does not depend on its number of pages."""
     tier, lane = stack.tiers[number], stack.mover.lanes[number]
     early = lane.guard.saved_bytes, lane.guard.wasted_bytes
     report = {
@@ -244,7 +247,7 @@ def tier_report(stack: TierStack, number: int) -> dict[str, Any]:
         "in_flight_bytes": lane.schedule.flying_bytes,
         "coalesced": lane.schedule.joined,
         "cancelled": lane.cancelled,
-        "prefetch": {  # what was brought before anybody asked for it
+        "prefetch": {  # bytes that were loaded ahead of a request
             "used_bytes": early[0],
             "wasted_bytes": early[1],
             "precision": early[0] / sum(early) if any(early) else 0.0,
@@ -260,10 +263,10 @@ def tier_report(stack: TierStack, number: int) -> dict[str, Any]:
 
 
 def store_levels(store: PageStore) -> Iterator[Level]:
-    """Levels and counts of what a store holds, in time that does not depend on how much that is.
+    """Yield levels and counts of a store, in time that does not depend on its number of pages.
 
-    They are read one after the other while others may work, so that two of them need not fit
-    together.
+    The values are read one after the other while other threads may change them, so they need not
+    be consistent with each other.
     """
     samples = store.samples
     yield Level("known_pages", len(store.index))
@@ -282,13 +285,13 @@ def store_levels(store: PageStore) -> Iterator[Level]:
 def store_report(
     store: PageStore, tables: Tables, quotas: Iterable[str], *, tiers: bool
 ) -> dict[str, Any]:
-    """Plain numbers about what a store holds, ready for JSON. Callers hold the KV lock.
+    """Return statistics of a store, ready for JSON. Callers hold the KV lock.
 
     Args:
         store: The store.
-        tables: Lines of all sequences.
+        tables: Block tables of all sequences.
         quotas: Tenants with a quota, in the order of the configuration.
-        tiers: Whether they may be asked: not in a forked child.
+        tiers: Whether to include the tiers: not in a forked child.
     """
     report: dict[str, Any] = {"blocks": len(store.index), "devices": {}, "tiers": {}}
     for device, pool in store.pools.items():
@@ -314,7 +317,7 @@ def store_report(
 
 
 def _policy(place: PolicyPlace, quotas: Iterable[str]) -> dict[str, Any]:
-    """What a place's policy is, and what the tenants with a quota have of the place."""
+    """Return name and digest of a place's policy, and the bytes of tenants with a quota."""
     report: dict[str, Any] = {"name": place.policy.name, "digest": f"{place.policy.digest():016x}"}
     policy = behind(place.policy)
     if isinstance(policy, Hedge):
@@ -327,7 +330,7 @@ def _policy(place: PolicyPlace, quotas: Iterable[str]) -> dict[str, Any]:
 
 
 def _compression(store: PageStore, tables: Tables, device: str) -> float:
-    """Bytes that a device's pages would take if all were raw, over those that they take."""
+    """Return the compression ratio of a device's pages: bytes if all were raw, over bytes used."""
     raw = taken = 0
     for g, group in enumerate(store.geometry.groups):
         if group.device == device:

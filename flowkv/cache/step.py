@@ -1,4 +1,4 @@
-"""Steps: one forward pass over ragged rows, planned once, read by every layer."""
+"""Steps: forward passes over ragged rows, planned once and read by every layer."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from flowkv.kernels.dispatch import is_checking
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.policy.pages import Importance
 
-# The rows of a step, taken apart: a row for each new token, that attends as if it were decoded.
+# A step split into rows of one new token each, which attend as if they were decoded.
 #
-# What a token sees is computed the same way then, however many new tokens its row has.
+# The attention of a token is then computed the same way for any number of new tokens in its row.
 
 MOST = 256
-"""Most of them in one call: kernels look at all rows of a batch at once."""
+"""Most rows in one call: kernels process all rows of a batch at once."""
 
 
 def singles(batch: Ragged, step: Advance, group: int) -> list[tuple[slice, Ragged]]:
-    """The new tokens of a step, as batches of rows with one each.
+    """Split the new tokens of a step into batches of rows with one token each.
 
     Args:
-        batch: The rows, as kernels are told of them.
-        step: The same, on the host.
+        batch: The rows for the kernels.
+        step: The same rows, on the host.
         group: The layer group.
 
     Returns:
-        (which of the packed tokens, their batch), in their order.
+        (slice of the packed tokens, their batch), in order.
     """
     counts, new = np.diff(step.starts), int(step.starts[-1])
     lines = np.repeat(step.rows, counts)
@@ -63,10 +63,10 @@ def singles(batch: Ragged, step: Advance, group: int) -> list[tuple[slice, Ragge
     return found
 
 
-# Which rows of a step begin with the same pages, so that attention reads those once for all.
+# Rows of a step that begin with the same pages, which attention then reads once for all.
 
 LEAST_TOKENS = 16384
-"""Reads of tokens that a group of rows must spare.
+"""Least number of token reads that sharing must save for a group of rows.
 
 Measured on a CPU, in CPU time of whole decoding steps of the fixture model: nothing is gained at 15
 thousand (16 rows, 1024 shared tokens: 0.98 times), 1.17 times at 45 thousand (16 rows, 3000), 1.20
@@ -76,13 +76,13 @@ shapes of 2 to 100 rows, 512 to 8192 shared tokens and heads of 64 and 128; far 
 
 
 def shared(planner: Planner, step: Advance, group: int, batch: Ragged) -> Cascade | None:
-    """What neighbouring rows share, where reading it once pays; None where it does not.
+    """Plan to read the pages that neighbouring rows share once; None if that does not pay.
 
     Args:
-        planner: Holds the tables.
+        planner: Owner of the tables.
         step: The rows.
         group: The layer group.
-        batch: What its kernels are told of the rows.
+        batch: The rows for the group's kernels.
     """
     size = planner.page_size
     if len(step.rows) < 2 or planner.geometry.groups[group].kind != "full":
@@ -94,7 +94,7 @@ def shared(planner: Planner, step: Advance, group: int, batch: Ragged) -> Cascad
     with planner.guard:
         table = planner.tables.pages[group]
         pages = table[step.rows, :most]
-    if not (pages[1:, 0] == pages[:-1, 0]).any():  # the usual case, told by a glance
+    if not (pages[1:, 0] == pages[:-1, 0]).any():  # the usual case, found cheaply
         return None
     groups = shared_prefixes(pages.astype(np.int64), before // size, size, LEAST_TOKENS)
     if not groups:
@@ -107,33 +107,34 @@ def shared(planner: Planner, step: Advance, group: int, batch: Ragged) -> Cascad
     return plan
 
 
-# Takes tokens out of open sequences: for each layer and head, what was looked at least.
+# Sparsification: tokens with the least attention are removed from open sequences, for each layer
+# and head.
 #
-# A sparsified sequence has fewer slots than positions, in each layer group a number of its own.
-# Keys keep the rotations of their positions, so the model goes on at the true ones; only what
-# counts slots (pages, what kernels are told) is shorter. Its pages are no longer what its tokens
-# say, so they are private, and nothing of it is published any more. Groups that lose nothing keep
-# theirs.
+# A sparsified sequence has fewer slots than positions, and each layer group may have another number
+# of slots. Keys keep the rotations of their positions, so the model continues at the true ones;
+# only counts of slots (pages, lengths for kernels) are smaller. Its pages no longer match its
+# tokens, so they are private, and no further ones are published. Groups that lose no token keep
+# their pages.
 
 
 class MassWatch:
-    """The page mass of one step, layer by layer, and whom it is told at its end."""
+    """Attention mass on the pages of one step, layer by layer."""
 
     def __init__(self) -> None:
         self._mass: dict[int, torch.Tensor] = {}
 
     def mass(self, layer: int, batch: Ragged, group: LayerGroup, page_size: int) -> torch.Tensor:
-        """float32 `[B, pages, Hk]`, zeros at first, to which the attention of a layer adds."""
+        """Return the mass of a layer, float32 `[B, pages, Hk]`; its attention adds to it."""
         shape = len(batch.rows), -(-batch.most_length // page_size), group.kv_heads
         fresh = batch.table.new_zeros(shape, dtype=torch.float32)
         return self._mass.setdefault(layer, fresh)
 
     def tell(self, seqs: Items[Sequence], groups: Items[LayerGroup], step: Advance) -> None:
-        """Adds what was seen to the importance of each row's pages."""
+        """Add the mass of the step to the importance of each row's pages."""
         counts = np.diff(step.starts).tolist()
         for g, group in enumerate(groups):
             if not all(layer in self._mass for layer in group.layers):
-                continue  # it has a window, or no single tokens
+                continue  # only full attention is watched
             seen = torch.stack([self._mass[layer] for layer in group.layers]).cpu().numpy()
             for b, seq in enumerate(seqs):
                 size = Planner.of(seq).page_size
@@ -143,7 +144,7 @@ class MassWatch:
 
 
 def importance(seq: Sequence, group: int) -> Importance:
-    """What is known of the weights that a sequence's pages were given."""
+    """Return the `Importance` of a sequence's pages in a layer group, made on first use."""
     found = seq.importance.get(group)
     if found is None:
         spec = Planner.of(seq).geometry.groups[group]
@@ -153,16 +154,16 @@ def importance(seq: Sequence, group: int) -> Importance:
 
 
 def chosen(seq: Sequence, budget_tokens: int | Items[int]) -> list[NDArray[np.int32]]:
-    """What the watched weights say should stay, for each group.
+    """Choose the slots to keep within a budget by watched attention, int32 per group.
 
     Raises:
-        ConfigError: A budget does not even hold the first tokens, or they are not one a group.
+        ConfigError: A budget is too small for the first tokens, or there is not one for each group.
         StateError: No step of the sequence was watched.
     """
     if not seq.importance:
         raise StateError(
-            "nothing is known of what the sequence looks at",
-            "Call step.watch() in its steps, or say what to keep",
+            "no step of the sequence was watched",
+            "Call step.watch() in its steps, or pass the slots to keep",
         )
     count = len(seq.blocks)
     budgets = budget_tokens if isinstance(budget_tokens, Items) else [budget_tokens] * count
@@ -175,12 +176,12 @@ def chosen(seq: Sequence, budget_tokens: int | Items[int]) -> list[NDArray[np.in
 
 
 def sparsify(lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]) -> int:
-    """Keeps some tokens of a sequence, in fresh private pages; returns the most that a group lost.
+    """Copy the tokens to keep into fresh private pages; return the most tokens a group lost.
 
     Callers hold the KV lock.
 
     Args:
-        lines: Its lines.
+        lines: Planner of the sequence.
         seq: The sequence, in no step.
         keep: For each group `[L, Hk, n]`, ascending slots below the group's length.
 
@@ -198,7 +199,7 @@ def sparsify(lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]) ->
         return 0
     pages = [-(-kept[g].shape[2] // lines.page_size) if lost[g] else 0 for g in range(len(kept))]
     sealed = {g: sum(page >> CODEC_SHIFT > 0 for page in _line(seq, g)) for g in losers}
-    # All at once: to make room pages may move, but none that is in no table yet.
+    # All pages are allocated at once: making room may move pages, but only those in a table.
     fresh = lines.allocate_raw([n + sealed.get(g, 0) for g, n in enumerate(pages)])
     spare: list[tuple[int, int]] = []
     try:
@@ -229,7 +230,7 @@ def _checked(
         if group.kind != "full":
             raise GeometryError(
                 f"a {group.kind!r} layer group counts distances in slots, or has no tokens to drop",
-                "Sparsify models all of whose layers see the whole context",
+                "Sparsify only models with full attention in all layers",
             )
     if len(keep) != len(groups):
         raise GeometryError(
@@ -260,7 +261,7 @@ def _line(seq: Sequence, group: int) -> list[int]:
 def _drop(
     lines: Planner, seq: Sequence, group: int, fresh: list[int], keep: NDArray[np.int32]
 ) -> None:
-    """Writes the tokens of one group that stay into fresh pages; those beyond are for decoding."""
+    """Copy a group's tokens to keep into the first fresh pages; the others take decoded pages."""
     pool, layout, line = lines.store.pool(group), lines.store.forms[group].raw, _line(seq, group)
     target = fresh[: -(-keep.shape[2] // lines.page_size)]
     sealed = (page for page in line if page >> CODEC_SHIFT)
@@ -276,10 +277,10 @@ _RESTORATION = attrgetter("restoration")
 
 
 class _CurrentStep:
-    """The step that this thread's `flowkv.attention` belongs to, while something else holds it.
+    """The step of this context's `flowkv.attention`, referenced weakly.
 
-    An interrupt may come before the `__exit__` that a `with` calls: a step that is dropped then is
-    rolled back, which it could not be if this held it.
+    An interrupt may come before the `__exit__` that a `with` calls: the step is then dropped and
+    rolled back, which a strong reference here would prevent.
     """
 
     def __init__(self) -> None:
@@ -291,11 +292,11 @@ class _CurrentStep:
         return None if ref is None else ref()
 
     def set(self, step: Step) -> Token[weakref.ref[Step] | None]:
-        """Begin a step; `reset` takes what this returns."""
+        """Set the current step; return the token for `reset`."""
         return self._ref.set(weakref.ref(step))
 
     def reset(self, token: Token[weakref.ref[Step] | None]) -> None:
-        """Return to the step before."""
+        """Set the current step back to the one before."""
         self._ref.reset(token)
 
 
@@ -311,17 +312,17 @@ class Step:
     Attributes:
         seqs: The rows.
         counts: int64 `[B]`: new tokens T of each row.
-        awaits: Told each layer once it has written its new tokens; returns when it may attend.
+        awaits: Called with each layer after it wrote its new tokens; returns when it may attend.
         tokens: int64 `[1, N]`: the new token ids, packed row after row; None for `KV.plan`.
-        audits: It only recomputes what is known, to compare; nobody needs its logits.
-        apart: Each new token attends as if it were the only one: the same bits, whatever else is in
-            the step and however a prompt is cut.
-        overflows: Pages of a row lie below the device: layers are attended by `read` alone.
-        planner: The planner of its rows.
-        advance: What it does to them.
+        audits: Whether the step only recomputes known pages to compare them; logits are unused.
+        apart: Whether each new token attends as if it were the only one: the same bits, for any
+            other rows in the step and any chunking of a prompt.
+        overflows: Whether pages of a row are below the device: only `read` attends over them.
+        planner: Planner of the rows.
+        advance: Advance of the rows.
     """
 
-    # Without a dictionary, whoever walks through the attributes of a cache ends here.
+    # Slots instead of a dictionary stop walks through the attributes of a cache here.
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open planner _started_s _token _batches _singles
         _shared _decodes _writers _most _single _tables _noted _touched _watch advance _waited_s
@@ -349,13 +350,13 @@ class Step:
         self._shared: dict[int, Cascade | None] = {}
         self._decodes: dict[int, Any] = {}
         self._writers: dict[int, Any] = {}
-        self._most = 0  # tokens of a row that they serve
+        self._most = 0  # longest row that `_decodes` serve, in tokens
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
         self._watch: MassWatch | None = None
         last = None if last is None or last._open or last.planner is not planner else last
         before = None if last is None else last.advance
-        with planner.guard:  # of what is reserved and not open, nothing would be given back
+        with planner.guard:  # pages reserved before `_open` is set would never be released
             self.advance: Advance = planner.reserve(self.seqs, counts, before)
             self._open = True
         self._single = self.advance.most_new == 1 and self.advance.starts[-1] == len(self.seqs)
@@ -365,17 +366,17 @@ class Step:
         self.overflows = over is not None and over.away > 0 and any(s.away for s in self.seqs)
         self._scans: dict[int, Scan | None] = {}
         self._coming = [*filter(_RESTORATION, self.seqs)]
-        if self._coming:  # nobody attends to pages that are not there
+        if self._coming:  # layers wait for pages that are not loaded yet
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
             self.awaits = partial(_all, waits)
         elif last is not None and last._decodes and not self.overflows:
             self._follow(last)
 
     def _follow(self, last: Step) -> None:
-        """Takes what the step before prepared, if it serves this one.
+        """Reuse the prepared decodes of the step before, if they serve this one.
 
-        While the same rows decode, the kernels read their lengths and pages where they lie, as long
-        as the lines are the same arrays and none has more pages than the longest had.
+        While the same rows decode, the kernels read lengths and pages in place, as long as the
+        tables are the same arrays and no row has more pages than the longest row had.
         """
         step, kept = self.advance, last._decodes
         same = step.rows is last.advance.rows and self._tables is last._tables
@@ -385,9 +386,9 @@ class Step:
 
     @property
     def repeats(self) -> bool:
-        """Whether decode steps like this one differ in integers only, so that a graph serves them.
+        """Return whether a CUDA graph serves steps like this one, which differ in integers only.
 
-        Each row has one new token, and all that it sees lies in pages that are there.
+        Each row has one new token, and all tokens that it attends to are in resident pages.
         """
         plain = self._single and self._open and not (self.apart or self.audits or self.overflows)
         if not plain or self._coming or self.awaits is not None or self._watch is not None:
@@ -396,24 +397,24 @@ class Step:
         return not (self.planner.chunked or tables.lost[:, self.advance.rows].any())
 
     def replayed(self) -> None:
-        """Note that a graph wrote the new tokens of all layers."""
+        """Record that a CUDA graph wrote the new tokens of all layers."""
         self._touched, self._decodes = set(self.planner.layers), {}
 
     def give(self, tokens: NDArray[np.uint32]) -> None:
-        """Tells the step its token ids; what the sequences do not know yet is noted in them.
+        """Set the token ids of the step, and append unknown ones to their sequences.
 
         Args:
             tokens: Packed row after row.
 
         Raises:
-            TokenError: They contradict what is known of a prompt. The step is rolled back.
+            TokenError: The ids differ from the known ones of a prompt. The step is rolled back.
         """
         step = self.advance
         self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
         starts, lengths = step.starts.tolist(), step.before.tolist()
         if self._single:
             self._noted = list(zip(self.seqs, lengths, strict=True))
-            if extend_each(self.seqs, lengths, tokens.tolist()):  # as with all that decode
+            if extend_each(self.seqs, lengths, tokens.tolist()):  # the usual case of decoding
                 return
             self._noted = []
         for b, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
@@ -428,12 +429,12 @@ class Step:
                         "Pass the prompt's own tokens, or open another sequence",
                     )
                 ids = ids[len(pending) :]
-            if known >= length and len(ids):  # else a gap would shift all that follows
+            if known >= length and len(ids):  # a gap would shift all ids behind it
                 self._noted.append((seq, known))
                 seq.extend(ids)
 
     def give_later(self, tokens: torch.Tensor) -> None:
-        """Give the step ids that only their device knows; `Planner.tell` is given them, once read.
+        """Set token ids that are still on their device; `Planner.tell` gets them once read.
 
         Args:
             tokens: int64 `[N]`, packed row after row.
@@ -442,11 +443,11 @@ class Step:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The layer groups of the geometry."""
+        """Layer groups of the geometry."""
         return self.planner.geometry.groups
 
     def group(self, layer: int) -> LayerGroup:
-        """The layer group of a model layer.
+        """Return the layer group of a model layer.
 
         Raises:
             GeometryError: No group holds the layer.
@@ -455,26 +456,26 @@ class Step:
 
     @property
     def open(self) -> bool:
-        """Whether it is neither committed nor rolled back."""
+        """Return whether the step is neither committed nor rolled back."""
         return self._open
 
     @property
     def fills(self) -> bool:
-        """Whether pages become full by it, which are then published."""
+        """Return whether the step fills pages, which are then published."""
         return bool(self.advance.flags & FILLS)
 
     @property
     def begins(self) -> bool:
-        """Whether it is the beginning of a single row, so that its tokens see each other only.
+        """Return whether the step starts a single row, whose tokens attend to each other only.
 
-        False where that is to be seen in pages nevertheless: results must not depend on the step,
-        are watched, or wait for something.
+        False if attention must read pages all the same: results must not depend on the step, are
+        watched, or wait for loads.
         """
         alone = len(self.seqs) == 1 and not self.advance.before[0]
         return alone and not self.apart and self._watch is None and self.awaits is None
 
     def dtype(self, layer: int) -> torch.dtype:
-        """What a layer's K and V are kept in.
+        """Return the dtype of a layer's K and V in raw pages.
 
         Raises:
             GeometryError: No group holds the layer.
@@ -484,7 +485,7 @@ class Step:
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 `[1, N]`: position of each new token in its sequence."""
+        """Position of each new token in its sequence, int64 `[1, N]`."""
         step = self.advance
         first = step.before
         if not self._single:
@@ -492,20 +493,20 @@ class Step:
         return torch.from_numpy(first).unsqueeze(0)
 
     def batch(self, group: int = 0) -> Ragged:
-        """What the kernels need to know about the rows, on the group's device."""
+        """Return the rows for the kernels, on the group's device."""
         found = self._batches.get(group)
         if found is None:
             copies = self.planner.store.pool(group).copies
             if copies is not None:
-                copies.join()  # pages may have been asked for on another thread's stream
+                copies.join()  # pages may have been copied on another thread's stream
             found = self._batches[group] = self.planner.ragged(group, self.advance)
         return found
 
     def decode(self, group: int) -> Any:
-        """What `kernels.prepare_decode` made for a group; None where its layers take their time.
+        """Return a group's prepared decode (`kernels.prepare_decode`); None if it cannot serve.
 
-        That is where rows have other than one new token each, where pages are on their way or read
-        once for several rows, and where results must not depend on the batch, or are watched.
+        It serves rows of one new token each, with resident pages that no two rows read together,
+        if results may depend on the batch and are not watched.
         """
         if group in self._decodes:
             return self._decodes[group]
@@ -523,7 +524,7 @@ class Step:
         return prepared
 
     def pages(self, layer: int) -> Pages:
-        """The pages of a model layer.
+        """Return the pages of a model layer, and mark the layer as written.
 
         Raises:
             GeometryError: No group holds the layer.
@@ -545,17 +546,17 @@ class Step:
         window: int | None = None,
         alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes the new K and V of a layer into pages and attends over them.
+        """Write the new K and V of a layer into pages and attend over them.
 
         Args:
             layer: Index of the layer, as listed in the geometry.
             q: Packed queries `[N, Hq, D]`.
             k: Packed new keys `[N, Hk, D]`.
             v: Packed new values `[N, Hk, Dv]`; None for latent groups.
-            scale: Of the logits; default `D ** -0.5`.
+            scale: Scale of the logits; default `D ** -0.5`.
             softcap: `tanh(logit / softcap) * softcap`, if given.
             sinks: `[Hq]` extra logits that join the denominator, if given.
-            window: Tokens that a token sees, itself included; default those of its group.
+            window: Tokens that a token attends to, itself included; default that of the group.
             alibi: float32 `[Hq]`, slopes of a bias by distance, if given.
 
         Returns:
@@ -572,7 +573,7 @@ class Step:
         )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """The first half of `attend`: writes the new K and V of a layer into pages."""
+        """Write the new K and V of a layer into pages, the first half of `attend`."""
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("k", k)
@@ -593,7 +594,7 @@ class Step:
         window: int | None = None,
         alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The second half of `attend`: attends over what a layer has written."""
+        """Attend over the pages of a layer after `write`, the second half of `attend`."""
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("q", q)
@@ -635,7 +636,7 @@ class Step:
         return found  # type: ignore[return-value]
 
     def _scan(self, group: int) -> Scan | None:
-        """How a group is attended of which pages lie below the device; None where none do."""
+        """Return the scan of a group with pages below the device; None if all are on it."""
         if not self.overflows:
             return None
         if group not in self._scans:
@@ -643,7 +644,11 @@ class Step:
         return self._scans[group]
 
     def _plain(self, layer: int, *, plain: bool) -> None:
-        """Sees that a layer asks for nothing that pages below the device do not serve."""
+        """Check that a layer uses no option that attention below the device does not support.
+
+        Raises:
+            StateError: It uses one.
+        """
         if not plain or self.apart or self._watch is not None:
             asked = "a bias or window of its own" if not plain else "results apart"
             asked = asked if self._watch is None else "to be watched"
@@ -665,13 +670,17 @@ class Step:
                 "Say the widest window in the geometry: LayerGroup(window=...)",
             )
         if alibi is not None and any(seq.dropped for seq in self.seqs):
-            raise GeometryError(  # kernels count distances in what is left
+            raise GeometryError(  # kernels count distances in the remaining slots
                 f"layer {layer} adds slopes by distance, and tokens were dropped from its sequence",
                 "Do not sparsify sequences of models with ALiBi",
             )
 
     def _fits(self, name: str, x: torch.Tensor) -> None:
-        """Kernels believe how many tokens a step has, and on a GPU nobody could ask there."""
+        """Check the number of new tokens, which kernels assume: on a GPU they cannot raise.
+
+        Raises:
+            GeometryError: `x` has another number of tokens than the step.
+        """
         new = self.advance.starts[-1]
         if x.shape[0] != new:
             raise GeometryError(
@@ -680,25 +689,25 @@ class Step:
             )
 
     def _shares(self, group: int, batch: Ragged) -> Cascade | None:
-        """What rows share and attention reads once, in a step that nobody watches."""
+        """Return the plan to read shared pages once; None if there is none, or it cannot serve."""
         if self._watch is not None or self._coming or self.overflows:
-            return None  # of what is coming, pages are put in place while layers run
+            return None  # pages of a restore may be replaced while layers run
         if group not in self._shared:
             self._shared[group] = shared(self.planner, self.advance, group, batch)
         return self._shared[group]
 
     def appended(self, layer: int) -> None:
-        """Says that a layer has written its new tokens, and is about to attend."""
+        """Record that a layer has written its new tokens, and wait until it may attend."""
         self._touched.add(layer)
         if self.awaits is not None:
             begun_s = time.perf_counter()
             self.awaits(layer)
-            # what was compiled meanwhile is taken off the whole
+            # Compile time meanwhile is subtracted from the whole step, so it is not counted here.
             ended_s = time.perf_counter()
             self._waited_s += ended_s - begun_s - compiling.within_s(begun_s, ended_s)
 
     def refresh(self) -> None:
-        """Other pages took the place of some meanwhile: kernels are told anew where all lie."""
+        """Drop all prepared batches, after pages of the rows were replaced."""
         self._batches.clear()
         self._singles.clear()
         self._shared.clear()
@@ -707,9 +716,9 @@ class Step:
         self._scans.clear()
 
     def watch(self) -> None:
-        """From now on, this step remembers how much its tokens look at which pages.
+        """Record the attention mass of this step's tokens on each page from now on.
 
-        That is what `KV.sparsify` chooses by. It costs a copy of `[layers, rows, pages, heads]`
+        `KV.sparsify` chooses tokens by it. It costs a copy of `[layers, rows, pages, heads]`
         numbers from the device at the end of the step.
         """
         self._watch = self._watch or MassWatch()
@@ -721,11 +730,11 @@ class Step:
         return self._watch.mass(layer, batch, self.groups[group], self.planner.page_size)
 
     def check(self) -> None:
-        """Sees that all is written that is counted once the step is over.
+        """Check that all layers were written, and all loaded pages arrived.
 
         Raises:
-            StateError: The step was given token ids, and the model left layers out, or went on
-                though pages did not come: what it wrote is not theirs. The step is rolled back.
+            StateError: The step has token ids, and the model left layers out, or continued though
+                pages did not arrive, so that its results are wrong. The step is rolled back.
         """
         given = self.tokens is not None and self.tokens.numel()
         missed = self.planner.layers - self._touched if given else ()
@@ -740,7 +749,7 @@ class Step:
             self._refuse_absent()
 
     def commit(self) -> None:
-        """The new tokens are written: lengths advance, and full pages are published.
+        """Commit the new tokens: advance lengths, and publish full pages.
 
         Raises:
             StateError: See `check`.
@@ -753,12 +762,16 @@ class Step:
             self.planner.commit(self.seqs, self.advance, told=self._told)
         if self._watch is not None:
             self._watch.tell(self.seqs, self.groups, self.advance)
-        # Decoding says nothing about the rate at which a prompt is computed.
+        # Decode steps do not measure the rate at which a prompt is computed.
         if self.advance.most_new >= self.planner.page_size and not self.audits:
             self._measure()
 
     def _refuse_absent(self) -> None:
-        """What was computed over pages that are not there yet is nobody's."""
+        """Refuse results computed over pages that are not loaded.
+
+        Raises:
+            StateError: Pages are missing in a step with token ids. The step is rolled back.
+        """
         absent = [seq for seq in self._coming if seq.restoration and seq.restoration.lacks]
         if absent and self.tokens is not None and self.tokens.numel():
             self.rollback()
@@ -770,7 +783,7 @@ class Step:
             seq.publishable = False
 
     def rollback(self) -> None:
-        """Forgets the step: lengths, tokens and pages are as before it."""
+        """Roll the step back: lengths, tokens and pages are as before it."""
         with self.planner.guard:
             if self._open:
                 self._open = False
@@ -788,7 +801,7 @@ class Step:
 
     @interrupts.unbroken
     def __del__(self) -> None:
-        if getattr(self, "_open", False):  # else it was interrupted before that was said
+        if getattr(self, "_open", False):  # unset if an interrupt came during `__init__`
             self.planner.guard.defer(self.rollback)
 
     @interrupts.unbroken
@@ -814,9 +827,9 @@ def _all(waits: Items[Callable[[int], None]], layer: int) -> None:
 
 
 def writer(step: Step, group: int) -> Any:
-    """Return what `kernels.prepare_decode` made to write new tokens of a group; None for no such.
+    """Return the prepared decode that writes a group's new tokens; None if it cannot serve.
 
-    It takes tensors of the packed tokens, or of a single row.
+    Its `append` takes tensors of the packed tokens, or of a single row.
     """
     if step.advance.most_new == 1:
         return step.decode(group)

@@ -1,4 +1,4 @@
-"""Swapping: sequences give their device memory up for a while; snapshots of recurrent states."""
+"""Swapping of suspended sequences out of device memory; snapshots of recurrent states."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.core.keys import within
 from flowkv.observe.events import Hit
 
-# Device memory that sequences take, counted in pages: what is free, held, and would come free.
+# Device memory of sequences, counted in pages: free, held, and what closing a sequence frees.
 
 _TYPICAL_TOKENS, _SHARE, _CHANGE = 2048, 1 / 16, 1.25
-"""Length of a sequence while nobody has said any; weight of a new one in the mean; what matters."""
+"""Length assumed before any is known; weight of a new one in the mean; least factor of change."""
 
 
 class Footprint:
-    """Counts what a cache's devices have room for.
+    """Capacity of a cache's devices, in pages.
 
-    A *page* stands for `page_size` tokens in all layer groups. What that takes depends on where in
-    a sequence they are: behind a window they take nothing, encoded ones little. Here it is the mean
-    over a sequence of the usual length, and the device that is short counts.
+    A *page* stands for `page_size` tokens in all layer groups. Its bytes depend on its place in a
+    sequence: pages behind a window take none, encoded ones few. The size used here is the mean over
+    a sequence of the usual length, and the fullest device counts.
 
     Args:
-        planner: Of a cache.
+        planner: Planner of the cache.
 
     Attributes:
         total: Pages that all devices could hold.
@@ -51,7 +51,7 @@ class Footprint:
         self._gauge(_TYPICAL_TOKENS)
 
     def learn(self, tokens: int) -> None:
-        """A sequence is going to have so many tokens."""
+        """Take the expected length of a sequence into the mean, and resize the page on change."""
         self._mean += (tokens - self._mean) * (_SHARE if self._mean else 1.0)
         if not 1 / _CHANGE < self._mean / self._gauged < _CHANGE:
             self._gauge(self._mean)
@@ -67,21 +67,21 @@ class Footprint:
         self.page_bytes = round(sum(self._unit.values())) * GRANULE_BYTES
 
     def granules(self, length: int) -> dict[str, int]:
-        """Granules that a sequence of `length` tokens takes, by device."""
+        """Return the granules that a sequence of `length` tokens takes, by device."""
         found = dict.fromkeys(self._store.pools, 0)
         for (device, granules), pages in self._pages(length).items():
             found[device] += granules * pages
         return found
 
     def _pages(self, length: int) -> Counter[tuple[str, int]]:
-        """Pages that a sequence takes, by device and size in granules."""
+        """Return the pages that a sequence takes, by device and size in granules."""
         planner, size = self._planner, self._planner.page_size
         found = Counter[tuple[str, int]]()
         for g, group in enumerate(planner.geometry.groups):
             window, forms, first = planner.window(g), self._store.forms[g], 0
             if window is not None:
                 first = max(0, length - window - WINDOW_SLACK_TOKENS) // size
-            for rung in forms.ladder.rungs:  # the furthest first
+            for rung in forms.ladder.rungs:  # from the start of the sequence on
                 border = max(first, forms.ladder.border(rung, length))
                 found[group.device, forms.layouts[rung.codec].granules] += border - first
                 first = border
@@ -89,12 +89,12 @@ class Footprint:
         return found
 
     def room(self) -> int:
-        """Pages that are free, or held by nobody but the index. Costs the same whatever is held."""
+        """Return the pages that are free or only held by the index, in constant time."""
         store = self._store
         return min(int(store.room(device) / unit) for device, unit in self._unit.items())
 
     def longest(self, chunk: int) -> int:
-        """Tokens of the longest sequence that fits alone, computed in chunks of so many tokens."""
+        """Return the longest sequence that fits alone if computed in chunks, in tokens."""
         low, high = 0, self.total * self._planner.page_size + 1
         while self._fits(high, chunk) and high < 1 << 40:
             low, high = high, 2 * high
@@ -104,7 +104,7 @@ class Footprint:
         return low
 
     def _fits(self, length: int, chunk: int) -> bool:
-        """Whether a sequence fits alone, its last chunk raw and not yet behind any window."""
+        """Return whether a sequence fits alone, with its last chunk raw and inside all windows."""
         done, size, store = max(0, length - chunk), self._planner.page_size, self._store
         pages, slabs = self._pages(done), dict.fromkeys(store.pools, 0)
         for g, group in enumerate(self._planner.geometry.groups):
@@ -116,7 +116,7 @@ class Footprint:
     # ---- of one sequence
 
     def alone(self, seq: Sequence) -> int:
-        """Pages that come free if a sequence goes: those that nobody else uses."""
+        """Return the pages that closing a sequence frees: those that no other sequence uses."""
         taken = dict.fromkeys(self._unit, 0)
         for g, blocks in enumerate(seq.blocks):
             line = self._planner.tables.pages[g][seq.row, : len(blocks)]
@@ -130,7 +130,7 @@ class Footprint:
         return max(round(taken[device] / unit) for device, unit in self._unit.items())
 
     def _size(self, group: int, pages: NDArray[np.int32]) -> int:
-        """Granules of pages of a group; -1 is none."""
+        """Return the granules of a group's pages; -1 stands for no page."""
         forms = self._store.forms[group]
         if len(forms.layouts) == 1 and self._planner.window(group) is None:
             here = len(pages) if self._planner.overflow is None else int((pages >= 0).sum())
@@ -139,22 +139,22 @@ class Footprint:
         return sum(count * forms.layouts[codec].granules for codec, count in codecs if count)
 
     def _alone(self, seq: Sequence, group: int) -> slice | list[int]:
-        """Numbers of the pages that nobody else uses."""
+        """Return the numbers of the pages that no other sequence uses."""
         blocks, low = seq.blocks[group], seq.first_page[group]
         high = stop = len(blocks)
-        if self._planner.window(group) is not None:  # others may have let go of the first ones
+        if self._planner.window(group) is not None:  # others may have released the first pages
             return [n for n in range(low, stop) if (b := blocks[n]) is None or b.holds < 2]
-        while low < high:  # whoever uses a page uses all before it
+        while low < high:  # a sequence that uses a page uses all pages before it
             middle = (low + high) // 2
             block = blocks[middle]
             low, high = (low, middle) if block is None or block.holds < 2 else (middle + 1, high)
         return slice(low, stop)
 
     def held(self, seq: Sequence, pages: int) -> int:
-        """Of the leading pages of a prompt, how many open sequences use now.
+        """Return how many leading pages of a prompt open sequences use now.
 
         Args:
-            seq: One that knows the prompt, and may hold nothing.
+            seq: A sequence with the prompt's tokens, which need not hold pages.
             pages: Full pages of the prompt.
         """
         low, high, find = 0, pages, self._store.find
@@ -166,11 +166,11 @@ class Footprint:
         return low
 
 
-# Open sequences leave their device and come back.
+# Suspending sequences, which frees their device pages, and resuming them.
 
 
 def weigh(lines: Planner, seq: Sequence) -> int:
-    """Most bytes of host memory that suspending a sequence may come to take."""
+    """Return the most bytes of host memory that suspending a sequence can take."""
     total = 0
     for g, blocks in enumerate(seq.blocks):
         line = lines.tables.pages[g][seq.row, : len(blocks)].tolist()
@@ -181,13 +181,13 @@ def weigh(lines: Planner, seq: Sequence) -> int:
 
 
 def suspend(lines: Planner, seq: Sequence) -> int:
-    """Gives a sequence's pages back to the pools; what others do not know of them is copied.
+    """Release a sequence's pages to the pools, after private ones are copied to host memory.
 
-    Known pages stay where they are until they are needed for others, and are copied then.
+    Published pages stay in place until their memory is needed, and are copied then.
     Callers hold the KV lock.
 
     Returns:
-        Most bytes of host memory that this may come to take.
+        Most bytes of host memory that this can take.
 
     Raises:
         StateError: The sequence is closed, suspended or in a step.
@@ -196,7 +196,7 @@ def suspend(lines: Planner, seq: Sequence) -> int:
     lines.whole(seq)
     n_bytes, pages = weigh(lines, seq), lines.tables.pages
     placed = [pages[g][seq.row, : len(blocks)].tolist() for g, blocks in enumerate(seq.blocks)]
-    # Copies of all groups first: one may fail, and nothing is to be undone then.
+    # All groups are copied first: if a copy fails, there is nothing to undo.
     copied = [_copies(lines, g, line, seq.blocks[g]) for g, line in enumerate(placed)]
     swapped = lines.store.swapped_copy
     saved: Saved = [
@@ -213,7 +213,7 @@ def suspend(lines: Planner, seq: Sequence) -> int:
 def _copies(
     lines: Planner, group: int, line: list[int], blocks: list[Block | None]
 ) -> dict[int, Copy]:
-    """Copies of those pages that have no block, or one that is erased."""
+    """Copy the pages without a block, or with an erased one, to host memory."""
     by_codec: dict[int, list[int]] = {}
     for page, block in zip(line, blocks, strict=True):
         if page >= 0 and (block is None or block.gone):
@@ -227,11 +227,9 @@ def _copies(
 
 
 def resume(lines: Planner, seq: Sequence) -> None:
-    """Puts a suspended sequence's pages back: those that are still there, the others as its own.
+    """Restore a suspended sequence's pages: those still in place, and private copies of the rest.
 
-    Callers hold the KV lock.
-
-    If it raises, the sequence stays suspended, and holds no page.
+    Callers hold the KV lock. On an error the sequence stays suspended, and holds no page.
 
     Raises:
         CapacityError: The pages do not fit now.
@@ -239,7 +237,7 @@ def resume(lines: Planner, seq: Sequence) -> None:
     """
     saved = seq.suspended
     if seq.closed or saved is None:
-        raise StateError("the sequence is not suspended", "Resume what was suspended")
+        raise StateError("the sequence is not suspended", "Resume suspended sequences only")
     known = [[_there(page) for page in pages] for pages in saved]
     held = [block for blocks in known for block in blocks if block is not None]
     for block in held:  # before room is made, which might take them
@@ -269,7 +267,7 @@ def _give_back(lines: Planner, held: list[Block], fresh: dict[tuple[int, int], l
 
 
 def _there(page: Copy | SwappedCopy | None) -> Block | None:
-    """The block of a page that is where it was."""
+    """Return the block of a saved page that is still on the device."""
     return page.block if isinstance(page, SwappedCopy) and page.content is None else None
 
 
@@ -288,7 +286,7 @@ def _place(
     pages: list[Copy | SwappedCopy | None],
     fresh: dict[tuple[int, int], list[int]],
 ) -> list[int]:
-    """The line of a group, its contents in place."""
+    """Upload the saved contents of a group's pages; return the group's row of page ids."""
     line: list[int] = []
     free = {codec: iter(taken) for (g, codec), taken in fresh.items() if g == group}
     work: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
@@ -298,7 +296,7 @@ def _place(
             line.append(-1 if block is None else block.page)
             continue
         line.append(next(free[page.codec]))
-        assert page.content is not None  # else its block were there
+        assert page.content is not None  # else its block is on the device
         targets, contents = work.setdefault(page.codec, ([], []))
         targets.append(line[-1])
         contents.append(page.content)
@@ -309,7 +307,7 @@ def _place(
 
 
 def discard(lines: Planner, seq: Sequence) -> None:
-    """Lets go of what a suspended sequence needed. Callers hold the KV lock."""
+    """Drop the saved pages of a suspended sequence. Callers hold the KV lock."""
     for g, pages in enumerate(seq.suspended or ()):
         layouts = lines.store.forms[g].layouts
         for page in pages:
@@ -337,7 +335,7 @@ class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_state(values: Mapping[str, Any]) -> bytes:
-    """One blob from named tensors and plain values (numbers, text, bytes and lists of them).
+    """Encode named tensors and plain values (numbers, text, bytes, lists of them) into one blob.
 
     Raises:
         StoreError: A value is of another kind.
@@ -362,10 +360,10 @@ def encode_state(values: Mapping[str, Any]) -> bytes:
 
 
 def decode_state(blob: bytes) -> dict[str, Any]:
-    """What `encode_state` was given, tensors on the CPU.
+    """Decode a blob of `encode_state` into its values, with tensors on the CPU.
 
     Raises:
-        StoreError: It is no such blob.
+        StoreError: The blob is damaged.
     """
     length = int.from_bytes(blob[:4], "little")
     try:
@@ -389,16 +387,16 @@ def decode_state(blob: bytes) -> dict[str, Any]:
     return values
 
 
-# Keeps and finds states of recurrent layers beside the pages of the same prefix (DESIGN D12).
+# Storage and lookup of recurrent states, beside the pages of the same prefix (DESIGN D12).
 
 _TAIL = "flowkv.tail."
 
 
 class Snapshots:
-    """States of one cache. Callers hold the KV lock.
+    """Recurrent states of one cache. Callers hold the KV lock.
 
     A state belongs to an exact number of tokens. The full pages below it are ordinary blocks; the
-    partial page at its end travels inside it. Without any tier, a host tier of 1 GiB keeps them.
+    partial page at its end is stored inside it. Without any tier, a host tier of 1 GiB stores it.
 
     Args:
         restorer: Finds and attaches the pages.
@@ -410,7 +408,7 @@ class Snapshots:
     # ---- keeping
 
     def save(self, seq: Sequence, values: Mapping[str, Any]) -> bool:
-        """Keeps `values` as the state after exactly `seq.length` tokens; False if it cannot."""
+        """Store `values` as the state after exactly `seq.length` tokens; return whether it did."""
         self.planner.idle(seq)
         self.planner.publish(seq)
         size, length = self.planner.page_size, seq.length
@@ -446,7 +444,7 @@ class Snapshots:
         return seq.chains[0].state(seq.parent_key(0, pages), seq.tokens[first:length], salts)
 
     def _tails(self, seq: Sequence, pages: int, length: int) -> dict[str, torch.Tensor]:
-        """K and V of the tokens behind the last full page, `[layers, heads, tokens, dim]`."""
+        """Copy K and V of the tokens behind the last full page, `[layers, heads, tokens, dim]`."""
         count, tails = length - pages * self.planner.page_size, dict[str, torch.Tensor]()
         for g in range(len(seq.blocks) if count else 0):
             page = int(self.planner.tables.pages[g][seq.row, pages])
@@ -457,7 +455,7 @@ class Snapshots:
     # ---- finding
 
     def restore(self, seq: Sequence, limit: int) -> int:
-        """Attaches the longest prefix of at most `limit` tokens that has a state.
+        """Attach the longest prefix of at most `limit` tokens that has a state.
 
         Returns:
             Tokens attached; `seq.state` holds the state if there are any.
@@ -474,15 +472,16 @@ class Snapshots:
         return reused
 
     def begin(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> int:
-        """As `restore`, without a wait for pages that are not on the device.
+        """Attach a prefix as `restore` does, without waiting for pages that are not on the device.
 
-        `seq.restoration` is settled then. A state fits all of its tokens: what does not come has
-        to be put in place by `RestoreJob.fill`, or none is left.
+        `seq.restoration` is then settled. A state is valid for all of its tokens only: pages that
+        do not arrive must be filled by `RestoreJob.fill`, else the prefix is dropped.
 
         Args:
             seq: A fresh sequence.
             limit: Most tokens.
-            attach: Attaches so many known pages, also those on their way; whether it did.
+            attach: Attaches the given number of known pages, also those being loaded; returns
+                whether it did.
 
         Returns:
             Tokens that were on the device, or came with the state.
@@ -494,7 +493,7 @@ class Snapshots:
         return reused - loading
 
     def _restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> tuple[int, int]:
-        """Tries one state after the other; returns the tokens attached, and those in its tail."""
+        """Try states from the longest on; return the tokens attached, and those in the tail."""
         self.store.expire()
         for length, block in self._candidates(seq, limit):
             pages = length // self.planner.page_size
@@ -517,7 +516,7 @@ class Snapshots:
         return 0, 0
 
     def known(self, seq: Sequence) -> list[Block]:
-        """Known states within a prompt."""
+        """Return the known states within a prompt."""
         return [block for _, block in self._candidates(seq, len(seq.tokens))]
 
     def _candidates(self, seq: Sequence, limit: int) -> list[tuple[int, Block]]:
@@ -531,12 +530,12 @@ class Snapshots:
         return sorted(found, key=lambda pair: -pair[0])
 
     def _load(self, block: Block) -> tuple[dict[str, Any] | None, str]:
-        """What a state holds, and the name of the tier that gave it."""
+        """Load a state; return its values and the name of the tier, or (None, "")."""
         for number, tier in enumerate(self.store.stack.tiers):
             if block.tiers >> number & 1:
                 found = self.store.stack.load(block, number)
                 if found is not None:
-                    block.fidelity = found[0].fidelity  # copies, and who wrote them, may differ
+                    block.fidelity = found[0].fidelity  # copies on other tiers may differ
                     try:
                         return decode_state(found[1]), tier.name
                     except StoreError:
@@ -545,7 +544,7 @@ class Snapshots:
         return None, ""
 
     def _attach_tail(self, seq: Sequence, length: int, values: dict[str, Any]) -> bool:
-        """Puts the tokens behind the last full page in place; False if that cannot be."""
+        """Put the tokens behind the last full page in place; return False if they do not fit."""
         pages, groups = length // self.planner.page_size, range(len(seq.blocks))
         tails = [[values.pop(f"{_TAIL}{g}.{name}", None) for name in "kv"] for g in groups]
         count = length - pages * self.planner.page_size

@@ -1,4 +1,4 @@
-"""`PagedCache`: a `DynamicCache` whose K and V lie in pages; its layers, and where they lie."""
+"""`PagedCache`: a `DynamicCache` with K and V in pages; its layers, and their places in pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flowkv.hooks.huggingface.versions import (
 )
 from flowkv.kernels.dispatch import choose
 
-# Which layers of a model can lie in pages, as its configuration and one probe say.
+# The layers of a model that can be in pages, from its configuration and one probe.
 
 Kind = Literal["full", "sliding", "chunked", "recurrent", "none"]
 _KINDS: dict[str, tuple[Kind, bool]] = {
@@ -46,13 +46,13 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
 
 
 class LayerSpec(NamedTuple):
-    """The state that one decoder layer keeps, as transformers' configuration says.
+    """Cache state of one decoder layer, from transformers' configuration.
 
     Attributes:
         kind: Kind of attention; "recurrent" for a state only, "none" for nothing.
         native: Class of the native cache layer.
         arguments: Arguments of the native cache layer.
-        hybrid: A recurrent state lies beside the attention.
+        hybrid: Whether the layer has a recurrent state beside its attention.
     """
 
     kind: Kind
@@ -62,30 +62,34 @@ class LayerSpec(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """Tokens that a sliding or chunked layer keeps; None for the others."""
+        """Tokens in the window of a sliding or chunked layer; None for the others."""
         windowed = self.kind in ("sliding", "chunked")
         return int(self.arguments["sliding_window"]) if windowed else None
 
     @property
     def in_pages(self) -> bool:
-        """Whether it has keys and values."""
+        """Return whether the layer has keys and values."""
         return self.kind in ("full", "sliding", "chunked")
 
     @property
     def stateful(self) -> bool:
-        """Whether it has a recurrent state."""
+        """Return whether the layer has a recurrent state."""
         return self.hybrid or self.kind == "recurrent"
 
     def make(self) -> Any:
-        """A fresh native cache layer."""
+        """Make a fresh native cache layer."""
         return self.native(**self.arguments)
 
 
 def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
-    """What a layer of a type that the configuration names keeps.
+    """Return the spec of a layer type that the configuration names.
+
+    Args:
+        name: Name of the layer type, such as "full_attention".
+        arguments: Arguments of the native cache layer.
 
     Raises:
-        UnsupportedModelError: FlowKV does not know it.
+        UnsupportedModelError: FlowKV does not know the type.
     """
     native, problem = native_layer(name), "keep more than keys and values"
     if native is None:
@@ -101,18 +105,18 @@ def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
 
 
 class PlacedLayer:
-    """The place of one layer's pages.
+    """Place of one layer's pages; shared by all caches of a model.
 
     Attributes:
         index: The model's layer index.
-        group: Its layer group.
-        place: Its number within the group.
+        group: Layer group of the layer.
+        place: Number of the layer within the group.
         shape: (Hk, D, Dv, dtype, device) of its keys and values.
-        in_pages: FlowKV's attention reads it in pages; False once the model was seen to compute
-            with keys and values itself. Shared by all caches of a model.
-        was_read: FlowKV's attention has read it in pages.
-        contradicted: The model's mask shows another window than its cache keeps.
-        backend: Which kernels serve it.
+        in_pages: Whether FlowKV's attention reads its pages; False once the model has computed
+            with keys and values itself.
+        was_read: Whether FlowKV's attention has read its pages.
+        contradicted: Whether the model's mask shows another window than its cache.
+        backend: Kernels that serve it.
     """
 
     __slots__ = tuple("backend contradicted group in_pages index place shape was_read".split())
@@ -127,14 +131,14 @@ class PlacedLayer:
 
 
 class ModelPlan:
-    """All layers of a model, and the geometry of those in pages.
+    """All layers of a model, and the geometry of the layers in pages.
 
     Attributes:
-        specs: One per layer.
-        geometry: What the cache is bound to.
+        specs: One spec per layer.
+        geometry: Geometry that the cache is bound to.
         placed: Layers in pages, by their index.
         devices: Devices of layers with a recurrent state, by their index.
-        count: Layers that the configuration asked for.
+        count: Number of layers in the configuration.
         stateful: Some layers are recurrent: prefixes are reusable only where states were saved.
     """
 
@@ -157,10 +161,10 @@ class ModelPlan:
         self._windows = [self.specs[index].window for index in self.placed]
 
     def matches(self, layers: Sequence[Any], config: Any) -> bool:
-        """Whether a native cache, made by the configuration of the moment, has these layers.
+        """Return whether a native cache of the current configuration has the layers of the plan.
 
         Args:
-            layers: The layers of the cache; none if it makes them as they come.
+            layers: The layers of the cache; empty if it makes them on first use.
             config: The configuration.
         """
         if not layers:
@@ -170,15 +174,15 @@ class ModelPlan:
 
 
 def configured_layers(config: Any) -> int:
-    """Layers that a configuration asks for at this moment."""
+    """Return the current number of layers in a configuration."""
     return int(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0)
 
 
 def read_layers(config: Any) -> list[LayerSpec]:
-    """What each decoder layer keeps.
+    """Return the spec of each decoder layer.
 
     Raises:
-        UnsupportedModelError: A layer keeps something that FlowKV does not know, or none has keys.
+        UnsupportedModelError: FlowKV does not know a layer's type, or no layer has keys.
     """
     try:
         named = layer_types(config)
@@ -203,14 +207,14 @@ def place_layers(
     in_pages: bool,
     share_of: Callable[[int], float] | None = None,
 ) -> ModelPlan:
-    """Groups layers by kind, shape and device, as found in a native cache after a probe.
+    """Group layers by kind, shape and device, as found in a native cache after a probe.
 
     Args:
-        specs: What `read_layers` said.
+        specs: Specs of the layers, from `read_layers`.
         layers: The layers of the native cache, one token in each.
         page_size: Tokens per page.
-        in_pages: Layers may be read in pages.
-        share_of: What part of the tokens a layer keeps: a group has one length in all its layers.
+        in_pages: Whether attention may read pages.
+        share_of: Returns the share of tokens that a layer keeps; layers of a group keep the same.
 
     Raises:
         UnsupportedModelError: Keys and values cannot be paged.
@@ -226,7 +230,7 @@ def place_layers(
         if not spec.in_pages:
             continue
         keys, values = layer.keys, layer.values
-        if keys is None or keys.dim() != 4:  # it reads another layer's keys, or has none today
+        if keys is None or keys.dim() != 4:  # the layer reads another's keys, or has none now
             seen[index] = read_layer("none", {})
             continue
         shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
@@ -256,20 +260,20 @@ def place_layers(
     return ModelPlan(seen, geometry, devices, in_pages=in_pages)
 
 
-# Cache layers whose K and V lie in pages, beside a recurrent state or not.
+# Cache layers with K and V in pages, and some with a recurrent state beside them.
 
 PAGED_STATE = frozenset(("rows", "placed", "spec", "decode", "_cache", "_step", "_gathered"))
-"""Attributes of a layer that are no other layer's."""
+"""Attributes that belong to one layer, and are not copied to another."""
 
 
 class Gathered(NamedTuple):
-    """K and V that were taken out of pages, as somebody holds them and may write to them.
+    """K and V gathered out of pages into tensors, which a caller may hold and write to.
 
     Attributes:
         keys: `[B, Hk, S, D]`.
         values: `[B, Hk, S, Dv]`.
-        versions: How often torch saw them written to when they were taken out.
-        asked: Somebody beside the model's forward was given them.
+        versions: Torch's version counters of both tensors when they were gathered.
+        asked: Whether a caller beside the model's forward got them.
     """
 
     keys: torch.Tensor
@@ -279,11 +283,11 @@ class Gathered(NamedTuple):
 
     @property
     def written(self) -> bool:
-        """Whether torch has seen a write since."""
+        """Return whether torch has counted a write since."""
         return (_version(self.keys), _version(self.values)) != self.versions
 
     def last(self, columns: int) -> Gathered:
-        """The last columns, of the same memory."""
+        """Return the last `columns` columns, in the same memory."""
         if columns == self.keys.shape[2]:
             return self
         first = self.keys.shape[2] - columns
@@ -291,12 +295,12 @@ class Gathered(NamedTuple):
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer of a `PagedCache`.
+    """Attention layer of a `PagedCache`.
 
     To the model it looks like the layer it replaces, lengths and window included; only K and V are
-    elsewhere. Where they are not what the geometry says (another dtype, device or shape), or
-    somebody writes to them, the cache turns into a native one, layers in place, for the rest of its
-    life, and nothing more is published.
+    in pages. If they differ from the geometry (another dtype, device or shape), or the caller
+    writes to them, the cache turns into a native one for the rest of its life, layers in place, and
+    no further page is published.
 
     Attributes:
         rows: The sequences of the cache.
@@ -304,16 +308,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         window: Sliding window, or None.
         chunked: Attention is chunked: only ever read dense.
         shape: (Hk, D, Dv, dtype, device) that K and V must have.
-        pages: This layer of all pages, of the step.
-        batch: Rows of the step.
-        decode: What `Step.decode` made for the step, if this layer has used it.
+        decode: Prepared decode of the step (`Step.decode`), if this layer has used it.
         columns: Columns that the layer shows in the step.
 
     Args:
         rows: The sequences of the cache.
-        placed: Where its pages are.
-        spec: What it keeps.
-        cache: The cache that it is made for.
+        placed: Place of its pages.
+        spec: Spec of the layer.
+        cache: Weak reference to its cache.
     """
 
     is_compileable, is_croppable, supports_early_init = False, True, False
@@ -329,7 +331,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._cache = cache
         self.rows, self.placed, self.spec, self.index = rows, placed, spec, placed.index
         self.window = spec.window if spec.kind == "sliding" else None
-        self.shown = spec.window  # of sliding and chunked layers: as the native layer keeps them
+        self.shown = spec.window  # window of sliding and chunked layers, as in the native layer
         self.chunked, self.shape = spec.kind == "chunked", placed.shape
         self.columns, self.record_past = 0, False
         self.dtype, self.device = placed.shape[3:]
@@ -340,35 +342,35 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> bool:
-        """Whether the native layer would keep a window only."""
+        """Return whether the native layer would keep a window only."""
         return self.shown is not None
 
     @property
     def seen(self) -> int:
-        """Columns written."""
+        """Number of columns written so far, padding included."""
         return self.rows.total if self.in_step else self.rows.base
 
     @property
     def in_step(self) -> bool:
-        """Whether the step that wrote its newest tokens is still open."""
+        """Return whether the step that wrote its newest tokens is still open."""
         return self._step is not None and self._step is self.rows.step
 
-    # ---- what the model calls
+    # ---- methods that the model calls
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: shapes are known beforehand."""
+        """Do nothing: shapes are known beforehand."""
 
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes new tokens into pages.
+        """Write new tokens into pages.
 
         Args:
             key_states: `[B, Hk, T, D]`.
             value_states: `[B, Hk, T, Dv]`.
             *args: Ignored, as by the native layer.
-            **kwargs: Likewise.
+            **kwargs: Ignored likewise.
 
         Returns:
             K and V of the columns that the layer shows: the given ones if there are no others, else
@@ -383,7 +385,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._given(key_states, value_states)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Puts new tokens into pages; False if they are not what these hold."""
+        """Write new tokens into pages; return False if shape, dtype or device do not fit."""
         rows, step, group = self.rows, self.rows.step, self.placed.group
         assert step is not None
         decode = writer(step, group)
@@ -394,12 +396,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             pages, batch = step.pages(self.index), step.batch(group)
             kernels.append(rows.pack(k), rows.pack(v), pages, batch, backend=backend)
         self._gathered, self.decode = None, decode if rows.new == 1 else None
-        step.appended(self.index)  # pages may be put in place meanwhile
+        step.appended(self.index)  # may wait for pages of this layer to load
         self.columns = self._shown(rows.base) + rows.new
         return True
 
     def _given(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as the model gets them for those that it has just made."""
+        """Return K and V for the model after a write: the given tensors, views or dense tensors."""
         rows, group = self.rows, self.placed.group
         if rows.base == 0:
             if rows.thinning is not None:
@@ -408,8 +410,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.placed.in_pages:
             return self.dense()
         shown = rows.views.setdefault(group, [])
-        # A layer's attention is over, as a rule, when the next one makes its keys: nobody else
-        # holds the views then, and making some costs more than appending a token.
+        # A layer's attention is usually over when the next layer makes its keys. The views then
+        # have no other reference and are reused: making new ones costs more than appending a token.
         if not shown or sys.getrefcount(shown[-2]) > 2 or sys.getrefcount(shown[-1]) > 2:
             shown += PagedView(self, 0, k, self.columns), PagedView(self, 1, v, self.columns)
         keys, values = shown[-2:]
@@ -424,7 +426,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Attention of `[B, Hq, T, D]` over pages, `[B, T, Hq, Dv]`; None if queries do not fit."""
+        """Attend with queries `[B, Hq, T, D]` over pages; return `[B, T, Hq, Dv]`.
+
+        Returns None if the queries do not fit the rows or the geometry.
+        """
         if self.decode is not None:
             found: torch.Tensor | None = self.decode.attend(
                 self.placed.place, q, scale, softcap, sinks
@@ -459,10 +464,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return whether a hook began the step under way, and this layer has no part of it yet.
 
         Raises:
-            StateError: Outside a step, columns are missing that were on their way.
+            StateError: Outside a step, reported columns failed to load.
         """
         rows = self.rows
-        if rows.step is None:  # the model's own forward, and with it its hook, was passed over
+        if rows.step is None:  # the model's own forward, and with it its hook, was bypassed
             rows.alive()
             rows.land()
             refuse_lost(rows)
@@ -482,37 +487,40 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return seen if self.shown is None else min(seen, self.shown - 1)
 
     def touched(self) -> None:
-        """The model computes with its K and V itself: later steps hand it tensors at once."""
+        """Record that the model computes with K and V itself: later steps pass dense tensors."""
         self.placed.in_pages = False
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the columns it shows, gathered once a step."""
+        """Return K and V of the shown columns as dense tensors, gathered once a step."""
         return (self._gathered or self._hold(self.columns, asked=False))[:2]
 
-    # ---- lengths, as the native layer tells them
+    # ---- lengths, as of the native layer
 
     def get_seq_length(self) -> int:
-        """Columns seen, those dropped behind a window included."""
+        """Return the columns written, including those dropped behind a window."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns of the mask, first of them) for `query_length` new ones."""
+        """Return (columns of the mask, first of them) for `query_length` new columns."""
         shown = self._shown(self.seen)
         return shown + query_length, self.seen - shown
 
     def get_max_length(self) -> int:
-        """The window, or -1."""
+        """Return the window in columns, -1 if there is none."""
         return -1 if self.shown is None else self.shown
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: pages behind a window stay for a while, see `KV.truncate`."""
+        """Record the request only: pages behind a window stay for a while, see `KV.truncate`."""
         self.record_past = True
 
-    # ---- K and V for whoever asks, and may write to them
+    # ---- K and V as tensors for callers, which may write to them
 
     @staticmethod
     def _shown_as(name: str) -> property:
-        """`[B, Hk, S, D]`, the same until the next forward; None before the first token."""
+        """Make the property of K or V: the same `[B, Hk, S, D]` tensor until the next forward.
+
+        Its value is None before the first token.
+        """
 
         def put(layer: PagedLayer, given: Any) -> None:
             if "rows" in layer.__dict__:  # the base class sets None at first
@@ -545,10 +553,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._gathered
 
     def gather(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the last columns, copied out of pages.
+        """Copy K and V of the last columns out of pages, as `[B, Hk, S, D]` and `[B, Hk, S, Dv]`.
 
         Raises:
-            StateError: They cannot be read, or tokens were taken out of them.
+            StateError: The pages cannot be read, or tokens were removed.
         """
         rows, step = self.rows, self.rows.step
         rows.alive()
@@ -566,7 +574,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return k[:, :, :columns], v[:, :, :columns]
 
     def edited(self) -> bool:
-        """Whether somebody has written to K or V that were taken out of pages."""
+        """Return whether gathered K or V were written to since."""
         held = self._gathered
         if held is None or held.written or not held.asked:
             return held is not None and held.written
@@ -578,7 +586,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     # ---- leaving pages
 
     def become_native(self) -> None:
-        """Turns into a native layer with the same content, in place."""
+        """Turn into a native layer with the same content, in place."""
         native, held = self.spec.make(), self._gathered
         if self.record_past and hasattr(native, "activate_past_recording"):
             native.activate_past_recording()
@@ -591,7 +599,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             shown = held.last(self._shown(self.seen))
             if native.keys.shape[2] == shown.keys.shape[2]:
                 native.keys, native.values = shown.keys, shown.values
-            else:  # a window that records its past has more than it shows
+            else:  # a window that records its past holds more columns than it shows
                 native.keys[:, :, -shown.keys.shape[2] :] = shown.keys
                 native.values[:, :, -shown.values.shape[2] :] = shown.values
         self._keep_state(native)
@@ -600,10 +608,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.__dict__.update(native.__dict__)
 
     def _keep_state(self, native: Any) -> None:
-        """Gives a native layer what is kept beside K and V."""
+        """Copy state beside K and V to a native layer; this layer has none."""
 
     def leave(self) -> Any:
-        """Leaves pages with the whole cache; returns itself, which is a native layer now."""
+        """Turn the whole cache into a native one; return this layer, now native."""
         cache = self._cache()
         if cache is not None:
             cache.give_up(private=True)
@@ -612,38 +620,38 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.become_native()
         return self
 
-    # ---- what is done to all layers of a cache is done to the rows; to one alone, natively
+    # ---- operations on all layers change the rows; operations on one layer alone make it native
 
     def follow(self, kept: int | None = None) -> None:
-        """Agrees with the rows again, after they were cropped, reordered or swapped.
+        """Drop state of the step and gathered tensors, after the rows changed.
 
         Args:
-            kept: Columns that are left, if that is all that happened.
+            kept: Columns that are left, if the rows were only cut.
         """
         held, self._step, self._gathered = self._gathered, None, None
         if held is not None and held.asked and kept and self.shown is None:
-            # As of a native layer, what was taken out and what is left share their memory.
+            # As with a native layer, the remaining columns share memory with the caller's tensors.
             keys, values = (x[:, :, :kept] for x in held[:2])
             self._gathered = held._replace(keys=keys, values=values)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Leaves pages, and crops this layer alone."""
+        """Leave pages, and crop this layer alone."""
         self.leave().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Leaves pages, and reorders this layer alone."""
+        """Leave pages, and reorder this layer alone."""
         self.leave().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Leaves pages, and repeats the rows of this layer alone."""
+        """Leave pages, and repeat the rows of this layer alone."""
         self.leave().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Leaves pages, and selects rows of this layer alone."""
+        """Leave pages, and select rows of this layer alone."""
         self.leave().batch_select_indices(indices)
 
     def reset(self) -> None:
-        """Leaves pages, and empties this layer alone."""
+        """Leave pages, and empty this layer alone."""
         self.leave().reset()
 
     def __copy__(self) -> Any:
@@ -653,14 +661,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return deepcopy(self.leave(), memo)
 
     def offload(self) -> None:
-        """Nothing: pages move on their own."""
+        """Do nothing: pages are offloaded by the cache's policies."""
 
     def prefetch(self) -> None:
-        """Nothing: pages move on their own."""
+        """Do nothing: pages are prefetched by the cache's policies."""
 
 
 class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
-    """A layer with attention in pages beside a recurrent state, kept as transformers keeps it."""
+    """Layer with attention in pages, and a recurrent state as in transformers."""
 
     is_compileable = False
 
@@ -669,24 +677,24 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
         LinearAttentionLayer.__init__(self, self.spec.arguments.get("number_of_states", 1))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialises states, which are named; attention needs nothing."""
+        """Initialize states, which are passed by name; attention needs no initialization."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def activate_past_recording(self) -> None:
-        """Of states and attention."""
+        """Record the past of both the states and the attention."""
         LinearAttentionLayer.activate_past_recording(self)
         PagedLayer.activate_past_recording(self)
 
     crop, reorder_cache, reset = PagedLayer.crop, PagedLayer.reorder_cache, PagedLayer.reset
 
     def get_max_length(self) -> int:
-        """The attention's."""
+        """Return the window of the attention in columns, -1 if there is none."""
         return PagedLayer.get_max_length(self)
 
     @property
     def is_croppable(self) -> bool:
-        """As the states say."""
+        """Return whether the recurrent states can be cropped."""
         return bool(LinearAttentionLayer.is_croppable.fget(self))
 
     def _keep_state(self, native: Any) -> None:
@@ -699,25 +707,25 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits."""
+    """Return whether two tensors have the same bits."""
     if a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-# Recurrent layers' states as named tensors and numbers, one row at a time, and back.
+# States of recurrent layers as named tensors and numbers, one row at a time, and back.
 #
-# A state has no tokens: it can be continued only where it was taken. It is taken when a cache is
-# released and every so many tokens, and put into fresh native layers when a prompt begins with
-# exactly the tokens it was taken after.
+# A state cannot be cut: it can be continued only where it was taken. States are taken when a cache
+# is released and at intervals of tokens, and put into fresh native layers when a prompt begins with
+# exactly the tokens that a state was taken after.
 
 PLAIN = (bool, int, float, str)
 _MAKER = "transformers"
-"""Name of the version in a state: another one may keep its layers' states otherwise."""
+"""Name of the version in a state: other versions may have other states."""
 
 
 class Recurrent:
-    """The recurrent layers of one cache, if any; refers to its rows and layers, never to the cache.
+    """Recurrent layers of one cache; refers to its rows and layers, but never to the cache.
 
     Args:
         plan: All layers.
@@ -741,11 +749,11 @@ class Recurrent:
         return bool(self.layers)
 
     def mark(self) -> None:
-        """The states are what the model made of the tokens: who writes to them now edits them."""
+        """Record the current states as made by the model: later writes count as edits."""
         self._marks = [(weakref.ref(state), _version(state)) for state in self._tensors()]
 
     def edited(self) -> bool:
-        """Whether torch has seen a state replaced or written to since."""
+        """Return whether a state was replaced, or written to as counted by torch, since `mark`."""
         now = self._tensors()
         return len(now) != len(self._marks) or any(
             known() is not state or _version(state) != version
@@ -756,11 +764,11 @@ class Recurrent:
         return [value for _, value in self._items() if isinstance(value, torch.Tensor)]
 
     def _items(self) -> Iterator[tuple[str, Any]]:
-        """What the layers keep, under names that `restore` knows."""
+        """Yield the attributes of the layers' states under the names that `restore` reads."""
         for index, layer in self.layers.items():
             held = vars(LinearAttentionLayer()) if isinstance(layer, PagedLayer) else vars(layer)
             for name in held:
-                if name == "record_past":  # said of one call, not of its tokens
+                if name == "record_past":  # an option of one call, not of its tokens
                     continue
                 value = getattr(layer, name)
                 if isinstance(value, dict):
@@ -769,7 +777,7 @@ class Recurrent:
                     yield f"{index}.{name}", value
 
     def _convolutions(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """What convolutions have seen, and how many of its last columns they look at."""
+        """Yield the recorded inputs of convolutions, and the last columns that these read."""
         for layer in self.layers.values():
             sizes = getattr(layer, "conv_kernel_size", {})  # since 5.2x
             for part, kept in layer.conv_states.items():
@@ -777,12 +785,12 @@ class Recurrent:
                     yield kept, int(sizes[part])
 
     def save(self, every: int = 1) -> None:
-        """Keeps the state of every row after exactly its tokens, if they are known.
+        """Save the state of every row after exactly its tokens, if they are known.
 
-        Not while a row is suspended: its pages are not there to be published.
+        While a row is suspended no state is saved: its pages cannot be published.
 
         Args:
-            every: Only if so many tokens were seen since.
+            every: Least number of new columns since the last save.
         """
         rows = self.rows
         if not self or (every > 1 and rows.base - self._saved < every):
@@ -807,7 +815,7 @@ class Recurrent:
         values: dict[str, Any] = {_MAKER: transformers.__version__}
         ends = {id(kept): kept[..., -size:] for kept, size in self._convolutions()}
         for name, value in self._items():
-            value = ends.get(id(value), value)  # of a recorded past, what the next token needs
+            value = ends.get(id(value), value)  # the columns of a recorded past that are needed
             if isinstance(value, torch.Tensor):
                 values[name] = value[row : row + 1].detach().cpu()
             elif isinstance(value, PLAIN):
@@ -815,7 +823,7 @@ class Recurrent:
         return values
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Puts one state per row into the layers, which must be fresh; False if they do not fit."""
+        """Put one state per row into fresh layers; return False if the states do not fit."""
         first = states[0]
         if any(state.keys() != first.keys() for state in states):
             return False
@@ -845,21 +853,21 @@ class Recurrent:
 
 
 def readable(state: Mapping[str, Any]) -> bool:
-    """Whether a state was taken by this version of transformers."""
+    """Return whether a state was taken by this version of transformers."""
     return state.get(_MAKER) == transformers.__version__
 
 
 class Release:
-    """Gives back what a cache holds, once: when it is called, or when the cache is gone.
+    """Release of a cache's sequences, once: when called, or when the cache is collected.
 
-    States and tails are kept, pages released. As a finalizer it runs at any moment and in any
+    States and tails are saved, pages released. As a finalizer it runs at any moment and in any
     thread, so all work waits until the KV lock is free.
 
     Args:
         rows: The cache's rows; they may not refer to the cache.
         recurrent: Its recurrent layers.
         door: The attached model that it serves, or None.
-        key: How the door knows the cache.
+        key: Key of the cache in the door.
     """
 
     __slots__ = ("_door", "_key", "_recurrent", "_rows")
@@ -870,9 +878,9 @@ class Release:
 
     @interrupts.unbroken
     def __call__(self) -> None:
-        """Gives it back now, or as soon as the KV lock is free."""
+        """Release the sequences now, or as soon as the KV lock is free."""
         rows, self._rows = self._rows, None
-        if rows is not None and not rows.kv.inherited:  # there the pages are the parent's
+        if rows is not None and not rows.kv.inherited:  # in a fork, the pages are the parent's
             rows.kv.lock.defer(partial(self._work, rows))
 
     @interrupts.unbroken
@@ -893,32 +901,32 @@ class Release:
 
 
 SNAPSHOT_PAGES = 16
-"""Recurrent states are saved at least every so many pages."""
+"""Interval of saves of recurrent states, in pages."""
 
 
 class PagedCache(DynamicCache):  # type: ignore[misc]
-    """A cache for one call of `generate`, one sequence per row.
+    """Hugging Face cache in pages for one call of `generate`, one sequence per row.
 
-    A subclass of `DynamicCache` because models and `EncoderDecoderCache` ask for one. A fresh
-    native cache becomes one in place (`take_over`), so that whoever made it holds the same object.
-    Whatever is done to it that pages cannot hold, writing to its keys above all, turns it back in
-    place (`give_up`). Released, it gives its pages back; what was published stays known.
+    A subclass of `DynamicCache` because models and `EncoderDecoderCache` require one. A fresh
+    native cache becomes one in place (`take_over`), so that its owner holds the same object.
+    Operations that pages cannot represent, above all writes to its keys, turn it back in place
+    (`give_up`). When it is released its pages are freed; published ones stay cached.
 
     Attributes:
         rows: Its sequences.
         plan: Its layers.
         recurrent: Its recurrent layers, if there are any.
         door: The attached model that it serves, or None.
-        tenant: Whose pages it uses, if not the cache's own tenant's.
-        care: `session`, `lease` and `retain` of its requests, as far as they were said.
+        tenant: Tenant of its pages; None for the cache's own tenant.
+        care: `session`, `lease` and `retain` of its requests, if given.
         options: Arguments beside token ids that its first forward was given.
-        fresh: Whoever made it saw it empty until its first forward was over.
-        audits: Computes restored pages once more after the first forward, or None.
-        drawn: Where random generators stood when its forward began; None where nobody draws.
-        form: Of its last forward, or None; see `inputs.ForwardCall`.
+        fresh: Whether it looks empty to its owner until its first forward is over.
+        audits: Recomputes restored pages after the first forward, or None.
+        drawn: States of the random generators when its forward began; None if none is used.
+        form: Form of its last forward, or None; see `inputs.ForwardCall`.
         decoding: Ids and positions of a decode step under way that may be captured, or None.
-        answer: The step that a graph has answered, and its answer, until the model is asked.
-        close: Releases it now instead of when nobody holds it any more.
+        answer: Step computed by a CUDA graph and its output, until the model's forward runs.
+        close: Releases it now instead of with its last reference.
     """
 
     def __init__(self, rows: Rows, plan: ModelPlan, door: Any = None, *, owns: bool = True) -> None:
@@ -931,21 +939,21 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.tenant: str | None = None
         self.care: Mapping[str, Any] = {}
         self.options: dict[str, Any] = {}
-        self.audits: Any = None  # a `restore.Nested` that computes sampled pages once more
+        self.audits: Any = None  # a `restore.Nested` that recomputes sampled pages
         self.form: Any = None
         self.decoding: tuple[torch.Tensor, torch.Tensor] | None = None
         self.answer: tuple[Any, Any] | None = None
         self.drawn: tuple[bytes, ...] | None = None
         self.fresh = False
         self.recurrent = Recurrent(plan, rows, layers)
-        self.close: Callable[[], object] = int  # nothing, where the sequences are not its own
+        self.close: Callable[[], object] = int  # does nothing if the sequences are not its own
         if owns:
             self.close = Release(rows, self.recurrent, door, id(self))
-        self._own = {"_own", *vars(self)} - native  # attributes that a native cache has not
+        self._own = {"_own", *vars(self)} - native  # attributes that a native cache lacks
 
     @classmethod
     def take_over(cls, cache: Any, rows: Rows, plan: ModelPlan, door: Any) -> PagedCache:
-        """Turns a fresh native cache into a paged one, in place."""
+        """Turn a fresh native cache into a paged one, in place."""
         records = any(getattr(layer, "record_past", False) for layer in cache.layers)
         cache.__dict__.clear()
         cache.__class__ = cls
@@ -955,10 +963,10 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         return cache  # type: ignore[no-any-return]
 
     def restore(self, states: Sequence[Mapping[str, Any]] | None) -> None:
-        """Puts one state per row into fresh recurrent layers, if there are any.
+        """Put one state per row into fresh recurrent layers, if there are any.
 
         Raises:
-            StateError: They are of other layers.
+            StateError: The states do not fit the layers.
         """
         if states is not None and not self.recurrent.restore(states):
             raise StateError(
@@ -967,22 +975,22 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def paged(self) -> list[PagedLayer]:
-        """Its layers in pages."""
+        """Layers of the cache that are in pages."""
         return [layer for layer in self._made if isinstance(layer, PagedLayer)]
 
     @property
     def reused(self) -> int:
-        """Tokens that were known when it was made, over all rows."""
+        """Tokens that were cached when it was made, over all rows."""
         return sum(seq.reused for seq in self.rows.seqs)
 
     def stays(self, *, computed: bool = False) -> bool:
-        """Whether it is as FlowKV made it; otherwise it is a native cache from now on.
+        """Return whether the cache stays paged; turn it into a native one if it was changed.
 
-        Asked before anything is done with it. Somebody may have written to its keys and values, or
-        put other layers into it; or this process was forked, and its pages are the parent's.
+        Called before every operation. The owner may have written to its keys and values, or
+        replaced layers; or this process was forked, and its pages are the parent's.
 
         Args:
-            computed: A forward is just over, which writes to recurrent states itself.
+            computed: Whether a forward has just finished, which writes to recurrent states itself.
         """
         if (
             self.rows.kv.lock.inherited
@@ -996,13 +1004,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         return True
 
     def give_up(self, *, private: bool = False) -> None:
-        """Becomes a native `DynamicCache` of the same content, in place, and so do its layers.
+        """Turn the cache and its layers into a native `DynamicCache` of the same content, in place.
 
         Args:
-            private: Nothing of it is to be published, states of recurrent layers included.
+            private: Publish no further pages or states of recurrent layers.
 
         Raises:
-            StateError: Pages of it were on their way and did not come.
+            StateError: Pages of a restore failed to load.
         """
         rows = self.rows
         rows.arrive()
@@ -1011,22 +1019,22 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         for layer in self.paged:
             layer.become_native()
         for layer in self.layers:
-            if isinstance(layer, PagedLayer):  # of another cache: both advance it from now on
+            if isinstance(layer, PagedLayer):  # a layer of another cache, used by both from now on
                 layer.leave()
         close, own = self.close, self._own
         kept = {name: value for name, value in vars(self).items() if name not in own}
         self.__dict__.clear()
-        self.__dict__.update(kept, left_pages=True)  # its copies know it, too
+        self.__dict__.update(kept, left_pages=True)  # copies inherit the mark
         self.__class__ = DynamicCache
         if not rows.kv.inherited:
             rows.abandon()
         close()
 
     def finish(self) -> None:
-        """A forward of the model is over.
+        """Commit a finished forward of the model, and save recurrent states at intervals.
 
         Raises:
-            StateError: It left out layers that cannot be had; the cache is as before it.
+            StateError: Layers that the forward left out failed to load; the cache is as before it.
         """
         if not self.stays(computed=True):
             return
@@ -1041,11 +1049,11 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             self.recurrent.save(SNAPSHOT_PAGES * self.rows.kv.page_size)
 
     def fail(self) -> None:
-        """A forward of the model failed: as before it, as far as that can be."""
+        """Roll back a failed forward; empty the cache if it was the first, or states changed."""
         base, rows, self.audits = self.rows.base, self.rows, None
         stateful, anew = bool(self.recurrent), self.fresh and not self.rows.forwards
         if anew or (stateful and rows.step is not None):
-            # Another prompt may follow; some states may be further than others.
+            # Another prompt may follow, or states of some layers may be ahead of others.
             rows.disable_publishing()
         if rows.step is not None:
             self.follow()
@@ -1054,24 +1062,24 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             self.empty()
 
     def follow(self, kept: int | None = None) -> None:
-        """Lets every layer agree with the rows again.
+        """Update every layer after a change of the rows, see `PagedLayer.follow`.
 
         Args:
-            kept: Columns that are left, if that is all that happened.
+            kept: Columns that are left, if the rows were only cut.
         """
         for layer in self.paged:
             layer.follow(kept)
 
     def thin(self) -> None:
-        """Takes tokens out of its rows, between two forwards; only once."""
+        """Remove tokens from the rows by `thinning`, between two forwards; only once."""
         thinning, self.rows.thinning = self.rows.thinning, None
         thinning.apply(self.rows, {layer.index: layer for layer in self.paged})
         self.follow()
 
-    # ---- what generation does to a cache
+    # ---- operations of generation
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns in the cache, padding and what was reused included."""
+        """Return the columns in the cache, including padding and reused ones."""
         if self.layers != self._made and not self.stays():
             return self.get_seq_length(layer_idx)
         if self.rows.step is None:
@@ -1080,36 +1088,36 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         return length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens.
+        """Remove the last tokens of all rows.
 
         Args:
             tokens_to_remove: Minus their number; a positive number is the length that remains.
 
         Raises:
-            StateError: They reach behind a sliding window.
+            StateError: The cut reaches behind a sliding window.
         """
         rows, tokens = self.rows, int(tokens_to_remove)  # assisted generation passes a tensor
         self._change("crop", (tokens,), lambda: rows.crop(removed(tokens, rows.told)), cut=True)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes row `beam_idx[i]` row i: pages are shared, nothing is copied."""
+        """Make row `beam_idx[i]` row i: pages are shared, not copied."""
         rows = self.rows
         self._change("reorder_cache", (beam_idx,), lambda: rows.select(beam_idx.tolist()))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps some rows."""
+        """Keep the rows with these indices only."""
         rows, every = self.rows, torch.arange(len(self.rows.seqs), device=indices.device)
         kept = every[indices].tolist()
         self._change("batch_select_indices", (indices,), lambda: rows.select(kept))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row."""
+        """Repeat each row `repeats` times in place."""
         rows = self.rows
         every = [row for row in range(len(rows.seqs)) for _ in range(repeats)]
         self._change("batch_repeat_interleave", (repeats,), lambda: rows.select(every))
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Remove all tokens, and publish no further pages."""
         rows = self.rows
 
         def change() -> None:
@@ -1121,13 +1129,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     def _change(
         self, name: str, given: tuple[Any, ...], change: Callable[[], None], *, cut: bool = False
     ) -> None:
-        """Does to its rows, and to what layers keep themselves, what a native cache does.
+        """Apply an operation of a native cache to the rows, and to states that layers hold.
 
         Args:
-            name: The operation.
+            name: Name of the operation.
             given: Its arguments.
-            change: Does it to the rows.
-            cut: It does no more than cut all rows.
+            change: Applies it to the rows.
+            cut: Whether it only cuts all rows.
         """
         self.rows.alive()
         if not self.stays():
@@ -1139,7 +1147,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.recurrent.mark()
 
     def _each(self, name: str, *arguments: Any) -> None:
-        """Does to what layers keep themselves what is done to the rows."""
+        """Apply an operation to native layers and to states that paged layers hold."""
         for layer in self.layers:
             if isinstance(layer, PagedHybridLayer):
                 operation = getattr(LinearAttentionLayer, name, None)
@@ -1149,7 +1157,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
                 getattr(layer, name)(*arguments)
 
     def empty(self) -> None:
-        """Forgets all tokens; those computed from now on begin a prompt again."""
+        """Remove all tokens; the next ones begin a prompt again."""
         if self.recurrent:
             self._each("reset")
         self.rows.crop(self.rows.told)
@@ -1158,7 +1166,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """Which layers keep a recurrent state and nothing else."""
+        """For each layer, whether it has a recurrent state and no attention."""
         found: list[bool] = super().is_linear
         if not self.plan.stateful:
             return found
@@ -1170,7 +1178,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
-        """An independent cache: pages are shared until one of the two writes."""
+        """Return an independent cache; pages are shared until one of the two writes."""
         self.rows.alive()
         if not self.stays():
             return deepcopy(self, memo)  # type: ignore[return-value]
@@ -1185,11 +1193,11 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         return twin
 
     def __copy__(self) -> PagedCache:
-        """Like a deep copy: two caches cannot advance the same rows."""
+        """Return a deep copy: two caches cannot advance the same rows."""
         return self.__deepcopy__({})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is a `DynamicCache` of the same content."""
+        """Pickle the cache as a `DynamicCache` of the same content."""
         twin: Any = self.__deepcopy__({})
         if isinstance(twin, PagedCache):
             twin.give_up(private=True)
@@ -1208,7 +1216,7 @@ def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCach
 
 
 def _copy_layer(old: Any, new: Any) -> None:
-    """Copies what a layer keeps itself: plain attributes, and tensors as clones."""
+    """Copy a layer's own attributes; tensors are cloned, attributes of its place left out."""
     for name, value in vars(old).items():
         if not isinstance(old, PagedLayer) or name not in PAGED_STATE:
             new.__dict__[name] = _clone(value)

@@ -1,8 +1,8 @@
 """The sequences behind one cache, one per batch row, and the step they are in.
 
 transformers sees a batch as columns: a left-padded rectangle in which every row has the same past
-length. Pages hold rows without their padding, so column c of a row is token `c - pad`. This object
-translates, and remembers which token ids were computed, so that filled pages can be published.
+length. Pages hold rows without their padding, so column c of a row is token `c - pad`. `Rows`
+translates, and records the token ids that were computed, so that full pages can be published.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from flowkv.kernels.operands import Pages, Ragged
 
 _CLOSED = attrgetter("closed")
 
-# The sequences of a batch, all at once.
+# The sequences of a batch.
 
 
 def close_all(seqs: list[Sequence]) -> None:
-    """Closes sequences."""
+    """Close all sequences and clear the list."""
     for seq in seqs:
         seq.close()
     seqs.clear()
 
 
 def apart(kv: KV, seqs: list[Sequence]) -> None:
-    """Gives every row a sequence of its own."""
+    """Replace repeated sequences in the list by forks, so that every row has its own."""
     taken = set[int]()
     for row, seq in enumerate(seqs):
         if id(seq) in taken:
@@ -54,46 +54,46 @@ def apart(kv: KV, seqs: list[Sequence]) -> None:
 
 
 class Rows:
-    """Rows of one cache.
+    """Rows of one Hugging Face cache.
 
-    Layers and the cache refer to it; it refers to neither, so that a cache is released as soon as
-    nobody holds it.
+    The cache and its layers refer to the rows; the rows refer to neither, so that a cache is
+    released with its last reference.
 
     Attributes:
-        kv: Where the pages are.
+        kv: Cache that holds the pages.
         seqs: One sequence per row; mutated in place, finalizers hold the list.
         base: Columns that are in the cache.
         total: Columns when the step is over.
         new: Columns of the step, T.
         step: The step under way, or None.
         updated: Layers that the step has reached.
-        forwards: Forwards that are over.
+        forwards: Finished forwards.
         wants_weights: The caller asked for attention weights, which pages do not give.
-        blind: Something the cache does not know went into K and V: nothing is published any more.
-        shifts: What is added to the usual positions of each row's next columns.
+        blind: K and V depend on inputs that keys do not cover: no further page is published.
+        shifts: Offset of each row's next positions from the usual ones.
         by_column: Positions count columns, padding included: the model was given none.
         prefilling: Every forward so far was as long as a page.
-        noted: Columns whose ids a forward has said; pages behind them are not published.
-        switch: Length from which positions are encoded otherwise, if there is one.
+        noted: Columns with ids from forwards; pages behind them are not published.
+        switch: Length from which positions are encoded differently, or None.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
-        lost: Columns that did not come, of which nobody who counts on them was told yet.
-        views: By group, K and V as layers show them to the model in a step: the last two are shown
-            by one layer after the other.
-        taken: Somebody was given K and V of a layer, and may write to them.
-        thinning: A `thin.Thinning` until tokens were taken out of the rows, or None.
+        lost: Columns that failed to load, and that the caller still counts on.
+        views: By group: views of K and V that layers pass to the model in a step; the last two are
+            passed by one layer after the other.
+        taken: The caller got K and V of a layer as tensors, and may write to them.
+        thinning: A `thin.Thinning` until tokens are removed from the rows, or None.
 
     Args:
-        kv: Where the pages are.
+        kv: Cache that holds the pages.
         seqs: One sequence per row.
         pads: Padding columns of each row.
         base: Columns that are in the sequences.
-        layers: How many layers take part in a step.
-        trusted: Says of these rows whether the model is still what it was; asked before pages are
+        layers: Number of layers in a step.
+        trusted: Returns whether the model of these rows is unchanged; called before pages are
             published.
     """
 
-    # Without a dictionary, whoever walks through the attributes of a cache ends here.
+    # Slots instead of a dictionary stop walks through the attributes of a cache here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step wants_weights blind
         by_column prefilling uneven switch restoring lost pads shifts most_pad views
@@ -138,7 +138,7 @@ class Rows:
         self._look()
 
     def _look(self) -> None:
-        """Finds the next columns at which there is something to do."""
+        """Compute the next columns at which pages fill or known prompts end."""
         size = self.kv.page_size
         self._known = max((len(seq.tokens) + pad for seq, pad in self.padded), default=0)
         filled = (self.base - self.pads).clip(0) // size * size
@@ -146,19 +146,19 @@ class Rows:
 
     @property
     def padded(self) -> Iterator[tuple[Sequence, int]]:
-        """Each row's sequence, and its padding columns."""
+        """Pairs of each row's sequence and number of padding columns."""
         return zip(self.seqs, self.pads.tolist(), strict=True)
 
     # ---- a step
 
     def begin(self, new: int) -> Step:
-        """Plans the next forward, over `new` columns.
+        """Plan the next forward, over `new` columns.
 
         Args:
-            new: Columns.
+            new: Columns of the forward.
 
         Returns:
-            Its step.
+            Step of the forward.
 
         Raises:
             CapacityError: The pages do not fit; the rows are as before.
@@ -182,7 +182,7 @@ class Rows:
             step.awaits = self._await
         self.new, self.total, self.updated = new, total, 0
         self._index = None
-        if ragged:  # where real tokens are among all columns
+        if ragged:  # indices of the real tokens among all columns
             real = np.arange(new) >= new - counts[:, None]
             self._index = torch.from_numpy(np.flatnonzero(real))
         return step
@@ -195,13 +195,14 @@ class Rows:
         return np.array([seq.length for seq in self.seqs], np.int64)
 
     def finish(self) -> None:
-        """The forward is over: pages that are full are published.
+        """Commit the step of a finished forward, and publish full pages.
 
         Raises:
-            StateError: Layers of restored pages that it left out cannot be had; it is not over.
+            StateError: Restored pages failed to load in layers that the forward left out; the step
+                stays open.
         """
         step = self.step
-        self.views.clear()  # they refer to layers
+        self.views.clear()  # views refer to layers
         if step is None:
             return
         if self._agrees is not None:
@@ -214,7 +215,7 @@ class Rows:
         full = self.total >= self._next_full
         if full and not self.blind:
             self.flush()
-            # A page is named by the ids that forwards were given, and by nothing else.
+            # The keys of pages cover only the ids that forwards were given.
             given = step.tokens is not None or self.noted >= self.total
             if not self.blind and not (given and self.trusted(self)):
                 self.disable_publishing()
@@ -229,7 +230,7 @@ class Rows:
             self._look()
 
     def abandon(self) -> None:
-        """The forward did not finish: the rows are as before it."""
+        """Roll back the step of a forward that did not finish; the rows are as before it."""
         step, self.step, self._agrees = self.step, None, None
         self.views.clear()
         if step is not None:
@@ -242,10 +243,10 @@ class Rows:
             self.land(wait=False)
 
     def land(self, *, wait: bool = True) -> bool:
-        """Nothing is on its way any more; False if the rows hold less than was to come.
+        """End the restore of the rows, if any; return False if columns are missing afterwards.
 
         Args:
-            wait: For what is on its way. Otherwise what has not come yet is given up.
+            wait: Wait for loads under way. Otherwise they are cancelled.
         """
         restoring, self.restoring = self.restoring, None
         if restoring is None:
@@ -256,14 +257,14 @@ class Rows:
         self.rebase(int(held))
         self.lost += base - self.base
         if self.base != base and not restoring.cut:
-            self.disable_publishing()  # recurrent layers are further than that
+            self.disable_publishing()  # the states of recurrent layers are ahead of the rows
         return self.base == base
 
     def arrive(self) -> None:
-        """Everything that was on its way is there, in a forward or between two.
+        """Wait until all pages of a restore are loaded, in a forward or between two.
 
         Raises:
-            StateError: It is not.
+            StateError: Some pages failed to load, or the process was forked.
         """
         if self.restoring is None:
             return
@@ -273,7 +274,7 @@ class Rows:
             self.step.refresh()
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, H, T, D]` as the kernels want it, `[N, H, D]`: row after row, without padding."""
+        """Convert `[B, H, T, D]` into the kernels' `[N, H, D]`: row after row, without padding."""
         if self.new == 1 and self._index is None:
             return x.select(2, 0)
         batch, heads, new, dim = x.shape
@@ -281,7 +282,7 @@ class Rows:
         return flat if self._index is None else flat[self._moved_index(x.device)]
 
     def unpack(self, y: torch.Tensor) -> torch.Tensor:
-        """The kernels' `[N, H, D]` as `[B, T, H, D]`, zeros at padding."""
+        """Convert the kernels' `[N, H, D]` into `[B, T, H, D]`, with zeros at padding."""
         shape = (len(self.seqs), self.new, *y.shape[1:])
         if self._index is None:
             return y.view(shape)
@@ -297,7 +298,7 @@ class Rows:
 
     @contextmanager
     def reading(self, layer: int, group: int) -> Iterator[tuple[Pages, Ragged]]:
-        """What is in the cache now, outside a step; until it is left, no page moves."""
+        """Yield pages and rows of the cache outside a step; no page moves inside the block."""
         self.land()
         step = Step(Planner.of(self.seqs[0]), self.seqs, self._one * 0)  # in a forked child, too
         try:
@@ -310,7 +311,7 @@ class Rows:
         finally:
             step.rollback()
 
-    # ---- what is known about the tokens
+    # ---- token ids
 
     def note(
         self,
@@ -318,12 +319,12 @@ class Rows:
         positions: torch.Tensor | None,
         padded: torch.Tensor | None = None,
     ) -> None:
-        """Remembers the ids of the columns that begin at `base`; read when a page fills.
+        """Record the ids of the columns that begin at `base`; they are read when a page fills.
 
         Args:
             ids: `[B, T]`.
-            positions: What the model was told, `[..., T]`, or None.
-            padded: Whether its mask is the rows' padding, as `compare` said; read by `agree`.
+            positions: Positions passed to the model, `[..., T]`, or None.
+            padded: Whether its mask is the rows' padding, from `compare`; read by `agree`.
         """
         if self.blind and padded is None:
             return
@@ -333,11 +334,11 @@ class Rows:
             self._notes.told.append((self.base, later))
             self.noted = self.base + ids.shape[1]
             if self.base < self._known:
-                self.flush()  # a prompt is known ahead: compare before it is believed
+                self.flush()  # the prompt is known ahead: compare the ids with it now
                 self._look()
 
     def flush(self) -> None:
-        """Tells the sequences the ids noted so far; goes blind if their positions are unusual."""
+        """Append the recorded ids to the sequences; stop publishing if positions are unusual."""
         if not self._notes or self.blind:
             return
         low, ids, ordinary = self._notes.take(self.pads - self.shifts, self.by_column)
@@ -345,14 +346,14 @@ class Rows:
             self.disable_publishing()
             return
         for row, (seq, pad) in enumerate(self.padded):
-            first = max(low - pad, 0)  # the token that the first real one of these columns is
+            first = max(low - pad, 0)  # position of the first real token of these columns
             fresh = ids[row, max(pad - low, 0) :]
             if len(seq.tokens) < first:
                 self.disable_publishing()
                 return
             known = seq.tokens[first : first + len(fresh)]
             if not np.array_equal(known, fresh[: len(known)]):
-                # Another text than the cache was opened for. What is computed stays true.
+                # The text differs from the prompt of the cache. Computed tokens stay valid.
                 if first < seq.length:
                     self.disable_publishing()
                     return
@@ -362,19 +363,19 @@ class Rows:
                 seq.note(fresh[len(known) :])
 
     def usual(self, columns: int, positions: torch.Tensor | None) -> bool:
-        """Whether the positions of the next columns are the usual ones."""
+        """Return whether the positions of the next columns are the usual ones."""
         pads = self.pads - self.shifts
         return usual(self.base, columns, positions, pads, by_column=self.by_column)
 
     def disable_publishing(self) -> None:
-        """Publishes nothing more: K and V depend on something that keys do not say."""
+        """Publish no further pages: K and V depend on inputs that keys do not cover."""
         self.blind = True
         self._notes.told.clear()
         for seq in self.seqs:
             seq.publishable = False
 
     def agree(self) -> bool:
-        """Read whether the mask that was noted is the padding; publish nothing more if not."""
+        """Return whether the recorded mask is the padding; stop publishing if not."""
         later, self._agrees = self._agrees, None
         same = None if later is None else later.get()[2]
         agrees = same is None or bool(same.numpy())
@@ -383,11 +384,11 @@ class Rows:
         return agrees
 
     def padded_by(self, mask: torch.Tensor | None, columns: int) -> bool:
-        """Whether a 2D mask (1 = token) of `columns` columns is exactly the rows' left padding."""
+        """Return whether a 2D mask (1 = token) of `columns` columns is the rows' left padding."""
         return bool(self.compare(mask, columns))
 
     def compare(self, mask: torch.Tensor | None, columns: int) -> torch.Tensor | bool:
-        """Return what `padded_by` does, on the device of the mask where that has to say it."""
+        """Return the result of `padded_by`, as a tensor where the mask's device computes it."""
         if mask is None:
             return True
         if not isinstance(mask, torch.Tensor) or mask.shape != (len(self.seqs), columns):
@@ -399,27 +400,27 @@ class Rows:
         seen = mask if mask.dtype is torch.bool else mask != 0
         return (seen == left[:, :columns]).all()
 
-    # ---- what generation does to a cache
+    # ---- operations of generation
 
     @property
     def told(self) -> int:
-        """Columns that were said to be in the cache."""
+        """Columns that the cache has reported to its caller."""
         return self.base + self.lost
 
     def expand(self, rows: int) -> None:
-        """Repeats each row, as `generate` does with its inputs for beams, if `rows` asks for it."""
+        """Repeat each row if `rows` is a multiple, as `generate` does with its inputs for beams."""
         have = len(self.seqs)
         if have and rows != have and rows % have == 0:
             self.select([index for index in range(have) for _ in range(rows // have)])
 
     def rebase(self, base: int) -> None:
-        """Other sequences, with more columns known, took the place of the old ones."""
+        """Set the columns of the cache, after its sequences were replaced."""
         self.base = self.total = base
         self.noted = min(self.noted, base)
         self._look()
 
     def crop(self, columns: int) -> None:
-        """Takes the last `columns` columns back, of those that were said to be there."""
+        """Remove the last `columns` of the reported columns, see `told`."""
         self.refuse_thinned("be cut")
         left = max(self.told - columns, 0)
         self.abandon()
@@ -437,10 +438,10 @@ class Rows:
         self._look()
 
     def thin(self, keep: Items[Items[NDArray[np.int32]]]) -> None:
-        """Takes tokens out of each row, see `KV.sparsify`; columns and positions stay as they are.
+        """Remove tokens from each row, see `KV.sparsify`; columns and positions stay as they are.
 
         Raises:
-            CapacityError: What stays of a row does not fit beside it: that row is as before.
+            CapacityError: The remaining tokens of a row do not fit beside it: it is as before.
         """
         self.abandon()
         self._last = None
@@ -452,10 +453,13 @@ class Rows:
                 self.disable_publishing()
 
     def refuse_thinned(self, wish: str) -> None:
-        """Sees that every column of every row has its token.
+        """Check that no tokens were removed from the rows.
+
+        Args:
+            wish: The operation that needs all of them, for the message.
 
         Raises:
-            StateError: Tokens were taken out.
+            StateError: Tokens were removed.
         """
         if any(seq.dropped for seq in self.seqs):
             raise StateError(
@@ -464,7 +468,7 @@ class Rows:
             )
 
     def select(self, indices: Items[int]) -> None:
-        """Makes row `indices[i]` the new row i; rows share pages until one of them writes."""
+        """Make row `indices[i]` the new row i; rows share pages until one of them writes."""
         self.abandon()
         if list(indices) == list(range(len(self.seqs))):
             return
@@ -482,7 +486,7 @@ class Rows:
             self.thinning.select(list(indices))
 
     def _forked(self, indices: Items[int], taken: set[int]) -> list[Sequence]:
-        """The sequences of some rows; of those that are taken, forks."""
+        """Return the sequences of some rows, and forks of those in `taken`."""
         found: list[Sequence] = []
         try:
             for index in indices:
@@ -495,13 +499,13 @@ class Rows:
         return found
 
     def fork(self) -> Rows:
-        """An independent copy."""
+        """Return an independent copy, which shares pages until one of the two writes."""
         self.abandon()
         self.land()
         self.flush()
         every = range(len(self.seqs))
         seqs = self._forked(every, set(every))
-        twin = copy(self)  # nothing is noted, and nothing is on its way
+        twin = copy(self)  # no ids are recorded, and no restore is under way
         twin.seqs, twin._notes, twin._index, twin.wants_weights = seqs, Notes(), None, False
         twin._agrees = None
         twin.views = {}
@@ -509,10 +513,10 @@ class Rows:
         return twin
 
     def alive(self) -> None:
-        """Raises if the pages of the rows cannot be read any more.
+        """Check that the pages of the rows can still be read.
 
         Raises:
-            StateError: They cannot: the KV is closed, or was copied in the middle of a change.
+            StateError: The KV is closed, or this process was forked in the middle of a change.
         """
         if self.kv.lock.torn:
             raise StateError(
@@ -527,20 +531,20 @@ class Rows:
             )
 
 
-# What `generate` does with prompts: which forward is its first, and what it passes over again.
+# The first forward of `generate`, and the part of the prompt that it passes again.
 #
-# Decoders say with `logits_to_keep` that only the last logits are wanted, and have a mask by which
-# `generate` cuts off what a filled cache holds. Encoder-decoders often have neither.
+# Decoders pass `logits_to_keep` if only the last logits are wanted, and a mask by which `generate`
+# cuts off the columns of a filled cache. Encoder-decoders often have neither.
 
 _FRAMES = 16
-"""Callers between a forward's hook and who called the model, at most: torch's own."""
+"""Most frames between a forward's hook and the caller of the model: torch's own."""
 
 
 def wants_last(model: torch.nn.Module | None) -> bool:
-    """Whether the forward under way is the first of `generate`, which reads the last logits only.
+    """Return whether this forward is the first of `generate`, which reads the last logits only.
 
-    Asked by hooks of models that are not told so by an argument. Only the callers know: the same
-    arguments, given by anybody else, may mean that all logits are wanted.
+    Hooks call it for models without an argument for it. Only the caller's frames show it: the same
+    arguments from another caller may mean that all logits are wanted.
     """
     frame = sys._getframe(1).f_back
     for _ in range(_FRAMES):
@@ -553,10 +557,10 @@ def wants_last(model: torch.nn.Module | None) -> bool:
 
 
 def check_paired(call: ForwardCall) -> None:
-    """Sees that an encoder-decoder has a cache for each of its two kinds of attention.
+    """Check that an encoder-decoder has a cache for each of its two kinds of attention.
 
     Raises:
-        StateError: It would keep the encoder's K and V among those of the tokens.
+        StateError: A single cache would mix the encoder's K and V with those of the tokens.
     """
     cache = call.given.get(call.names.cache)
     if call.names.encoder and not isinstance(cache, EncoderDecoderCache):
@@ -569,19 +573,19 @@ def check_paired(call: ForwardCall) -> None:
 def without_known(
     rows: Rows, call: ForwardCall, model: torch.nn.Module | None
 ) -> tuple[ForwardCall, bool]:
-    """A forward over a cache, without columns that the cache holds already.
+    """Remove the columns from a forward that its cache holds already.
 
     Args:
-        rows: Of the cache.
+        rows: Rows of the cache.
         call: The forward.
-        model: Whose.
+        model: Model of the forward.
 
     Returns:
         The forward, and whether it was given the whole prompt.
 
     Raises:
-        StateError: It is not clear what its tokens are, the cache has no room for some, or holds
-            less than they go on from.
+        StateError: The columns of its tokens are ambiguous, the mask shows padding, or the cache
+            lost columns that the tokens continue.
     """
     whole = _passed_again(rows, call, model)
     if rows.lost and not whole and not _noticed(rows, call):
@@ -594,10 +598,10 @@ def without_known(
 
 
 def refuse_lost(rows: Rows) -> None:
-    """Sees that nobody goes on from columns that did not come. Says so once: then it is known.
+    """Check that no reported column failed to load; raise once only, as the caller then knows.
 
     Raises:
-        StateError: Some did not.
+        StateError: Some columns failed to load.
     """
     told, rows.lost = rows.told, 0
     if rows.base < told:
@@ -609,7 +613,7 @@ def refuse_lost(rows: Rows) -> None:
 
 
 def _noticed(rows: Rows, call: ForwardCall) -> bool:
-    """Whether a forward surely goes on from what is left, not from all that was to come."""
+    """Return whether a forward surely continues the columns left, not all those reported."""
     mask, positions = call.mask, call.positions
     if _is_flat(mask):
         return mask.shape[1] == rows.base + call.columns
@@ -622,7 +626,11 @@ def _noticed(rows: Rows, call: ForwardCall) -> bool:
 
 
 def _check_padding(rows: Rows, call: ForwardCall) -> None:
-    """Sees that a cache's first forward shows nothing that the cache was told is padding."""
+    """Check that the mask of a cache's first forward shows none of its padding columns.
+
+    Raises:
+        StateError: The mask shows padding.
+    """
     if rows.forwards or not rows.most_pad:
         return
     mask, width = call.mask, rows.most_pad
@@ -638,14 +646,18 @@ def _check_padding(rows: Rows, call: ForwardCall) -> None:
 
 
 def _passed_again(rows: Rows, call: ForwardCall, model: torch.nn.Module | None) -> bool:
-    """Whether a cache's first forward begins with the cache's prompt, rather than go on there."""
+    """Return whether a cache's first forward repeats its prompt, instead of continuing it.
+
+    Raises:
+        StateError: The tokens of an encoder-decoder are ambiguous.
+    """
     if rows.forwards or not rows.told or call.ids is None or call.problem:
         return False
     if len(call.ids) != len(rows.seqs) or _continues(rows, call):
         return False
     silent = not _is_flat(call.mask) and call.positions is None
     if silent and not call.names.encoder:
-        return False  # decoders are given what a cache does not hold
+        return False  # decoders get only the columns that the cache does not hold
     ids = call.ids.detach().cpu().numpy()
     each = zip(ids, rows.padded, strict=True)
     begins = all(_begins(line, seq.tokens, pad) for line, (seq, pad) in each)
@@ -663,7 +675,7 @@ def _passed_again(rows: Rows, call: ForwardCall, model: torch.nn.Module | None) 
 
 
 def _continues(rows: Rows, call: ForwardCall) -> bool:
-    """Whether mask or positions say that the columns come behind those in the cache."""
+    """Return whether mask or positions place the columns behind those in the cache."""
     mask, positions = call.mask, call.positions
     if _is_flat(mask):
         return mask.shape[1] in (rows.told + call.columns, rows.base + call.columns)
@@ -671,12 +683,12 @@ def _continues(rows: Rows, call: ForwardCall) -> bool:
 
 
 def _is_flat(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether a mask has a number per token."""
+    """Return whether a mask is 2D, with a number per token."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 2
 
 
 def _follows(rows: Rows, ids: NDArray[Any], base: int) -> bool:
-    """Whether tokens may be what is known from column `base` on."""
+    """Return whether tokens agree with the known ones from column `base` on."""
     return all(
         _alike(line[max(pad - base, 0) :], seq.tokens[max(base - pad, 0) :])
         for line, (seq, pad) in zip(ids, rows.padded, strict=True)
@@ -688,6 +700,6 @@ def _begins(line: NDArray[Any], tokens: NDArray[np.uint32], pad: int) -> bool:
 
 
 def _alike(some: NDArray[Any], others: NDArray[Any]) -> bool:
-    """Whether two lines of tokens are the same as far as both go."""
+    """Return whether two lines of tokens agree up to the end of the shorter one."""
     count = min(len(some), len(others))
     return np.array_equal(some[:count], others[:count])
