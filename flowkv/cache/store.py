@@ -236,7 +236,6 @@ class PageStore:
         self._idle = dict.fromkeys(pools, 0)
         self._lent: dict[tuple[str, int], int] = {}
         self._awaited: set[tuple[str, int]] = set()
-        self._unwritten: dict[Block, None] = {}
         self._give_up_late = give_up_late
         self._held_back = False  # until the first page that would not pay
         self.stack = TierStack(
@@ -247,7 +246,6 @@ class PageStore:
             bus=bus,
             config=config,
             sends=sends,
-            waits=self._wait,
             on_forget=self._let_go,
         )
         self.prefetched_unused = PrefetchedUnused(self.stack.mover, on_unused)
@@ -279,8 +277,6 @@ class PageStore:
     def _let_go(self, block: Block) -> None:
         if block.group < len(self._places):
             self._places[block.group].let_go(block.slot)
-        if self._unwritten.pop(block, 0) is None:  # the block waited, and no place holds it now
-            self.stack.miss_out(self.stack.lasting())
 
     def _drop(self, slots: Sequence[int]) -> None:
         for place in self.places:
@@ -627,7 +623,7 @@ class PageStore:
             n_bytes = self.size(block)
             if self._store_page(block, number, copied):
                 self.stack.demoted("device", number, n_bytes)
-            elif block not in self._unwritten and not self.stack.takes(number, n_bytes):
+            elif block not in self.stack.unwritten and not self.stack.takes(number, n_bytes):
                 self.stack.miss_out(number)
         self._free_page(block)
         self.stack.settle(block)
@@ -741,8 +737,8 @@ class PageStore:
                 if above is None or not self._may_write(above, number):
                     break
                 chain.append(above)
-            self._unwritten |= dict.fromkeys(reversed(chain))
-        if self._unwritten:
+            self.stack.unwritten |= dict.fromkeys(reversed(chain))
+        if self.stack.unwritten:
             self._write_out()
 
     def confirm(self) -> None:
@@ -753,7 +749,7 @@ class PageStore:
                 if self._may_write(block, number):
                     self.write_down(block)
             elif self.stack.lacks(block, number) and self.stack.worth_storing(block, number):
-                self._wait(block)
+                self.stack.wait(block)
 
     def reject(self) -> int:
         """Forget all unproven pages, as the weights had changed; return their number."""
@@ -768,17 +764,17 @@ class PageStore:
             return False
         sealed = block.page >> CODEC_SHIFT or not self.forms[block.group].ladder.rungs
         final = block.page >= 0 and (sealed or not block.sealable)
-        return bool(final and self.stack.lacks(block, number) and block not in self._unwritten)
+        return bool(final and self.stack.lacks(block, number) and block not in self.stack.unwritten)
 
     def _write_out(self) -> None:
         """Store waiting pages in the persistent tier, as far as it takes them now.
 
-        A page that has left its device is read from a tier, one block at a time.
+        A page that has left its device is read from host memory, one block at a time.
         """
         stack, number = self.stack, self.stack.lasting()
-        while number >= 0 and self._unwritten:
+        while number >= 0 and stack.unwritten and not stack.rests(number):
             waiting, n_bytes = list[Block](), 0
-            for block in self._unwritten:
+            for block in stack.unwritten:
                 if stack.lacks(block, number):
                     if not block.somewhere:
                         continue  # its copy below is still on the way
@@ -792,26 +788,24 @@ class PageStore:
             there = [block for block in waiting if block.page >= 0 and stack.lacks(block, number)]
             copied = self._copy_out(there)
             for block in waiting:
-                if stack.lacks(block, number):
-                    stored = (
-                        self._store_page(block, number, copied.get(block))
-                        if block.page >= 0
-                        else stack.copy(block, block.nearest, number)
-                    )
-                    if not stored and not stack.takes(number, self._waiting_bytes(block)):
+                if stack.lacks(block, number) and not self._write(block, number, copied.get(block)):
+                    if not stack.takes(number, self._waiting_bytes(block)):
                         return  # the tier is away by now: the others wait
-                self._unwritten.pop(block, None)
+                    if block in stack.unwritten and block not in stack.provisional:
+                        stack.miss_out(number)
+                stack.unwritten.pop(block, None)
             if not waiting or waiting[-1].page < 0:
                 break
 
+    def _write(self, block: Block, number: int, copied: _Copied | None) -> bool:
+        """Store a block that waited; return whether its tier takes it."""
+        if block.page >= 0:
+            return self._store_page(block, number, copied)
+        near = self.stack.tiers[block.nearest].kind == "host"  # others take too long for a request
+        return near and bool(self.stack.copy(block, block.nearest, number))
+
     def _waiting_bytes(self, block: Block) -> int:
         return self.size(block) if block.page >= 0 else self.stack.size(block, block.nearest)
-
-    def _wait(self, block: Block) -> bool:
-        """Queue a block for the persistent tier; return False if no place holds it meanwhile."""
-        if block.somewhere:
-            self._unwritten[block] = None
-        return block.somewhere
 
     def _copy_out(self, blocks: Sequence[Block]) -> dict[Block, _Copied]:
         """Start copying pages to host memory, on devices that copy asynchronously."""
@@ -833,7 +827,7 @@ class PageStore:
         if self.stack.mover.lanes and self.stack.mover.busy:
             handled = self.stack.mover.drain(timeout_s)
             self._give_up_late()
-        if self._unwritten:
+        if self.stack.unwritten:
             self._write_out()
         self.stack.say_troubles()
         return handled
@@ -853,7 +847,7 @@ class PageStore:
         end_s = now_s() + timeout_s
         self.drain()
         while self.stack.mover.storing() or (
-            self._unwritten and not self.stack.rests(self.stack.lasting())
+            self.stack.unwritten and not self.stack.rests(self.stack.lasting())
         ):
             left_s = end_s - now_s()
             if left_s <= 0 or interrupts.waiting():
@@ -864,7 +858,7 @@ class PageStore:
     @property
     def unsaved(self) -> int:
         """Return the number of pages that wait to be written, or are on their way."""
-        return self.stack.mover.storing() + len(self._unwritten)
+        return self.stack.mover.storing() + len(self.stack.unwritten)
 
     def _store_page(self, block: Block, number: int, copied: _Copied | None = None) -> bool:
         """Store a block's page, or its host copy, in a tier; return whether the tier takes it."""
@@ -915,7 +909,7 @@ class PageStore:
             return
         self.stack.delete(block)
         self.prefetched_unused.end(block, used=False)
-        self._unwritten.pop(block, None)
+        self.stack.unwritten.pop(block, None)
         page = block.page
         if page >= 0:
             self._places[block.group].remove(block)

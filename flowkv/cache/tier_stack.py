@@ -330,7 +330,6 @@ class TierStack:
         bus: Bus that events are emitted on.
         config: Write-back on or off, and the deadline of a load.
         sends: Returns whether other processes read the pages, at rates that are unknown here.
-        waits: Queues a block for the persistent tier; returns False if no place holds it then.
         on_forget: Called with a block before the index forgets it.
 
     Raises:
@@ -342,6 +341,7 @@ class TierStack:
         mover: Transfers to and from the tiers.
         fidelity: Index of the lossiest codec that is accepted.
         provisional: Blocks that must not leave the process yet.
+        unwritten: Blocks that wait for the persistent tier, in whatever place they lie.
         erasure_logs: Erasure logs of the tiers that other caches use too, by tier number.
         behind: Whether other caches erased blocks that are not dropped here yet; stores wait.
         loaded_bytes: Bytes loaded, by tier name.
@@ -352,7 +352,7 @@ class TierStack:
         unpaid: Pages that were not stored as loading them could never pay, by tier name.
     """
 
-    def __init__(  # noqa: PLR0913 - what a stack stands on is named where it is made
+    def __init__(
         self,
         context: PolicyContext,
         tiers: Sequence[Tier],
@@ -362,21 +362,19 @@ class TierStack:
         bus: Bus,
         config: Config,
         sends: Callable[[], bool],
-        waits: Callable[[Block], bool],
         on_forget: Callable[[Block], None],
     ) -> None:
         self.context, self.index, self.forms, self.bus = context, context.index, forms, bus
         self.fidelity = max((codec for one in forms for codec in one.layouts), default=0)
         self.write_back, self._gate = config.write_back, context.gate
         self.mover = Mover(config.load_deadline_s, context.gate.rates)
-        self._policies, self._sends, self._waits = policies, sends, waits
-        self._on_forget = on_forget
+        self._policies, self._sends, self._on_forget = policies, sends, on_forget
         whole = [one for one in forms if one.whole] or forms
         self._prompt_bytes = sum(map(_likely_bytes, whole))  # bytes per page of a long prompt
         self.tiers, self.places = list[Tier](), list[PolicyPlace]()
         self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
         self.behind = False
-        self.provisional = Provisional()
+        self.provisional, self.unwritten = Provisional(), dict[Block, None]()
         self.loaded_bytes, self.stored_bytes = Counter[str](), Counter[str]()
         self.refused, self.dropped, self.unpaid = (Counter[str]() for _ in range(3))
         self.lost = 0
@@ -507,7 +505,7 @@ class TierStack:
             self.settle(block)
         self.close_logs()
         self.mover.forget()
-        for book in (self.tiers, self.places, self._incoming, self._strangers):
+        for book in (self.tiers, self.places, self._incoming, self._strangers, self.unwritten):
             book.clear()
 
     def close_logs(self) -> None:
@@ -582,6 +580,8 @@ class TierStack:
     def dismiss(self, block: Block) -> None:
         """Remove a block from the index; its slot stays reserved while its key is a ghost."""
         self._on_forget(block)
+        if self.unwritten.pop(block, 0) is None:  # the block waited, and no place holds it now
+            self.miss_out(self.lasting())
         for place in self.places:
             place.let_go(block.slot)
         self.provisional.discard(block)
@@ -680,6 +680,8 @@ class TierStack:
             return False
         self._incoming[number] += n_bytes
         block.going |= 1 << number
+        if number == self.lasting():
+            self.unwritten.pop(block, None)
         self.protect(block)
         return True
 
@@ -712,6 +714,8 @@ class TierStack:
         block.n_bytes = len(body)
         numbers = sorted({*writable[:1], *lasting[:1]})
         stored = [self.store(block, number, info, memoryview(body)) for number in numbers]
+        if not stored[-1]:
+            self.wait(block)
         self.settle(block)
         return any(stored)
 
@@ -739,10 +743,16 @@ class TierStack:
     def _not_stored(self, block: Block, number: int, reason: str) -> None:
         """Queue a page again if its tier is away; else count it as dropped."""
         again = reason in _AWAY and self.writes_back and number == self.lasting()
-        if not (again and self._waits(block)) and reason != "cancelled":
+        if not (again and self.wait(block)) and reason != "cancelled":
             self.miss_out(number)
             if reason in _CODES or (reason, self.tiers[number].kind) == _NO_ROOM:
                 self._troubles.setdefault(self.tiers[number].name, reason)
+
+    def wait(self, block: Block) -> bool:
+        """Queue a block for the persistent tier; return False if no place holds it, or will."""
+        if block.somewhere or block.going:
+            self.unwritten[block] = None
+        return block in self.unwritten
 
     def say_troubles(self) -> None:
         """Warn once of each tier that cannot store.
@@ -1000,6 +1010,8 @@ class TierStack:
                 self._wipe(number, keys)
             else:
                 self._quarantined |= {(number, key) for key in keys}
+        for block in blocks:
+            self.unwritten.pop(block, None)
         self.mover.retract({block.key for block in blocks})
         for block in blocks:
             self.unlist_all(block)

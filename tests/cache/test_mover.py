@@ -190,7 +190,7 @@ def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
 
     monkeypatch.setattr(store.stack, "store", going)
     published(kv, P)
-    assert len(calls) == 2 and len(store._unwritten) == 2
+    assert len(calls) == 2 and len(store.stack.unwritten) == 2
     clock.advance(s=2.0)
     assert kv.flush(60) and len(disk.frames) == 3
     audit(kv)
@@ -448,9 +448,9 @@ def test_pages_wait_while_a_tier_is_busy_and_are_written_later() -> None:
     for prompt in (P, Q, R):
         published(kv, prompt)
     store = kv.planner.store
-    assert disk.waiting == 1 and store._unwritten
+    assert disk.waiting == 1 and store.stack.unwritten
     audit(kv)
-    assert kv.flush(60) and len(disk.frames) == 9 and not store._unwritten
+    assert kv.flush(60) and len(disk.frames) == 9 and not store.stack.unwritten
     assert kv.stats()["tiers"]["lasting"]["dropped"] == 0
     assert kv.stats()["tiers"]["lasting"]["queued_bytes"] == 0
 

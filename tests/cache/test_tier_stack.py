@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from flowkv import KV
+from flowkv import KV, Namespace
 from flowkv.testing import MemoryTier
+from flowkv.tiers import Completion, Load, Outcome
 from tests.cache.audit import audit
-from tests.cache.fakes import Deferred, lasting
-from tests.cache.toy import make_kv, published, simple
-from tests.inside import ManualClock, StoreError
+from tests.cache.fakes import Deferred, Silent, Wrapped, lasting
+from tests.cache.toy import make_kv, opened, published, simple
+from tests.inside import ManualClock, StoreError, bind
 
 P = [1] * 24
 HOST, DISK = 0, 1
@@ -83,7 +86,7 @@ def test_a_page_on_its_way_to_memory_can_be_written_down_too() -> None:
     kv, clock = stacked(near, disk)
     published(kv, P)
     store = kv.planner.store
-    store._unwritten.clear()
+    store.stack.unwritten.clear()
     with kv.lock:
         for block in blocks(kv):
             assert store._store_page(block, HOST)
@@ -132,4 +135,134 @@ def test_an_erasure_names_every_tier_that_has_not_answered_a_store() -> None:
         tier.work()
     assert kv.flush(5.0) and not kv.planner.store.unsaved
     assert not near.frames and not disk.frames
+    audit(kv)
+
+
+def test_what_waits_is_lost_once_if_its_store_fails_for_good() -> None:
+    """Be it given to the tier that lasts by its device, or by memory."""
+    for tiers in ([], [MemoryTier(name="near")]):
+        disk = Deferred(lasting())
+        kv, clock = stacked(*tiers, disk)
+        published(kv, P)
+        store = kv.planner.store
+        with kv.lock:
+            for _ in tiers:
+                evict_all(kv)
+                store.drain()
+            clock.advance(s=61.0)
+            for block in blocks(kv) if tiers else ():
+                store.stack.places[HOST].remove(block)
+                store.stack._evict(block, HOST, "space")
+            evict_all(kv)
+            store.stack.mover.drain()
+            disk.work("failed")
+            store.stack.mover.drain()
+        assert store.stack.lost == 3 == store.stack.dropped["lasting"] and not store.unsaved
+        assert not blocks(kv) and kv.flush(1.0) is False
+
+
+def test_what_is_proven_on_its_way_to_memory_is_written_down() -> None:
+    near, disk = Deferred(MemoryTier(name="near")), lasting()
+    kv = make_kv(simple(), pages=16, tiers=[near, disk])
+    store = kv.planner.store
+    store.stack.provisional.active = True
+    published(kv, P)
+    with kv.lock:
+        evict_all(kv)
+        assert [block.going for block in blocks(kv)] == [1 << HOST] * 3
+        store.stack.provisional.begin()
+        store.confirm()
+        assert len(store.stack.unwritten) == 3 and not disk.frames
+    assert kv.flush(5.0) and len(disk.frames) == 3 and not store.stack.lost
+    audit(kv)
+
+
+class Broken(Wrapped):
+    """Fails every load."""
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        answers = [Completion(-1, n, one.key, Outcome.FAILED, "EIO") for n, one in enumerate(items)]
+        self.poll = lambda timeout_s=0.0: [answers.pop() for _ in answers[:]]
+        return -1
+
+
+@pytest.mark.parametrize("near", [Broken(MemoryTier()), MemoryTier(), None])
+def test_what_cannot_be_written_is_counted(near: Any) -> None:
+    """Its copy in memory cannot be read, or the tier that lasts has no room."""
+    disk = lasting()
+    kv, clock = stacked(*filter(None, [near]), disk)
+    published(kv, P)
+    store = kv.planner.store
+    if near is not None:
+        evict_all(kv)
+        store.drain()
+    assert store.unsaved == 3
+    if not isinstance(near, Broken):
+        disk.capacity_bytes = 2000
+    clock.advance(s=61.0)
+    assert kv.flush(1.0) is False
+    assert store.stack.lost == 3 and not store.unsaved and not disk.frames
+    audit(kv)
+
+
+def test_a_drain_reads_memory_only() -> None:
+    """A page that left for a slow tier is not read back in a request for the tier that lasts."""
+    clock, far, disk = ManualClock(), Silent(Wrapped(MemoryTier(), kind="remote")), lasting()
+    far.silent = False
+    kv = make_kv(simple(), pages=16, tiers=[disk, far], clock=clock)
+    kv.planner.store.stack.rest(0, 60.0)
+    published(kv, P)
+    evict_all(kv)
+    kv.planner.store.drain()
+    assert len(far.frames) == 3
+    back(kv, clock)
+    assert not far.loads and not disk.frames and kv.planner.store.stack.lost == 3
+
+
+def test_pages_that_wait_for_a_tier_that_is_away_cost_nothing() -> None:
+    kv, _ = stacked(MemoryTier(name="near"), lasting())
+    store, asked = kv.planner.store, list[Any]()
+    for n in range(1000):
+        block = store.index.publish(n.to_bytes(32, "little"), bytes(32), 0)
+        block.going = n & 1
+        block.tiers = 1 - block.going
+        assert store.stack.wait(block)
+    store.stack.lacks = lambda block, number: bool(asked.append(block))
+    store.drain()
+    assert not asked and store.unsaved == 1000
+    store.stack.unwritten.clear()
+
+
+def test_what_others_erased_is_not_lost() -> None:
+    near = Deferred(MemoryTier(name="near"))
+    kv, _ = stacked(near, lasting())
+    published(kv, P)
+    store = kv.planner.store
+    with kv.lock:
+        store.stack.mover.lanes[HOST].pump = lambda: 0
+        evict_all(kv)
+        assert store.unsaved == 6 and all(block.page < 0 for block in blocks(kv))
+        store.lose(blocks(kv), -1)
+    assert not store.stack.lost and not store.unsaved and not blocks(kv)
+
+
+def test_a_store_that_left_its_tiers_waits_for_nothing() -> None:
+    kv, _ = stacked(lasting())
+    published(kv, P)
+    old = kv.planner.store
+    bind(kv, simple(layers=2), Namespace(model="other"))
+    with kv.lock:
+        while old._give_up(0, 1):
+            pass
+    assert not old.unsaved and not old.flush(5.0)
+
+
+def test_a_state_waits_for_the_tier_that_lasts_too() -> None:
+    near, disk = MemoryTier(name="near"), lasting()
+    kv, clock = stacked(near, disk)
+    with opened(kv, P) as seq:
+        assert kv.save_state(seq, {"h": torch.ones(2)})
+    assert len(near.frames) == 1 and kv.planner.store.unsaved == 4
+    back(kv, clock)
+    assert len(disk.frames) == 4
     audit(kv)
