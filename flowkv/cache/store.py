@@ -772,7 +772,7 @@ class PageStore:
         A page that has left its device is read from host memory, one block at a time.
         """
         stack, number = self.stack, self.stack.lasting()
-        while number >= 0 and stack.unwritten and not stack.rests(number):
+        while stack.unwritten and not stack.rests(number):
             waiting, n_bytes = list[Block](), 0
             for block in stack.unwritten:
                 if stack.lacks(block, number):
@@ -852,7 +852,10 @@ class PageStore:
             left_s = end_s - now_s()
             if left_s <= 0 or interrupts.waiting():
                 break
-            self.drain(min(left_s, _LONGEST_S))
+            waiting = len(self.stack.unwritten)
+            self._write_out()
+            if len(self.stack.unwritten) == waiting:
+                self.drain(min(left_s, _LONGEST_S))
         return self.unsaved
 
     @property

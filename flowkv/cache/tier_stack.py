@@ -519,8 +519,8 @@ class TierStack:
         return not self.rests(number) and not self.mover.lanes[number].overdue
 
     def rests(self, number: int) -> bool:
-        """Return whether a tier rests: nothing is sent to it for now."""
-        return self.context.clock.now_ns() < self._resting_ns.get(number, 0)
+        """Return whether a tier rests, so that nothing is sent to it, or is none (-1)."""
+        return number < 0 or self.context.clock.now_ns() < self._resting_ns.get(number, 0)
 
     def rest(self, number: int, seconds: float) -> None:
         """Send nothing to a tier for some seconds, as requests would be late or would fail."""

@@ -266,3 +266,27 @@ def test_a_state_waits_for_the_tier_that_lasts_too() -> None:
     back(kv, clock)
     assert len(disk.frames) == 4
     audit(kv)
+
+
+def test_a_flush_does_not_wait_for_a_tier_that_became_read_only() -> None:
+    disk = lasting()
+    kv, clock = stacked(disk)
+    published(kv, P)
+    store, drained = kv.planner.store, list[float]()
+    disk.writable = False
+    store.drain = lambda timeout_s=0.0: drained.append(timeout_s)
+    clock.advance(s=61.0)
+    assert kv.flush(0.2) is False and len(drained) == 1
+    del store.drain
+    disk.writable = True
+    assert kv.flush(5.0) and len(disk.frames) == 3
+
+
+def test_a_flush_gives_what_lies_in_memory_to_the_tier_that_lasts_together() -> None:
+    near, disk = MemoryTier(name="near"), Deferred(lasting())
+    kv, clock = stacked(near, disk)
+    for first in range(4):
+        published(kv, [first, *P[1:]])
+    evict_all(kv)
+    back(kv, clock)
+    assert len(disk.frames) == 12 and disk._jobs >= -4
