@@ -829,7 +829,8 @@ class PageStore:
             self._give_up_late()
         if self.stack.unwritten:
             self._write_out()
-        self.stack.say_troubles()
+        if self.stack.troubles:
+            self.stack.say_troubles()
         return handled
 
     def flush(self, timeout_s: float, now_s: Callable[[], float] = compiling.now_s) -> int:

@@ -350,6 +350,7 @@ class TierStack:
         dropped: Pages that a busy, away or full tier did not store, by tier name.
         lost: Dropped pages that the persistent tier should have stored.
         unpaid: Pages that were not stored as loading them could never pay, by tier name.
+        troubles: Reason why a tier stores nothing, by its name; "" once it was warned of.
     """
 
     def __init__(
@@ -383,7 +384,7 @@ class TierStack:
         self._states_only: set[int] = set()
         self._bodies: dict[Block, tuple[FrameInfo, memoryview]] = {}  # of unproven tails
         self._strangers: dict[int, list[Block]] = {}
-        self._troubles: dict[str, str] = {}  # reason why a tier stores nothing; "" once warned
+        self.troubles: dict[str, str] = {}  # reason why a tier stores nothing; "" once warned
         self._incoming = Counter[int]()
         for tier in tiers:
             self.add(tier)
@@ -746,7 +747,7 @@ class TierStack:
         if not (again and self.wait(block)) and reason != "cancelled":
             self.miss_out(number)
             if reason in _CODES or (reason, self.tiers[number].kind) == _NO_ROOM:
-                self._troubles.setdefault(self.tiers[number].name, reason)
+                self.troubles.setdefault(self.tiers[number].name, reason)
 
     def wait(self, block: Block) -> bool:
         """Queue a block for the persistent tier; return False if no place holds it, or will."""
@@ -759,9 +760,9 @@ class TierStack:
 
         Called between changes of state, as a warning may raise.
         """
-        for name, reason in self._troubles.items():
+        for name, reason in self.troubles.items():
             if reason:
-                self._troubles[name] = ""
+                self.troubles[name] = ""
                 why = f"{reason}: {os.strerror(_CODES[reason])}" if reason in _CODES else reason
                 self._complain(
                     "store",
