@@ -14,6 +14,7 @@ from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outco
 from .faulty_redis import FAULTS, FaultyRedis, delay, duplicate, hang, rot
 
 IMPATIENT = RemoteLimits(threads=2, open_s=2.0, close_s=2.0, call_s=0.5)
+LONG_S = 60.0  # a deadline that no busy machine misses
 
 
 def load_one(tier: RedisTier, name: object, size: int, deadline_s: float) -> tuple[str, str]:
@@ -35,18 +36,23 @@ def test_one_fault_under_a_load(name: str, command: bytes) -> None:
         stored(tier, ["a", "b"], 20480)
         assert hits(tier, ["b"], 20480) == 1  # its reply is the one that "another" repeats
         server.plan.append(FAULTS[name])
-        outcome, reason = load_one(tier, "a", 20480, 0.5)
-        # More bytes are awaited than come: the deadline ends it.
-        quiet = name in ("drop", "shorten", "huge", "negative")
+        # More bytes are awaited than come: the deadline ends it. The line end that a shorter value
+        # leaves behind is found at once only if the next reply comes in a packet of its own.
+        cut = name == "shorter" and command == b"GETRANGE"
+        quiet = cut or name in ("drop", "shorten", "huge", "negative")
         quiet = quiet or (name == "longer" and command == b"ECHO")
+        outcome, reason = load_one(tier, "a", 20480, 0.5 if quiet else LONG_S)
+        while quiet and not server.spoilt:  # the machine was busy: the command was never sent
+            outcome, reason = load_one(tier, "a", 20480, 0.5)
         told = {"rot": "digest", "another": "key"}  # what only the frame itself can tell
         if name in told and command == b"GETRANGE":
             assert (outcome, reason) == ("miss", told[name]) and tier.corrupt == 1
         elif name == "corrupt" and command == b"GETRANGE":
             assert outcome in ("hit", "miss")
         else:
-            assert (outcome, reason) == (("failed", "deadline") if quiet else ("hit", ""))
-        assert load_one(tier, "b", 20480, 5.0) == ("hit", "")
+            right = {("failed", "deadline")} if quiet else {("hit", "")}
+            assert (outcome, reason) in right | ({("hit", "")} if cut else set())
+        assert load_one(tier, "b", 20480, LONG_S) == ("hit", "")
         assert server.spoilt == 1
         tier.close()
 
@@ -63,8 +69,8 @@ def test_one_fault_under_a_store(name: str, command: bytes) -> None:
         done = answers(tier, tier.submit_store([wish], deadline_s=0.5), 1)[0]
         assert done.outcome is Outcome.STORED or done.reason == "deadline", done
         if done.outcome is Outcome.STORED:
-            assert load_one(tier, "a", 20480, 5.0) == ("hit", "")
-        assert load_one(tier, "b", 20480, 5.0) == ("hit", "")
+            assert load_one(tier, "a", 20480, LONG_S) == ("hit", "")
+        assert load_one(tier, "b", 20480, LONG_S) == ("hit", "")
         tier.close()
 
 
@@ -77,7 +83,7 @@ def test_a_store_that_the_server_did_not_do_is_not_acknowledged() -> None:
         done = put(tier, ["a", "b"])
         for answer in done:
             if answer.outcome is Outcome.STORED:
-                assert load_one(tier, "ab"[answer.item], 8192, 5.0) == ("hit", "")
+                assert load_one(tier, "ab"[answer.item], 8192, LONG_S) == ("hit", "")
         assert Outcome.FAILED in {answer.outcome for answer in done}
         tier.close()
 
@@ -107,7 +113,7 @@ def test_a_reply_that_comes_too_late_lands_nowhere() -> None:
         assert outcomes(done) == [("failed", "deadline")]
         time.sleep(0.4)
         assert not any(target)
-        assert load_one(tier, "a", 8192, 5.0) == ("hit", "")
+        assert load_one(tier, "a", 8192, LONG_S) == ("hit", "")
         tier.close()
 
 
@@ -169,6 +175,6 @@ def test_rot_on_every_stripe_is_found() -> None:
         stored(tier, range(12))
         for name in range(12):
             server.plan.append(rot)
-            assert load_one(tier, name, 8192, 5.0)[0] == "miss"
+            assert load_one(tier, name, 8192, LONG_S)[0] == "miss"
         assert tier.corrupt == 12
         tier.close()
