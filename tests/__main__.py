@@ -5,8 +5,7 @@ so that what fails in the first five minutes is most of what fails; then the oth
 (documentation snippets are among them): the fast ones, or with `--all` the thorough ones too. With
 `--thorough`, or words for pytest, the tests are one stage; with `--thorough` only those run,
 without the stages before. Each stage is timed; a failure is shown when it comes, and ends the run
-with its stage. The first tests compile the kernels: two workers that need one at the same time
-compile it twice.
+with its stage.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ STAGES = {
 }
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
 PYTEST += ["--durations", "40", "--durations-min", "5"]  # where the time goes
-HOUSE = ["tests/test_house.py", "tests/test_surface.py", "tests/test_testing.py", "tests/core"]
-HOUSE += ["tests/test_cli.py"]  # `flowkv doctor --compile` is in it
+# One test compiles all kernels, first and beside tests that need none: nothing is compiled twice.
+HOUSE = ["tests/test_cli.py::test_doctor_compiles_what_first_calls_would"]
+HOUSE += ["tests/test_house.py", "tests/test_surface.py", "tests/test_testing.py", "tests/core"]
 USUAL = "not slow and not matrix and not deep and not nightly"
 SETS = {  # the tests of each, as pytest's -m says it
     "": f"{USUAL} and not thorough",
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
                 run(name, line, quiet=True)
             if not rest:
                 run("house", [*pytest, *HOUSE], quiet=False)
-                rest = [f"--ignore={path}" for path in HOUSE]
+                rest = [f"--deselect={path}" for path in HOUSE]
             types()
     run("tests", [*pytest, *rest], quiet=False)
     print(f"{'all':<10} {'ok':<6} {time.monotonic() - start:7.1f} s")

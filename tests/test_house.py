@@ -262,9 +262,9 @@ def test_fast_and_thorough_tests_are_all_tests() -> None:
 @pytest.mark.parametrize(
     ("words", "chosen", "rest", "stages"),
     [
-        ([], "", [f"--ignore={path}" for path in command.HOUSE], 6),
+        ([], "", [f"--deselect={path}" for path in command.HOUSE], 6),
         (["-k", "x"], "", ["-k", "x"], 5),
-        (["--all"], "--all", [f"--ignore={path}" for path in command.HOUSE], 6),
+        (["--all"], "--all", [f"--deselect={path}" for path in command.HOUSE], 6),
         (["tests/core", "--thorough"], "--thorough", ["tests/core"], 1),
     ],
 )
@@ -279,7 +279,8 @@ def test_the_test_command_runs_what_it_is_asked_for(
     assert (command.TYPES in ran) == (chosen != "--thorough")
     house = [*command.PYTEST, "-m", command.SETS[chosen], *command.HOUSE]
     assert (house in ran) == (stages == 6)
-    assert all((ROOT / path).exists() for path in command.HOUSE)
+    assert all((ROOT / path.split("::")[0]).exists() for path in command.HOUSE)
+    assert f"def {command.HOUSE[0].split('::')[1]}(" in (ROOT / "tests" / "test_cli.py").read_text()
 
 
 def test_a_stage_that_fails_ends_what_runs_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
