@@ -64,6 +64,7 @@ FILES = frozenset(TESTS / name for name in THOROUGH)
 # Tests with many cases of one kind: a fourth of the cases is fast, the others are thorough.
 SAMPLED = """
 hooks/test_edits.py::test_an_edit_takes_effect
+hooks/test_foreign.py::test_within_a_process_and_over_a_directory
 hooks/test_identity.py::test_an_edit_after_attach_is_never_answered_with_what_was
 hooks/test_identity_contents.py::test_an_edit_of_a_module_is_another_name
 hooks/test_identity_contents.py::test_what_a_value_holds_is_in_the_name
@@ -73,6 +74,7 @@ hooks/test_identity_writes.py::test_what_a_forward_counts_takes_no_reuse_away
 hooks/test_identity_writes.py::test_what_draws_by_itself_is_not_shared
 hooks/test_never_wrong.py::test_verify_passes
 tiers/test_disk_faults.py::test_F5_any_operation_may_fail
+tiers/test_disk_hostile.py::test_one_bad_load_never_fails_its_batch
 """.split()
 ONE_IN = 4
 
