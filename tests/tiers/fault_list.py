@@ -158,7 +158,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "S3": (
-        "somebody writes to the disk or the server",
+        "an attacker writes to the disk or the server",
         (
             "tiers/test_aead.py::test_attacks_are_refused",
             "tiers/test_aead.py::test_no_downgrade",
