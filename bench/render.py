@@ -43,6 +43,8 @@ PAGES = [
 ]
 RESULTS = ROOT / "bench" / "results"
 NOT_YET = "not measured yet"
+ENDS = ("recompute", "load")
+"""Policies that restore in one way only."""
 
 Results = dict[str, Any]
 """What each file holds, by its name without `.json`."""
@@ -462,7 +464,8 @@ def _gpu(report: dict[str, Any]) -> str:
         f" {limits['read_bytes_s'] / 1e12:.2f} TB/s, copies {limits['copy_bytes_s'] / 1e12:.2f}"
         f" TB/s, bf16 products {limits['bfloat16_flop_s'] / 1e12:.0f} TFLOP/s."
     )
-    rows, skipped = [], set()
+    rows: list[list[str]] = []
+    skipped: dict[str, set[str]] = {}
     for row in report["results"]:
         if "us" not in row:
             verdict = "**wrong**" if row.get("wrong") else row.get("failed", NOT_YET)
@@ -475,11 +478,11 @@ def _gpu(report: dict[str, Any]) -> str:
             if "us" in rival:
                 others.append(f"{name} {figure(rival['times'])}x")
             else:
-                skipped.add(f"{name}: {rival['skipped']}")
+                skipped.setdefault(rival["skipped"], set()).add(name)
         times = figure(row["times"], "x") if "times" in row else ""
         rows.append([row["case"], figure(row["us"]), shown, times, ", ".join(others)])
     head = f"{head}\n\n" + table(["case", "us", "of ceilings", "times", "others take"], rows)
-    notes = "\n".join(f"- {sentence}" for sentence in sorted(skipped))
+    notes = "\n".join(f"- {'; '.join(sorted(skipped[why]))}: {why}" for why in sorted(skipped))
     return f"{head}\n\nSkipped:\n\n{notes}" if notes else head
 
 
@@ -495,8 +498,8 @@ def gpu_whole(results: Results) -> str:
             if value is not None and (below or not line.over):
                 value = value / below if below else value
                 shown = f"{value:.3g}" if value < 1e5 else f"{value:.2g}"
-                rows.append([line.what, line.today, shown, line.goal])
-        head = ["", "before (H200)", report["device"], "goal"]
+                rows.append([line.what, shown, line.goal])
+        head = ["", report["device"], "goal"]
         texts.append(table(head, _by_length(rows)))
     return "\n\n".join(texts) or NOT_YET.capitalize() + "."
 
@@ -656,7 +659,7 @@ def restore(results: Results) -> str:
         head = ["x bound: median, worst", *names, f"{OURS} fastest", "computed", "link busy"]
         parts.append(table(head, lines))
         if repeated := [row for row in own if row.repetitions > 1]:
-            head = ["x bound, cell by cell", *names, f"{OURS}, ms"]
+            head = ["x bound, cell by cell", *ENDS, "the fastest other", OURS, f"{OURS}, ms"]
             parts.append(table(head, map(_repeated, by_cell(repeated))))
     if not parts:
         return NOT_YET.capitalize() + "."
@@ -678,7 +681,7 @@ def serve(results: Results) -> str:
     rows = msgspec.convert(report["rows"], list[Served])
     for part in dict.fromkeys(row.part for row in rows):
         mine = [row for row in rows if row.part == part]
-        parts.append(f"{SERVING[part]}, measured.\n\n{_served(mine)}")
+        parts.append(f"{SERVING[part]}.\n\n{_served(mine)}")
     if reasons := report["advice"]["reasons"]:
         parts.append("Recommended for this load: " + "; ".join(reasons) + ".")
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
@@ -703,12 +706,13 @@ def _served(rows: list[Served]) -> str:
 
 
 def _repeated(cell: dict[str, Row]) -> list[str]:
-    """The times over the bound in one cell, by policy, and what FlowKV's own took."""
+    """Return the times over the bound in one cell: of the ends, the fastest other and FlowKV."""
     ours = cell[OURS]
     where = f"{ours.model} on {ours.gpu}, {situation(ours)}"
     ends = f"{1e3 * ours.ttft_min_s:,.0f} to {1e3 * ours.ttft_max_s:,.0f}"
-    ratios = (f"{row.bound_ratio:.2f}" for row in cell.values())
-    return [where, *ratios, f"{1e3 * ours.ttft_s:,.0f} ({ends})"]
+    others = min(row.bound_ratio for name, row in cell.items() if name != OURS)
+    ratios = (*(cell[name].bound_ratio for name in ENDS), others, ours.bound_ratio)
+    return [where, *(f"{ratio:.2f}" for ratio in ratios), f"{1e3 * ours.ttft_s:,.0f} ({ends})"]
 
 
 def _promised(lines: list[list[str]]) -> str:
