@@ -362,7 +362,7 @@ def real_all(results: Results) -> str:
             line[row["tokens"]] = f"{wrong}{ms}, {between(row['ratio'], '')}"
         else:
             wrong = ["**other tokens**"] * (row.get("identical") is False)
-            named = _named(row, "what", "tokens", "identical")
+            named = _named(row, "what", "tokens", "identical", "loaded_bytes")
             others.append([row["what"], f"{row.get('tokens', 0):,}", ", ".join([*wrong, *named])])
     by_tokens = [[what, *line.values()] for what, line in timed.items()]
     head = ["plain ms, attached ms, ratio", *(f"{count:,} tokens" for count in tokens)]
@@ -687,9 +687,13 @@ def serve(results: Results) -> str:
         ]
     parts = [f"### Promises (measured)\n\n{_promised(promised)}"]
     rows = msgspec.convert(report["rows"], list[Served])
+    compared: dict[tuple[str, ...], list[str]] = {}
     for part in dict.fromkeys(row.part for row in rows):
-        mine = [row for row in rows if row.part == part]
-        parts.append(f"{SERVING[part]}.\n\n{_served(mine)}")
+        systems = dict.fromkeys(row.baseline or "engine" for row in rows if row.part == part)
+        compared.setdefault(tuple(systems), []).append(part)
+    for same in compared.values():
+        title = ". ".join(SERVING[part] for part in same)
+        parts.append(f"{title}.\n\n{_served([row for row in rows if row.part in same])}")
     if reasons := report["advice"]["reasons"]:
         parts.append("Recommended for this load: " + "; ".join(reasons) + ".")
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
@@ -724,9 +728,11 @@ def _repeated(cell: dict[str, Row]) -> list[str]:
 
 
 def _promised(lines: list[list[str]]) -> str:
-    """Promises as a table; a target, verdict or note that all of them share is said once."""
+    """Return promises as a table; what all of them share stands above it once."""
     head, said = ["on", "what", "target", "figure", "", "note"], []
     columns = dict(zip(head, zip(*lines, strict=True), strict=True))
+    if len(lines) > 1 and len(set(columns["what"])) == 1:
+        said.append(f"Figures: {columns.pop('what')[0]}.")
     if len(lines) > 1 and len(set(columns["target"])) == 1:
         said.append(f"Target: {columns.pop('target')[0]}.")
     if set(columns[""]) == {"met"}:
@@ -734,6 +740,10 @@ def _promised(lines: list[list[str]]) -> str:
         del columns[""]
     if not any(columns["note"]):
         del columns["note"]
+    if list(columns) == ["on", "what", "figure"] and len(said) > 1:
+        found = zip(*columns.values(), strict=True)
+        said.append("; ".join(f"{on}: {measured} {what}" for on, what, measured in found) + ".")
+        return " ".join(said)
     shown = table(columns, zip(*columns.values(), strict=True))
     return f"{' '.join(said)}\n\n{shown}" if said else shown
 
