@@ -666,9 +666,9 @@ def restore(results: Results) -> str:
             lines.append([PARTS[part], *ends, fastest, f"{ours.computed:.0%}", busy])
         head = ["x bound: median, worst", *SHOWN, f"{OURS} fastest", "computed", "link busy"]
         parts.append(table(head, lines))
-        if repeated := [row for row in own if row.repetitions > 1]:
+        if own[0].label == "measured":
             head = ["x bound, cell by cell", *ENDS, "the fastest other", OURS, f"{OURS}, ms"]
-            parts.append(table(head, map(_repeated, by_cell(repeated))))
+            parts.append(table(head, map(_measured, by_cell(own))))
     if not parts:
         return NOT_YET.capitalize() + "."
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
@@ -717,7 +717,7 @@ def _served(rows: list[Served]) -> str:
     return table([*(["load"] if named else []), "clients", *systems], cells)
 
 
-def _repeated(cell: dict[str, Row]) -> list[str]:
+def _measured(cell: dict[str, Row]) -> list[str]:
     """Return the times over the bound in one cell: of the ends, the fastest other and FlowKV."""
     ours = cell[OURS]
     where = f"{ours.model} on {ours.gpu}, {situation(ours)}"
