@@ -9,7 +9,7 @@ import msgspec
 GROUPS = {
     "closure": "Closure of the default: 0 is leaf-first LRU, 1 is Belady",
     "floor": "Prefix hit ratio of the default less that of LRU, at the worst of 0.5 to 30 %",
-    "hints": "Closure with hints of what is sent again, the logarithm of the time off by 0.5",
+    "hints": "Closure with hints of returns, the logarithm of the time off by 0.5",
     "prefetch": "Learned prefetches, with the default",
     "warm start": "The first 500 requests at 0.5 %",
     "cost": "What decisions of the default cost, ids looked up",

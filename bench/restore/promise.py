@@ -50,7 +50,7 @@ def _virtual(rows: Sequence[Row]) -> list[Finding]:
     helped = [c for c in _with(paper, OURS) if c[OURS].bound_computed >= _HELPS]
     timed = "measured, over simulated times"
     planner = _finding("planner, share of the time, median", on, 1e-3, _planner(paper), timed)
-    note = f"in the {len(helped)} cells whose bound computes a quarter"
+    note = f"in the {len(helped)} cells where the bound computes a quarter or more"
     return [
         _finding("x bound, median", on, 1.02, known_median(ratios)),
         _finding("x bound, at worst", on, 1.10, max(ratios, default=None)),

@@ -25,7 +25,7 @@ PARTS = {
     "suffix": "Shorter and longer suffixes",
     "busy": "Restores get a part of the computing only",
     "links": "Links of 7 to 100 Gbps",
-    "pcie": "A link that nobody throttles",
+    "pcie": "An unthrottled link",
     "disk": "A file",
     "batch": "Eight requests at once",
     "stages": "Layers over several devices",

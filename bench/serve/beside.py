@@ -65,7 +65,7 @@ class Beside(msgspec.Struct, frozen=True):
             )
         )
         on = f"{self.live} live rows"
-        what = f"pace of {STEPS} steps in which somebody is restored from disk"
+        what = f"pace of {STEPS} steps during which a prefix is restored from disk"
         return Finding("beside", what, on, TARGET, "at least", self.pace, "measured", note)
 
 

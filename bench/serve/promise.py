@@ -53,7 +53,7 @@ def promises(rows: Sequence[Row]) -> list[Finding]:
     end = _ratio(short, "completion_over", FIRST_COME)
     what = "mean time to the end of shortest, of that of fcfs"
     found.append(_finding("scheduler", what, _mixed(short), _COMPLETION, "at most", end))
-    what = "s that somebody came later who was let in before, at most"
+    what = "s by which a later request was let in before an earlier one, at most"
     late = max((row.overtaken_s for row in short), default=None)
     bound_s = Shortest().aging_s
     on = _mixed(short)

@@ -32,7 +32,7 @@ class Swaps(msgspec.Struct, frozen=True):
     def finding(self) -> Finding:
         """The promise about it."""
         on = f"{self.schedules} schedules"
-        note = f"{self.preempted} times somebody made room, in {self.pressed} schedules"
+        note = f"{self.preempted} preemptions, in {self.pressed} schedules"
         what = "requests with the same tokens under pressure"
         return Finding("swap", what, on, 1.0, "at least", self.same, "measured", note)
 
