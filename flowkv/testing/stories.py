@@ -23,6 +23,7 @@ except ImportError:  # pragma: no cover
 
 # Hypothesis is imported in this module alone, so that its absence raises one clear error.
 __all__ = [
+    "HealthCheck",
     "RuleBasedStateMachine",
     "VerificationError",
     "given",
