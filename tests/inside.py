@@ -140,7 +140,7 @@ if TYPE_CHECKING:
         seed_of,
     )
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks import computation, graphs, identity
+    from flowkv.hooks import computation, graphs, identity, memory_words
     from flowkv.hooks import fingerprint as fingerprint_of_weights
     from flowkv.hooks import weights as weights_module
     from flowkv.hooks.blend import Rewrite

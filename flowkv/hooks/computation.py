@@ -30,18 +30,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 
 from flowkv.hooks.fingerprint import Weights, readable
+from flowkv.hooks.memory_words import MEMORY, places_of, words_of, words_of_instance
 from flowkv.hooks.simple import BUILTINS, MODULES, codes, names_of, pure, text_of, uses
 
 MISSING: Any = object()
 _Read = Callable[[Any], Any]
+_Pair = tuple[list[Any], list[Any]]
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CONTENT = operator.attrgetter("cell_contents")
 _VALUES = operator.methodcaller("values")
-_CLASS = operator.attrgetter("__class__")
+_INSTANCE = operator.attrgetter("__class__", "__dict__")
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 """Types of values that are compared by value, not by identity."""
 MOST_VALUES = 4096
@@ -162,22 +165,20 @@ class Walk:
         self._passed: list[tuple[Any, str]] = []
         self._configs: list[tuple[str, Any]] = []
         self._inert: list[tuple[str, Any]] = []  # objects that only libraries may use
-        # By reader: the visited objects, and the values that the reader returned, one or several
-        # for each. All objects of a reader are read at once, without a line of Python for each.
-        self._ones: dict[_Read, tuple[list[Any], list[Any]]] = {}
-        self._many: dict[_Read, tuple[list[Any], list[Any]]] = {}
+        # By reader, and whether the object has words that change with it: the visited objects, and
+        # the values that the reader returned, one or several for each. All objects of a reader are
+        # read at once, without a line of Python for each.
+        self._ones: dict[tuple[_Read, bool], _Pair] = {}
+        self._many: dict[tuple[_Read, bool], _Pair] = {}
         self._empty: list[Any] = []  # mappings that must stay empty
-        self._watch_one(any, self._empty)
+        self._addresses: list[int] = []
         self._module(_ROOT, model)
         self._environment(model)
         self._releases()
         self._watch_spaces()
-        kinds = *self._ones.values(), *self._many.values()
-        self._columns = [
-            (tuple(kept), [things for things, _ in kept.values()])
-            for kept in (self._ones, self._many)
-        ]
-        self._known = [*itertools.chain(*(known for _, known in kinds)), self]
+        self._watch_one(any, self._empty)
+        self._places, self._words = places_of(self._addresses), cast("Any", None)
+        self._columns = [self._column(worded) for worded in (False, True)]
 
     @property
     def digest(self) -> str:
@@ -201,17 +202,36 @@ class Walk:
     def same(self) -> bool:
         """Return whether all watched objects are the same; the content of tensors is not read."""
         try:
-            if all(map(operator.is_, self._now(), self._known)):
-                return True
-            return all(map(_alike, self._now(), self._known))
+            words = MEMORY.take(self._places)
+            if self._words is None or not np.array_equal(words, self._words):
+                self._words = None
+                if not self._compare(worded=True):
+                    return False
+                self._words = words  # of before the comparison: the next one sees what changed then
+            return self._compare(worded=False)
         except Exception:  # a watched object or attribute is gone
             return False
 
-    def _now(self) -> Iterator[Any]:
-        """Yield all watched values, and an end mark, so that a longer reading differs."""
-        ones, many = self._columns
+    def _compare(self, *, worded: bool) -> bool:
+        """Compare the watched values of all objects with words, or of all without."""
+        ones, many, known = self._columns[worded]
         flat = itertools.chain.from_iterable
-        return itertools.chain(flat(map(map, *ones)), flat(flat(map(map, *many))), (self,))
+        for alike in (operator.is_, _alike):
+            values = itertools.chain(flat(map(map, *ones)), flat(flat(map(map, *many))))
+            # With an end mark, a longer reading differs.
+            if all(map(alike, itertools.chain(values, (self,)), known)):
+                return True
+        return False
+
+    def _column(self, worded: bool) -> tuple[_Pair, _Pair, list[Any]]:
+        """Return readers and objects, with one and with several values, and all values known."""
+        chosen = [
+            [(read, *column) for (read, has), column in kept.items() if has == worded]
+            for kept in (self._ones, self._many)
+        ]
+        known = itertools.chain(*(known for kinds in chosen for *_, known in kinds))
+        ones, many = (([r for r, *_ in kinds], [t for _, t, _ in kinds]) for kinds in chosen)
+        return ones, many, [*known, self]
 
     def settled(self) -> bool:
         """Return whether buffers that forwards rewrite have the values of a fresh model."""
@@ -220,8 +240,9 @@ class Walk:
     def forget(self) -> None:
         """Release all visited objects, after the model is gone."""
         held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
-        for each in (*held, self._columns, self._known, self.tensors):
+        for each in (*held, self._columns, self.tensors):
             each.clear()
+        self._places, self._words = places_of([]), None
 
     # ---- watched values, and rejected ones
 
@@ -231,15 +252,23 @@ class Walk:
 
     def _watch_one(self, read: _Read, thing: Any) -> None:
         """Watch the value that `read` returns of an object."""
-        things, known = self._ones.setdefault(read, ([], []))
+        things, known = self._kept_at(self._ones, read, thing)
         things.append(thing)
         known.append(read(thing))
 
     def _watch_all(self, read: _Read, thing: Any) -> None:
         """Watch the values that `read` returns of an object."""
-        things, known = self._many.setdefault(read, ([], []))
+        things, known = self._kept_at(self._many, read, thing)
         things.append(thing)
         known.extend(read(thing))
+
+    def _kept_at(
+        self, kept: dict[Any, Any], read: _Read, thing: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Return where an object and its values are kept, and keep the addresses of its words."""
+        words = _words_of(read, thing)
+        self._addresses += words
+        return kept.setdefault((read, bool(words)), ([], []))
 
     def _watch_mapping(self, held: Mapping[str, Any]) -> None:
         """Watch all keys and values of a mapping, and their order."""
@@ -257,12 +286,13 @@ class Walk:
 
     def _watch_spaces(self) -> None:
         """Watch all recorded values of names."""
-        gets, known = self._many.setdefault(operator.call, ([], []))
         for space, meant in self._spaces.values():
             present = [name for name, value in meant.items() if value is not MISSING]
             absent = frozenset(name for name, value in meant.items() if value is MISSING)
             if present:  # with one name, a getter gives no tuple
-                gets.append(functools.partial(operator.itemgetter(*present, present[0]), space))
+                get = functools.partial(operator.itemgetter(*present, present[0]), space)
+                gets, known = self._kept_at(self._many, operator.call, get)
+                gets.append(get)
                 known += [*map(meant.get, present), meant[present[0]]]
             if absent:
                 self._watch_one(operator.call, functools.partial(space.keys().isdisjoint, absent))
@@ -315,7 +345,7 @@ class Walk:
                 if name not in free:
                     self._stored(f"{path}.{name}", module, name, tensor)
         self._hooks(path, held)
-        self._watch_module(module, own, free)
+        self._watch_module(path, module, own, free)
         for name, child in held["_modules"].items():
             if child is not None:
                 self._module(f"{path}.{name}", child)
@@ -338,14 +368,14 @@ class Walk:
         self._passed += [(me, name) for name in free if name.endswith(self._passing)]
         return frozenset(free)
 
-    def _watch_module(self, module: Any, own: list[str], free: frozenset[str]) -> None:
+    def _watch_module(self, path: str, module: Any, own: list[str], free: frozenset[str]) -> None:
         held = module.__dict__
         # The containers, the mode and the module's own attributes are compared.
         names = [*_WATCHED, *own]
         if "training" in held:  # a compiled module stores it elsewhere
             names.append("training")
         self._watch(functools.partial(operator.itemgetter(*names), held))
-        self._watch_one(_CLASS, weakref.proxy(module))
+        self._watch_all(_INSTANCE, weakref.proxy(module) if path == _ROOT else module)
         self._watch_one((lambda d: len(d.keys() - free)) if free else len, held)
         moving = [n for k in _TENSORS for n, t in held[k].items() if _offload(module, n, t)]
         skip = free.union(moving)
@@ -490,6 +520,7 @@ class Walk:
         if slots:
             self._watch(lambda: [getattr(value, name, None) for name in slots])
         if held:
+            self._watch_all(_INSTANCE, value)
             self._watch_mapping(held)
 
     def _container(self, path: str, value: Any) -> None:
@@ -1175,6 +1206,21 @@ def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
     if tensor is None or not tensor.is_meta or where is None or name not in where:
         return None
     return where
+
+
+def _words_of(read: _Read, thing: Any) -> list[int]:
+    """Return addresses of words that change whenever what is read of an object does, if there are.
+
+    Readers of dicts return keys and values alone; those that are called without an object read the
+    last argument of a `functools.partial`.
+    """
+    if read is operator.call:
+        thing = thing.args[-1] if type(thing) is functools.partial else None
+        return words_of(thing) if type(thing) in (dict, types.MappingProxyType) else []
+    if read is any:  # a list of mappings
+        words = [*itertools.chain.from_iterable(map(words_of, thing))]
+        return words if len(words) == len(thing) else []
+    return words_of_instance(thing) if read is _INSTANCE else words_of(thing)
 
 
 def _beside(names: frozenset[str], held: Mapping[str, Any]) -> list[Any]:
