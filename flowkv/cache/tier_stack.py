@@ -523,6 +523,10 @@ class TierStack:
         """Return whether a tier rests, so that nothing is sent to it, or is none (-1)."""
         return number < 0 or self.context.clock.now_ns() < self._resting_ns.get(number, 0)
 
+    def rouse(self) -> None:
+        """End the rest of all tiers."""
+        self._resting_ns.clear()
+
     def rest(self, number: int, seconds: float) -> None:
         """Send nothing to a tier for some seconds, as requests would be late or would fail."""
         self._resting_ns[number] = self.context.clock.now_ns() + round(seconds * 1e9)
@@ -693,11 +697,16 @@ class TierStack:
             self._bodies[block] = info, body
             if len(self._bodies) > _MOST_BODIES:
                 oldest = next(iter(self._bodies))
+                self.miss_out(number)
                 self.delete(oldest)
                 self.dismiss(oldest)
         else:
-            self.store(block, number, info, body)
-            self.settle(block)
+            self._store_or_miss(block, number, info, body)
+
+    def _store_or_miss(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
+        if not self.store(block, number, info, body):
+            self.miss_out(number)
+        self.settle(block)
 
     def store_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
         """Store a state on the nearest tier and the first persistent one.
@@ -1012,9 +1021,6 @@ class TierStack:
             else:
                 self._quarantined |= {(number, key) for key in keys}
         for block in blocks:
-            self.unwritten.pop(block, None)
-        self.mover.retract({block.key for block in blocks})
-        for block in blocks:
             self.unlist_all(block)
 
     def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
@@ -1037,9 +1043,9 @@ class TierStack:
             body = self._bodies.pop(block, None)
             if body is None:
                 others.append(block)
-            elif not block.gone:
-                if number >= 0:
-                    self.store(block, number, *body)
+            elif number >= 0:
+                self._store_or_miss(block, number, *body)
+            else:
                 self.settle(block)
         return others if number >= 0 else []
 
