@@ -359,7 +359,7 @@ def encode_state(values: Mapping[str, Any]) -> bytes:
     return blob + bytes(-len(blob) % GRANULE_BYTES)
 
 
-def decode_state(blob: bytes) -> dict[str, Any]:
+def decode_state(blob: bytes | memoryview) -> dict[str, Any]:
     """Decode a blob of `encode_state` into its values, with tensors on the CPU.
 
     Raises:

@@ -864,7 +864,7 @@ class TierStack:
                         if block.tiers >> number & 1:
                             yield ReadFrom(number, codec, codec == codecs[-1])
 
-    def load(self, block: Block, number: int) -> tuple[FrameInfo, bytes] | None:
+    def load(self, block: Block, number: int) -> tuple[FrameInfo, memoryview] | None:
         """Load and verify a block from one tier, into fresh memory.
 
         Args:
@@ -888,7 +888,7 @@ class TierStack:
             (answer,), _ = self.mover.load([(number, wanted)])
             if answer.outcome is Outcome.HIT and answer.info is not None:
                 self.count_loaded(number, answer.n_bytes)
-                return answer.info, bytes(memoryview(body)[: answer.n_bytes])
+                return answer.info, memoryview(body)[: answer.n_bytes].toreadonly()
             if answer.reason != "layout" or layout == wished[-1]:
                 self.not_served(block, number, answer)
                 break
@@ -947,7 +947,7 @@ class TierStack:
     def copy(self, block: Block, source: int, target: int) -> int:
         """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
         found = self.load(block, source)
-        if found is None or not self.store(block, target, found[0], memoryview(found[1])):
+        if found is None or not self.store(block, target, *found):
             return 0
         return len(found[1])
 
