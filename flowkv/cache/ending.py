@@ -96,11 +96,24 @@ class Ending:
         return 0 if proven else self._store.stack.unproven
 
     def write(self, end_s: float) -> int:
-        """Wait until all pages are written, or until `end_s`; return the pages that are not."""
+        """Wait until all pages are written, or until `end_s`; return the pages that are not.
+
+        Tiers that rest are tried once more.
+        """
         with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
             if held and _now_s() < end_s:
+                self._store.stack.rouse()
                 self._store.flush(end_s - _now_s(), _now_s)
         return self._store.stack.lost - self._lost + self._store.unsaved
+
+    def finish(self, lost: int) -> None:
+        """Write the pages that still wait; one line counts those not written or lost.
+
+        Args:
+            lost: The number of pages that were lost before the end began, see `TierStack.lost`.
+        """
+        self._lost = lost
+        _tell(self.write(_now_s() + self.exit_s), self.exit_s)
 
     def end(self) -> None:
         """Write the queued pages of a collected cache, and release its tiers and pools."""
@@ -171,7 +184,7 @@ def _tell(lost: int, exit_s: float) -> None:
         with contextlib.suppress(Exception):  # stderr may be closed, or None
             print(
                 f"flowkv: {lost} pages were not written by the end (exit_s={exit_s:g}): they are"
-                " computed anew. Call kv.close() or kv.flush() before, or raise exit_s",
+                " computed anew. Call kv.flush() or kv.close() while tiers answer, or raise exit_s",
                 file=sys.stderr,
             )
 

@@ -66,7 +66,7 @@ def forget_realm(store: PageStore, realm: Realm) -> int:
         with _alone(store) as problems:
             problems |= _learn(store, realm) | problems
             doomed = [block for block in store.index if realm.holds(block)]
-            return _erase(store, doomed, realm.holds, names, problems)
+            return _erase(store, doomed, realm, names, problems, realm.holds)
     finally:
         store.index.ghosts.bury_realm(realm.covers)
 
@@ -89,14 +89,14 @@ def forget_prompt(store: PageStore, seq: Sequence) -> int:
         StoreError: A tier cannot prove that it holds none of them any more.
     """
     doomed: dict[int, Block] = {}
-    shared = [0] * len(seq.blocks)
+    shared, realm = [0] * len(seq.blocks), Realm(seq.tenant, seq.namespace)
     store.drop_tails()
     try:
         with _alone(store) as problems:
-            problems |= _learn(store, Realm(seq.tenant, seq.namespace)) | problems
+            problems |= _learn(store, realm) | problems
             shared = [_doom(store, seq, group, doomed) for group in range(len(seq.blocks))]
             names = _names(seq, shared)
-            return _erase(store, list(doomed.values()), lambda _: False, names, problems)
+            return _erase(store, list(doomed.values()), realm, names, problems)
     finally:
         keys = {block.key for block in doomed.values()}
         for group, pages in enumerate(shared):
@@ -213,18 +213,23 @@ def _alone(store: PageStore) -> Iterator[dict[int, str]]:
 def _erase(
     store: PageStore,
     doomed: list[Block],
-    meant: Callable[[FrameInfo], bool],
+    realm: Realm,
     names: _Names,
     problems: dict[int, str],
+    meant: Callable[[FrameInfo], bool] = lambda _: False,
 ) -> int:
     """Erase blocks everywhere, check every tier's list, and record the erasure for other caches."""
     keys = {block.key for block in doomed}
-    for number in range(len(store.stack.tiers)):
-        if problem := _erase_from(store, number, keys, meant):
-            problems[number] = problem
     for block in doomed:
         store.stack.unlist_all(block)
-        store.forget(block)
+    store.forget(*doomed)
+    for number, lane in enumerate(store.stack.mover.lanes):
+        problem = _erase_from(store, number, keys, meant)
+        # Any store of the realm that was forgotten in flight may be one of the prompt's pages.
+        if not problem and any(one.stale and realm.holds(one.stale) for one in lane.schedule):
+            problem = f"{lane.tier.name} has not answered yet whether it stored some"
+        if problem:
+            problems[number] = problem
     for number, log in store.stack.erasure_logs.items():
         try:
             if log.alone:
@@ -245,8 +250,6 @@ def _erase_from(
 ) -> str:
     """Erase frames of one tier; return the reason why that is not proven, "" if it is."""
     tier, gone = store.stack.tiers[number], set(keys)
-    if any(store.stack.mover.on_the_way(key, number) for key in keys):
-        return f"{tier.name} has not answered yet whether it stored some"
     for last in (False, False, True):
         if tier.writable:
             try:

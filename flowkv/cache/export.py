@@ -328,7 +328,7 @@ def write(
     return Exported(archive.frames, archive.n_bytes, missing)
 
 
-def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes] | None:
+def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes | memoryview] | None:
     """Read description and content of a block from the nearest place; None if none has it."""
     if block.page >= 0 and not block.gone:
         page = block.page

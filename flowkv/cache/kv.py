@@ -375,8 +375,11 @@ class KV:
                 on_cpu=_on_cpu(geometry),
             )
         else:  # the old store must neither read nor write the tiers any more
-            self.planner.store.flush(self.config.load_deadline_s)
-            self.planner.store.stack.detach()
+            store, lost = self.planner.store, self.planner.store.stack.lost
+            store.flush(self.config.load_deadline_s)
+            if self._ending is not None:
+                self._ending.finish(lost)
+            store.stack.detach()
         link_pools(pools.values(), self._tiers)
         self._introduce(namespace)
         # The store must not hold the cache, which may go before its last pages are written.
@@ -1552,6 +1555,8 @@ class KV:
                 last.callback(self._tell, learned.save)
                 for recording in self._recordings:
                     last.callback(recording.close)
+                if self._ending is not None and self.planner:
+                    last.callback(self._ending.finish, self.planner.store.stack.lost)
                 last.callback(self._flush)  # also pages that closing the sequences encoded
                 for seq in list(self._open.values()):
                     last.callback(self._close, seq)

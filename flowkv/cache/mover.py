@@ -92,11 +92,13 @@ class TransferRequest:
         ended: Whether it was answered.
         followers: Requests for the same bytes, answered with this one.
         leader: The request that this one follows.
+        stale: Header of a store in flight with content that was forgotten since; else None. Stores
+            of the key wait behind it, and are then sent themselves.
     """
 
     __slots__ = (
         *("alike", "demanded", "done", "ended", "flying", "followers", "items", "leader"),
-        *("mark", "n_bytes", "owner", "priority", "span", "stores"),
+        *("mark", "n_bytes", "owner", "priority", "span", "stale", "stores"),
     )
     items: Sequence[Load | Store]
 
@@ -124,6 +126,7 @@ class TransferRequest:
         self.flying = self.ended = False
         self.followers: tuple[TransferRequest, ...] = ()
         self.leader: TransferRequest | None = None
+        self.stale: FrameInfo | None = None
 
     @property
     def item(self) -> Load | Store:
@@ -520,7 +523,7 @@ class Lane:
     def retract(self, keys: Collection[bytes] | None, reason: str = "cancelled") -> None:
         """Withdraw and fail the unsent stores of some keys, or of all (None).
 
-        Requests for these keys in flight get no further followers: they may return old content.
+        Requests for these keys in flight serve no others any more: they may have old content.
         """
         known = [one for request in self.schedule for one in (request, *request.followers)]
         for request in known:
@@ -529,7 +532,10 @@ class Lane:
             if request.stores and self.schedule.withdraw(request):
                 request.end(TierAnswer(0, 0, request.item.key, Outcome.FAILED, reason))
             elif request.flying and keys is not None:
-                self.schedule.stand_alone(request)
+                if isinstance(request.item, Store):
+                    request.stale = request.item.info
+                else:
+                    self.schedule.stand_alone(request)
 
     def _send_all(self) -> int:
         batch, jobs = self.schedule.take(), dict[tuple[bool, int], list[TransferRequest]]()
@@ -610,14 +616,14 @@ class Lane:
         return len(answers)
 
     def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
-        """End a request and its followers; loads that followed a failed one are queued anew."""
+        """End a request and its followers; those that it does not serve are queued anew."""
         followers = self.schedule.end(request)
         self.cancelled += answer.reason == "cancelled"
         if not followers:
             request.end(answer)
             return
         failed = answer.outcome is Outcome.FAILED
-        again = [follower for follower in followers if failed and not follower.stores]
+        again = [one for one in followers if (request.stale if one.stores else failed)]
         given = [
             self._given(request, answer, one) for one in followers
         ]  # copied before the request's memory is reused

@@ -754,8 +754,7 @@ class PageStore:
     def reject(self) -> int:
         """Forget all unproven pages, as the weights had changed; return their number."""
         rejected = [block for block in self.stack.provisional.reject() if not block.gone]
-        for block in rejected:
-            self.forget(block)
+        self.forget(*rejected)
         return len(rejected)
 
     def _may_write(self, block: Block, number: int) -> bool:
@@ -904,16 +903,20 @@ class PageStore:
             erased_from: Number of a tier that they are gone from already, -1 if there is none.
         """
         self.stack.lose(blocks, erased_from)
-        for block in blocks:
-            self.forget(block)
+        self.forget(*blocks)
 
-    def forget(self, block: Block) -> None:
-        """Delete a block everywhere; open sequences keep their own use of its page."""
-        if block.gone:
-            return
+    def forget(self, *blocks: Block) -> None:
+        """Delete blocks everywhere; open sequences keep their own use of the pages."""
+        for block in blocks:
+            self.stack.unwritten.pop(block, None)
+        self.stack.mover.retract({block.key for block in blocks})
+        for block in blocks:
+            if not block.gone:
+                self._forget(block)
+
+    def _forget(self, block: Block) -> None:
         self.stack.delete(block)
         self.prefetched_unused.end(block, used=False)
-        self.stack.unwritten.pop(block, None)
         page = block.page
         if page >= 0:
             self._places[block.group].remove(block)

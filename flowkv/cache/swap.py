@@ -359,7 +359,7 @@ def encode_state(values: Mapping[str, Any]) -> bytes:
     return blob + bytes(-len(blob) % GRANULE_BYTES)
 
 
-def decode_state(blob: bytes) -> dict[str, Any]:
+def decode_state(blob: bytes | memoryview) -> dict[str, Any]:
     """Decode a blob of `encode_state` into its values, with tensors on the CPU.
 
     Raises:
@@ -434,7 +434,8 @@ class Snapshots:
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
         info = block.info(LAYOUT, tokens=block.tail, stripe_bytes=GRANULE_BYTES)
-        saved = self.store.stack.store_state(block, info, body)
+        if not (saved := self.store.stack.store_state(block, info, body)):
+            self.store.stack.miss_out(self.store.stack.lasting())
         self.store.drain()
         return saved
 

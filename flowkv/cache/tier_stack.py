@@ -523,6 +523,10 @@ class TierStack:
         """Return whether a tier rests, so that nothing is sent to it, or is none (-1)."""
         return number < 0 or self.context.clock.now_ns() < self._resting_ns.get(number, 0)
 
+    def rouse(self) -> None:
+        """End the rest of all tiers."""
+        self._resting_ns.clear()
+
     def rest(self, number: int, seconds: float) -> None:
         """Send nothing to a tier for some seconds, as requests would be late or would fail."""
         self._resting_ns[number] = self.context.clock.now_ns() + round(seconds * 1e9)
@@ -693,11 +697,16 @@ class TierStack:
             self._bodies[block] = info, body
             if len(self._bodies) > _MOST_BODIES:
                 oldest = next(iter(self._bodies))
+                self.miss_out(number)
                 self.delete(oldest)
                 self.dismiss(oldest)
         else:
-            self.store(block, number, info, body)
-            self.settle(block)
+            self._store_or_miss(block, number, info, body)
+
+    def _store_or_miss(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
+        if not self.store(block, number, info, body):
+            self.miss_out(number)
+        self.settle(block)
 
     def store_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
         """Store a state on the nearest tier and the first persistent one.
@@ -855,7 +864,7 @@ class TierStack:
                         if block.tiers >> number & 1:
                             yield ReadFrom(number, codec, codec == codecs[-1])
 
-    def load(self, block: Block, number: int) -> tuple[FrameInfo, bytes] | None:
+    def load(self, block: Block, number: int) -> tuple[FrameInfo, memoryview] | None:
         """Load and verify a block from one tier, into fresh memory.
 
         Args:
@@ -879,7 +888,7 @@ class TierStack:
             (answer,), _ = self.mover.load([(number, wanted)])
             if answer.outcome is Outcome.HIT and answer.info is not None:
                 self.count_loaded(number, answer.n_bytes)
-                return answer.info, bytes(memoryview(body)[: answer.n_bytes])
+                return answer.info, memoryview(body)[: answer.n_bytes].toreadonly()
             if answer.reason != "layout" or layout == wished[-1]:
                 self.not_served(block, number, answer)
                 break
@@ -938,7 +947,7 @@ class TierStack:
     def copy(self, block: Block, source: int, target: int) -> int:
         """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
         found = self.load(block, source)
-        if found is None or not self.store(block, target, found[0], memoryview(found[1])):
+        if found is None or not self.store(block, target, *found):
             return 0
         return len(found[1])
 
@@ -1012,9 +1021,6 @@ class TierStack:
             else:
                 self._quarantined |= {(number, key) for key in keys}
         for block in blocks:
-            self.unwritten.pop(block, None)
-        self.mover.retract({block.key for block in blocks})
-        for block in blocks:
             self.unlist_all(block)
 
     def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
@@ -1037,9 +1043,9 @@ class TierStack:
             body = self._bodies.pop(block, None)
             if body is None:
                 others.append(block)
-            elif not block.gone:
-                if number >= 0:
-                    self.store(block, number, *body)
+            elif number >= 0:
+                self._store_or_miss(block, number, *body)
+            else:
                 self.settle(block)
         return others if number >= 0 else []
 

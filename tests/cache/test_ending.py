@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from flowkv import KV
+from flowkv import KV, Namespace
 from tests.cache.departing import CASES, PAGES, Hung
 from tests.cache.fakes import Deferred, lasting
 from tests.cache.toy import make_kv, opened, published, simple
-from tests.inside import REAPER, ConfigError, ending, follow
+from tests.inside import REAPER, ConfigError, bind, ending, follow
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +258,42 @@ def test_a_tier_that_was_passed_as_an_object_outlives_a_dropped_cache() -> None:
     kv = make_kv(simple(), tiers=[tier])
     kv.close()
     assert closed
+
+
+@pytest.mark.parametrize("way", ["close", "drop", "bind"])
+@pytest.mark.parametrize("works", [True, False])
+def test_a_tier_that_rests_is_tried_once_more_at_the_end(
+    works: bool, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = failing("breaker")
+    tier.close = lambda: None
+    kv = make_kv(simple(), tiers=[tier])
+    published(kv, range(40))
+    tier.work("breaker")
+    assert not kv.flush() and kv.planner.store.stack.rests(0) and kv.planner.store.unsaved == 5
+    kv.planner.store.stack.rest(0, 60.0)
+    if not works:
+        tier.work = lambda reason="": Deferred.work(tier, "breaker")
+    if way == "bind":
+        bind(kv, simple(layers=2), Namespace(model="other"))
+    elif way == "close":
+        kv.close()
+    del kv
+    gc.collect()
+    REAPER.settle(30.0)
+    said = capsys.readouterr().err
+    assert len(tier.frames) == (5 if works else 0)
+    assert said == "" if works else said.startswith("flowkv: 5 pages were not written by the end")
+    assert said.count("\n") == (not works)
+
+
+def test_what_a_close_loses_is_counted_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tier = failing("EIO")
+    kv = make_kv(simple(), tiers=[tier])
+    published(kv, range(40))
+    tier.work("busy")
+    assert not kv.flush() and kv.planner.store.stack.lost == 5
+    published(kv, range(100, 124))
+    tier.work("busy")
+    kv.close()
+    assert capsys.readouterr().err.startswith("flowkv: 3 pages were not written by the end")

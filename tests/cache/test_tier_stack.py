@@ -13,7 +13,7 @@ from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Load, Outcome
 from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Silent, Wrapped, lasting
-from tests.cache.toy import make_kv, opened, published, simple
+from tests.cache.toy import check_content, make_kv, opened, published, simple
 from tests.inside import ManualClock, StoreError, bind
 
 P = [1] * 24
@@ -290,3 +290,84 @@ def test_a_flush_gives_what_lies_in_memory_to_the_tier_that_lasts_together() -> 
     evict_all(kv)
     back(kv, clock)
     assert len(disk.frames) == 12 and disk._jobs >= -4
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_erasure_is_not_proven_before_what_was_forgotten_in_flight_has_landed(
+    lost: bool,
+) -> None:
+    """Be it forgotten by this cache, or by another one; and another tenant sees nothing of it."""
+    disk = Deferred(lasting())
+    disk.poll = lambda timeout_s=0.0: []
+    kv = make_kv(simple(), pages=16, tiers=[disk], load_deadline_s=0.05)
+    published(kv, P)
+    store = kv.planner.store
+    if lost:
+        store.lose(blocks(kv), -1)
+    else:
+        with pytest.raises(StoreError, match="lasting has not answered"):
+            kv.forget(P)
+    assert disk.waiting == 3 and not blocks(kv)
+    for tokens in (P, None):
+        with pytest.raises(StoreError, match="lasting has not answered"):
+            kv.forget(tokens)
+    assert kv.forget(P, tenant="another") == 0
+    del disk.poll
+    disk.work()
+    assert kv.forget(P) == 0 and not disk.frames and not store.unsaved
+    audit(kv)
+
+
+@pytest.mark.parametrize("reason", ["", "EIO"])
+def test_a_page_that_comes_back_does_not_join_the_store_that_was_forgotten(reason: str) -> None:
+    """Its old content is not that of the new page, and is wiped when it lands."""
+    disk = Deferred(lasting())
+    disk.poll = lambda timeout_s=0.0: []
+    kv = make_kv(simple(), pages=16, tiers=[disk], load_deadline_s=0.05)
+    published(kv, P, tag=1)
+    store = kv.planner.store
+    with pytest.raises(StoreError, match="lasting has not answered"):
+        kv.forget(P)
+    published(kv, P, tag=2)
+    store.drain()
+    del disk.poll
+    assert disk.waiting == 3, "the new stores wait for the old ones"
+    with kv.lock:
+        disk.work(reason)
+        store.stack.mover.collect()
+        assert not disk.frames and store.unsaved == 3 and not store.stack.stored_bytes["lasting"]
+        store.drain()
+        assert disk.waiting == 3
+    assert kv.flush(5.0) and len(disk.frames) == 3 and not store.stack.dropped.total()
+    assert store.stack.stored_bytes["lasting"] == 3 * 4096
+    evict_all(kv)
+    with opened(kv, [*P, 1], tag=2) as seq:
+        assert seq.reused == 24
+        check_content(kv, seq, [*P, 1], tag=2)
+    assert kv.forget(P) == 3 and not disk.frames
+    audit(kv)
+
+
+def test_tails_and_states_that_no_tier_takes_are_counted() -> None:
+    """Be their tier away or full; one that waits for proof, and is pushed out, counts too."""
+    disk = lasting()
+    kv, clock = stacked(disk)
+    stack = kv.planner.store.stack
+    with opened(kv, [*P, 1, 2, 3]) as seq:
+        assert not kv.save_state(seq, {"h": torch.ones(2)})
+    assert stack.dropped["lasting"] == stack.lost == 3 and kv.planner.store.unsaved == 3
+    back(kv, clock)
+    assert len(disk.frames) == 3
+    capacity, disk.capacity_bytes = disk.capacity_bytes, 2000
+    published(kv, [*P, 4, 5])
+    assert kv.flush(5.0) is False and stack.lost == 4
+    disk.capacity_bytes, stack.provisional.active = capacity, True
+    for token in range(18):
+        published(kv, [*P, 6, token])
+    assert stack.lost == 6 and len(stack.provisional) == 16
+    stack.rest(0, 60.0)
+    with kv.lock:
+        stack.provisional.begin()
+        kv.planner.store.confirm()
+    assert stack.lost == stack.dropped["lasting"] == 22 and len(disk.frames) == 3
+    audit(kv)
