@@ -464,8 +464,9 @@ def _add_replays(verb: AddVerb) -> None:
         parser.option("--hints", "SIGMA", about, type=float)
         about = "requests are known S seconds before"
         parser.option("--queue", "S", about, type=float, default=0.0)
-        about = "bring blocks before they are asked for"
-        parser.add_argument("--prefetch", action="store_true", help=about)
+        about = "bring blocks before they are asked for; with markov, by the order of chains"
+        more: Any = {"nargs": "?", "choices": ["markov"], "const": True, "default": False}
+        parser.option("--prefetch", "markov", about, **more)
         about = (
             "places below the first, such as dram:5%%,disk:30%%:kv8, or none; may be given several"
         )
