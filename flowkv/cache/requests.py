@@ -690,7 +690,7 @@ class WaitingRequest:
         self._queue.cancel(self)
 
     def __repr__(self) -> str:
-        return f"<flowkv.Queued: {'waiting' if self.waiting else 'served or cancelled'}>"
+        return f"<flowkv.WaitingRequest: {'waiting' if self.waiting else 'served or cancelled'}>"
 
 
 class Queue:
