@@ -497,7 +497,7 @@ def gpu_whole(results: Results) -> str:
     """Return the lines of `bench.gpu --whole` with a figure, but for kernels (see `targets`)."""
     texts = []
     for report in gpu_reports(results):
-        cases = {row["case"]: row for row in report["rows"]}
+        cases = {row["case"]: row for row in report["rows"]} | {"ceilings": report["ceilings"]}
         rows = []
         for line in whole.TABLE:
             value, below = whole.found(cases, line.of), whole.found(cases, line.over)

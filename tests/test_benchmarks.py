@@ -127,6 +127,29 @@ def kernel_figures() -> list[whole.Figure]:
     return [figure for figure in whole.TABLE if figure.of.endswith(kinds)]
 
 
+def test_a_case_of_the_gpu_has_one_goal() -> None:
+    """The table of a whole run and the promises in the docs judge a case alike."""
+    goals = {what: goal for what, goal, *_ in render.goals(render.Device(None))}
+    said = {figure.what: figure.goal.removeprefix(">= ") for figure in whole.TABLE}
+    for case in (whole.A, whole.B):
+        share = float(said[f"{case}, of read ceiling"])
+        assert goals[f"bf16 {case}, share of read bandwidth"] == f"at least {share:.0%}"
+    for codec in ("kv8", "k8v4", "kv4c", "kv4h"):
+        least = said[f"{whole.A} {codec}: raw over it"]
+        assert goals[f"{codec} {whole.A}, against bf16"] == f"at least {least}x"
+
+
+def test_stores_and_loads_are_judged_by_the_link() -> None:
+    ways = ("stored to the host, of the link", "loaded from the host, of the link")
+    figures = [figure for figure in whole.TABLE if figure.what in ways]
+    rows = [{"case": "tier host", "store_bytes_per_s": 4e9, "load_bytes_per_s": 40e9}]
+    ceilings = {"to_host_bytes_s": 40e9, "to_device_bytes_s": 50e9}
+    shown = whole.table({"results": [], "rows": rows, "parts": [], "ceilings": ceilings})
+    for figure, share in zip(figures, ("0.1", "0.8"), strict=True):
+        (line,) = (line for line in shown.splitlines() if line.startswith(figure.what))
+        assert figure.goal == ">= .85" and share in line.split()
+
+
 def test_a_whole_run_goes_through_every_part_without_a_gpu(tmp_path: Path) -> None:
     """One command: each part comes to its end, and each line of the table finds its figures."""
     pytest.importorskip("transformers", reason="transformers is not installed here")
@@ -148,7 +171,7 @@ def test_a_whole_run_goes_through_every_part_without_a_gpu(tmp_path: Path) -> No
     assert ran == set(whole.SECONDS) and report["label"] == "dry run"
     rows = report["results"] + report["rows"]
     assert not [row for row in rows if row.get("wrong") or row.get("failed")]
-    cases = {row["case"]: row for row in rows}
+    cases = whole.cases_of(report)
     assert "skipped" in cases["generate_batch"]
     assert cases["attached: threads, decoding"]["samples"]["leaves"]
     wants_a_gpu = ("generate_batch", "without graphs")

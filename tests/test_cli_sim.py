@@ -13,6 +13,7 @@ from flowkv import KV, cli
 from flowkv.connect.events import EventPublisher
 from flowkv.sim import generate, replay
 from tests.cache.toy import PAGE, make_kv, published, simple
+from tests.inside import ConfigError
 from tests.report.drawn import curves
 
 
@@ -91,6 +92,22 @@ def test_what_the_policy_is_told_stands_in_the_row(capsys: pytest.CaptureFixture
     )  # fmt: skip
     assert (bound["policy"], bound["hints"], bound["prefetch"]) == ("opt", None, False)
     assert bound["closure"] == 1.0 and bound["prefetched"] == 0
+
+
+def test_prefetches_by_a_markov_chain_are_those_of_the_library(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "cyclic:requests=200,blocks=32,per_s=10 --policy hazard --sizes 30% --markov"
+    (found,) = rows(capsys, "sim", "replay", *words.split())
+    trace = generate("cyclic", requests=200, blocks=32, per_s=10)
+    off, policy, markov = (
+        replay(trace, "hazard", size=0.3, prefetch=wish) for wish in (False, True, "markov")
+    )
+    assert found["prefetch"] == "markov" and found["prefetched"] == markov.prefetched > 0
+    assert found["digest"] == markov.digest != policy.digest
+    assert found["prefix_hit_ratio"] > off.prefix_hit_ratio
+    with pytest.raises(ConfigError, match="learned"):
+        replay(trace, "lru", size=0.3, prefetch="psychic")
 
 
 def test_replay_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,8 +124,6 @@ class Prefetch:
 
 # One device's prefetcher: its view of the cache, its events, and the execution of its plans.
 
-MOST_QUEUED = 256
-"""Most waiting requests passed to the prefetcher; further ones get no prefetch of their own."""
 _LEAST_FLYING, _MOST_FLYING = 1 << 26, 1 << 28
 """Bounds of the bytes in flight at once; between them, the bytes that a period can load."""
 _SOON = 16  # parts of a period
@@ -265,7 +263,7 @@ class DevicePrefetcher:
         """Queue a waiting request that will use a group's chain."""
         self._settle(now_ns)
         known = self._known(group, slots)
-        if len(known) and len(self._queued) < MOST_QUEUED:
+        if len(known):
             self._queued[request] = _Queued(int(known[-1]), handle)
             self.prefetcher.enqueue(now_ns, request, known)
             self.due_ns = now_ns
@@ -692,7 +690,7 @@ class WaitingRequest:
         self._queue.cancel(self)
 
     def __repr__(self) -> str:
-        return f"<flowkv.Queued: {'waiting' if self.waiting else 'served or cancelled'}>"
+        return f"<flowkv.WaitingRequest: {'waiting' if self.waiting else 'served or cancelled'}>"
 
 
 class Queue:

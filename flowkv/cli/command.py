@@ -466,6 +466,9 @@ def _add_replays(verb: AddVerb) -> None:
         parser.option("--queue", "S", about, type=float, default=0.0)
         about = "bring blocks before they are asked for"
         parser.add_argument("--prefetch", action="store_true", help=about)
+        about = "prefetch by a Markov chain over the order of chains"
+        more: Any = {"action": "store_const", "dest": "prefetch", "const": "markov"}
+        parser.add_argument("--markov", help=about, **more)
         about = (
             "places below the first, such as dram:5%%,disk:30%%:kv8, or none; may be given several"
         )

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import numba
+import numpy as np
 from numba.core import caching, ccallback, sigutils
 
 from flowkv.core.config import cache_home
@@ -35,6 +36,8 @@ _NOWHERE = "/dev/null/flowkv"
 _LONGEST = 200
 """Most letters of a name: the path of the sources, or its digest if it is longer."""
 _STALE_S = 30 * 86400.0
+_MADE_BY = f"@numba-{numba.__version__}-numpy-{np.__version__}"
+"""End of a name: numba drops what another version of its own made; numpy's version changes code."""
 
 
 def _own(path: Path) -> bool:
@@ -53,7 +56,8 @@ def _own(path: Path) -> bool:
 def directory(sources: Path) -> Path | None:
     """Return the cache directory for one directory of sources; None if there can be none.
 
-    Making a new one removes those of deleted sources, a month after their last change.
+    Each version of numba and numpy has one of its own. Making a new one removes those of deleted
+    sources and of other versions, a month after their last change.
     """
     home = cache_home()
     if home is None or not _own(home) or not _own(home / "compiled"):
@@ -61,12 +65,13 @@ def directory(sources: Path) -> Path | None:
     name = quote(str(sources), safe="")
     if len(name) > _LONGEST:
         name = hashlib.sha256(name.encode()).hexdigest()
-    found = home / "compiled" / name
+    found = home / "compiled" / (name + _MADE_BY)
     if found.is_dir():
         return found
     with suppress(OSError):
         for other in (home / "compiled").glob("%2F*"):
-            gone = not Path(unquote(other.name)).exists()
+            path = other.name.removesuffix(_MADE_BY)
+            gone = path == other.name or not Path(unquote(path)).exists()
             if gone and other.stat().st_mtime < time.time() - _STALE_S:
                 shutil.rmtree(other, ignore_errors=True)
     return found if _own(found) else None

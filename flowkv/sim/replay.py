@@ -732,8 +732,8 @@ class ReplaySettings(TypedDict, total=False):
             hints when each conversation goes on, and which part of its prompt it will send again;
             never where it ends (see `flowkv.sim.trace.hints_of`). No hints without.
         queue_s: Seconds that requests are queued before they run.
-        prefetch: Prefetch blocks from a place that has all blocks seen so far; a mapping of options
-            of `Prefetcher` turns it on too.
+        prefetch: Prefetch blocks from a place that has all blocks seen so far; "markov", or a
+            mapping of options of `Prefetcher`, turns it on too.
         warm: Model of a policy of this kind: the result of its `save_model`.
         costs: Pass the policy the cost to compute each block, with this hardware and model.
         tiers: More places below the first, fastest first: "dram:5%", "disk:30%:kv8" (see
@@ -749,7 +749,7 @@ class ReplaySettings(TypedDict, total=False):
     options: Options | None
     hints: float | None
     queue_s: float
-    prefetch: bool | Options
+    prefetch: bool | str | Options
     warm: bytes | None
     costs: bool
     tiers: Sequence[str | ReplayTier]
@@ -835,7 +835,8 @@ def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
 def _place(trace: Trace, policy: Policy, capacity: int, settings: ReplaySettings) -> OnePlace:
     sigma = settings.get("hints")
     wish = settings.get("prefetch", False)
-    told: dict[str, Any] = dict(wish) if isinstance(wish, Mapping) else {}
+    told: Any = {"learned": wish} if isinstance(wish, str) else wish
+    told = told if isinstance(told, Mapping) else {}
     on = isinstance(wish, Mapping) or bool(wish)
     hardware, model = _machine(settings)
     costs_s = hardware.prefill_s(block_costs(trace, model))

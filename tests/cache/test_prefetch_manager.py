@@ -198,6 +198,23 @@ def test_who_waits_no_longer_gets_nothing_more() -> None:
     kv.close()
 
 
+def test_requests_behind_the_first_256_are_looked_at_once_those_are_served() -> None:
+    kv = small(pages=12)
+    away(kv, P, Q, R)
+    first, *_ = [kv.enqueue([*P, 9]) for _ in range(256)]
+    kv.enqueue([*Q, 9])
+    kv.enqueue([*R, 9])
+    assert [here(kv, prompt) for prompt in (P, Q, R)] == [24, 0, 0]
+    for cancelled in (True, False):
+        first.cancel() if cancelled else kv.open([*P, 9]).close()
+        kv.clock.advance(s=2.0)
+        edges(kv)
+        assert (here(kv, Q), here(kv, R)) == (24, 0 if cancelled else 24), "oldest first"
+    assert numbers_of(kv)["queue"]["fetched_bytes"] == 9 * PAGE_BYTES
+    audit(kv)
+    kv.close()
+
+
 def test_what_did_not_fit_comes_when_there_is_room() -> None:
     kv = small(pages=5)
     away(kv, P)

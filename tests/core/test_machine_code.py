@@ -96,23 +96,46 @@ def test_what_is_damaged_is_compiled_anew(home: Path, ending: str, n_bytes: int)
     assert hits(again()) == 1
 
 
-def test_machine_code_of_sources_that_are_gone_goes_too(home: Path) -> None:
-    compiled = home / "compiled"
-    gone, young, there = (
-        compiled / quote(str(path), safe="") for path in (home / "gone", home / "young", ROOT)
-    )
-    for path in (gone, young, there):
-        path.mkdir(parents=True, mode=0o700)
-    (home.parent / "flowkv").chmod(0o700), compiled.chmod(0o700)
-    for path in (gone, there):
+def test_versions_of_numba_keep_machine_code_apart(home: Path) -> None:
+    """Two environments over one checkout: numba empties an index that another version wrote."""
+    assert hits(again()) == 0
+    found = directory(Path(__file__).parent)
+    assert found is not None and f"numba-{numba.__version__}" in found.name
+    other = [sys.executable, "-c", OTHER, str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": ""}
+    named = subprocess.run(other, env=environment, capture_output=True, text=True, check=True)
+    assert "numba-0.1" in named.stdout and named.stdout.strip() != found.name
+    assert hits(again()) == 1
+
+
+OTHER = """
+import sys
+from pathlib import Path
+import numba
+numba.__version__ = "0.1"
+from flowkv.core.machine_code import directory
+print(directory(Path(sys.argv[1])).name)
+"""
+
+
+def test_machine_code_of_other_sources_and_versions_goes_after_a_month(home: Path) -> None:
+    there = directory(ROOT)
+    assert there is not None
+    end = there.name.removeprefix(quote(str(ROOT), safe=""))
+    paths = (f"{home}/gone{end}", f"{home}/young{end}", f"{ROOT}@numba-0.1", f"{ROOT}")
+    gone, young, *others = (there.parent / quote(path, safe="@") for path in paths)
+    for path in (gone, young, *others):
+        path.mkdir()
+    for path in (gone, *others, there):
         os.utime(path, times=(0, time.time() - 31 * 86400))
     assert directory(Path(__file__).parent) is not None
-    assert not gone.exists() and young.exists() and there.exists()
+    assert young.exists() and there.exists()
+    assert not any(path.exists() for path in (gone, *others))
 
 
 def test_a_long_path_has_a_short_name(home: Path) -> None:
     found = directory(Path("/" + 50 * "long/"))
-    assert found is not None and len(found.name) == 64
+    assert found is not None and len(found.name.partition("@")[0]) == 64
 
 
 ALL = """

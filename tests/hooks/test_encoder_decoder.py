@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -174,6 +175,34 @@ class TestGenerate:
                 ours = t5(**inputs, past_key_values=pair(DynamicCache())).logits
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
             assert reused(kv) == 192, "of generate"
+
+    def test_generate_is_known_however_many_calls_lie_between(self, t5: Any) -> None:
+        class Deep(type(t5)):
+            def __call__(self, *args: Any, depth: int = 20, **given: Any) -> Any:
+                if depth:
+                    return self(*args, depth=depth - 1, **given)
+                return super().__call__(*args, **given)
+
+        model = Deep(t5.config).eval()
+        with attached(model, revision="deep") as kv:
+            runs = [generate(model, 3, **text()).sequences for _ in range(2)]
+            assert torch.equal(*runs) and reused(kv) == 192
+
+    def test_detached_and_copied_models_have_their_own_generate(self, t5: Any) -> None:
+        inputs = text()
+        with attached(t5):
+            twin = copy.deepcopy(t5)
+            assert "_prefill" in vars(t5) and "_prefill" not in vars(twin)
+        assert "_prefill" not in vars(t5)
+        calls = []
+        twin._prefill = lambda *args, **given: (
+            calls.append(1) or type(t5)._prefill(twin, *args, **given)
+        )
+        own = twin._prefill
+        with attached(twin, revision="own"):
+            assert_same(generate(twin, 3, **inputs), generate(t5, 3, **inputs))
+            copied = copy.deepcopy(twin)
+        assert calls and vars(twin)["_prefill"] is vars(copied)["_prefill"] is own
 
     @pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
     def test_whoever_reads_more_gets_it(self, t5: Any) -> None:

@@ -48,6 +48,22 @@ def generated(model: Any, prompt: torch.Tensor, seed: int = 0, **options: Any) -
     return out[0, prompt.shape[1] :].tolist()
 
 
+def test_a_token_is_added_once_whoever_chose_it(model: Any) -> None:
+    """Criteria see the text: a greedy token that `choose` returns is not added again by `take`."""
+    texts = list[list[int]]()
+
+    def seen(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        texts.append(input_ids[0].tolist())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    prompt, logits = np.array([5, 6], np.uint32), torch.eye(16)
+    choice = GenerateSampler(model).read(prompt, 4, {"stopping_criteria": [seen]}, 0)
+    assert choice.greedy
+    assert [choice.take(choice.choose(logits[3])), choice.take(9)] == [False, False]
+    assert not choice.take(choice.choose(logits[4]))
+    assert texts == [[5, 6, 3], [5, 6, 3, 9], [5, 6, 3, 9, 4]]
+
+
 class Upwards(transformers.LogitsProcessor):
     """Prefers the next id; keeps state, as a user's own may."""
 

@@ -42,15 +42,14 @@ from flowkv.hooks.huggingface.rows import (
     check_paired,
     close_all,
     refuse_lost,
-    wants_last,
     without_known,
 )
 from flowkv.hooks.huggingface.thin import Thinning
-from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
+from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache
 from flowkv.hooks.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
-_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "forward")
+_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")
 _HOOKS = frozenset(
     f"_forward_{kind}{flags}"
     for kind in ("hooks", "pre_hooks")
@@ -58,6 +57,9 @@ _HOOKS = frozenset(
 )
 _ASIDE: ContextVar[frozenset[Any]] = ContextVar("flowkv_aside", default=frozenset())
 """Doors that do not serve this thread's forwards."""
+_GENERATES: ContextVar[Any] = ContextVar("flowkv_generates", default=None)
+"""Door of an encoder-decoder whose `generate` runs its first forward, which reads the last logits
+only: decoders get `logits_to_keep`, here the same arguments of another caller may want all."""
 _PATIENCE_S = 10.0
 """Longest time for which closing waits for forwards of other threads."""
 _MIXED = "the rows of a batch depend on each other"
@@ -147,6 +149,8 @@ class ForwardHook:
             # Wrappers that forward missing attributes to the model, as PEFT's, must not find one.
             model.__dict__["__deepcopy__"] = self._copy_model
         model.__dict__["compile"] = self._compile
+        if self.names.encoder and getattr(type(model), "_prefill", self) is PREFILL:
+            model.__dict__.setdefault("_prefill", self._prefill)
         if self._capturable and "forward" not in model.__dict__:
             model.__dict__["forward"] = _answering(model.forward, self.names.cache)
             state = partial(_state, weakref.ref(self))
@@ -174,6 +178,11 @@ class ForwardHook:
         """Compile the model as its class does, and warn that its forwards skip the hooks."""
         type(self.model).compile(self.model, *args, **kwargs)
         self.warn_compiled("model.compile()")
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the first forward of the model's `generate`, marked as such."""
+        with interrupts.Setting(_GENERATES, self):
+            return PREFILL(self.model, *args, **kwargs)
 
     def warn_compiled(self, how: str) -> None:
         """Warn that forwards of a compiled model do not run the hooks of this door."""
@@ -205,7 +214,8 @@ class ForwardHook:
 
     def _strip(self, state: dict[str, Any]) -> None:
         for name in _OWN_ATTRIBUTES:
-            state.pop(name, None)
+            if getattr(state.get(name), "__module__", "") == __name__:
+                del state[name]
         for name in _HOOKS & state.keys():
             for handle in self._handles:
                 state[name].pop(handle.id, None)
@@ -226,9 +236,7 @@ class ForwardHook:
         self._handles = []
         model = self.model
         if model is not None:
-            for name in _OWN_ATTRIBUTES:
-                if name != "forward" or self._graphs is not None:
-                    model.__dict__.pop(name, None)
+            self._strip(model.__dict__)
         self._graphs = None
 
     def release(self) -> None:
@@ -407,8 +415,8 @@ class ForwardHook:
             self.passes.add(cache)
             return given
         call = ForwardCall(self.names, given)
-        if self.names.encoder and not call.keep and wants_last(self.model):
-            call.keep = 1
+        if _GENERATES.get() is self:
+            call.keep = max(call.keep, 1)
         pads = None if call.problem else call.pads()
         problem = self._obstacle(call, pads)
         if problem:
@@ -721,7 +729,7 @@ class ForwardHook:
             cache.follow()
         whole = False
         if rows.lost or not rows.forwards:
-            call, whole = without_known(rows, call, self._model())
+            call, whole = without_known(rows, call, generates=_GENERATES.get() is self)
         # For a decode step, the result decides whether a graph's answer and full pages are used.
         compare = rows.compare if rows.forwards and call.columns == 1 else rows.padded_by
         padded = compare(call.mask, rows.base + call.columns)

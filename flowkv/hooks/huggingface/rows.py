@@ -7,7 +7,6 @@ translates, and records the token ids that were computed, so that full pages can
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.inputs import ForwardCall, Notes, usual
-from flowkv.hooks.huggingface.versions import PREFILL, EncoderDecoderCache
+from flowkv.hooks.huggingface.versions import EncoderDecoderCache
 from flowkv.kernels.operands import Pages, Ragged
 
 _CLOSED = attrgetter("closed")
@@ -536,25 +535,6 @@ class Rows:
 # Decoders pass `logits_to_keep` if only the last logits are wanted, and a mask by which `generate`
 # cuts off the columns of a filled cache. Encoder-decoders often have neither.
 
-_FRAMES = 16
-"""Most frames between a forward's hook and the caller of the model: torch's own."""
-
-
-def wants_last(model: torch.nn.Module | None) -> bool:
-    """Return whether this forward is the first of `generate`, which reads the last logits only.
-
-    Hooks call it for models without an argument for it. Only the caller's frames show it: the same
-    arguments from another caller may mean that all logits are wanted.
-    """
-    frame = sys._getframe(1).f_back
-    for _ in range(_FRAMES):
-        if frame is None or PREFILL is None:
-            return False
-        if frame.f_code is PREFILL:
-            return frame.f_locals.get("self") is model
-        frame = frame.f_back
-    return False
-
 
 def check_paired(call: ForwardCall) -> None:
     """Check that an encoder-decoder has a cache for each of its two kinds of attention.
@@ -570,15 +550,13 @@ def check_paired(call: ForwardCall) -> None:
         )
 
 
-def without_known(
-    rows: Rows, call: ForwardCall, model: torch.nn.Module | None
-) -> tuple[ForwardCall, bool]:
+def without_known(rows: Rows, call: ForwardCall, *, generates: bool) -> tuple[ForwardCall, bool]:
     """Remove the columns from a forward that its cache holds already.
 
     Args:
         rows: Rows of the cache.
         call: The forward.
-        model: Model of the forward.
+        generates: Whether it is the first of `generate` of an encoder-decoder.
 
     Returns:
         The forward, and whether it was given the whole prompt.
@@ -587,7 +565,7 @@ def without_known(
         StateError: The columns of its tokens are ambiguous, the mask shows padding, or the cache
             lost columns that the tokens continue.
     """
-    whole = _passed_again(rows, call, model)
+    whole = _passed_again(rows, call, generates)
     if rows.lost and not whole and not _noticed(rows, call):
         refuse_lost(rows)
     rows.lost = 0
@@ -645,7 +623,7 @@ def _check_padding(rows: Rows, call: ForwardCall) -> None:
         )
 
 
-def _passed_again(rows: Rows, call: ForwardCall, model: torch.nn.Module | None) -> bool:
+def _passed_again(rows: Rows, call: ForwardCall, generates: bool) -> bool:
     """Return whether a cache's first forward repeats its prompt, instead of continuing it.
 
     Raises:
@@ -662,7 +640,7 @@ def _passed_again(rows: Rows, call: ForwardCall, model: torch.nn.Module | None) 
     each = zip(ids, rows.padded, strict=True)
     begins = all(_begins(line, seq.tokens, pad) for line, (seq, pad) in each)
     follows = _follows(rows, ids, rows.told)
-    if begins and (not follows or not silent or wants_last(model)):
+    if begins and (not follows or not silent or generates):
         return True
     if call.names.encoder and call.mask is None and begins is follows:
         either = "both begin with the prompt and" if begins else "neither begin with the prompt nor"

@@ -399,7 +399,7 @@ class GeneratedChoice:
         self._processors, self._criteria, self._stops = processors, criteria, stops
         self._prompt, self._limit, self._seed, self._device = prompt, limit, seed, device
         self._ids: torch.Tensor | None = None
-        self._length = prompt.size
+        self._length = self._taken = prompt.size
         self._draws: torch.Generator | None = None
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -422,7 +422,8 @@ class GeneratedChoice:
 
     def take(self, token: int) -> bool:
         """Record a chosen token; return whether the request ends with it."""
-        if self.greedy:
+        self._taken += 1
+        if self._taken > self._length:  # else `draw` has added it, maybe with later ones
             self._note(token)
         if token in self._stops:
             return True

@@ -80,8 +80,8 @@ CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 MODAL_INPUTS = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 """Inputs that `generate` passes to the first forward only: they fill placeholder tokens."""
 
-PREFILL: Any = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)
-"""Code of the method in which `generate` runs its first forward; None if a release has none."""
+PREFILL: Any = getattr(GenerationMixin, "_prefill", None)
+"""Method in which `generate` runs its first forward; None if a release has none."""
 
 _STATELESS = ("dummy", "moe", "mlp")  # the latter two up to 5.2x, as empty recurrent layers
 
@@ -141,7 +141,7 @@ BOOKKEEPING = frozenset(
     loss_type gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
     _output_capturing_hooks_installed peft_config _hf_peft_config_loaded tokenizer processor
     _name_or_path _commit_hash _auto_class __deepcopy__ __reduce_ex__ compile
-    rope_deltas""".split()
+    _prefill rope_deltas""".split()
 )
 """Attributes of models that do not change the results of a forward."""
 

@@ -18,6 +18,7 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -524,6 +525,7 @@ class RegretGuard:
         return f"RegretGuard({state}, saved {self._saved:.0f}, cost {self._cost:.0f} bytes lately)"
 
 
+_MOST_QUEUED = 256  # oldest waiting requests in a plan; later ones move up as these are served
 _RESTLESS = 16
 _STEPS, _GAPS = 4, 64  # requests that a Markov chain looks ahead; latest gaps between requests
 _TOGETHER = 16  # hints due within this part of a period are handled together
@@ -717,7 +719,7 @@ class Prefetcher:
         now_ns = self._planned_ns = self._tick(now_ns)
         if not self.guard.allows(now_ns):
             return
-        for tip in list(self._queue.values()):
+        for tip in list(islice(self._queue.values(), _MOST_QUEUED)):
             yield from self._bring(now_ns, QUEUE, tip, math.inf, policy, reach)
         full = False
         for tip, rate in self._hints.due(now_ns):
