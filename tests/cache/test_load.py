@@ -44,10 +44,10 @@ class Ranked(Wrapped):
 class OnceEach(Copies):
     """Copies of which no two may go to one place together: nobody knows which is the last."""
 
-    def flush(self) -> None:
+    def launch(self) -> None:
         places = [granule for granule, _ in self._queue]
         assert len(set(places)) == len(places)
-        super().flush()
+        super().launch()
 
 
 def shared(tokens: list[int]) -> MemoryTier:
