@@ -342,7 +342,7 @@ def test_another_stream_joins_copies_that_it_did_not_ask_for() -> None:
     assert [len(queue) for queue in world.device.queues.values()] == before
 
 
-@pytest.mark.parametrize("by", ["flush", "join"])
+@pytest.mark.parametrize("by", ["launch", "join"])
 def test_an_upload_from_another_stream_waits_for_the_copy_that_reads_its_page(by: str) -> None:
     """One thread gives a page up and asks for another one in its place; it comes to a second."""
     for seed in range(60):
