@@ -68,7 +68,7 @@ def churn(steps: int, most_bytes: int) -> dict[str, float]:
             copied = sum(pool.size_bytes(page) for page in moves)
             pool.relocate(moves)
             live = [moves.get(page, page) for page in live]
-            policy.moved(len(moves), pool.occupancy())
+            policy.record(len(moves), pool.occupancy())
             total["copied"] += copied
             total["most_copied"] = max(total["most_copied"], copied)
             total["moves"] += len(moves)

@@ -114,7 +114,7 @@ class Bench:
         self.bodies = [noise[at : at + size] for at in places]
         self.keys = [hashlib.sha256(b"%d" % n).digest() for n in range(self.count)]
         self.arena = Arena(self.count * size + (64 << 20))
-        slot = self.arena.take(self.count * size)
+        slot = self.arena.acquire(self.count * size)
         assert slot is not None
         slot.view[:] = bytes(slot.n_bytes)  # no memory is made while somebody measures
         self.targets = [slot.view[n * size : (n + 1) * size] for n in range(self.count)]
@@ -227,7 +227,7 @@ def recovery(directory: Path, rounds: int) -> list[tuple[float, float]]:
             key = hashlib.sha256(b"frame %d" % number).digest()
             seq = store.reserve(key)
             assert seq is not None
-            slot, _ = store.place(4096, 4096 + body_bytes)
+            slot, _ = store.new_slot(4096, 4096 + body_bytes)
             held = Held(seq, slot, STRIPES, info._replace(parent=key), 4096 + body_bytes)
             batch.append(WrittenFrame(key, held))
         store.commit(batch)

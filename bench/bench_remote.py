@@ -113,7 +113,7 @@ def mooncake(directory: Path) -> Iterator[Running]:
 
         def slot(n_bytes: int) -> Any:
             if getattr(slots, "n_bytes", 0) < n_bytes:
-                slots.n_bytes, slots.slot = n_bytes, session.take(n_bytes, PATIENCE_S)
+                slots.n_bytes, slots.slot = n_bytes, session.acquire(n_bytes, PATIENCE_S)
             return slots.slot
 
         def put(name: str, data: memoryview) -> None:

@@ -101,7 +101,7 @@ def lost_page(number: int, at: int, *, swapped: bool = False) -> Visit:
         planner = Planner.of(seqs[0])
         for group, table in enumerate(planner.tables.pages):
             pages = [int(table[seq.row, number]) for seq in seqs]
-            n_bytes = planner.store.forms[group].of(pages[0]).page_bytes
+            n_bytes = planner.store.forms[group].layout(pages[0]).page_bytes
             views = [planner.store.pool(group).page_bytes(page, n_bytes) for page in pages]
             contents = torch.stack([*views[1:], views[0]]) * swapped
             for view, content in zip(views, contents, strict=True):

@@ -134,7 +134,7 @@ def whole(kv: KV) -> None:
     """Nothing of what was interrupted is left: no lock, no sequence, no page without an owner."""
     gc.collect()
     assert free(kv.lock)
-    kv.lock.settle()
+    kv.lock.run_deferred()
     assert kv.planner is not None and not list(kv._open.values()), list(kv._open.values())
     lines = kv.planner.tables
     assert len(lines._free) == lines.max_rows and not kv.planner._leaving

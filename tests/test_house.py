@@ -163,6 +163,106 @@ def test_a_public_class_name_means_one_class() -> None:
     assert {name for name, found in homes.items() if len(found) > 1} == set()
 
 
+METHOD_NAMES = 29
+"""Names of methods that more than four classes use, each for something of its own."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public_methods(node: ast.ClassDef) -> dict[str, Function]:
+    """Return the methods and properties that a class defines without a leading underscore."""
+    found = (one for one in node.body if isinstance(one, Function))
+    return {one.name: one for one in found if not one.name.startswith("_")}
+
+
+def fits(method: Function, promised: Function) -> bool:
+    """Return whether a method can be called just as a protocol's method of the same name."""
+    own, its = method.args, promised.args
+    names, wanted = [one.arg for one in own.args], [one.arg for one in its.args]
+    keywords, asked = ({one.arg for one in args.kwonlyargs} for args in (own, its))
+    free = {
+        one.arg for one, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default
+    }
+    properties = ("property" in map(dotted, each.decorator_list) for each in (method, promised))
+    return (
+        len({*properties}) == 1
+        and names[: len(wanted)] == wanted
+        and len(names) - len(own.defaults) <= len(wanted)
+        and (asked <= {*keywords, *names} or own.kwarg is not None)
+        and keywords - free <= asked
+    )
+
+
+def meanings(trees: dict[str, ast.ClassDef]) -> dict[str, list[str]]:
+    """Return the classes with a meaning of their own for a method name, by that name.
+
+    A class has none where it has the method from a base, or as a protocol declares it.
+    """
+    bases = {
+        name: {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+        for name, node in trees.items()
+    }
+    methods = {name: public_methods(node) for name, node in trees.items()}
+    protocols = [name for name in trees if bases[name] & {"Protocol", "ABC"}]
+
+    def above(name: str) -> set[str]:
+        known = bases[name] & trees.keys() - {name}
+        return known.union(*map(above, known))
+
+    found: dict[str, list[str]] = {}
+    for name in trees.keys() - {*protocols}:
+        inherited = {method for base in above(name) for method in methods[base]}
+        for method, own in methods[name].items():
+            promised = [methods[one][method] for one in protocols if method in methods[one]]
+            if method not in inherited and not any(fits(own, one) for one in promised):
+                found.setdefault(method, []).append(name)
+    return found
+
+
+def test_a_method_name_means_one_thing() -> None:
+    """What many classes mean by a name is in a protocol, so that readers can guess it."""
+    trees = {
+        node.name: node
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.ClassDef)
+    }
+    many = {method: sorted(of) for method, of in meanings(trees).items() if len(of) > 4}
+    worst = sorted(many.items(), key=lambda each: (-len(each[1]), each[0]))[:9]
+    said = "; ".join(f"{method} ({', '.join(of)})" for method, of in worst)
+    assert len(many) <= METHOD_NAMES, (
+        f"{len(many)} method names have a meaning of their own in more than four classes: rename "
+        f"yours by what it does, or declare it in a protocol and keep to its parameters. {said}"
+    )
+    assert len(many) == METHOD_NAMES, f"only {len(many)} names are left: hold that (METHOD_NAMES)"
+
+
+def test_a_method_of_a_protocol_is_known_by_its_parameters() -> None:
+    text = """
+class Place(Protocol):
+    def load(self, key, *, late): ...
+class Child(Place):
+    def load(self, anything): ...
+class Alike:
+    def load(self, key, more=0, *, late, sure=1): ...
+class Open:
+    def load(self, key, **options): ...
+class Other:
+    def load(self, path, *, late): ...
+class Eager:
+    def load(self, key, more, *, late): ...
+class Short:
+    def load(self, key): ...
+class Value:
+    @property
+    def load(self): ...
+class Heir(Other):
+    def load(self, path, *, late): ...
+"""
+    trees = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    assert sorted(meanings(trees)["load"]) == ["Eager", "Other", "Short", "Value"]
+
+
 def test_a_class_lives_in_one_file() -> None:
     """A base with one subclass, in another file, is a class that was cut in two."""
     trees = modules()

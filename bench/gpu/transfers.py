@@ -101,7 +101,7 @@ def pieces(machine: Machine, size: int, count: int) -> Iterator[dict[str, Any]]:
     def up() -> None:
         for row, place in zip(rows, places, strict=True):
             copies.upload(row, place)
-        copies.flush()
+        copies.launch()
 
     def down() -> list[torch.Tensor]:
         come, mark = copies.download(places, size)
@@ -203,5 +203,5 @@ def load(engine: Any, fd: int, copies: Copies, shape: tuple[int, int], *, up: bo
                 first = tag // WINDOW * WINDOW
                 for i, row in enumerate(rows if up else ()):
                     copies.upload(row, (first + i) * size // GRANULE_BYTES)
-                copies.flush()
+                copies.launch()
                 ended += len(rows)

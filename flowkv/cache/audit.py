@@ -65,7 +65,7 @@ def compare(store: PageStore, group: int, page: int, computed: int, lossiest: st
         holds NaN or infinity.
     """
     pool, forms, layers = store.pool(group), store.forms[group], store.geometry.groups[group].layers
-    layout = forms.of(page)
+    layout = forms.layout(page)
     rounding = ROUNDING[layout.dtype]
     stored = _raw(pool, forms, page)
     fresh = _raw(pool, forms, computed)
@@ -114,7 +114,7 @@ def _lost(layout: PageLayout, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 
 def _raw(pool: PagePool, forms: Forms, page: int) -> torch.Tensor | None:
     """Return a page's bytes in the raw layout; None if it cannot be decoded."""
-    layout = forms.of(page)
+    layout = forms.layout(page)
     held = pool.page_bytes(page, layout.page_bytes)
     if not page >> CODEC_SHIFT:
         return held
@@ -393,7 +393,7 @@ def explain(restorer: PrefixMatcher, seq: Sequence, limit: int) -> Explanation:
             residency[place] = residency.get(place, 0) + size
     known = pages * size
     if restorer.resident(seq, pages) == pages and (
-        tail := restorer.planner.tails.find(seq, pages, limit)
+        tail := restorer.planner.tails.best_match(seq, pages, limit)
     ):
         known += tail.tokens
         residency["device"] = residency.get("device", 0) + tail.tokens

@@ -72,7 +72,7 @@ class Compactor:
                     most_granules=budget // GRANULE_BYTES,
                     least_gain=policy.config.least_gain,
                 )
-                policy.moved(pages, pool.occupancy())
+                policy.record(pages, pool.occupancy())
                 moved += pages
         return moved
 
@@ -140,7 +140,7 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
             table = tables.pages[g]
             at = np.searchsorted(old, table).clip(0, len(old) - 1)
             table[:] = np.where(old[at] == table, new[at], table)
-    tables.touch()
+    tables.mark_changed()
     for block in store.blocks_on(device):
         block.page = moves.get(block.page, block.page)
     for pages in store.tails.values():
@@ -322,20 +322,20 @@ class Planner:
         Raises:
             StateError: The sequence fails one of these checks.
         """
-        self.ready(seq)
+        self.check_ready(seq)
         if seq.restoration is not None and seq.restoration.settled:
             raise StateError(
                 "part of the sequence is still on its way",
                 "Call its restoration's complete() and finish() first, or KV.restore",
             )
 
-    def ready(self, seq: Sequence) -> None:
+    def check_ready(self, seq: Sequence) -> None:
         """Publish pending full pages, then check that a sequence is open and in no step.
 
         Raises:
             StateError: The sequence is closed, suspended or in a step.
         """
-        self.settle()
+        self.publish_pending()
         state = CLOSED if seq.closed else int(self.tables.state[seq.row])
         if state != READY:
             raise StateError(
@@ -359,13 +359,13 @@ class Planner:
         """
         with self.guard:
             if self.pending and self.store.lacking(counts):
-                self.settle()  # closed sequences hold their pages until then
+                self.publish_pending()  # closed sequences hold their pages until then
             self.store.require(counts)
             self.compactor.make_room(counts)
             try:
                 return self._allocate(counts)
             except CapacityError:
-                if not (self.settle() or self.defragment()):
+                if not (self.publish_pending() or self.defragment()):
                     raise
                 return self._allocate(counts)
 
@@ -421,13 +421,13 @@ class Planner:
         else:
             blocks[page_no] = None
         self.tables.pages[group][seq.row, page_no] = page
-        self.tables.touch()
+        self.tables.mark_changed()
 
     def _let_go(self, seq: Sequence, group: int, first: int, stop: int) -> None:
         line, blocks = self.tables.pages[group][seq.row, first:stop], seq.blocks[group][first:stop]
         pages, pool = line.tolist(), self.store.pool(group)
         line[:] = -1
-        self.tables.touch()
+        self.tables.mark_changed()
         seq.blocks[group][first:stop] = [None] * len(blocks)
         for page, block in zip(pages, blocks, strict=True):
             if block is not None and page < 0 and self.overflow is not None:
@@ -479,7 +479,7 @@ class Planner:
         status, forms = self.copy(group, old, page), self.store.forms[group]
         if status is not None and status.any():
             raise NonFiniteError(
-                f"a page cannot be decoded from {forms.of(old).codec} into {forms.raw.dtype}",
+                f"a page cannot be decoded from {forms.layout(old).codec} into {forms.raw.dtype}",
                 "Open the prompt anew with reuse=False",
             )
 
@@ -496,7 +496,7 @@ class Planner:
             return None
         source, target = pool.granules([old]), pool.granules([page])
         status: torch.Tensor = kernels.transcode(
-            pool.arena, source, target, forms.of(old), forms.raw
+            pool.arena, source, target, forms.layout(old), forms.raw
         )
         return status
 
@@ -602,12 +602,12 @@ class Planner:
                     elif page >= 0:
                         self.store.pool(g).share(page)
                 tables.pages[g][child.row, : len(blocks)] = line
-            tables.touch()
+            tables.mark_changed()
             tables.lengths[child.row] = tables.lengths[seq.row]
             tables.lost[:, child.row] = tables.lost[:, seq.row]
             tables.shared[[seq.row, child.row]] = True
             if self.sealer:
-                self.sealer.copy(seq.row, child.row)
+                self.sealer.fork_row(seq.row, child.row)
 
     def vacate(self, seq: Sequence, groups: Items[int] | None = None) -> None:
         """Release all pages of a sequence, but not its row, length or tokens.
@@ -702,7 +702,7 @@ class Planner:
             GeometryError: `seqs` and `counts` differ in length, or a count is negative.
             StateError: A sequence is closed, suspended, in a step, or of another cache.
         """
-        self.guard.settle()
+        self.guard.run_deferred()
         with self.guard:
             rows = [*map(_ROW, seqs)]
             if {*map(_PLANNER, seqs)} - {self} or len(counts) != len(rows):
@@ -752,7 +752,7 @@ class Planner:
         Args:
             seqs: The rows.
             step: Their advance, from `reserve`.
-            told: Whether their token ids are known. Otherwise `tell` publishes the pages.
+            told: Whether their token ids are known. Otherwise `append_ids` publishes the pages.
         """
         with self.guard:
             if step.flags & FILLS:
@@ -761,7 +761,7 @@ class Planner:
                 full = (step.ends // size > (step.ends - new) // size).any(0)
                 try:
                     filled = [seqs[b] for b in np.flatnonzero(full).tolist()] if told else []
-                    self.publisher.check(filled)
+                    self.publisher.start_checks(filled)
                     for b in np.flatnonzero(full).tolist() if self._slides else ():
                         self._drop_behind(seqs[b], int(step.after[b]))
                 finally:
@@ -777,9 +777,9 @@ class Planner:
             self.store.drain()
             if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
                 self.look_ahead()
-        self.guard.settle()
+        self.guard.run_deferred()
 
-    def tell(self, seqs: Items[Sequence], places: Items[int], tokens: Items[int]) -> None:
+    def append_ids(self, seqs: Items[Sequence], places: Items[int], tokens: Items[int]) -> None:
         """Append the ids of steps that were committed without them, and publish full pages.
 
         Args:
@@ -795,7 +795,7 @@ class Planner:
                 extend_each(seqs, [*places], tokens)
             filled = [seq for seq, place, _ in fresh if not (place + 1) % self.page_size]
             if filled:
-                self.publisher.check(filled)
+                self.publisher.start_checks(filled)
                 self._seal(filled)
 
     def _seal(self, seqs: list[Sequence]) -> None:
@@ -803,10 +803,10 @@ class Planner:
             self.store.drain()  # pages that a tier has stored by now can be encoded
             self.sealer.seal(seqs)
 
-    def settle(self) -> bool:
+    def publish_pending(self) -> bool:
         """Publish and encode the full pages that wait for a device; return whether any did."""
         with self.guard:
-            return self.pending.settle()
+            return self.pending.run_all()
 
     def _publish_late(self, seqs: list[Sequence]) -> None:
         self._let_leave()
@@ -872,7 +872,7 @@ class Planner:
                 taken, fresh = fresh[:count], fresh[count:]
                 self.tables.pages[g][seq.row, first : first + count] = taken
                 seq.blocks[g][first : first + count] = [None] * count
-        self.tables.touch()
+        self.tables.mark_changed()
 
     def _most_raw(self, counts: list[int]) -> list[list[int]]:
         """Allocate raw pages; move others below the device while it is full of other sizes.

@@ -173,7 +173,7 @@ def make_way(directories: Iterable[str]) -> None:
         if not all(one.over for one in owners):
             gc.collect()  # the cache may be garbage that is not collected yet
         if any(one.kv is None for one in owners):
-            REAPER.settle(max(one.exit_s for one in owners))
+            REAPER.join(max(one.exit_s for one in owners))
         for one in owners:
             if one.over and one.owns(directory):
                 one.cede(directory)

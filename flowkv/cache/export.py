@@ -98,7 +98,7 @@ class ArchiveWriter:
             self._file: BinaryIO = os.fdopen(os.open(self._partly, flags, 0o600), "wb")
             self._write(MAGIC + VERSION.to_bytes(4, "little"))
 
-    def add(self, key: bytes, info: FrameInfo, body: memoryview | bytes) -> None:
+    def append(self, key: bytes, info: FrameInfo, body: memoryview | bytes) -> None:
         """Append a frame.
 
         Raises:
@@ -324,7 +324,7 @@ def write(
             if found is None:
                 missing += 1
             else:
-                archive.add(block.key, *found)
+                archive.append(block.key, *found)
     return Exported(archive.frames, archive.n_bytes, missing)
 
 
@@ -333,7 +333,7 @@ def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes | memoryv
     if block.page >= 0 and not block.gone:
         page = block.page
         content = store.pool(block.group).page_bytes(
-            page, store.forms[block.group].of(page).page_bytes
+            page, store.forms[block.group].layout(page).page_bytes
         )
         return store.describe(block), content.cpu().numpy().tobytes()
     for number in range(len(store.stack.tiers)):
@@ -404,7 +404,7 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
     info, block = header.info, store.index.find(header.key)
     if block is not None:
         store.stack.supersede(block)
-    block = store.index.publish(header.key, info.parent, info.group, info.kind)
+    block = store.index.get_or_create(header.key, info.parent, info.group, info.kind)
     block.tenant, block.namespace, block.fidelity = info.tenant, info.namespace, info.fidelity
     if info.kind != "page":
         block.tail = info.tokens
@@ -546,7 +546,7 @@ class Bundles:
         end_s = compiling.now_s() + _BUNDLES_PATIENCE_S
         while compiling.now_s() < end_s:
             with self.guard:
-                block = self.store.index.publish(key, parent, GROUP, "weights")
+                block = self.store.index.get_or_create(key, parent, GROUP, "weights")
                 block.tenant, block.namespace = self.tenant, self.namespace
                 block.n_bytes, stripe_bytes = len(body), min(step, len(body))
                 info = block.info(BUNDLE_LAYOUT, tokens=0, stripe_bytes=stripe_bytes)

@@ -376,7 +376,7 @@ class PrefixIndex:
             key = known.parent
         return list(reversed(slots))
 
-    def publish(self, key: bytes, parent: bytes, group: int, kind: str = "page") -> Block:
+    def get_or_create(self, key: bytes, parent: bytes, group: int, kind: str = "page") -> Block:
         """Return the block of a key, creating it if it is new."""
         block = self._by_key.get(key)
         if block is not None:
@@ -395,7 +395,7 @@ class PrefixIndex:
         self._children.setdefault(parent, {})[key] = None
         return block
 
-    def learn(self, block: Block, tokens: NDArray[np.uint32]) -> None:
+    def set_tokens(self, block: Block, tokens: NDArray[np.uint32]) -> None:
         """Record the tokens of a page, if they are unknown; the array must not change later."""
         if block.tokens is None:
             block.tokens = tokens

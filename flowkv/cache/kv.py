@@ -312,7 +312,7 @@ class KV:
         self.clock, self.bus = clock or SystemClock(), Bus()
         self.metrics = Metrics()
         # Steps and spans are too frequent to be counted always; a subscriber of the bus can.
-        self.metrics.follow(self.bus, without=[EngineStep, RestoreSpan, StepPlanned])
+        self.metrics.subscribe(self.bus, without=[EngineStep, RestoreSpan, StepPlanned])
         self.tenants = Tenancy(self.bus)
         self.lock, self.closed, self._pid = Guard(), False, os.getpid()
         self.gate = LoadGate()
@@ -581,7 +581,7 @@ class KV:
     def _prove(self, end_s: float = inf) -> bool:
         planner = self.planner
         if planner is not None and planner.pending and not (self.closed or self.inherited):
-            planner.settle()  # full pages are published, and proven together with the others
+            planner.publish_pending()  # its pages are proven together with the others
         return self.closed or all([callback(end_s) is not False for callback in self._proofs])
 
     def detach(self) -> None:
@@ -610,7 +610,7 @@ class KV:
                 "the cache is bound to no model yet",
                 "Call flowkv.attach(model), or pass a geometry to KV(...)",
             )
-        self.planner.settle()
+        self.planner.publish_pending()
         return self.planner
 
     def _agreed(self) -> Planner:
@@ -668,7 +668,7 @@ class KV:
         """
         ids = as_tokens(plain(tokens))
         interrupts.cover()
-        self.lock.settle()
+        self.lock.run_deferred()
         with self.lock:
             planner = self._agreed()
             planner.store.drain()
@@ -676,7 +676,7 @@ class KV:
             try:
                 seq.extend(ids)
                 seq.prompted, seq.care = len(ids), make_care(session, lease, retain, seq.tenant)
-                self.visits.check(seq)
+                self.visits.check_lease(seq)
                 most = len(ids) - 1 if limit is None else min(limit, len(ids))
                 with planner.store.context.moment():
                     self._begin(seq, request)
@@ -686,9 +686,9 @@ class KV:
                             seq.reused = source.restore(seq, most)
                         elif state:
                             attach = partial(self.restores.begin_whole, seq)
-                            seq.reused = self.snapshots.begin(seq, most, attach)
+                            seq.reused = self.snapshots.start_restore(seq, most, attach)
                         else:
-                            self.restores.begin(seq, most, computable=computable)
+                            self.restores.start_restore(seq, most, computable=computable)
                             seq.reused = seq.length
             except BaseException:
                 self.visits.abort(seq.request)
@@ -704,7 +704,7 @@ class KV:
         if request >= 0:
             seq.request = request
             return
-        self.visits.begin(seq, self.queue.take(seq))
+        self.visits.begin(seq, self.queue.pop(seq))
 
     def _sequence(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
         """Return an empty sequence with a row in the block tables."""
@@ -802,7 +802,7 @@ class KV:
     @contextmanager
     def _probe(self, tokens: Tokens, tenant: str | None, salts: Items[Salt]) -> Iterator[Sequence]:
         interrupts.cover()
-        self.lock.settle()
+        self.lock.run_deferred()
         with self.lock:
             planner = self._agreed()
             planner.store.drain()
@@ -872,7 +872,7 @@ class KV:
             The request, which can be cancelled.
         """
         with self._probe(tokens, tenant, salts) as seq:
-            queued = self.queue.add(seq)
+            queued = self.queue.push(seq)
             if prefetch:
                 queued.prefetch = self._nearer(seq, queued)
             return queued
@@ -885,7 +885,7 @@ class KV:
 
     def _bring(self, seq: Sequence) -> Prefetch:
         prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
-        prefetch.start(self.restorer.absent(seq))
+        prefetch.issue(self.restorer.absent(seq))
         return prefetch
 
     def hint(
@@ -936,7 +936,7 @@ class KV:
     ) -> int:
         """Pin or unpin a prompt's cached pages against eviction; return their tokens."""
         with self._probe(tokens, tenant, salts) as seq:
-            blocks = self.restorer.known(seq)
+            blocks = self.restorer.known_blocks(seq)
             for block in blocks:
                 Planner.of(seq).store.pin(block, pinned)
             return sum(block.group == 0 for block in blocks) * self.page_size
@@ -1108,7 +1108,7 @@ class KV:
                 blocks = {id(b): b for b in store.index if mine.holds(b)}
         for prompt in () if tokens is None else _prompts(tokens):
             with self._probe(prompt, tenant, salts) as seq:
-                known = [*self.restorer.known(seq), *self.snapshots.known(seq)]
+                known = [*self.restorer.known_blocks(seq), *self.snapshots.known_states(seq)]
                 blocks |= {id(block): block for block in known}
         envelope = make_envelope(self.config)
         return export.write(store, self.lock, path, envelope, blocks.values())
@@ -1448,7 +1448,7 @@ class KV:
 
     def _flush(self, timeout_s: float = 60.0) -> bool:
         interrupts.cover()
-        self.lock.settle()
+        self.lock.run_deferred()
         with self.lock:
             if self.planner is None:
                 return True
@@ -1463,7 +1463,7 @@ class KV:
         The call changes nothing: pages that a step on a GPU fills count from the end of the next
         step.
         """
-        self.lock.settle()
+        self.lock.run_deferred()
         with self.lock:
             seen, reused, planner = self.tokens_seen, self.tokens_reused, self.planner
             found = self.metrics.by("hit_tokens_total", "tier")
@@ -1491,9 +1491,9 @@ class KV:
             if planner is None:
                 return report
             if self.prefetches is not None:
-                report["prefetch"] = self.prefetches.report()
+                report["prefetch"] = self.prefetches.counters()
             if planner.overflow is not None:
-                report["overflow"] = planner.overflow.report()
+                report["overflow"] = planner.overflow.counters()
             ours, quotas = not self.inherited, self.config.quotas
             return report | store_report(planner.store, planner.tables, quotas, tiers=ours)
 
@@ -1536,7 +1536,7 @@ class KV:
         self.detach()
         if self.inherited:
             return  # tiers and their pending answers belong to the parent process
-        self.lock.settle()
+        self.lock.run_deferred()
         with self.lock:
             if self.closed:
                 return

@@ -38,10 +38,10 @@ class Later:
 
     @property
     def ready(self) -> bool:
-        """Return whether `get` need not wait, as for values that the CPU computed."""
+        """Return whether `result` need not wait, as for values that the CPU computed."""
         return not self._events
 
-    def get(self) -> list[torch.Tensor | None]:
+    def result(self) -> list[torch.Tensor | None]:
         """Return the values, on the CPU; wait for them where they are still on their way."""
         for event in self._events:
             event.synchronize()
@@ -68,7 +68,7 @@ class Pending:
     def __len__(self) -> int:
         return len(self._work)
 
-    def add(
+    def defer(
         self, answer: Later, pages: Items[tuple[int, int]], work: Callable[[bool], None]
     ) -> None:
         """Do work at once if its values are there and none is queued, else after the next step.
@@ -91,7 +91,7 @@ class Pending:
             self._do()
         self._steps += 1
 
-    def settle(self) -> bool:
+    def run_all(self) -> bool:
         """Do all queued work, and any that it adds; return whether there was any."""
         settled = bool(self._work)
         while self._work:
@@ -99,7 +99,7 @@ class Pending:
         return settled
 
     def _do(self) -> None:
-        self._work[0][1].get()
+        self._work[0][1].result()
         _, _, pages, work = self._work.popleft()
         for group, page in pages:
             self._store.give_back(group, page)

@@ -109,7 +109,7 @@ class PageLoad:
 
     # ---- the device page
 
-    def take(self, page: int) -> None:
+    def set_page(self, page: int) -> None:
         """Take a private page, fresh from the pool, as the device page."""
         self.page = page
         self._lend()
@@ -141,7 +141,7 @@ class PageLoad:
         if not fresh:
             return False
         self._give_back()
-        self.take(fresh[0])
+        self.set_page(fresh[0])
         return True
 
     def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor, bool]:
@@ -193,13 +193,13 @@ class PageLoad:
     def came(
         self, first: int, count: int, buffer: torch.Tensor, fidelity: int, *, flush: bool
     ) -> None:
-        """Record that verified layers arrived; `flush` starts their copies to the device now."""
+        """Record that verified layers arrived; `launch` starts their copies to the device now."""
         pool = self._pool
         if pool.copies is not None:
-            stride = self._forms.of(self.page).stripe_stride_bytes
+            stride = self._forms.layout(self.page).stripe_stride_bytes
             pool.copies.upload(buffer, granule_of(self.page) + first * stride // GRANULE_BYTES)
             if flush:
-                pool.copies.flush()
+                pool.copies.launch()
         self._came |= ((1 << count) - 1) << first
         self.fidelity = max(self.fidelity, fidelity)
         if self._line is not None:
@@ -216,7 +216,7 @@ class PageLoad:
             if self._line is None:  # our own page is unused
                 self._hold()
                 if copies := self._pool.copies:
-                    copies.flush()  # no copy may be on its way to a page that becomes free
+                    copies.launch()  # no copy may be on its way to a page that becomes free
                 self._give_back()
             return False
         block.fidelity = max(self.fidelity, self.codec)
@@ -235,7 +235,7 @@ class PageLoad:
     def _at(self, line: Sequence) -> int:
         return int(line.planner.tables.pages[self.group][line.row, self.page_no])
 
-    def place(self, seq: Sequence) -> None:
+    def attach_to(self, seq: Sequence) -> None:
         """Enter the page into its sequence's block table; the sequence then releases it."""
         group = self.group
         seq.planner.put(seq, group, self.page_no, self.block.page if self.held else self.page)
@@ -247,7 +247,7 @@ class PageLoad:
             self._pool.share(self.page)
             seq.fidelity = max(seq.fidelity, self.fidelity, self.codec)
 
-    def fill(self, source: int) -> None:
+    def copy_from(self, source: int) -> None:
         """Fill the page with the content of another page, of any codec.
 
         Args:
@@ -267,9 +267,9 @@ class PageLoad:
             self._swap(line)
         target = self.page
         if source >> CODEC_SHIFT == self.codec:
-            pool.copy([source], [target], forms.of(target).granules)
+            pool.copy([source], [target], forms.layout(target).granules)
         else:
-            old, new = forms.of(source), forms.of(target)
+            old, new = forms.layout(source), forms.layout(target)
             where = pool.granules([source]), pool.granules([target])
             if kernels.transcode(pool.arena, *where, old, new).any():
                 raise NonFiniteError(
@@ -433,15 +433,15 @@ class PageLoader:
         """Return the unanswered bytes of the batches that the restore policy sent to a tier."""
         return sum(sum(f.trips.values()) for f in self._flights if f.tier == tier)
 
-    def of(self, owner: object) -> int:
+    def in_flight(self, owner: object) -> int:
         """Return the number of an owner's batches under way."""
         return sum(flight.owner is owner for flight in self._flights)
 
-    def busy(self) -> set[int]:
+    def busy_tiers(self) -> set[int]:
         """Return the numbers of the tiers with loads under way."""
         return {trip.source.tier for flight in self._flights for trip in flight.trips}
 
-    def load(self, loads: Items[PageLoad], owner: object) -> LoadBatch:
+    def load_pages(self, loads: Items[PageLoad], owner: object) -> LoadBatch:
         """Load whole pages into their device pages, and wait for all of them.
 
         Returns:
@@ -450,7 +450,7 @@ class PageLoader:
         batch = LoadBatch(owner, lambda _: None)
         batch.fresh = []
         try:
-            self.begin(batch, [LayerSlice(one, 0, one.stripes) for one in loads], -1)
+            self.submit(batch, [LayerSlice(one, 0, one.stripes) for one in loads], -1)
             while batch.left:
                 now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
                 self._store.stack.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
@@ -459,7 +459,7 @@ class PageLoader:
         finally:
             for pool in self._store.pools.values():
                 if pool.copies is not None:
-                    pool.copies.flush()
+                    pool.copies.launch()
             # One call inserts neighbours in chain order, without blocks that have gone meanwhile.
             # This runs after an interrupt, too: a page that no policy knows is never evicted. Later
             # answers insert their blocks one by one.
@@ -468,7 +468,7 @@ class PageLoader:
             self._store.insert([block for block in blocks if block.page >= 0 and not block.gone])
         return batch
 
-    def begin(self, flight: LoadBatch, pieces: Iterable[LayerSlice], prefer: int) -> int:
+    def submit(self, flight: LoadBatch, pieces: Iterable[LayerSlice], prefer: int) -> int:
         """Request slices of pages from tiers; `LoadBatch.done` is called now or in a later `drain`.
 
         Args:
@@ -557,7 +557,7 @@ class PageLoader:
         for page, fidelity in pages:
             if page >= 0 and page >> CODEC_SHIFT == source.codec:
                 _, buffer, _ = one.request(source, first, count)
-                layout = self._store.forms[one.group].of(page)
+                layout = self._store.forms[one.group].layout(page)
                 whole, at = pool.page_bytes(page, layout.page_bytes), layout.stripe_stride_bytes
                 buffer.copy_(whole[first * at :][: len(buffer)])
                 flight.joined[source.tier] += len(buffer)
@@ -627,7 +627,7 @@ class PageLoader:
             self._together = False
             for pool in self._store.pools.values():
                 if pool.copies is not None:
-                    pool.copies.flush()
+                    pool.copies.launch()
 
     def _allow(self, flight: LoadBatch) -> None:
         """Extend a batch's deadline by the time that its tiers need for all their requests."""
@@ -728,5 +728,5 @@ def reserve(loads: Items[PageLoad], codecs: Items[dict[int, int]], allocate: All
             wanted.setdefault((one.group, next(iter(way.values()))), []).append(one)
     for (group, codec), those in wanted.items():
         for one, page in zip(those, allocate(group, len(those), codec) or (), strict=False):
-            one.take(page)
+            one.set_page(page)
     return all(one.page >= 0 for one in loads)

@@ -225,7 +225,7 @@ class Scan:
         how: dict[str, Any] = dict(scale=scale, softcap=softcap, return_lse=True)
         forms, pool = overflow.store.forms[group], overflow.store.pool(group)
         with overflow.turn:
-            overflow.ask(group, self._tiles[0], place)
+            overflow.start_load(group, self._tiles[0], place)
             pages = Pages(pool.arena, forms.raw, place, forms.sealed)
             o, lse = kernels.paged_attention(q, pages, self._here, sinks=sinks, **how)
             whole = o.to(wide), lse
@@ -233,12 +233,12 @@ class Scan:
                 stage = overflow.ready(group, tile, place)
                 for seq in self._seqs:  # new K and V are as lossy as the pages they depend on
                     seq.fidelity = max(seq.fidelity, stage.fidelity)
-                other = overflow.ask(group, *self._after(number + 1, place), beside=stage)
+                other = overflow.start_load(group, *self._after(number + 1, place), beside=stage)
                 pages = overflow.staged(group, stage)
                 o, lse = kernels.paged_attention(q, pages, tile.batch, causal=False, **how)
                 whole = kernels.merge((whole, (o.to(wide), lse)))
                 # The stage is free again: both stages load at a time, so the link is never idle.
-                overflow.ask(group, *self._after(number + 2, place), beside=other)
+                overflow.start_load(group, *self._after(number + 2, place), beside=other)
         out: torch.Tensor = whole[0].to(q.dtype)
         return out
 
@@ -357,7 +357,7 @@ class Overflow:
                     seq.away += 1
                     self.away += 1
                 self.store.set_down(block)
-            self.tables.touch()
+            self.tables.mark_changed()
             if below:
                 return True
             refused |= chosen.keys()
@@ -376,7 +376,7 @@ class Overflow:
                         continue
                     if users := self._users(block, g, page_no):
                         chosen[block] = [(user, page_no) for user in users]
-                        left[device] -= self.store.forms[g].of(block.page).granules
+                        left[device] -= self.store.forms[g].layout(block.page).granules
             if chosen:
                 break
         return chosen
@@ -456,7 +456,7 @@ class Overflow:
                 seq.published[g] = page_no + 1
                 seq.fidelity = max(seq.fidelity, block.fidelity)
             self.tables.lengths[seq.row] += size
-        self.tables.touch()
+        self.tables.mark_changed()
 
     def _is_there(self, block: Block) -> bool:
         number = self.source(block)
@@ -487,7 +487,7 @@ class Overflow:
         """Return the bytes of all stages, on their devices."""
         return sum(stage.n_bytes for pair in self._stages.values() for stage in pair)
 
-    def report(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         """Return the statistics for `KV.stats`."""
         return {
             "pages_below": self.away,
@@ -535,7 +535,7 @@ class Overflow:
         codec = block.codec_on(number) if number >= 0 else 0
         return codec if codec != UNKNOWN else self.store.forms[block.group].ladder.idle
 
-    def ask(self, group: int, tile: Tile, place: int, beside: Stage | None = None) -> Stage:
+    def start_load(self, group: int, tile: Tile, place: int, beside: Stage | None = None) -> Stage:
         """Start loading one layer of a tile into a stage, unless it is loading; return the stage.
 
         Args:
@@ -633,7 +633,7 @@ class Overflow:
         Raises:
             StoreError: A page cannot be loaded any more.
         """
-        stage = self.ask(group, tile, place)
+        stage = self.start_load(group, tile, place)
         if stage.arrived:
             return stage
         name = stage.name

@@ -197,7 +197,7 @@ class Copies:
         self._reclaim()
         rows = list[torch.Tensor]()
         while len(rows) < count:
-            array = self.slots.take(n_bytes, pinned=True)
+            array = self.slots.acquire(n_bytes, pinned=True)
             if array is not None:
                 rows.append(torch.from_numpy(array))
             elif (self._coming or self._leaving) and self.slots.pinned:
@@ -213,7 +213,7 @@ class Copies:
         """Queue the copy of a row to the page at a granule."""
         self._queue.append((granule, row))
 
-    def flush(self) -> None:
+    def launch(self) -> None:
         """Start the queued copies to the device; work queued there from now on sees them."""
         if not self._queue:
             return
@@ -247,7 +247,7 @@ class Copies:
 
         These are all copies to the device, and copies from pages that have become free.
         """
-        self.flush()
+        self.launch()
         self.reuse()
         self._reclaim()
         if self._coming:
@@ -265,7 +265,7 @@ class Copies:
         Returns:
             The rows, and the mark after which they hold the pages.
         """
-        self.flush()
+        self.launch()
         rows = self.stage(len(granules), n_bytes)
         self.streams.follow()  # the work that computes the pages must be done first
         try:
@@ -305,7 +305,7 @@ class Copies:
 
     def close(self) -> None:
         """Start the queued copies, and wait for all copies under way."""
-        self.flush()
+        self.launch()
         self._end()
 
     def _reclaim(self) -> None:
@@ -325,7 +325,7 @@ class Copies:
         for granule, row in sorted(queue, key=lambda one: one[1].data_ptr()):
             address = row.data_ptr()
             if not 0 <= first <= address < first + len(whole):
-                found = self.slots.place(address)
+                found = self.slots.locate(address)
                 whole = row if found is None else torch.from_numpy(found[0])
                 first = whole.data_ptr()
                 wholes[first] = whole

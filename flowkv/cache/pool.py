@@ -540,7 +540,7 @@ class Forms:
         """Return the codec indices, the likeliest codec of other caches' frames first."""
         return tuple(sorted(self.layouts, key=lambda codec: codec != self.ladder.idle))
 
-    def of(self, page: int) -> PageLayout:
+    def layout(self, page: int) -> PageLayout:
         """Return the layout of a page, from the codec in its id."""
         return self.layouts[page >> CODEC_SHIFT]
 

@@ -63,7 +63,7 @@ class Prefetch:
         self._store, self._loader, self._guard, self._told = store, loader, guard, told
         self.pages = self.arrived = self.left = 0
 
-    def start(self, blocks: Items[Block], allocate: Allocate | None = None) -> None:
+    def issue(self, blocks: Items[Block], allocate: Allocate | None = None) -> None:
         """Start loading blocks, as far as there is room for them. Callers hold the KV lock.
 
         Args:
@@ -82,7 +82,7 @@ class Prefetch:
             if one.page >= 0:
                 self.pages, self.left = self.pages + 1, self.left + 1
                 batch = LoadBatch(self, partial(self._done, one), priority=IOPriority.PREFETCH)
-                self._loader.begin(batch, [LayerSlice(one, 0, one.stripes)], -1)
+                self._loader.submit(batch, [LayerSlice(one, 0, one.stripes)], -1)
             else:
                 one.drop()
                 self._told(one.block, False)
@@ -342,7 +342,7 @@ class DevicePrefetcher:
         try:
             store.displace(fetch.victims.tolist())
             if blocks:
-                self._handle(fetch.kind).start(blocks, store.free)
+                self._handle(fetch.kind).issue(blocks, store.free)
         finally:
             for block in blocks:
                 store.unkeep(block)
@@ -353,7 +353,7 @@ class DevicePrefetcher:
         handle = next(waiting, None) if kind == QUEUE else None
         return handle or Prefetch(self._store, self._loader, self._guard, self.told)
 
-    def report(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """Return the counters of the prefetcher as plain numbers."""
         one, report = self.prefetcher, dict[str, Any]()
         for number, kind in enumerate(KINDS):
@@ -443,9 +443,9 @@ class PrefetchManager:
         """Remove a waiting request that will not run."""
         self._groups[group].abort(now_ns, request)
 
-    def report(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """Return the counters of each device's prefetcher."""
-        return {name: device.report() for name, device in self._devices.items()}
+        return {name: device.counters() for name, device in self._devices.items()}
 
     def _told(self, block: Block, arrived: bool) -> None:
         self._groups[block.group].told(block, arrived)
@@ -586,7 +586,7 @@ class RequestTracker:
 
     # ---- how pages should be kept
 
-    def check(self, seq: Sequence) -> None:
+    def check_lease(self, seq: Sequence) -> None:
         """Check that every policy supports the lease of a request.
 
         Raises:
@@ -607,7 +607,7 @@ class RequestTracker:
             blocks = list[Block]()
             for page in range(seq.known // self.page_size):
                 block = self.store.index.find(seq.key(g, page))
-                lease = seq.care.of(page * self.page_size, (page + 1) * self.page_size)
+                lease = seq.care.lease_for(page * self.page_size, (page + 1) * self.page_size)
                 if block is not None and lease:
                     block.lease = lease
                     blocks.append(block)
@@ -705,7 +705,7 @@ class Queue:
         self._visits, self._guard = visits, guard
         self._waiting: dict[bytes, list[WaitingRequest]] = {}
 
-    def add(self, seq: Sequence) -> WaitingRequest:
+    def push(self, seq: Sequence) -> WaitingRequest:
         """Enqueue a request for the prompt of a sequence, and return it."""
         key = self._name(seq)
         queued = WaitingRequest(self, key, self._visits.enqueue(seq))
@@ -714,7 +714,7 @@ class Queue:
             self.cancel(next(iter(self._waiting.values()))[0])
         return queued
 
-    def take(self, seq: Sequence) -> int:
+    def pop(self, seq: Sequence) -> int:
         """Remove the request that has waited longest for a prompt; return its number, or -1."""
         if not self._waiting:
             return -1
@@ -798,9 +798,9 @@ class Recording:
                 "Name a file in a directory that can be written",
             ) from error
         with guard:
-            visits.followers.append(self.note)
+            visits.followers.append(self.write_request)
 
-    def note(self, seq: Sequence, pages: int, arrived_ns: int) -> None:
+    def write_request(self, seq: Sequence, pages: int, arrived_ns: int) -> None:
         """Write a request that ended; see `RequestTracker.followers`."""
         keys = b"".join(seq.key(0, page)[:16] for page in range(pages))
         session = seq.care.session
@@ -825,8 +825,8 @@ class Recording:
             self._leave()
 
     def _leave(self) -> None:
-        if self.note in self._visits.followers:
-            self._visits.followers.remove(self.note)
+        if self.write_request in self._visits.followers:
+            self._visits.followers.remove(self.write_request)
             try:
                 self._writer.close()
             except OSError as error:

@@ -211,11 +211,11 @@ class PrefixMatcher:
         behind = self.behind(seq, seq.length // self.page_size, limit)
         try:
             if behind:
-                self.measure(self.loader.load(behind, self))
+                self.measure(self.loader.load_pages(behind, self))
             tokens = self.extend(seq, limit, behind)
         finally:
             drop(behind)
-        self.report(seq, tokens, loaded, limit)
+        self.emit_hits(seq, tokens, loaded, limit)
         return tokens
 
     def behind(self, seq: Sequence, pages: int, limit: int) -> list[PageLoad]:
@@ -261,7 +261,7 @@ class PrefixMatcher:
             behind: Page loads of that page, from `behind`.
         """
         planner, store, length = self.planner, self.store, seq.length
-        found = planner.tails.find(seq, length // self.page_size, limit)
+        found = planner.tails.best_match(seq, length // self.page_size, limit)
         few = min(self.page_size // _WORTH_COPYING, limit)
         if found is not None and not length and found.tokens < few:
             found = None
@@ -302,7 +302,7 @@ class PrefixMatcher:
                 said.append(status)
             elif not found.finite:
                 said.append(self.planner.tails.sums(g, page, found.tokens))
-        return all(map(_sound, Later(*said).get()))
+        return all(map(_sound, Later(*said).result()))
 
     def attach(self, seq: Sequence, limit_pages: int, *, pays: bool = False) -> tuple[int, int]:
         """Attach the longest prefix that is known, worth loading and loaded without failure.
@@ -357,7 +357,7 @@ class PrefixMatcher:
         if away or not reserve(absent, codecs, self.store.try_allocate):
             return min(away, default=first)
         if absent:
-            self._tell(seq, self.loader.load(absent, self))
+            self._tell(seq, self.loader.load_pages(absent, self))
         return min((one.page_no for one in absent if not one.held), default=pages)
 
     def _tell(self, seq: Sequence, batch: LoadBatch) -> None:
@@ -390,7 +390,7 @@ class PrefixMatcher:
                 self.store.hold(block)
         self._attach(seq, blocks, pages)
 
-    def report(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
+    def emit_hits(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
         """Emit a `Hit` for tokens found on the device, and a `Miss` for tokens found nowhere."""
         if tokens > loaded:
             here = Hit(tier="device", tokens=tokens - loaded, n_bytes=0, tenant=seq.owner)
@@ -420,9 +420,9 @@ class PrefixMatcher:
             for page_no, block in enumerate(group, first):
                 if block.tokens is None:  # a block of an earlier process
                     known = seq.tokens[page_no * self.page_size :][: self.page_size].copy()
-                    self.store.index.learn(block, known)
+                    self.store.index.set_tokens(block, known)
             seq.fidelity = max([seq.fidelity, *(block.fidelity for block in group)])
-        self.tables.touch()
+        self.tables.mark_changed()
         self.tables.lengths[seq.row] = pages * self.page_size
 
     def absent(self, seq: Sequence) -> list[Block]:
@@ -502,7 +502,7 @@ class PrefixMatcher:
 
     # ---- erasing
 
-    def known(self, seq: Sequence) -> list[Block]:
+    def known_blocks(self, seq: Sequence) -> list[Block]:
         """Return the known blocks of a prompt's pages, in every group."""
         pages = range(len(seq.tokens) // self.page_size)
         found = [self.find(seq, g, page) for g in range(len(seq.blocks)) for page in pages]
@@ -614,7 +614,7 @@ class RestoreScheduler:
 
     # ---- beginnings and ends
 
-    def begin(self, seq: Sequence, limit: int, *, computable: bool) -> None:
+    def start_restore(self, seq: Sequence, limit: int, *, computable: bool) -> None:
         """Attach the resident pages of a prompt's prefix, and start to load the others.
 
         `Sequence.restoration` is the restore afterwards; None if nothing is to be loaded.
@@ -635,7 +635,7 @@ class RestoreScheduler:
             plan = RestorePlan(pages, pages, pages, [{} for _ in seq.blocks], *sources)
         here = seq.length if plan is not None else restorer.extend(seq, limit)
         known = plan.pages * size if plan is not None else here
-        restorer.report(seq, known, known - here, known if behind else limit)
+        restorer.emit_hits(seq, known, known - here, known if behind else limit)
         if plan is not None:
             self._launch(seq, plan, computable, behind, limit)
 
@@ -686,11 +686,11 @@ class RestoreScheduler:
             self, seq, plan, computable=computable, behind=behind, limit=limit
         )
         pieces = [LayerSlice(one, 0, one.stripes) for one in behind]
-        self.flights.begin(restoration.ahead, () if self.paused else pieces, -1)
+        self.flights.submit(restoration.ahead, () if self.paused else pieces, -1)
         self.pump()
         return restoration
 
-    def add(self, restoration: RestoreJob) -> Progress:
+    def register(self, restoration: RestoreJob) -> Progress:
         """Register a restore that begins; return its progress."""
         self._active[restoration.request.number] = restoration
         for tier in {source.tier for source in restoration.request.sources}:
@@ -699,7 +699,7 @@ class RestoreScheduler:
                 self.state.untold.add(tier)
         return self.state.add(restoration.request)
 
-    def remove(self, restoration: RestoreJob) -> None:
+    def unregister(self, restoration: RestoreJob) -> None:
         """Unregister a restore that is over, and cancel its loads."""
         number = restoration.request.number
         if self._active.pop(number, None) is not None:
@@ -740,7 +740,7 @@ class RestoreScheduler:
 
         A tier may have finished a whole window by now, with more loads to submit in the next one.
         """
-        return not (self.paused or self.flights.busy() or self._asked)
+        return not (self.paused or self.flights.busy_tiers() or self._asked)
 
     def _spent(self, seconds: float, asked: int) -> None:
         self._allowance_s -= seconds
@@ -802,7 +802,7 @@ class RestoreScheduler:
         self.state.begin(op)
         restoration = self._active[op.request]
         flight = LoadBatch(restoration, self._arrived, op, tier)
-        return self.flights.begin(
+        return self.flights.submit(
             flight, restoration.back.pieces(op), restoration.back.tier_of(op.source)
         )
 
@@ -825,7 +825,7 @@ class RestoreScheduler:
     def files(self) -> list[int]:
         """Return file descriptors to poll for the next answer of a tier; none without any."""
         tiers = self.store.stack.tiers
-        return files([tiers[number] for number in self.flights.busy() if number < len(tiers)])
+        return files([tiers[number] for number in self.flights.busy_tiers() if number < len(tiers)])
 
     def _arrived(self, flight: LoadBatch) -> None:
         op = flight.op
@@ -883,7 +883,7 @@ class RestoreScheduler:
         """Record the computed parts of a thread: rows of one forward share its time by tokens."""
         now, found = time.perf_counter(), []
         for one in self._active.values():
-            if (done := one.computed(thread)) is not None:
+            if (done := one.pop_computed(thread)) is not None:
                 found.append((one, done))
         begun_s = min(done.started_s for _, done in found)
         # Parts handed out together may be computed in turn: each is timed from the end of the last.
@@ -910,7 +910,7 @@ class RestoreScheduler:
         if op is None:  # all wait for loads
             return None
         one = self._active[op.request]
-        return one, one.take(op, most) if isinstance(op, Compute) else 0
+        return one, one.hand_out(op, most) if isinstance(op, Compute) else 0
 
     def _now(self) -> None:
         self.state.now_s = time.perf_counter()
@@ -1012,7 +1012,7 @@ class IncomingPages:
 
     # ---- the row of the block tables
 
-    def place(self, first: int, stop: int) -> None:
+    def attach_pages(self, first: int, stop: int) -> None:
         """Put pages `[first, stop)` into the sequence's row, also those that are not loaded yet.
 
         Pages behind a window stay until `close`: the row may still be cut.
@@ -1025,7 +1025,7 @@ class IncomingPages:
                 if page < seen:
                     planner.put(seq, g, page, -1)
                 else:
-                    group[page].place(seq)
+                    group[page].attach_to(seq)
             if not first:
                 seq.first_page[g] = seen
             seq.published[g] = stop  # so that `publish` skips pages that are not loaded
@@ -1036,8 +1036,8 @@ class IncomingPages:
         """Cut the row to its loaded pages, and publish them.
 
         Args:
-            first: Pages of the row before `place`.
-            whole: Pages of the row after `place`.
+            first: Pages of the row before `attach_pages`.
+            whole: Pages of the row after `attach_pages`.
             stop: Leading pages that are loaded.
 
         Returns:
@@ -1075,7 +1075,7 @@ class IncomingPages:
         for page_load in self:
             if not page_load.complete:
                 g, page = page_load.group, page_load.page_no
-                page_load.fill(int(planner.tables.pages[g][other.row, page]))
+                page_load.copy_from(int(planner.tables.pages[g][other.row, page]))
         seq.fidelity = max(seq.fidelity, other.fidelity)
 
     def drop(self, pages: Iterable[int]) -> None:
@@ -1302,7 +1302,7 @@ class RestoreJob:
             least=least,
             arrived_s=time.perf_counter(),
         )
-        self._progress = restores.add(self)
+        self._progress = restores.register(self)
         self._tally = Tally(restores, self._whose, self.request)
 
     @property
@@ -1354,7 +1354,7 @@ class RestoreJob:
     @property
     def quiet(self) -> bool:
         """Return whether no load for it is under way."""
-        return not (self._restores.flights.of(self) or self._restores.paused)
+        return not (self._restores.flights.in_flight(self) or self._restores.paused)
 
     @property
     def exhausted(self) -> bool:
@@ -1411,7 +1411,7 @@ class RestoreJob:
                 self._advance()
                 self._restores.pump()
 
-    def take(self, op: Compute, most: int | None) -> int:
+    def hand_out(self, op: Compute, most: int | None) -> int:
         """Hand out a compute op of the policy; return its tokens. Callers hold the KV lock."""
         first, stop = op.tokens
         if self._restores.tries():
@@ -1428,7 +1428,7 @@ class RestoreJob:
         self.back.drop(range(first // self._size, stop // self._size))
         return op.tokens.size
 
-    def computed(self, thread: int) -> _Computing | None:
+    def pop_computed(self, thread: int) -> _Computing | None:
         """Return and clear the part that a thread has finished. Callers hold the KV lock."""
         done = self._computing
         if done is None or done.thread != thread or self.seq.length < done.op.tokens.stop:
@@ -1503,7 +1503,7 @@ class RestoreJob:
             hole = self._computing is not None or self._progress.lost > first * self._size
             self._stop = first if hole else self.back.reach(first, self._stop, lambda one: True)
             if self._stop > first:
-                self.back.place(first, self._stop)
+                self.back.attach_pages(first, self._stop)
                 self._phase = _Phase.BEHIND
                 self._restores.state.fronted(self.request.number)
                 self._extend()
@@ -1519,7 +1519,7 @@ class RestoreJob:
         if self.seq.length == end < self._limit:
             self._beyond = restorer.extend(self.seq, self._limit, self._behind) - end
         if self._behind:  # not reported when the restore began
-            restorer.report(self.seq, self._beyond, 0, max(0, self._limit - end))
+            restorer.emit_hits(self.seq, self._beyond, 0, max(0, self._limit - end))
         drop(self._behind)
 
     def wait(self, layer: int) -> None:
@@ -1610,7 +1610,7 @@ class RestoreJob:
         """
         with self._guard:
             if self._phase is _Phase.BEHIND and not self.seq.closed:
-                self._planner.ready(self.seq)
+                self._planner.check_ready(self.seq)
                 self._close_line(ok)
             self._end(ok=ok)
             return self.seq.length
@@ -1642,7 +1642,7 @@ class RestoreJob:
             return
         self._phase = _Phase.OVER
         self._tally.ended(self._stop, ok=ok)
-        self._restores.remove(self)
+        self._restores.unregister(self)
         self.back.clear()
         drop(self._behind)
         if self.seq.restoration is self:

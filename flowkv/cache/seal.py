@@ -84,7 +84,7 @@ class Sealer:
         if stays:
             self._stays[row] = stays
 
-    def copy(self, row: int, child: int) -> None:
+    def fork_row(self, row: int, child: int) -> None:
         """Copy the recorded refusals of a line to a child that begins with its pages."""
         if row in self._stays:
             self._stays[child] = set(self._stays[row])
@@ -187,21 +187,21 @@ class Sealer:
                 self._transcode(group, part[: len(targets)], targets)
                 pages += len(targets)
         if work:
-            self.tables.touch()
+            self.tables.mark_changed()
 
     def _transcode(self, group: int, items: list[_Due], targets: list[int]) -> None:
         pool, forms = self.store.pool(group), self.store.forms[group]
-        old, new = forms.of(items[0].page), forms.of(targets[0])
+        old, new = forms.layout(items[0].page), forms.layout(targets[0])
         source, target = pool.granules([item.page for item in items]), pool.granules(targets)
         status = Later(kernels.transcode(pool.arena, source, target, old, new))
         pages = [(group, page) for page in (*(item.page for item in items), *targets)]
-        self._pending.add(status, pages, partial(self._put, items, targets, status))
+        self._pending.defer(status, pages, partial(self._put, items, targets, status))
 
     def _put(self, items: list[_Due], targets: list[int], status: Later, late: bool) -> None:
         """Adopt or refuse encoded pages; if `late`, lines may have changed since they were due."""
-        group, (refused,) = items[0].group, status.get()
+        group, (refused,) = items[0].group, status.result()
         pool, forms, encoded = self.store.pool(group), self.store.forms[group], 0
-        old, new = forms.of(items[0].page), forms.of(targets[0])
+        old, new = forms.layout(items[0].page), forms.layout(targets[0])
         assert refused is not None
         for item, page, by_layer in zip(items, targets, refused.numpy(), strict=True):
             held = self._still_due(item) if late else item
@@ -225,7 +225,7 @@ class Sealer:
             )
             self.store.bus.emit(event)
         if late:
-            self.tables.touch()
+            self.tables.mark_changed()
             self._report()
 
     def _still_due(self, item: _Due) -> _Due | None:
@@ -343,10 +343,10 @@ class Publisher:
             exact: Replace a page only by equal bytes: rounding may differ with the other rows of a
                 step.
         """
-        self.check(seqs, exact=exact)
-        self._pending.settle()
+        self.start_checks(seqs, exact=exact)
+        self._pending.run_all()
 
-    def check(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
+    def start_checks(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
         """Start the checks of full pages; publish at once if no device has to be read."""
         due = [each for seq in seqs for each in self._due(seq)]
         pages = [(g, page) for _, g, own, _ in due for page in own.values()]
@@ -357,7 +357,7 @@ class Publisher:
                 raw.setdefault(g, []).append(page)
         check = _Check([*owners.values()], exact, pages, raw, self._ask(raw))
         self._checks.append(check)
-        self._pending.add(check.sums, pages, partial(self._publish_all, check, due))
+        self._pending.defer(check.sums, pages, partial(self._publish_all, check, due))
 
     def refuse(self) -> None:
         """Make all sequences with pages under check unpublishable."""
@@ -432,16 +432,16 @@ class Publisher:
                 if block is not None:
                     store.stack.supersede(block)
                 above = keys[page_no - 1] if page_no else ROOT
-                block = store.index.publish(keys[page_no], above, g)
+                block = store.index.get_or_create(keys[page_no], above, g)
                 block.tenant, block.namespace = seq.tenant, seq.namespace
                 at = page_no * size
                 own_tokens = tokens[at - first * size :][:size]
                 if not g:
                     store.outgrow(block.place, own_tokens)
-                store.index.learn(block, own_tokens)
+                store.index.set_tokens(block, own_tokens)
                 block.fidelity = max(fidelity, codec)
                 if seq.care.lease or seq.care.retain:
-                    block.lease = seq.care.of(at, at + size)
+                    block.lease = seq.care.lease_for(at, at + size)
                 made[block], seq.blocks[g][page_no] = page, block
         finally:  # if one raises, the pages before it are published whole
             store.publish_held(g, made)
@@ -462,7 +462,7 @@ class Publisher:
         self.store.hold(block)
         self.store.pool(group).release(int(line[page_no]))
         line[page_no], seq.blocks[group][page_no] = block.page, block
-        self.tables.touch()
+        self.tables.mark_changed()
 
     def _differs(self, seq: Sequence, group: int, page_no: int) -> bool:
         """Return whether a published page has other bytes than the sequence's own page."""
@@ -470,7 +470,7 @@ class Publisher:
         page = int(self.tables.pages[group][seq.row, page_no])
         if block is None or block.page < 0:
             return False
-        pool, n_bytes = self.store.pool(group), self.store.forms[group].of(page).page_bytes
+        pool, n_bytes = self.store.pool(group), self.store.forms[group].layout(page).page_bytes
         if block.page >> CODEC_SHIFT != page >> CODEC_SHIFT:
             return True
         mine, theirs = (pool.page_bytes(one, n_bytes) for one in (page, block.page))
@@ -491,7 +491,7 @@ class Publisher:
         Encoded pages were finite when they were encoded.
         """
         sound = dict.fromkeys(check.pages, True)
-        for (g, raw), sums in zip(check.raw.items(), check.sums.get(), strict=True):
+        for (g, raw), sums in zip(check.raw.items(), check.sums.result(), strict=True):
             assert sums is not None
             for page, finite in zip(raw, sums.isfinite().tolist(), strict=True):
                 # A finite sum proves all summands finite, at memory speed; others are checked anew.

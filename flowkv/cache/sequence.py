@@ -91,7 +91,7 @@ class Care(NamedTuple):
     lease: str | Lease = ""
     retain: tuple[Retain, ...] = ()
 
-    def of(self, start: int, stop: int) -> str | Lease:
+    def lease_for(self, start: int, stop: int) -> str | Lease:
         """Return the lease of a page that holds the tokens from `start` to `stop`."""
         if not self.retain:
             return self.lease
@@ -349,7 +349,7 @@ class Sequence:
         if pages > len(keys):
             chain, known = self.chains[group], pages * self.chains[group].page_size
             parent = keys[-1] if keys else ROOT
-            keys += chain.pages(self._tokens[:known], self.salts, start=len(keys), parent=parent)
+            keys += chain.keys(self._tokens[:known], self.salts, start=len(keys), parent=parent)
         return keys
 
     def parent_key(self, group: int, page: int) -> bytes:
@@ -469,7 +469,7 @@ class Tables:
             table[row] = -1
         self.lengths[row], self.lost[:, row], self.state[row] = 0, 0, CLOSED
         self.shared[row], self.fidelity[row] = False, 0
-        self.touch()
+        self.mark_changed()
         self._free.append(row)
 
     def reserve(self, pages: int) -> None:
@@ -485,10 +485,10 @@ class Tables:
             table = former[group]()
             if table is not None and page_no < table.shape[1]:
                 table[row, page_no] = page
-        self.touch()
+        self.mark_changed()
 
-    def touch(self) -> None:
-        """Note that `pages` changed; device copies follow at the next `table`."""
+    def mark_changed(self) -> None:
+        """Record that `pages` changed; device copies follow at the next `table`."""
         self._dirty = True
         self.version += 1
 
@@ -513,7 +513,7 @@ class Tables:
                 table[:, : old[g].shape[1]] = old[g]
             self.pages.append(table)
         self._device_tables = [torch.from_numpy(np.empty(0, np.int32)) for _ in self.devices]
-        self.touch()
+        self.mark_changed()
 
 
 # The one lock of a `KV`, with a queue for work that may arrive while the lock is already held.
@@ -569,12 +569,12 @@ class Guard(_thread.RLock):  # type: ignore[misc]
         _guards.add(weakref.ref(self, _guards.discard))
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Run `work` now if the lock is free, else in a later `settle`."""
+        """Run `work` now if the lock is free, else in a later `run_deferred`."""
         self._deferred.append(work)
-        self.settle()
+        self.run_deferred()
 
     @interrupts.unbroken
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """Run deferred work, unless a thread is in the middle of a change."""
         if not self._deferred or self._is_owned() or not self.acquire(blocking=False):  # type: ignore[attr-defined]
             return

@@ -337,5 +337,5 @@ def _compression(store: PageStore, tables: Tables, device: str) -> float:
             pages = {page for page in tables.pages[g].ravel().tolist() if page >= 0}
             pages |= {block.page for block in store.blocks_on(device) if block.group == g}
             raw += len(pages) * store.page_bytes(g)
-            taken += sum(store.forms[g].of(page).page_bytes for page in pages)
+            taken += sum(store.forms[g].layout(page).page_bytes for page in pages)
     return raw / taken if taken else 1.0

@@ -129,7 +129,7 @@ class MassWatch:
         fresh = batch.table.new_zeros(shape, dtype=torch.float32)
         return self._mass.setdefault(layer, fresh)
 
-    def tell(self, seqs: Items[Sequence], groups: Items[LayerGroup], step: Advance) -> None:
+    def add_mass(self, seqs: Items[Sequence], groups: Items[LayerGroup], step: Advance) -> None:
         """Add the mass of the step to the importance of each row's pages."""
         counts = np.diff(step.starts).tolist()
         for g, group in enumerate(groups):
@@ -434,7 +434,7 @@ class Step:
                 seq.extend(ids)
 
     def give_later(self, tokens: torch.Tensor) -> None:
-        """Set token ids that are still on their device; `Planner.tell` gets them once read.
+        """Set token ids that are still on their device; `Planner.append_ids` gets them once read.
 
         Args:
             tokens: int64 `[N]`, packed row after row.
@@ -761,7 +761,7 @@ class Step:
             self._open = False
             self.planner.commit(self.seqs, self.advance, told=self._told)
         if self._watch is not None:
-            self._watch.tell(self.seqs, self.groups, self.advance)
+            self._watch.add_mass(self.seqs, self.groups, self.advance)
         # Decode steps do not measure the rate at which a prompt is computed.
         if self.advance.most_new >= self.planner.page_size and not self.audits:
             self._measure()

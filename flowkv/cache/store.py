@@ -257,7 +257,7 @@ class PageStore:
 
     def size(self, block: Block) -> int:
         """Return the bytes of a block's device page."""
-        return self.forms[block.group].of(block.page).page_bytes
+        return self.forms[block.group].layout(block.page).page_bytes
 
     def keep(self, block: Block) -> None:
         """Protect a block from eviction in every place until `unkeep`."""
@@ -385,7 +385,7 @@ class PageStore:
         """Update the count of idle granules after a change of a block's page, holds or pins."""
         now = 0
         if block.page >= 0 and not (block.holds or block.kept or block.gone):
-            now = self.forms[block.group].of(block.page).granules
+            now = self.forms[block.group].layout(block.page).granules
         if now != block.idle:
             self._idle[self.geometry.groups[block.group].device] += now - block.idle
             block.idle = now
@@ -881,7 +881,7 @@ class PageStore:
     def describe(self, block: Block) -> FrameInfo:
         """Return the frame header of a block's device page."""
         forms, codec = self.forms[block.group], block.page >> CODEC_SHIFT
-        layout = forms.of(block.page)
+        layout = forms.layout(block.page)
         return block.info(
             forms.fingerprints[codec],
             tokens=layout.page_size,

@@ -50,7 +50,7 @@ class Footprint:
         self._mean = self._gauged = 0.0
         self._gauge(_TYPICAL_TOKENS)
 
-    def learn(self, tokens: int) -> None:
+    def observe_length(self, tokens: int) -> None:
         """Take the expected length of a sequence into the mean, and resize the page on change."""
         self._mean += (tokens - self._mean) * (_SHARE if self._mean else 1.0)
         if not 1 / _CHANGE < self._mean / self._gauged < _CHANGE:
@@ -125,7 +125,7 @@ class Footprint:
         if restoration is not None and not restoration.settled:
             for page_load in restoration:
                 if page_load.page >= 0 and not page_load.held:
-                    granules = self._store.forms[page_load.group].of(page_load.page).granules
+                    granules = self._store.forms[page_load.group].layout(page_load.page).granules
                     taken[self._store.device(page_load.group)] += granules
         return max(round(taken[device] / unit) for device, unit in self._unit.items())
 
@@ -176,7 +176,7 @@ def weigh(lines: Planner, seq: Sequence) -> int:
         line = lines.tables.pages[g][seq.row, : len(blocks)].tolist()
         for page, block in zip(line, blocks, strict=True):
             if page >= 0 and (block is None or block.gone or block not in lines.store.swapped):
-                total += lines.store.forms[g].of(page).page_bytes
+                total += lines.store.forms[g].layout(page).page_bytes
     return total
 
 
@@ -429,7 +429,7 @@ class Snapshots:
         if not all(bool(tail.isfinite().all()) for tail in tails.values()):
             return False
         body = encode_state({**values, **tails})
-        block = self.store.index.publish(key, parent, 0, "state")
+        block = self.store.index.get_or_create(key, parent, 0, "state")
         block.tokens = seq.tokens[pages * size : length].copy()
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
@@ -469,10 +469,10 @@ class Snapshots:
             return tokens == pages * self.planner.page_size
 
         reused, tail = self._restore(seq, limit, attach)
-        self.restorer.report(seq, reused, loaded + tail if reused else 0, limit)
+        self.restorer.emit_hits(seq, reused, loaded + tail if reused else 0, limit)
         return reused
 
-    def begin(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> int:
+    def start_restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> int:
         """Attach a prefix as `restore` does, without waiting for pages that are not on the device.
 
         `seq.restoration` is then settled. A state is valid for all of its tokens only: pages that
@@ -490,7 +490,7 @@ class Snapshots:
         reused, tail = self._restore(seq, limit, attach)
         coming = seq.restoration
         loading = coming.tokens - coming.front if coming is not None else 0
-        self.restorer.report(seq, reused, loading + tail, limit)
+        self.restorer.emit_hits(seq, reused, loading + tail, limit)
         return reused - loading
 
     def _restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> tuple[int, int]:
@@ -516,7 +516,7 @@ class Snapshots:
             self.planner.tables.lengths[seq.row] = 0
         return 0, 0
 
-    def known(self, seq: Sequence) -> list[Block]:
+    def known_states(self, seq: Sequence) -> list[Block]:
         """Return the known states within a prompt."""
         return [block for _, block in self._candidates(seq, len(seq.tokens))]
 

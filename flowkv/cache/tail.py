@@ -59,7 +59,7 @@ class Tails:
         self.store, self.tables, self.page_size = store, tables, store.geometry.page_size
         self._sequences, self.allowed = sequences, allowed
 
-    def find(self, seq: Sequence, page_no: int, stop: int) -> SharedTokens | None:
+    def best_match(self, seq: Sequence, page_no: int, stop: int) -> SharedTokens | None:
         """Return the page with most of a prompt's tokens `[page_no * P, stop)`, or None.
 
         Fewer tokens than a page (P) are compared.
@@ -139,7 +139,7 @@ class Tails:
         forked = (p >> CODEC_SHIFT or store.pool(g).references(p) > 1 for g, p in enumerate(pages))
         if not pages or any(forked):
             return
-        found = self.find(seq, page_no, end)
+        found = self.best_match(seq, page_no, end)
         if found is None or found.tokens < count:
             first, above = page_no * self.page_size, seq.parent_key(0, page_no)
             tokens = seq.tokens[first:end].copy()
@@ -192,7 +192,7 @@ class Tails:
         old, new = store.views(group, page, count), store.layers(body, group, count)
         for source, target in zip(old, new, strict=True):
             target.copy_(source)
-        block = store.index.publish(key, above, group, "state")
+        block = store.index.get_or_create(key, above, group, "state")
         block.tokens, block.tail, block.n_bytes = tokens, count, len(body)
         block.tenant, block.namespace, block.fidelity = seq.tenant, seq.namespace, seq.fidelity
         info = block.info(

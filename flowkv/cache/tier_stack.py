@@ -440,7 +440,7 @@ class TierStack:
         in_use = self._knows(number)
         for entry in entries:
             info = entry.info
-            block = self.index.publish(entry.key, info.parent, info.group, info.kind)
+            block = self.index.get_or_create(entry.key, info.parent, info.group, info.kind)
             # Copies may differ in fidelity; the best of them counts.
             block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
             block.enter(number, info.codec)
@@ -569,7 +569,7 @@ class TierStack:
                 known = self.index.find(key)
                 there = there and (number, key) not in self._quarantined
                 if there and (known is None or not known.tiers >> number & 1):
-                    block = self.index.publish(key, above, group, kind)
+                    block = self.index.get_or_create(key, above, group, kind)
                     block.tenant, block.namespace = tenant, namespace
                     block.enter(number, UNKNOWN)
                     fresh.append(block)

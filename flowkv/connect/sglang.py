@@ -98,7 +98,7 @@ class _Pool:
         shape = {of: str(getattr(self.pool, of)) for of in _SHAPE if hasattr(self.pool, of)}
         return {**shape, "pool": type(self.pool).__qualname__, "runs": str(self.sizes)}
 
-    def pages(self, indices: torch.Tensor) -> list[memoryview]:
+    def runs(self, indices: torch.Tensor) -> list[memoryview]:
         """Return the runs of pages, for reading."""
         if self.in_place:
             return self._in_place(indices)
@@ -129,7 +129,7 @@ class _Pool:
         n = len(self.sizes)
         return [all(runs[i : i + n]) for i in range(0, len(runs), n)]
 
-    def names(self, keys: Sequence[str]) -> list[bytes]:
+    def frame_names(self, keys: Sequence[str]) -> list[bytes]:
         """Return the names of the frames of pages, run by run."""
         digests = [hashlib.sha256(self.namespace + key.encode()) for key in keys]
         found = []
@@ -287,7 +287,7 @@ class FlowKVStorage(HiCacheStorage):
         """Return how many leading pages are stored; these are held until they are loaded."""
         there = self._there(self._pool(), keys)
         n = there.index(False) if False in there else len(there)
-        self._let_go(self._pool().names(keys[n:]))
+        self._let_go(self._pool().frame_names(keys[n:]))
         return n
 
     def batch_exists_v2(
@@ -305,7 +305,7 @@ class FlowKVStorage(HiCacheStorage):
                 continue
             pool = self._pool(transfer.name)
             there = self._there(pool, keys[:n_pages])
-            self._let_go(pool.names(keys[:n_pages]))  # which pages will be loaded is unknown
+            self._let_go(pool.frame_names(keys[:n_pages]))  # which pages will be loaded is unknown
             window = n_pages
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
@@ -314,11 +314,11 @@ class FlowKVStorage(HiCacheStorage):
                 found[transfer.name] = ends[-1]
             restorable &= set(ends)
         n_usable = max(restorable, default=0)
-        self._let_go(self._pool().names(keys[n_usable:n_pages]))
+        self._let_go(self._pool().frame_names(keys[n_usable:n_pages]))
         return PoolTransferResult(n_usable, found, sorted(restorable))
 
     def _there(self, pool: _Pool, keys: Sequence[str]) -> list[bool]:
-        names = pool.names(keys)
+        names = pool.frame_names(keys)
         until_s = time.monotonic() + self._lookup_deadline_s
         known = dict.fromkeys(names)
         unknown = list(known)
@@ -370,7 +370,7 @@ class FlowKVStorage(HiCacheStorage):
     ) -> list[bool]:
         """Store pages of K and V; return for each whether it is stored."""
         before = list(getattr(extra_info, "prefix_keys", None) or ())[-1:]
-        return self._store(self._pool(), keys, self._pool().pages(host_indices), before)
+        return self._store(self._pool(), keys, self._pool().runs(host_indices), before)
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Fill pages of several pools; return for each whether it was filled."""
@@ -378,7 +378,7 @@ class FlowKVStorage(HiCacheStorage):
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Store pages of several pools; return for each whether it is stored."""
-        return self._each(transfers, lambda p, keys, at: self._store(p, keys, p.pages(at)))
+        return self._each(transfers, lambda p, keys, at: self._store(p, keys, p.runs(at)))
 
     def _each(
         self,
@@ -442,7 +442,7 @@ class FlowKVStorage(HiCacheStorage):
         return pool.filled(indices, lambda runs: self._filled(pool, keys, runs))
 
     def _filled(self, pool: _Pool, keys: Sequence[str], runs: Sequence[memoryview]) -> list[bool]:
-        names = pool.names(keys)
+        names = pool.frame_names(keys)
         loads = [Load(name, run, pool.layout) for name, run in zip(names, runs, strict=True)]
         try:
             return self._done(
@@ -458,8 +458,8 @@ class FlowKVStorage(HiCacheStorage):
         runs: Sequence[memoryview],
         before: Sequence[str] = (),
     ) -> list[bool]:
-        names, n = pool.names(keys), len(pool.sizes)
-        above = [*(pool.names(before) or [ROOT] * n), *names]  # pages of K and V form a chain
+        names, n = pool.frame_names(keys), len(pool.sizes)
+        above = [*(pool.frame_names(before) or [ROOT] * n), *names]  # pages of K and V form a chain
         stores = [
             Store(name, self._info(pool, i % n, above[i]), run.toreadonly())
             for i, (name, run) in enumerate(zip(names, runs, strict=True))

@@ -63,7 +63,7 @@ class Intervals:
             me = threading.get_ident()
             self._depths[me] = self._depths.get(me, 0) + 1
 
-    def tell(self) -> None:
+    def start_reports(self) -> None:
         """Report every second, from a thread of its own, for as long as compilation goes on."""
         with self._lock:
             if self._told:
@@ -172,7 +172,7 @@ def watch() -> None:
 
     class Teller(event.Listener):
         def on_start(self, event: object) -> None:
-            _INTERVALS.tell()
+            _INTERVALS.start_reports()
 
         def on_end(self, event: object) -> None:
             pass

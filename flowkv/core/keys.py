@@ -180,7 +180,7 @@ class KeyChain:
         """Return the key of a snapshot after `tokens`, a partial page below `parent`."""
         return self._digest(self._state_base, parent, tokens, salts)
 
-    def pages(
+    def keys(
         self,
         tokens: NDArray[np.uint32],
         salts: Sequence[Salt] = (),

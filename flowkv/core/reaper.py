@@ -34,7 +34,7 @@ class Reaper:
                 thread.start()
                 self._thread = thread
 
-    def settle(self, seconds: float) -> None:
+    def join(self, seconds: float) -> None:
         """Wait until the functions queued so far have run, for `seconds` at most."""
         if self._thread is not None and self._thread is not threading.current_thread():
             done = threading.Event()

@@ -51,11 +51,11 @@ class _Meter:
         self.samples: list[Sample] = []
         self._tell, self._total, self._done = tell, total, 0
 
-    def step(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self._done += 1
         self._tell(min(self._done, self._total), self._total, text)
 
-    def ask(
+    def answer(
         self, way: str, case: DemoCase, kv: flowkv.KV | None = None, *, whole: bool = False
     ) -> list[list[int]]:
         """Answer with or without FlowKV; only the first token unless `whole`."""
@@ -78,7 +78,7 @@ class _Meter:
                 loaded_bytes=found.loaded_bytes,
             )
         )
-        self.step(f"{case.name}, {'with' if kv else 'without'} FlowKV")
+        self.show(f"{case.name}, {'with' if kv else 'without'} FlowKV")
         return timing.answers
 
 
@@ -103,14 +103,14 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
     for repeat in range(repeats):
         if repeat:
             for case in cases:
-                meter.ask("cold", case)
+                meter.answer("cold", case)
         # Only the first repeat fills the store, with whole answers. The others use scratch stores,
         # so that prompts are unknown again.
         place = str(work / f"scratch-{repeat}") if repeat else plan.store
         with _attached(loaded.model, place) as kv:
             for way in ("first", "again"):
                 for case in cases:
-                    meter.ask(way, case, kv, whole=not repeat)
+                    meter.answer(way, case, kv, whole=not repeat)
             kv.flush()
             pool_bytes = pool_bytes or _pool_bytes(kv)
         if repeat:
@@ -140,17 +140,17 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
     pool_bytes, attach_s, answers = 0, 0.0, dict[str, list[list[int]]]()
     for repeat in range(plan.repeats):
         for case in asked:
-            meter.ask("recompute", case, whole=not repeat)
+            meter.answer("recompute", case, whole=not repeat)
         _drop_page_cache(Path(parse_place(f"disk:{plan.store}").path))
         started = time.perf_counter()
         # A new cache every time: its pool is empty, so that pages come from disk.
         with _attached(meter.model, plan.store) as kv:
             attach_s = attach_s or time.perf_counter() - started
             for case in asked:
-                answers.setdefault(case.name, meter.ask("disk", case, kv, whole=not repeat))
+                answers.setdefault(case.name, meter.answer("disk", case, kv, whole=not repeat))
             if not repeat:
                 for case in earlier:
-                    answers[case.name] = meter.ask("check", case, kv, whole=True)
+                    answers[case.name] = meter.answer("check", case, kv, whole=True)
             pool_bytes = pool_bytes or _pool_bytes(kv)
     return Findings(
         samples=meter.samples,
@@ -186,9 +186,9 @@ def _watch(meter: _Meter, asked: list[DemoCase]) -> list[WatchedRestore]:
             if plan.trace and not rate:
                 stack.enter_context(kv.trace(plan.trace))
             for case in others:
-                meter.ask("watched", case, kv)
+                meter.answer("watched", case, kv)
             restores = stack.enter_context(Timelines(kv.bus))
-            meter.ask("watched", talk, kv)
+            meter.answer("watched", talk, kv)
             found += [WatchedRestore(timeline=one, bytes_per_s=rate) for one in restores.ended]
     return found
 
@@ -214,7 +214,7 @@ def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter
     most = getattr(text, "max_position_embeddings", None)
     workload = build_workload(loaded.encode, plan.sizes, most_tokens=most, chat=loaded.chat)
     meter = _Meter(loaded, plan, tell, total)
-    meter.step("warming up")
+    meter.show("warming up")
     _warm_up(meter, workload, work)
     return meter, workload
 
@@ -241,13 +241,13 @@ def _warm_up(meter: _Meter, workload: DemoWorkload, work: Path) -> None:
     count = meter.plan.sizes.answer
     for prompts in workload.warm_up:
         timed_generate(meter.model, prompts, max_new_tokens=count)
-    meter.step("compiling kernels")
+    meter.show("compiling kernels")
     for doing in ("storing to warm up", "restoring to warm up"):
         with _attached(meter.model, str(place)) as kv:
             for prompts in workload.warm_up:
                 timed_generate(meter.model, prompts, max_new_tokens=count)
             kv.flush()
-        meter.step(doing)
+        meter.show(doing)
     shutil.rmtree(place, ignore_errors=True)
 
 
@@ -258,7 +258,7 @@ def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
     for turn in range(1, turns + 1):
         asked = workload.asked[turn - 1 : turn]
         case = DemoCase(f"conversation, turn {turn}", [prompt], asked=asked)
-        case.answers = meter.ask("cold", case, whole=True)
+        case.answers = meter.answer("cold", case, whole=True)
         cases.append(case)
         if turn <= len(workload.questions):
             (answer,), question = case.answers, workload.questions[turn - 1]
@@ -266,7 +266,7 @@ def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
             prompt = prompt + answer + question[answer[-1:] == question[:1] :]
     asked = workload.asked[turns:]
     case = DemoCase(f"batch of {len(workload.batch)}", workload.batch, asked=asked)
-    case.answers = meter.ask("cold", case, whole=True)
+    case.answers = meter.answer("cold", case, whole=True)
     return [*cases, case]
 
 

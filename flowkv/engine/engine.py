@@ -599,7 +599,7 @@ class Loop:
         if not tokens.sent or any(count != 1 for _, count in parts):
             return None
         places = {live: place for place, live in enumerate(lives)}
-        outcome = follow(self.runner, parts, tokens.of([places[live] for live, _ in parts]))
+        outcome = follow(self.runner, parts, tokens.select([places[live] for live, _ in parts]))
         if outcome is not None and outcome.failed:
             self._read()
             for live, error in outcome.failed:
@@ -716,7 +716,7 @@ class Loop:
         rows = [live.open_row for live, _, _ in parts]
         places = [live.prompt + place for live, place, _ in parts]
         try:
-            cast(PackedRunner, self.runner).tell(rows, places, [one.token for *_, one in parts])
+            cast(PackedRunner, self.runner).append_ids(rows, places, [d.token for *_, d in parts])
         except Exception as error:  # treated like an error of the step
             for live, _, _ in parts:
                 self._end(live, time.perf_counter(), error=error)

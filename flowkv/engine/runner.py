@@ -124,7 +124,7 @@ class PackedRunner:
         Args:
             rows: Rows in no step.
             tokens: The next ids of each row; or int64 `[B]` on the device, one id a row, not read
-                yet: `PackedRunner.tell` must receive them later, for rows that go on.
+                yet: `PackedRunner.append_ids` must receive them later, for rows that go on.
         """
         unread, before = isinstance(tokens, torch.Tensor), self._last
         counts = [1] * len(rows) if unread else list(map(len, tokens))
@@ -143,11 +143,11 @@ class PackedRunner:
         with step, torch.no_grad():
             return self._forward(step, last)
 
-    def tell(self, rows: Items[OpenRow], places: Items[int], tokens: Items[int]) -> None:
-        """Record tokens of rows that were stepped before they were read, see `Planner.tell`."""
+    def append_ids(self, rows: Items[OpenRow], places: Items[int], tokens: Items[int]) -> None:
+        """Record tokens of rows stepped before they were read, see `Planner.append_ids`."""
         seqs = [row.seq for row in rows]
         if seqs:
-            Planner.of(seqs[0]).tell(seqs, places, tokens)
+            Planner.of(seqs[0]).append_ids(seqs, places, tokens)
 
 
 def own_model(model: Callable[[torch.Tensor | None, torch.Tensor], Any]) -> Forward:

@@ -144,7 +144,7 @@ class UnreadTokens:
         self._copy = Later(self.ids, self._best)
         return self._copy
 
-    def of(self, rows: list[int]) -> torch.Tensor:
+    def select(self, rows: list[int]) -> torch.Tensor:
         """Return the tokens of some rows, int64 `[n]` on the device."""
         if rows == [*range(len(self.ids))]:
             return self.ids
@@ -153,7 +153,7 @@ class UnreadTokens:
     def read(self) -> list[Drawn | None]:
         """Wait for the tokens and return them; None for a row interrupted before it had one."""
         tokens, best = (
-            part.tolist() for part in (self._copy or self._send()).get() if part is not None
+            part.tolist() for part in (self._copy or self._send()).result() if part is not None
         )
         return [self._read(row, token, best[row]) for row, token in enumerate(tokens)]
 

@@ -222,7 +222,7 @@ class RestoreQueue:
         """Allow loads for a row that is about to be opened."""
         self._allow(alone=self._alone)
 
-    def begin(self, live: RunningRequest, now_s: float) -> None:
+    def await_prefix(self, live: RunningRequest, now_s: float) -> None:
         """Wait for the prefix of a row that was opened, or run the row if it is there."""
         live.ready = live.open_row.seq.length
         restoration = RestoreJob.of(live.open_row.seq)
@@ -232,7 +232,7 @@ class RestoreQueue:
         self._waits[live] = _Wait(restoration, self._kv, now_s)
         live.move(COMING, now_s)
 
-    def forget(self, live: RunningRequest, now_s: float) -> None:
+    def withdraw(self, live: RunningRequest, now_s: float) -> None:
         """End the wait of a row that is closed, which cancels its loads."""
         self._over(live, now_s)
         self._lift()
@@ -606,7 +606,7 @@ class KVManager:
                     # Pages in pools from before a model change make no room.
                     live.pages = footprint.alone(seq) if Planner.of(seq) is self._planner else 0
 
-    def share(self, live: RunningRequest) -> None:
+    def count_shared(self, live: RunningRequest) -> None:
         """Count the pages that a waiting request will share with those in progress."""
         live.shared = self.ahead.shared(live, self._pages())
 
@@ -637,14 +637,14 @@ class KVManager:
             try:
                 live.row = self._runner.open(live.request, live.known, wait=False)
             except BaseException:
-                self.coming.forget(live, now_s)
+                self.coming.withdraw(live, now_s)
                 raise
             footprint = self._pages()
-            footprint.learn(live.prompt + live.limit)
+            footprint.observe_length(live.prompt + live.limit)
             self.worth.page_bytes = footprint.page_bytes
             self.ahead.opened(live)
             live.admitted(now_s)
-            self.coming.begin(live, now_s)
+            self.coming.await_prefix(live, now_s)
         live.shared = 0
         if self._kv.bus.wants(Admitted):
             self._kv.bus.emit(
@@ -692,7 +692,7 @@ class KVManager:
             live.row = None
 
     def _forget(self, live: RunningRequest, now_s: float) -> None:
-        self.coming.forget(live, now_s)
+        self.coming.withdraw(live, now_s)
         self._counted.pop(live, None)
 
     def _fits(self, live: RunningRequest) -> bool:
@@ -713,7 +713,7 @@ class KVManager:
         n_bytes = planner.copied_bytes - before
         if n_bytes:
             seconds = compiling.measured_s(begun_s, time.perf_counter())
-            self.worth.moved(n_bytes, seconds, out=out)
+            self.worth.observe_move(n_bytes, seconds, out=out)
         return moved
 
 
@@ -749,7 +749,7 @@ class CountedTurns(Turns):
 
     def pages(self, job: Job) -> int:
         """Return the pages that a job needs to enter: for all its known tokens and one more."""
-        self._keeper.share(cast(RunningRequest, job))
+        self._keeper.count_shared(cast(RunningRequest, job))
         return super().pages(job)
 
     def _count(self, jobs: Items[Job], *, exact: bool) -> None:

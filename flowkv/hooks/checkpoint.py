@@ -130,7 +130,7 @@ class Checkpoint:
             self._engine = _engine(os.path.dirname(self._files[0].path))
             for file in self._files:
                 file.fd = self._engine.open(file.path, write=False)
-                file.check()
+                file.check_unchanged()
         except OSError as error:
             self.close()
             if isinstance(error, StoreError):
@@ -188,7 +188,7 @@ class Checkpoint:
         if engine is None:
             raise StoreError("the checkpoint is closed", "Attach the weights again")
         for number in {piece[0] for piece in layout.pieces}:
-            self._files[number].check()
+            self._files[number].check_unchanged()
         tensors = list(tensors)
         self._read(engine, target, layout)
         for t, place in zip(tensors, layout.read_at, strict=True):
@@ -202,7 +202,7 @@ class Checkpoint:
                 ctypes.memmove(to, at, tensors[i].n_bytes)
         # A write during the read shows in the time of the file.
         for number in {piece[0] for piece in layout.pieces}:
-            self._files[number].check()
+            self._files[number].check_unchanged()
 
     def _read(self, engine: IOEngine, target: NDArray[np.uint8], layout: Layout) -> None:
         address, expected, rows = target.ctypes.data, {}, []
@@ -230,7 +230,7 @@ class Checkpoint:
             StoreError: As from `fill`.
         """
         file = self._files[tensor.file]
-        file.check()
+        file.check_unchanged()
         known = file.sums(tensor)
         if known is None:
             known = b""
@@ -339,7 +339,7 @@ class _File:
                 return bytearray(body)
         return bytearray(n_bytes)
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise `StoreError` if the file was changed."""
         if _state(os.fstat(self.fd)) != self._state:
             raise StoreError(

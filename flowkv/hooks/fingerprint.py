@@ -226,7 +226,7 @@ class Weights:
             return True
         (later, known), end = self._unread, self._next
         self._unread, self._next = None, 0  # after a change, the reading begins anew
-        found = later.get()
+        found = later.result()
         if any(x is None or x.numpy().tobytes() != y for x, y in zip(found, known, strict=True)):
             return False
         self._next = end

@@ -321,7 +321,7 @@ class GraphedForward:
             self._report["replayed"] += 1
             return logits
 
-    def learn(
+    def record_step(
         self, step: Step, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
     ) -> None:
         """Count a step that ran eagerly; capture its shape when it comes again.
@@ -485,7 +485,7 @@ class Own:
             return found.unsqueeze(0)
         logits: torch.Tensor = self._model(tokens, positions)
         if recorder_of(logits.device) is not None:
-            self._graphs.learn(step, tokens, positions, logits[0])
+            self._graphs.record_step(step, tokens, positions, logits[0])
         return logits
 
     def _call(self, step: Step) -> torch.Tensor:

@@ -823,7 +823,7 @@ class _Devices:
             if self._by_name[name].type == "meta":
                 raise ConfigError("device='meta' cannot compute", 'Pass "cpu" or "cuda:0"')
 
-    def of(self, name: str) -> torch.device | None:
+    def device(self, name: str) -> torch.device | None:
         """Return the device of a module or parameter; None if none was passed."""
         fits = [one for one in self._by_name if not one or f"{name}.".startswith(f"{one}.")]
         return self._by_name[max(fits, key=len)] if fits else None
@@ -831,7 +831,7 @@ class _Devices:
     def move_buffers(self, model: nn.Module) -> None:
         """Move buffers to the devices of their modules."""
         for path, module in model.named_modules():
-            device = self.of(path)
+            device = self.device(path)
             for name, buffer in module._buffers.items():
                 if buffer is not None and device is not None:
                     module._buffers[name] = buffer.to(device)
@@ -944,7 +944,7 @@ def _entries(
                 f"{list(stored.shape)} in the checkpoint",
                 "Make the model with the checkpoint's dtype and sizes",
             )
-        device = where.of(own[0]) or torch.device("cpu")
+        device = where.device(own[0]) or torch.device("cpu")
         found[key] = _Entry(own, p, stored, sums, device)
     return found
 

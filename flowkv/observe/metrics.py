@@ -269,13 +269,13 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
 
-    def add(self, values: Iterable[float]) -> None:
+    def observe(self, values: Iterable[float]) -> None:
         """Count values into their buckets."""
         for value in values:
             self.counts[bisect.bisect_left(self.bounds, value)] += 1
             self.total += value
 
-    def copy(self) -> Histogram:
+    def snapshot(self) -> Histogram:
         """Return a copy of the histogram's current state."""
         other = Histogram(self.bounds)
         other.counts, other.total = self.counts.copy(), self.total
@@ -313,7 +313,7 @@ class Metrics:
     """Series of all metrics in the table. Thread-safe.
 
     Args:
-        bus: Bus to follow at once; `follow` adds more.
+        bus: Bus to follow at once; `subscribe` adds more.
     """
 
     def __init__(self, bus: Bus | None = None) -> None:
@@ -322,9 +322,9 @@ class Metrics:
         self._sources: list[Callable[[], Iterable[Level]]] = []
         self._followers, self._steps = 0, list[Subscription]()
         if bus is not None:
-            self.follow(bus)
+            self.subscribe(bus)
 
-    def follow(
+    def subscribe(
         self, bus: Bus, *only: type[Event], without: Sequence[type[Event]] = ()
     ) -> Subscription:
         """Count the events of `bus`, or only those of some types, until closed.
@@ -335,7 +335,7 @@ class Metrics:
             without: Types to leave out.
         """
         kinds = (kind for kind in only or RULES if kind not in without)
-        return bus.subscribe(self.note, *kinds)
+        return bus.subscribe(self.on_event, *kinds)
 
     def follow_steps(self, bus: Bus) -> ExitStack:
         """Count the steps of engines, once, while at least one follower is open.
@@ -349,7 +349,7 @@ class Metrics:
         with self._lock:
             self._followers += 1
             if self._followers == 1:
-                self._steps.append(self.follow(bus, EngineStep))
+                self._steps.append(self.subscribe(bus, EngineStep))
         mine = ExitStack()
         mine.callback(self._leave_steps)
         return mine
@@ -407,7 +407,7 @@ class Metrics:
         with self._lock:
             found = {
                 name: {
-                    key: one.copy() if isinstance(one, Histogram) else one
+                    key: one.snapshot() if isinstance(one, Histogram) else one
                     for key, one in of.items()
                 }
                 for name, of in self._series.items()
@@ -438,7 +438,7 @@ class Metrics:
                 lines.append(f"{full}_count{_braces(key)} {below[-1][1]}")
         return "".join(line + "\n" for line in lines)
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Count an event."""
         labels, readings = read(event)
         key = _key(labels)
@@ -453,7 +453,7 @@ class Metrics:
                     if key not in series:
                         timed = name.endswith("_seconds")
                         series[key] = Histogram(SECONDS_BUCKETS if timed else COUNT_BUCKETS)
-                    series[key].add(values)
+                    series[key].observe(values)
 
 
 class Observable(Protocol):
@@ -752,9 +752,9 @@ class Tenancy:
         # Ranks as in Space-Saving (Metwally et al., ICDT 2005): a newcomer continues from the rank
         # that it takes over; otherwise many small tenants would keep it from growing.
         self._ranks: dict[str, int] = {}
-        self._subscription = bus.subscribe(self.note, events.Hit, events.Miss)
+        self._subscription = bus.subscribe(self.on_event, events.Hit, events.Miss)
 
-    def note(self, event: events.Hit | events.Miss) -> None:
+    def on_event(self, event: events.Hit | events.Miss) -> None:
         """Count the tokens of an event for its tenant."""
         tier = event.tier if isinstance(event, events.Hit) else ""
         with self._lock:

@@ -128,7 +128,7 @@ class Bridge(Closing):
     def _span(self, event: Event) -> None:
         now_s = self._clock()
         with self._lock:
-            self._lanes.note(event, now_s)
+            self._lanes.record(event, now_s)
             match event:
                 case events.RestoreEnded():
                     self._restore(event)
@@ -136,7 +136,7 @@ class Bridge(Closing):
                     self._parents[event.request] = context.get_current()
                 case events.Finished():
                     parent = self._parents.pop(event.request, None)
-                    if lane := self._lanes.take(event.request):
+                    if lane := self._lanes.pop(event.request):
                         self._request(event, lane, parent)
 
     def _request(self, event: events.Finished, lane: RequestLane, parent: Any) -> None:

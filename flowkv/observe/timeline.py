@@ -262,7 +262,7 @@ class Lanes:
         self._lanes: dict[int, RequestLane] = {}
         self._open: dict[int, tuple[Phase, float]] = {}  # phase of a request, and its begin
 
-    def note(self, event: Event, now_s: float) -> None:
+    def record(self, event: Event, now_s: float) -> None:
         """Record an event of a request; other events are ignored."""
         match event:
             case events.Queued():
@@ -284,7 +284,7 @@ class Lanes:
         while len(self._lanes) > self._most:
             self.stride *= 2
             for one in [one for one, place in self._places.items() if place % self.stride]:
-                self.take(one)
+                self.pop(one)
 
     def _finish(self, event: events.Finished) -> None:
         lane = self._lanes.get(event.request)
@@ -296,7 +296,7 @@ class Lanes:
         lane.started_s, lane.ended = event.started_s, event
         lane.pieces = [part for piece in lane.pieces for part in _parted(piece, first_token_s)]
 
-    def take(self, request: int) -> RequestLane | None:
+    def pop(self, request: int) -> RequestLane | None:
         """Remove and return a request's phases; None if they are not kept."""
         self._places.pop(request, None)
         self._open.pop(request, None)
@@ -414,7 +414,7 @@ class Serving(Closing):
         self._busy_s = self._used_s = self._row_s = 0.0
         self._begun_s, self._until_s = float("inf"), 0.0  # of all steps
         self._subscriptions = [
-            self.moves.follow(bus, *_MOVES, *(kind for _, _, kind in _BESIDE.values())),
+            self.moves.subscribe(bus, *_MOVES, *(kind for _, _, kind in _BESIDE.values())),
             bus.subscribe(self.note, *OF_REQUESTS, events.EngineStep, events.RestoreEnded),
             bus.subscribe(self._moved, *_MOVES),
         ]
@@ -423,7 +423,7 @@ class Serving(Closing):
         """Record an event of an engine, or the end of a restore."""
         spreads, totals = self.spreads, self._totals
         with self._lock:
-            self.lanes.note(event, self._clock())
+            self.lanes.record(event, self._clock())
             match event:
                 case events.EngineStep():
                     self._step(event)
@@ -666,7 +666,7 @@ class TraceFile(Closing):
 
     Args:
         path: The file; an old one is replaced.
-        bus: Source of the events; None if only `note` brings any.
+        bus: Source of the events; None if only `on_event` brings any.
         warn: Called with a message when a write fails.
         clock: Clock of the events, in seconds.
 
@@ -701,9 +701,9 @@ class TraceFile(Closing):
                 f"a trace cannot be written to {self.path} ({error.strerror or error})",
                 "Name a file in a directory that can be written",
             ) from error
-        self._subscription: Subscription | None = bus.subscribe(self.note) if bus else None
+        self._subscription: Subscription | None = bus.subscribe(self.on_event) if bus else None
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write an event."""
         now_s, problem = self._clock(), ""
         with self._lock:
@@ -729,9 +729,9 @@ class TraceFile(Closing):
     # ---- lines of an event
 
     def _lines(self, event: Event, now_s: float) -> list[bytes]:
-        self._lanes.note(event, now_s)
+        self._lanes.record(event, now_s)
         if isinstance(event, events.Finished):
-            lane = self._lanes.take(event.request)
+            lane = self._lanes.pop(event.request)
             lines = self._request(lane) if lane is not None else []
             place = request_place(event.request, event.reason)
             lines += self._shown(place, event, (now_s, now_s))

@@ -198,7 +198,7 @@ class Defragmentation:
         self._rest = blocks // config.blocks_per_edge
         return config.most_bytes
 
-    def moved(self, pages: int, now: Occupancy) -> None:
+    def record(self, pages: int, now: Occupancy) -> None:
         """Record the result of a budget.
 
         After no move, none is tried until the occupancy changes.

@@ -62,7 +62,7 @@ class TenantAccount:
         save: Callable[[], bytes] | None = getattr(self.policy, "save_model", None)
         return b"" if save is None else save()
 
-    def learn(self, saved: bytes) -> None:
+    def load_model(self, saved: bytes) -> None:
         """Load a model that the policy learned elsewhere, if the policy learns."""
         load: Callable[[bytes], None] | None = getattr(self.policy, "load_model", None)
         if load is not None:
@@ -170,7 +170,7 @@ class Tenants(Policy):
                 f"these are no models of tenants ({error})", "Start without them"
             ) from None
         for tenant in models.keys() & self._accounts.keys():
-            self._accounts[tenant].learn(models.pop(tenant))
+            self._accounts[tenant].load_model(models.pop(tenant))
         self._models = models
 
     # ---- what happens
@@ -487,7 +487,7 @@ class Tenants(Policy):
         if account is None:
             account = self._accounts[tenant] = TenantAccount(self._make(), self._quota(tenant))
             if tenant in self._models:
-                account.learn(self._models.pop(tenant))
+                account.load_model(self._models.pop(tenant))
         return account
 
     def _payer(self, tenant: int) -> int:

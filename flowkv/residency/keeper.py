@@ -755,7 +755,7 @@ class Keeper(Closing):
             and best.outcome is not Outcome.HIT
         ):
             hold.failed.add(best.key)
-        caller.answers.put([best._replace(seconds=seconds)])
+        caller.answers.post([best._replace(seconds=seconds)])
 
 
 # Threads refer to a keeper only while they handle its answers, so that a dropped one is collected.
@@ -946,7 +946,7 @@ class Caller:
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return this caller's ready answers, waiting up to `timeout_s` for the first one."""
-        return self.answers.take(timeout_s)
+        return self.answers.poll(timeout_s)
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while answers wait; -1 once closed."""

@@ -91,7 +91,7 @@ class Draft:
         self.spaces += 1
         return self.spaces
 
-    def size(self, median: float, spread: float) -> int:
+    def length(self, median: float, spread: float) -> int:
         """Draw a length in tokens."""
         return max(1, round(median * float(np.exp(spread * self.rng.standard_normal()))))
 
@@ -104,7 +104,7 @@ class Draft:
         at = min(bisect.bisect_right(shares, self.rng.random()), len(shares) - 1)
         return self.renamed(at, len(shares))
 
-    def note(self, prompts: list[Span], own: int, tokens: int, output: int, stop: int) -> None:
+    def request(self, prompts: list[Span], own: int, tokens: int, output: int, stop: int) -> None:
         """Add a request of the current session: whole blocks of prompts, then of its own tokens."""
         size = self.config.block_tokens
         spans = [(space, length // size) for space, length in prompts]
@@ -264,14 +264,14 @@ def chat(config: ChatConfig) -> Talk:
 
     def talk(draft: Draft) -> Iterator[float | None]:
         own, turn = draft.fresh(), 0
-        tokens = config.system_tokens + draft.size(config.first_tokens, config.spread)
+        tokens = config.system_tokens + draft.length(config.first_tokens, config.spread)
         while True:
-            output = draft.size(config.output_tokens, config.spread)
-            draft.note([(0, config.system_tokens)], own, tokens, output, TURN_END)
+            output = draft.length(config.output_tokens, config.spread)
+            draft.request([(0, config.system_tokens)], own, tokens, output, TURN_END)
             if draft.rng.random() >= config.returns[min(turn, len(config.returns) - 1)]:
                 return
             turn += 1
-            tokens += output + draft.size(config.next_tokens, config.spread)
+            tokens += output + draft.length(config.next_tokens, config.spread)
             yield draft.time(config.gap_s, config.gap_spread)
 
     return talk
@@ -285,17 +285,17 @@ def agents(config: AgentsConfig) -> Talk:
         program = draft.pick(popularity)
         own = draft.fresh()
         prompt = [(1 + program, config.prompt_tokens)]
-        tokens = config.prompt_tokens + draft.size(config.first_tokens, config.spread)
+        tokens = config.prompt_tokens + draft.length(config.first_tokens, config.spread)
         while True:
             calls = draft.rng.random() < config.tool_share
-            output = draft.size(config.output_tokens, config.spread)
-            draft.note(prompt, own, tokens, output, TOOL_USE if calls else TURN_END)
+            output = draft.length(config.output_tokens, config.spread)
+            draft.request(prompt, own, tokens, output, TOOL_USE if calls else TURN_END)
             if draft.rng.random() >= (config.tool_returns if calls else config.end_returns):
                 return
-            tokens += output + draft.size(config.growth_tokens, config.spread)
+            tokens += output + draft.length(config.growth_tokens, config.spread)
             if tokens > config.context_tokens:
                 own = draft.fresh()
-                tokens = config.prompt_tokens + draft.size(config.first_tokens, config.spread)
+                tokens = config.prompt_tokens + draft.length(config.first_tokens, config.spread)
             if calls:
                 yield draft.time(config.tool_s, config.tool_spread)
             else:
@@ -314,16 +314,16 @@ def rag(config: RagConfig) -> Talk:
         spans = [(0, config.system_tokens)]
         for document in dict.fromkeys(found):
             if document not in lengths:
-                lengths[document] = draft.size(config.document_tokens, config.spread)
+                lengths[document] = draft.length(config.document_tokens, config.spread)
             spans.append((1 + document, lengths[document]))
         own = draft.fresh()
-        tokens = sum(size for _, size in spans) + draft.size(config.question_tokens, config.spread)
+        tokens = sum(n for _, n in spans) + draft.length(config.question_tokens, config.spread)
         while True:
-            output = draft.size(config.output_tokens, config.spread)
-            draft.note(spans, own, tokens, output, TURN_END)
+            output = draft.length(config.output_tokens, config.spread)
+            draft.request(spans, own, tokens, output, TURN_END)
             if draft.rng.random() >= config.returns:
                 return
-            tokens += output + draft.size(config.question_tokens, config.spread)
+            tokens += output + draft.length(config.question_tokens, config.spread)
             yield draft.time(config.gap_s, 1.0)
 
     return talk

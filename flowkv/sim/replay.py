@@ -134,7 +134,7 @@ class OnePlace:
 
     # ---- the replay
 
-    def run(self, progress: Progress | None = None) -> Course:
+    def replay(self, progress: Progress | None = None) -> Course:
         """Replay the trace from cold.
 
         Args:
@@ -148,7 +148,7 @@ class OnePlace:
                 self.enqueue(max(times[queued] - self.queue_ns, times[0]), queued)
                 queued += 1
             self.prefetch(now)
-            self.step(r, now)
+            self.serve(r, now)
             if progress is not None and r % every == every - 1:
                 progress(r + 1, len(times))
         return self.course
@@ -157,7 +157,7 @@ class OnePlace:
         """Return the blocks of a request."""
         return self.trace.blocks[self.trace.offsets[r] : self.trace.offsets[r + 1]]
 
-    def step(self, r: int, now: int) -> None:
+    def serve(self, r: int, now: int) -> None:
         """Replay one request, which takes no time."""
         trace, policy, course, chain = self.trace, self.policy, self.course, self.chain(r)
         start = perf_counter_ns()
@@ -566,7 +566,7 @@ class ReplayTier(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     codec: str = "raw"
 
-    def pages(self, unique: int) -> int:
+    def capacity(self, unique: int) -> int:
         """Return how many blocks fit, once compressed."""
         if self.codec not in CODECS:
             raise ConfigError(f"no codec {self.codec!r}", f"Use one of {', '.join(CODECS)}")
@@ -604,7 +604,7 @@ class PlaceStack:
         self.found = np.zeros((len(trace), len(places)), np.int64)
         self.moved = np.zeros(len(places) + 1, np.int64)
 
-    def run(self, progress: Progress | None = None) -> Course:
+    def replay(self, progress: Progress | None = None) -> Course:
         """Replay the trace from cold.
 
         This fills `found`, i8 [R, places]: leading blocks of each request that were read from each
@@ -652,7 +652,7 @@ def first_tokens_s(
 
     Args:
         trace: Replayed trace.
-        found: i8 [R, places]; see `PlaceStack.run`. Runs are taken in the order of the places.
+        found: i8 [R, places]; see `PlaceStack.replay`. Runs are taken in the order of the places.
         tiers: The places.
         hardware: Rates of the places and of the accelerator.
         model: Shape of the computed model.
@@ -688,7 +688,7 @@ def priced(
     block_bytes = trace.block_tokens * model.token_bytes()
     for k, tier in enumerate(tiers):
         place = hardware.place(tier.place)
-        gib = tier.pages(trace.unique) * block_bytes * CODECS[tier.codec] / 2**30
+        gib = tier.capacity(trace.unique) * block_bytes * CODECS[tier.codec] / 2**30
         dollars += gib * place.dollars_per_gib_hour * (k > 0)  # the first is the accelerator's own
         row[f"hit_ratio_{tier.place}"] = float(found[:, k].sum() / total)
         row[f"read_gib_{tier.place}"] = float(
@@ -799,7 +799,7 @@ def replay(
     name += "".join(f"+{word}" for word in _beyond(settings))
     place = _place(trace, mine, capacity, settings)
     start = perf_counter()
-    course = place.run(settings.get("progress"))
+    course = place.replay(settings.get("progress"))
     seconds = perf_counter() - start
     digest = f"{mine.digest():016x}"
     result = judge(trace, course, policy=name, pages=capacity, seconds=seconds, digest=digest)
@@ -867,11 +867,11 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings
     codec, share = settings.get("codec", "raw"), capacity / max(trace.unique, 1)
     first = ReplayTier(place=hardware.places[0].name, size=max(share, 1e-12), codec=codec)
     tiers = [first, *below]
-    pages = [tier.pages(trace.unique) for tier in tiers]
+    pages = [tier.capacity(trace.unique) for tier in tiers]
     policies = [make(trace, tier.policy or policy, settings) for tier in tiers]
     stack = PlaceStack(trace, policies, pages)
     start = perf_counter()
-    course = stack.run(settings.get("progress"))
+    course = stack.replay(settings.get("progress"))
     seconds = perf_counter() - start
     name = "/".join(dict.fromkeys(tier.policy or policy for tier in tiers))
     digest = stack.digest()

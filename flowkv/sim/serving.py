@@ -380,7 +380,7 @@ class VirtualEngine:
     def _moved(self, row: VirtualRow, seconds: float, *, out: bool) -> None:
         self.now_s += seconds
         if self._worth is not None:
-            self._worth.moved(row.held(self._size), seconds, out=out)
+            self._worth.observe_move(row.held(self._size), seconds, out=out)
 
     # ---- steps
 

@@ -239,7 +239,7 @@ class PolicyStory(RuleBasedStateMachine):
             self.model.add(s, mine, tenant, rank)
         above = [self.model.parent[s] for s in slots]
         more: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
-        self.tell(lambda x, now, a, b: x.insert(now, a, b, lease=word, **more), slots, above)
+        self.call_all(lambda x, now, a, b: x.insert(now, a, b, lease=word, **more), slots, above)
 
     @rule(
         dt=steps_ns,
@@ -256,20 +256,20 @@ class PolicyStory(RuleBasedStateMachine):
         self.pass_time(dt, silently=True)
         path = self.model.path(end) + [s for s in strangers if s not in self.model.parent]
         visit = Visit(request, session, tokens, len(path))
-        self.tell(lambda x, now, a: x.access(now, a, visit), path)
+        self.call_all(lambda x, now, a: x.access(now, a, visit), path)
         self.model.queued.pop(request, None)
 
     @rule(dt=steps_ns, request=requests, stop=st.integers(0, 3), tokens=st.integers(0, 10**6))
     def complete(self, dt: int, request: int, stop: int, tokens: int) -> None:
         """Complete a request, known or not."""
         self.pass_time(dt)
-        self.tell(lambda x, now: x.complete(now, request, stop=stop, output_tokens=tokens))
+        self.call_all(lambda x, now: x.complete(now, request, stop=stop, output_tokens=tokens))
 
     @rule(slots=few_slots)
     def remove(self, slots: list[int]) -> None:
         """Remove blocks, resident or not; their children stay as roots."""
         here = sorted(set(slots) & set(self.model.parent))
-        self.tell(lambda x, now, a: x.remove(a), slots, quiet=here)
+        self.call_all(lambda x, now, a: x.remove(a), slots, quiet=here)
         self.model.drop(here)
 
     @rule(slots=few_slots)
@@ -280,7 +280,7 @@ class PolicyStory(RuleBasedStateMachine):
             *self.model.pins,
             *chain.from_iterable(self.model.queued.values()),
         }
-        self.tell(lambda x, now, a: x.forget(a), [s for s in slots if s not in busy])
+        self.call_all(lambda x, now, a: x.forget(a), [s for s in slots if s not in busy])
 
     @rule(slot=st.integers(0, SLOTS - 1))
     def reuse(self, slot: int) -> None:
@@ -288,14 +288,14 @@ class PolicyStory(RuleBasedStateMachine):
         self.remove([slot])
         self.forget([slot])
         self.model.add(slot, -1, 0, DEFAULT_RANK)
-        self.tell(lambda x, now, a, b: x.insert(now, a, b), [slot], [-1])
+        self.call_all(lambda x, now, a, b: x.insert(now, a, b), [slot], [-1])
 
     @precondition(lambda self: overrides(self.raw, "pin", "unpin"))
     @rule(end=st.integers(0, SLOTS), others=few_slots)
     def pin(self, end: int, others: list[int]) -> None:
         """Pin a chain, and some other slots, resident or not."""
         slots = self.model.path(end) + others
-        self.tell(lambda x, now, a: x.pin(a), slots)
+        self.call_all(lambda x, now, a: x.pin(a), slots)
         self.model.pins.update(slots)
 
     @precondition(lambda self: self.model.pins)
@@ -303,7 +303,7 @@ class PolicyStory(RuleBasedStateMachine):
     def unpin(self, which: list[int]) -> None:
         """Release some pins."""
         slots = [s for s in which if self.model.pins[s]] or [min(self.model.pins)]
-        self.tell(lambda x, now, a: x.unpin(a), slots)
+        self.call_all(lambda x, now, a: x.unpin(a), slots)
         self.model.pins.subtract(slots)
         self.model.pins += type(self.model.pins)()
 
@@ -317,7 +317,7 @@ class PolicyStory(RuleBasedStateMachine):
         """Announce the next use of a chain, or of a slot that is not resident."""
         self.pass_time(dt)
         path = self.model.path(end) or [end]
-        self.tell(lambda x, now, a: x.hint(now, a, eta_ns, sigma), path)
+        self.call_all(lambda x, now, a: x.hint(now, a, eta_ns, sigma), path)
         self.model.hinted.update(path)
 
     @rule(dt=steps_ns, request=requests, end=st.integers(0, SLOTS))
@@ -325,21 +325,21 @@ class PolicyStory(RuleBasedStateMachine):
         """Queue a request, which may be queued already, for another chain."""
         self.pass_time(dt)
         path = self.model.path(end) or [end]
-        self.tell(lambda x, now, a: x.enqueue(now, request, a), path)
+        self.call_all(lambda x, now, a: x.enqueue(now, request, a), path)
         self.model.queued[request] = path
 
     @rule(dt=steps_ns, request=requests)
     def abort(self, dt: int, request: int) -> None:
         """Abort a request, known or not."""
         self.pass_time(dt)
-        self.tell(lambda x, now: x.abort(now, request))
+        self.call_all(lambda x, now: x.abort(now, request))
         self.model.queued.pop(request, None)
 
     @rule(dt=steps_ns, tenant=st.integers(0, 2))
     def invalidate(self, dt: int, tenant: int) -> None:
         """Invalidate all blocks of a tenant; the third tenant has none."""
         self.ask_expired(dt)
-        self.tell(lambda x, now: x.invalidate(now, tenant))
+        self.call_all(lambda x, now: x.invalidate(now, tenant))
         stale = self.model.stale_of(tenant)
         self.ask_expired(0)
         if overrides(self.raw, "invalidate"):
@@ -371,13 +371,13 @@ class PolicyStory(RuleBasedStateMachine):
             require(n > most, f"evict({n}) was refused; {most} can be freed leaf by leaf")
             return
         quiet = self.quiet.evict(self.clamped, n, box(protected))
-        victims = self.take(got, same)
+        victims = self.agreed(got, same)
         require(quiet is not None and victims == quiet.tolist(), "a call without effect had one")
         require(len(victims) == n, f"evict({n}) gave {len(victims)} victims")
         require(n == 0 or before != self.raw.digest(), "the digest must tell of every decision")
         if n == 1 and overrides(self.raw, "weakest"):
             require(victims == [weakest], "the weakest was not the one that went")
-        self.leave(victims, free, worth if n == 1 and self.key_order else {})
+        self.check_victims(victims, free, worth if n == 1 and self.key_order else {})
 
     @rule(
         dt=steps_ns,
@@ -392,16 +392,16 @@ class PolicyStory(RuleBasedStateMachine):
         got = self.raw.displace(self.clock, n, rate, protected)
         same = self.twin.displace(self.clamped, n, rate, protected)
         quiet = self.quiet.displace(self.clamped, n, rate, protected)
-        victims = self.take(got, same)
+        victims = self.agreed(got, same)
         require(victims == quiet.tolist(), "a call without effect had one")
         require(len(victims) <= n, f"displace({n}) gave {len(victims)} victims")
-        self.leave(victims, free, {})
+        self.check_victims(victims, free, {})
 
     @rule(dt=steps_ns)
     def ask_expired(self, dt: int) -> None:
         """Query the expired slots."""
         self.pass_time(dt)
-        got = self.take(self.raw.expired(self.clock), self.twin.expired(self.clamped))
+        got = self.agreed(self.raw.expired(self.clock), self.twin.expired(self.clamped))
         require(len(set(got)) == len(got), "expired named a slot twice")
         require(set(got) <= set(self.model.parent), "expired named a slot that is not resident")
         require(self.model.gone <= set(got), "an expired block came back without an insert")
@@ -425,7 +425,7 @@ class PolicyStory(RuleBasedStateMachine):
             self.raw.wanted(self.clock, n),
             self.twin.wanted(self.clamped, n),
         )
-        tips = self.take(got, same)
+        tips = self.agreed(got, same)
         require(bool(np.array_equal(rates, equal)), "equal stories must give equal answers")
         require(len(tips) <= n and len(tips) == len(rates), "wanted: at most n, one rate each")
         require(not set(tips) & set(self.model.parent), "wanted named a resident slot")
@@ -460,7 +460,7 @@ class PolicyStory(RuleBasedStateMachine):
             self.raw.evict(self.clock, 0)
             self.twin.evict(self.clamped, 0)
 
-    def tell(
+    def call_all(
         self, call: Callable[..., None], *arrays: list[int], quiet: list[int] | None = None
     ) -> None:
         """Pass one call to all three copies; arrays that are kept or written are detected."""
@@ -475,7 +475,7 @@ class PolicyStory(RuleBasedStateMachine):
         elif quiet:
             call(self.quiet, self.clamped, array(quiet))
 
-    def take(self, got: NDArray[Any], same: NDArray[Any]) -> list[int]:
+    def agreed(self, got: NDArray[Any], same: NDArray[Any]) -> list[int]:
         """Return the answer of two copies, which must be equal; overwrite one of them."""
         answer: list[int] = got.tolist()
         require(got.ndim == 1 and got.dtype.kind == "i", "an answer is a vector of integers")
@@ -484,7 +484,7 @@ class PolicyStory(RuleBasedStateMachine):
             got[:] = -7
         return answer
 
-    def leave(self, victims: list[int], free: set[int], worth: dict[int, float]) -> None:
+    def check_victims(self, victims: list[int], free: set[int], worth: dict[int, float]) -> None:
         """Remove victims from the model, after checking each of them."""
         require(len(set(victims)) == len(victims), "a slot was evicted twice")
         require(set(victims) <= set(self.model.parent), "a victim was not resident")

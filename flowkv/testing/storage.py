@@ -196,7 +196,7 @@ class Model:
             else:
                 self.may[request.item.key].discard(request.frame)
 
-    def loaded(self, request: TierRequest, answer: TierAnswer) -> None:
+    def check_load(self, request: TierRequest, answer: TierAnswer) -> None:
         """Record the answer to a load; raise AssertionError if the answer is impossible."""
         self.flying.remove(request)
         load = request.item
@@ -591,7 +591,7 @@ class TierMachine(RuleBasedStateMachine):
             if closed and answer.outcome is Outcome.FAILED:
                 self.model.failed(request)
             else:
-                self.model.loaded(request, answer)
+                self.model.check_load(request, answer)
             moved = answer.n_bytes if answer.outcome is Outcome.HIT else item.target.nbytes
             rest = item.target[moved:]
             assert rest == bytes([BEFORE]) * len(rest), "bytes written past the requested ones"
@@ -783,7 +783,7 @@ class CatalogueCodec:
         self.raw, self.layout = page_layout(group, tokens), page_layout(group, tokens, codec)
         self.device, self.backend = device, backend
 
-    def moved(
+    def convert(
         self, page: bytes, old: PageLayout, new: PageLayout, backend: str | None
     ) -> tuple[bytes, int]:
         """Return a page in another layout, and the status; check that no byte around it changes."""
@@ -807,10 +807,10 @@ class CatalogueCodec:
             part = x.to(getattr(torch, self.raw.dtype)).flatten(1).view(torch.uint8)
             runs[:, start : start + part.shape[1]] = part
         page = runs.numpy().tobytes()
-        code, status = self.moved(page, self.raw, self.layout, self.backend)
+        code, status = self.convert(page, self.raw, self.layout, self.backend)
         same = code, status
         require(
-            same == self.moved(page, self.raw, self.layout, "reference"),
+            same == self.convert(page, self.raw, self.layout, "reference"),
             "the backend and the oracle write different bytes",
         )
         if status != SOUND:
@@ -821,7 +821,7 @@ class CatalogueCodec:
         """Return K and V of a page; check that its raw page has the same values, rounded."""
         page = torch.frombuffer(bytearray(code), dtype=torch.uint8)
         k, v = reference_codec.decoded(page, self.layout, 0, [0])
-        raw, status = self.moved(code, self.layout, self.raw, self.backend)
+        raw, status = self.convert(code, self.layout, self.raw, self.backend)
         page = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         for got, exact in zip(reference_codec.decoded(page, self.raw, 0, [0]), (k, v), strict=True):
             expected = reference_codec.narrowed(exact, getattr(torch, self.raw.dtype))

@@ -68,7 +68,7 @@ class Immediate:
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that were not polled yet."""
-        return self._answers.take(timeout_s)
+        return self._answers.poll(timeout_s)
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while answers wait."""
@@ -99,7 +99,7 @@ class Immediate:
             reply = failed(item.key, "deadline") if late else answer(item, end_ns)
             seconds = (self._clock.now_ns() - start_ns) / 1e9
             answers.append(reply._replace(job=job, item=index, seconds=seconds))
-        self._answers.put(answers)
+        self._answers.post(answers)
         return job
 
 
@@ -312,7 +312,7 @@ class HostTier(Immediate):
                     why = f"{type(error).__name__}: {error}"
                     replies = [failed(item.key, why) for item in part]
             seconds = (self._clock.now_ns() - start_ns) / 1e9
-            self._answers.put(
+            self._answers.post(
                 [
                     reply._replace(job=job, item=number + first + n, seconds=seconds)
                     for n, reply in enumerate(replies)
@@ -542,7 +542,7 @@ class HostTier(Immediate):
         """
         if self.slots.owns(body):
             return np.frombuffer(body, np.uint8)
-        slot = self.slots.take(body.nbytes) if body.nbytes >= SLOT_BYTES else None
+        slot = self.slots.acquire(body.nbytes) if body.nbytes >= SLOT_BYTES else None
         return np.frombuffer(bytearray(body.nbytes), np.uint8) if slot is None else slot
 
     def _discard(self, key: bytes, damaged: KeptFrame) -> bool:

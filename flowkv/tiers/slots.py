@@ -80,7 +80,7 @@ class SlotPool:
                 return
             self._add(self._make())
 
-    def take(self, n_bytes: int, *, pinned: bool = False) -> Bytes | None:
+    def acquire(self, n_bytes: int, *, pinned: bool = False) -> Bytes | None:
         """Return a slot with undefined content; None where there is no room.
 
         Args:
@@ -118,7 +118,7 @@ class SlotPool:
         chunk = self._chunk_of(array.ctypes.data)
         return chunk is not None and chunk.pinned
 
-    def place(self, address: int) -> tuple[Bytes, int] | None:
+    def locate(self, address: int) -> tuple[Bytes, int] | None:
         """Return the whole chunk of an address, and the offset in it; None for other memory."""
         chunk = self._chunk_of(address)
         return None if chunk is None else (chunk.whole, address - chunk.address)
@@ -148,7 +148,7 @@ class SlotPool:
     def _find(self, n_bytes: int, pinned: bool) -> tuple[_Chunk, ArenaSlot] | None:
         for chunk in (self._last, *self._chunks):
             if chunk is not None and (chunk.pinned or not pinned):
-                slot = chunk.arena.take(n_bytes)
+                slot = chunk.arena.acquire(n_bytes)
                 if slot is not None:
                     self._last = chunk
                     return chunk, slot

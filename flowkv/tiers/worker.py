@@ -45,7 +45,7 @@ class Completions:
             self._jobs += 1
             return self._jobs
 
-    def put(self, answers: Iterable[TierAnswer]) -> None:
+    def post(self, answers: Iterable[TierAnswer]) -> None:
         """Add answers and wake the threads that poll."""
         with self._changed:
             before = len(self._ready)
@@ -55,7 +55,7 @@ class Completions:
                 if self._event_fd >= 0:
                     os.eventfd_write(self._event_fd, 1)
 
-    def take(self, timeout_s: float = 0.0) -> list[TierAnswer]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Take all answers there are; wait up to `timeout_s` for the first one."""
         with self._changed:
             if not self._ready and timeout_s > 0:
@@ -191,7 +191,7 @@ class RequestQueue:
         while True:
             next_s = self.expire()
             left_s = max(0.0, end_s - time.monotonic())
-            answers = self.answers.take(min(left_s, max(next_s, 0.001)))
+            answers = self.answers.poll(min(left_s, max(next_s, 0.001)))
             if answers or time.monotonic() >= end_s:
                 return answers
 
@@ -203,7 +203,7 @@ class RequestQueue:
             if not (self._loads or self._stores or self.closing):
                 self._changed.wait(timeout_s)
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """Close the queue to new items; the workers end once all queued items are done."""
         with self._changed:
             self.closing = True
@@ -288,7 +288,7 @@ class RequestQueue:
         with self._changed:
             return [self.claim(item) for item in items]
 
-    def let_go(self, item: Item) -> None:
+    def unclaim(self, item: Item) -> None:
         """End a claim without an answer."""
         with self._changed:
             item.claimed = False
@@ -318,7 +318,7 @@ class RequestQueue:
                     if item.stores and not item.begun:
                         self._waiting_bytes -= item.n_bytes
                     done.append(item.done)
-            self.answers.put(done)
+            self.answers.post(done)
 
     def given_up(self) -> list[Item]:
         """Take the begun items that were answered without their result since the last call."""
@@ -490,7 +490,7 @@ class Workers(RequestQueue):
 
     def close(self, timeout_s: float) -> bool:
         """Work off all queued items; return whether all threads ended in time."""
-        self.end()
+        self.shutdown()
         with self._changed:
             threads = [hand.thread for hand in self._hands if hand.thread]
         end_s = time.monotonic() + timeout_s

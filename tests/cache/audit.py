@@ -54,7 +54,7 @@ def audit_pool(pool: PagePool) -> None:
 def audit(kv: KV) -> None:
     """Checks a cache whose sequences are in no step."""
     assert kv.planner is not None
-    kv.planner.settle()  # a page that is being encoded, and its target, are lent to that
+    kv.planner.publish_pending()  # a page that is being encoded, and its target, are lent to that
     store, tables = kv.planner.store, kv.planner.tables
     refs = {device: Counter[int]() for device in store.pools}
     holds: Counter[int] = Counter()

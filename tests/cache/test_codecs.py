@@ -483,7 +483,7 @@ def test_pages_leave_and_come_back_encoded(codec: str, place: str, tmp_path: Any
     loaded = kv.stats()["tiers"][name]["loaded_bytes"]
     forms = kv.planner.store.forms
     assert loaded == sum(
-        forms[g].of(int(page)).page_bytes
+        forms[g].layout(int(page)).page_bytes
         for g in (0, 1)
         for page in kv.planner.tables.pages[g][seq.row, :5]
     )

@@ -91,7 +91,7 @@ def test_a_cache_goes_with_its_pools(tmp_path: Path, tiers: Any, close: bool) ->
         assert not ending._ENDINGS or all(one.kv is not kv for one in ending._ENDINGS)
     del kv
     gc.collect()
-    REAPER.settle(30.0)
+    REAPER.join(30.0)
     assert not alive(left)
 
 
@@ -242,7 +242,7 @@ def test_a_hung_tier_does_not_hold_up_the_collector() -> None:
     left = parts(kv)
     del kv
     gc.collect()
-    REAPER.settle(30.0)
+    REAPER.join(30.0)
     assert not alive(left)
 
 
@@ -253,7 +253,7 @@ def test_a_tier_that_was_passed_as_an_object_outlives_a_dropped_cache() -> None:
     published(kv, range(24))
     del kv
     gc.collect()
-    REAPER.settle(10.0)
+    REAPER.join(10.0)
     assert not closed and len(list(tier.scan())) > 0
     kv = make_kv(simple(), tiers=[tier])
     kv.close()

@@ -347,7 +347,7 @@ def test_frames_that_only_claim_to_be_ours_are_refused(tmp_path: Path, change: A
         "page", 0, 0, layout.fingerprint(), bytes(32), kv.namespace, 0, 8, 4096, bytes(32)
     )
     with ArchiveWriter(tmp_path / "made.kv", Envelope()) as archive:
-        archive.add(b"k" * 32, info._replace(**change), bytes(4096))
-        archive.add(b"l" * 32, info, bytes(8192))
+        archive.append(b"k" * 32, info._replace(**change), bytes(4096))
+        archive.append(b"l" * 32, info, bytes(8192))
     assert kv.load(tmp_path / "made.kv") == (0, 0, 2, 0, 0)
     audit(kv)

@@ -22,7 +22,7 @@ def granules_alone(kv: KV, seq: Sequence) -> int:
         line = kv.planner.tables.pages[g][seq.row, : len(blocks)].tolist()
         for page, block in zip(line, blocks, strict=True):
             if page >= 0 and (block is None or block.holds == 1):
-                total += store.forms[g].of(page).granules
+                total += store.forms[g].layout(page).granules
     return total
 
 
@@ -75,13 +75,13 @@ def test_pages_are_those_of_the_usual_length() -> None:
     kv = make_kv(geometry(heads=16, window=12), pages=40)
     footprint = Footprint(kv.planner)
     long = footprint.total  # behind the window, half of the layers take nothing
-    footprint.learn(30)
+    footprint.observe_length(30)
     assert footprint.total < long
     short = footprint.total
-    footprint.learn(33)
+    footprint.observe_length(33)
     assert footprint.total == short  # about the same
     for _ in range(80):
-        footprint.learn(4000)
+        footprint.observe_length(4000)
     assert footprint.total >= long
     kv.close()
 

@@ -13,9 +13,9 @@ def test_work_waits_until_the_change_is_over() -> None:
     guard, done = Guard(), list[str]()
     with guard, guard:
         guard.defer(lambda: done.append("x"))
-        guard.settle()
+        guard.run_deferred()
         assert not done
-    guard.settle()
+    guard.run_deferred()
     assert done == ["x"]
     guard.defer(lambda: done.append("now"))
     assert done == ["x", "now"]
@@ -36,7 +36,7 @@ def test_work_deferred_by_deferred_work_is_done_too() -> None:
 
     with guard:
         guard.defer(again)
-    guard.settle()
+    guard.run_deferred()
     assert done == [1, 1, 1]
 
 
@@ -55,7 +55,7 @@ def test_deferring_never_waits_for_another_thread() -> None:
     assert not done
     go.set()
     thread.join()
-    guard.settle()
+    guard.run_deferred()
     assert done == [1]
 
 

@@ -63,7 +63,7 @@ def test_a_sequence_dropped_in_a_cycle_ends_what_is_on_its_way() -> None:
     seq.importance[99] = seq  # type: ignore[assignment]
     del seq
     gc.collect()
-    again.lock.settle()
+    again.lock.run_deferred()
     assert not again.restores._active
     assert len(again.planner.tables._free) == again.planner.tables.max_rows
     tier.speak()
@@ -76,7 +76,7 @@ def test_a_step_whose_end_never_came_is_rolled_back() -> None:
     seq = kv.open(P)
     kv.step([seq], [P[:9]]).__enter__()
     gc.collect()
-    kv.lock.settle()
+    kv.lock.run_deferred()
     assert CURRENT.get() is None
     prefill(kv, seq)
     check_content(kv, seq, P)

@@ -44,10 +44,10 @@ class Ranked(Wrapped):
 class OnceEach(Copies):
     """Copies of which no two may go to one place together: nobody knows which is the last."""
 
-    def flush(self) -> None:
+    def launch(self) -> None:
         places = [granule for granule, _ in self._queue]
         assert len(set(places)) == len(places)
-        super().flush()
+        super().launch()
 
 
 def shared(tokens: list[int]) -> MemoryTier:
@@ -155,7 +155,7 @@ def test_a_prefetch_gives_up_nothing_for_a_page_of_another_codec() -> None:
 
     handle = Prefetch(store, kv.loader, kv.lock)
     with kv.lock:
-        handle.start([block for block in store.index if block.page < 0], free)
+        handle.issue([block for block in store.index if block.page < 0], free)
     assert handle.wait(60)
     assert idle <= {block.key for block in store.index if block.page >= 0}
 
@@ -168,5 +168,5 @@ def test_a_prefetch_asks_for_nothing_that_is_there() -> None:
     store = kv.planner.store
     handle = Prefetch(store, kv.loader, kv.lock, lambda block, arrived: told.append(arrived))
     with kv.lock:
-        handle.start([block for block in store.index if block.page >= 0])
+        handle.issue([block for block in store.index if block.page >= 0])
     assert handle.pages == handle.left == 0 and told == [False] * 4

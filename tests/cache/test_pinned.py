@@ -230,7 +230,7 @@ class World:
             if value % 5:
                 self.copies.upload(row, number * self.granules)
                 self.model[number] = value  # else a miss
-        self.copies.flush()
+        self.copies.launch()
 
     def save(self, numbers: list[int]) -> None:
         rows, mark = self.copies.download([n * self.granules for n in numbers], self.n_bytes)
@@ -315,7 +315,7 @@ def test_a_slot_is_not_used_before_its_copy_is_over() -> None:
         row.fill_(number + 1)
         world.copies.upload(row, number)
     assert world.copies.staged_bytes() == 2 * GRANULE
-    world.copies.flush()
+    world.copies.launch()
     assert not world.page(0).any()  # nothing has happened yet
     places = [row.data_ptr() for row in rows]
     del rows, row
@@ -342,7 +342,7 @@ def test_another_stream_joins_copies_that_it_did_not_ask_for() -> None:
     assert [len(queue) for queue in world.device.queues.values()] == before
 
 
-@pytest.mark.parametrize("by", ["flush", "join"])
+@pytest.mark.parametrize("by", ["launch", "join"])
 def test_an_upload_from_another_stream_waits_for_the_copy_that_reads_its_page(by: str) -> None:
     """One thread gives a page up and asks for another one in its place; it comes to a second."""
     for seed in range(60):
@@ -377,7 +377,7 @@ def test_rows_of_a_copy_that_fails_half_way_are_kept_until_it_is_over(leaves: bo
             world.copies.upload(row, place)
     row = rows = None
     with pytest.raises(MemoryError):
-        world.copies.download([1, 5], GRANULE) if leaves else world.copies.flush()
+        world.copies.download([1, 5], GRANULE) if leaves else world.copies.launch()
     gc.collect()
     assert world.copies.staged_bytes() == 2 * GRANULE
     world.device.copy = gather
@@ -389,7 +389,7 @@ def test_neighbours_are_one_piece() -> None:
     rows = world.copies.stage(6, 2 * GRANULE)
     for row, granule in zip(rows, (4, 6, 8, 0, 12, 14), strict=True):
         world.copies.upload(row, granule)
-    world.copies.flush()
+    world.copies.launch()
     sizes = [3 * 2 * GRANULE, 2 * GRANULE, 2 * 2 * GRANULE]
     assert world.device.calls == [f"copy {n}" for n in sizes]
 
@@ -457,7 +457,7 @@ def test_forgotten_copies_end_before_their_memory_goes() -> None:
 
 def test_nothing_costs_nothing() -> None:
     world = World(0, 1, 2)
-    world.copies.flush()
+    world.copies.launch()
     assert world.copies.stage(0, GRANULE) == []
     assert not world.device.calls
 
@@ -864,7 +864,7 @@ def test_a_slow_producer_on_a_gpu(granules: int) -> None:
         for row, place in zip(rows, places, strict=True):
             copies.upload(row, place)
         del rows, row
-        copies.flush()
+        copies.launch()
         after = pages.view(2 * count, n_bytes)[0::2].clone()
         again = copies.stage(count, n_bytes)
         for row in again:

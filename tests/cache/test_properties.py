@@ -143,7 +143,7 @@ def test_a_freed_page_is_never_returned_by_a_lookup(turns: list[int]) -> None:
             store._give_up(0, 2)
         for prompt in prompts:
             with kv._probe(prompt, None, ()) as seq:
-                for block in kv.restorer.known(seq):
+                for block in kv.restorer.known_blocks(seq):
                     assert pool.references(block.page) == 1
             with kv.open(prompt) as seq:
                 check_content(kv, seq, prompt[: seq.length])

@@ -171,13 +171,13 @@ def test_a_wait_looks_at_flights_while_others_begin() -> None:
     prompt, link = tokens(6 * PAGE + 1), Link(per_poll=0)
     with stored(prompt, link, policy=Split()) as kv:
         held: list[bool] = []
-        busy = kv.restores.flights.busy
+        busy = kv.restores.flights.busy_tiers
 
         def seen() -> set[int]:
             held.append(kv.lock._is_owned())
             return busy()
 
-        kv.restores.flights.busy = seen
+        kv.restores.flights.busy_tiers = seen
         with kv.open(prompt, wait=False) as seq:
             threading.Timer(0.02, lambda: setattr(link, "per_poll", 100)).start()
             finish(kv, [seq], "restore")

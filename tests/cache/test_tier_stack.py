@@ -223,7 +223,7 @@ def test_pages_that_wait_for_a_tier_that_is_away_cost_nothing() -> None:
     kv, _ = stacked(MemoryTier(name="near"), lasting())
     store, asked = kv.planner.store, list[Any]()
     for n in range(1000):
-        block = store.index.publish(n.to_bytes(32, "little"), bytes(32), 0)
+        block = store.index.get_or_create(n.to_bytes(32, "little"), bytes(32), 0)
         block.going = n & 1
         block.tiers = 1 - block.going
         assert store.stack.wait(block)

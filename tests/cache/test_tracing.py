@@ -132,6 +132,6 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
         trace._file.close()
         trace._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
         with pytest.warns(UserWarning, match=r"ends here.*Check the disk"):
-            trace.note(Miss(tokens=1))
+            trace.on_event(Miss(tokens=1))
         assert trace.closed
         kv.bus.emit(RestoreEnded(**dict.fromkeys(RestoreEnded.__struct_fields__[:8], 0)))

@@ -194,8 +194,8 @@ def test_what_is_compiled_for_long_is_told(
     lines, shown, known = list[str](), "", Intervals()
     others = set(threading.enumerate())
     known.begin()
-    known.tell()
-    known.tell()  # one thread tells, however many functions there are
+    known.start_reports()
+    known.start_reports()  # one thread tells, however many functions there are
     (teller,) = set(threading.enumerate()) - others
     if terminal:
         while "compiling" not in shown:
@@ -211,7 +211,7 @@ def test_what_is_compiled_for_long_is_told(
 def test_only_what_is_really_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[int]()
     compiling.watch()
-    monkeypatch.setattr(compiling._INTERVALS, "tell", lambda: told.append(1))
+    monkeypatch.setattr(compiling._INTERVALS, "start_reports", lambda: told.append(1))
     twice = numba.njit(lambda x: 2 * x)
     twice(1)
     assert told
@@ -227,7 +227,7 @@ def test_a_thread_that_cannot_begin_harms_no_compilation(monkeypatch: pytest.Mon
     known = Intervals()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        known.tell()
+        known.start_reports()
     assert not known._told  # and the next one is told
 
 

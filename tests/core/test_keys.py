@@ -138,7 +138,7 @@ def test_incremental_equals_whole(tokens: list[int], start: int) -> None:
     whole = keys(tokens)
     start = min(start, len(whole))
     parent = whole[start - 1] if start else ROOT
-    assert chain().pages(as_tokens(tokens), start=start, parent=parent) == whole[start:]
+    assert chain().keys(as_tokens(tokens), start=start, parent=parent) == whole[start:]
 
 
 @given(token_lists, token_lists)

@@ -112,16 +112,16 @@ def test_requests_that_wait_are_looked_up_anew(pools: str) -> None:
         one.turn(4)
         waits = one.submit([*prompt, 1], 4)
         one.loop._take_in(0.0)
-        one.keeper.share(waits)
+        one.keeper.count_shared(waits)
         assert waits.shared == 2
         if pools == "same":
             bind(one.kv, simple(), Namespace(model="changed"))
         else:
             change(one)
-        one.keeper.share(waits)
+        one.keeper.count_shared(waits)
         assert waits.shared == 0, "they are of another model"
         with opened(one.kv, prompt):
-            one.keeper.share(waits)
+            one.keeper.count_shared(waits)
             assert waits.shared == 2, "and these of its own"
         one.run()
         check(first, prompt)
@@ -138,7 +138,7 @@ def test_what_was_set_aside_shares_nothing_with_pools_of_now() -> None:
         change(one)
         bind(one.kv, simple(), Namespace(model="toy"))  # and back: keys are the same again
         with opened(one.kv, prompt):
-            one.keeper.share(old)
+            one.keeper.count_shared(old)
         assert old.shared == 0
         one.run()
         check(old, prompt)

@@ -246,13 +246,13 @@ def test_a_known_prompt_in_a_step_of_an_engine(
     """It is in a replayed step with those that decode."""
     model, twin = both("llama", device)
     prompts = [models.prompt(n, seed=n)[0].tolist() for n in (20, 12)]
-    learn, ran = GraphedForward.learn, list[int]()
+    learn, ran = GraphedForward.record_step, list[int]()
 
     def watched(self: GraphedForward, step: Any, *args: Any) -> None:
         ran.append(len(step.seqs))
         learn(self, step, *args)
 
-    monkeypatch.setattr(GraphedForward, "learn", watched)
+    monkeypatch.setattr(GraphedForward, "record_step", watched)
     with capturing(device), attached(model) as kv, flowkv.Engine(model, kv, max_rows=2) as engine:
         for turn in range(12):  # one may begin before the other: such a step is learned first
             ran.clear()
@@ -320,7 +320,7 @@ def test_reads_before_the_first_token(
 ) -> None:
     """Ids, mask and positions are read together; pages that were checked are not checked again."""
     model, mode, counted = models.causal("llama"), Reads(), list[list[str]]()
-    own, get = door.ForwardHook.before, Later.get
+    own, get = door.ForwardHook.before, Later.result
 
     def before(*given: Any) -> Any:
         mode.reads.clear()
@@ -337,7 +337,7 @@ def test_reads_before_the_first_token(
         return found
 
     monkeypatch.setattr(door, "modes", partial(door.modes, own=False))
-    monkeypatch.setattr(Later, "get", waited)
+    monkeypatch.setattr(Later, "result", waited)
     monkeypatch.setattr(door.ForwardHook, "before", before)
     with recorded(), attached(model, **options) as kv:
         for _ in range(3):

@@ -89,7 +89,7 @@ def test_a_cell_that_is_run_again(tmp_path: Path) -> None:
     assert reused(heir) >= 64
     kv = heir
     gc.collect()
-    REAPER.settle(30.0)
+    REAPER.join(30.0)
     assert writable(kv)
     kv.close()
 

@@ -616,10 +616,10 @@ def behind(device: Device) -> Iterator[None]:
         def ready(self) -> bool:
             return not self.asks
 
-        def get(self) -> list[torch.Tensor | None]:
+        def result(self) -> list[torch.Tensor | None]:
             if self.asks and self.after > device.done:
                 waits.append("a copy")
-            return super().get()
+            return super().result()
 
     waits: list[str] = []
     replays, hook = LaunchRecorder.replay, inside.door.ForwardHook

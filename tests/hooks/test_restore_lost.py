@@ -90,7 +90,7 @@ def lost_later(patch: Patch, tier: Slow, *, room: bool = True) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise CapacityError("the pages are full", "Close sequences")
 
-    expand, begin = Rows.expand, Rows.begin
+    expand, begin = Rows.expand, Rows.plan
 
     def lose(rows: Rows, count: int) -> None:
         tier.lose = 1.0
@@ -102,7 +102,7 @@ def lost_later(patch: Patch, tier: Slow, *, room: bool = True) -> None:
     patch.setattr(Restoring, "_mend", full)
     patch.setattr(Rows, "expand", lose)
     if not room:
-        patch.setattr(Rows, "begin", begun)
+        patch.setattr(Rows, "plan", begun)
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, id="no room"), pytest.param(3, id="beams")])
@@ -230,7 +230,7 @@ def test_nothing_is_planned_over_what_is_not_in_its_line(
     with restoring(llama, frames) as (kv, _, _):
         cache = kv.cache(prompt)
         with pytest.raises(StateError, match="missing"):
-            cache.rows.begin(8)
+            cache.rows.plan(8)
         audit(kv)
 
 

@@ -74,7 +74,7 @@ def test_a_page_is_named_by_what_its_forward_was_given(change: str, monkeypatch:
         lose_what_is_left(patch, tier)
         patch.setattr(Nested, "_inputs", changed)
         if change == "unsaid":  # no forward says what it was given
-            patch.setattr(Rows, "note", lambda *_: None)
+            patch.setattr(Rows, "record_ids", lambda *_: None)
         with pytest.raises(StateError):
             generate(model, NEW, **given)
         assert tier.lost and kv.flush()

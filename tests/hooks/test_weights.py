@@ -504,10 +504,10 @@ class TestDevices:
 
     def test_are_said_by_the_longest_name_of_a_module(self) -> None:
         where = weights_module._Devices({"": "cpu", "layers.1": "cpu", "layers.12": "cpu"})
-        assert where.of("layers.1.up") is where._by_name["layers.1"]
-        assert where.of("layers.12") is where._by_name["layers.12"]
-        assert where.of("layers.2.up") is where._by_name[""]
-        assert weights_module._Devices(None).of("head") is None
+        assert where.device("layers.1.up") is where._by_name["layers.1"]
+        assert where.device("layers.12") is where._by_name["layers.12"]
+        assert where.device("layers.2.up") is where._by_name[""]
+        assert weights_module._Devices(None).device("head") is None
 
     @pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", {"layers": "meta"}, 3.5])
     def test_that_are_none_are_refused(self, tmp_path: Path, device: Any) -> None:

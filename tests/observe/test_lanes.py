@@ -11,7 +11,7 @@ from tests.observe.story import BEGIN_S, finished, story
 def told() -> Lanes:
     lanes = Lanes()
     for at_s, event in story():
-        lanes.note(event, BEGIN_S + at_s)
+        lanes.record(event, BEGIN_S + at_s)
     return lanes
 
 
@@ -37,21 +37,21 @@ def test_phases_follow_each_other() -> None:
 
 def test_who_is_called_off_early_only_waited() -> None:
     lanes = Lanes()
-    lanes.note(Queued(request=3, prompt_tokens=1, waiting=1), 5.0)
+    lanes.record(Queued(request=3, prompt_tokens=1, waiting=1), 5.0)
     (open_,) = lanes.under_way(5.5)
     assert open_.pieces == [RequestPhase("queued", 5.0, 5.5)]
-    lanes.note(finished(3, 5.0, 1.0, reason="cancelled", ttft_s=0.0), 0.0)
+    lanes.record(finished(3, 5.0, 1.0, reason="cancelled", ttft_s=0.0), 0.0)
     (lane,) = lanes
     assert lane.pieces == [RequestPhase("queued", 5.0, 6.0)] and not lanes.under_way(9.0)
 
 
 def test_preempted_while_it_decodes() -> None:
     lanes = Lanes()
-    lanes.note(Queued(request=0, prompt_tokens=1, waiting=1), 0.0)
-    lanes.note(Admitted(request=0, queued_s=1.0, reused_tokens=0), 1.0)
-    lanes.note(Preempted(request=0, pages=1, n_bytes=1, kept=False), 4.0)
+    lanes.record(Queued(request=0, prompt_tokens=1, waiting=1), 0.0)
+    lanes.record(Admitted(request=0, queued_s=1.0, reused_tokens=0), 1.0)
+    lanes.record(Preempted(request=0, pages=1, n_bytes=1, kept=False), 4.0)
     assert [p.phase for p in lanes.under_way(6.0)[0].pieces] == ["queued", "prefill", "aside"]
-    lanes.note(finished(0, 0.0, 6.0, ttft_s=3.0, reason="deadline"), 0.0)
+    lanes.record(finished(0, 0.0, 6.0, ttft_s=3.0, reason="deadline"), 0.0)
     (lane,) = lanes
     assert [(p.phase, p.stop_s) for p in lane.pieces] == [
         ("queued", 1.0),
@@ -65,10 +65,10 @@ def test_preempted_while_it_decodes() -> None:
 def test_of_many_an_even_choice_is_kept(total: int) -> None:
     lanes = Lanes(most=8)
     for request in range(total):
-        lanes.note(Queued(request=request, prompt_tokens=1, waiting=1), float(request))
-        lanes.note(Admitted(request=request, queued_s=0.5, reused_tokens=0), request + 0.5)
+        lanes.record(Queued(request=request, prompt_tokens=1, waiting=1), float(request))
+        lanes.record(Admitted(request=request, queued_s=0.5, reused_tokens=0), request + 0.5)
         if request % 3:
-            lanes.note(finished(request, float(request), 1.0), 0.0)
+            lanes.record(finished(request, float(request), 1.0), 0.0)
     kept = [lane.request for lane in lanes]
     assert len(kept) <= 8 and kept == list(range(0, total, lanes.stride))
     assert len(kept) > 3 and len(lanes._open) <= 8
@@ -76,17 +76,17 @@ def test_of_many_an_even_choice_is_kept(total: int) -> None:
 
 def test_a_request_can_be_taken_out() -> None:
     lanes = told()
-    lane = lanes.take(1)
+    lane = lanes.pop(1)
     assert lane is not None and lane.request == 1 and len(lanes) == 1
-    assert lanes.take(1) is None
-    lanes.note(finished(77, 0.0, 1.0), 0.0)  # began before anybody listened
+    assert lanes.pop(1) is None
+    lanes.record(finished(77, 0.0, 1.0), 0.0)  # began before anybody listened
     assert len(lanes) == 1
 
 
 def test_numbers_may_be_of_other_caches_in_between() -> None:
     lanes = Lanes(most=8)
     for request in range(1, 200, 2):
-        lanes.note(Queued(request=request, prompt_tokens=1, waiting=1), float(request))
+        lanes.record(Queued(request=request, prompt_tokens=1, waiting=1), float(request))
     kept = [lane.request for lane in lanes]
     assert kept == list(range(1, 200, 2 * lanes.stride)) and len(kept) > 3
     assert len(lanes._places) == len(kept)
@@ -95,5 +95,5 @@ def test_numbers_may_be_of_other_caches_in_between() -> None:
 def test_one_that_ends_twice_ended_once() -> None:
     lanes = told()
     before = [lane.pieces for lane in lanes]
-    lanes.note(finished(1, BEGIN_S + 0.002, 0.098, ttft_s=0.078), 0.0)
+    lanes.record(finished(1, BEGIN_S + 0.002, 0.098, ttft_s=0.078), 0.0)
     assert [lane.pieces for lane in lanes] == before

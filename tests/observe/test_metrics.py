@@ -80,7 +80,7 @@ def test_a_subclass_is_counted_as_its_base() -> None:
 
 def test_following_can_end() -> None:
     bus, metrics = Bus(), Metrics()
-    with metrics.follow(bus):
+    with metrics.subscribe(bus):
         bus.emit(Miss(tokens=1))
     bus.emit(Miss(tokens=1))
     assert metrics.total("misses_total") == 1
@@ -89,9 +89,9 @@ def test_following_can_end() -> None:
 
 def test_levels_are_what_they_were_told_last() -> None:
     metrics = Metrics()
-    metrics.note(step(1.0))
-    metrics.note(msgspec.structs.replace(step(2.0), rows=7))
-    metrics.note(Warned(code="a", message=""))
+    metrics.on_event(step(1.0))
+    metrics.on_event(msgspec.structs.replace(step(2.0), rows=7))
+    metrics.on_event(Warned(code="a", message=""))
     told = metrics.snapshot()
     assert told["engine_rows"] == 7 and told["engine_steps_total"] == 2
     assert told['warnings_total{code="a"}'] == 1
@@ -99,12 +99,12 @@ def test_levels_are_what_they_were_told_last() -> None:
 
 def test_histogram_quantiles() -> None:
     told = Histogram((25, 50, 99))
-    told.add(range(1, 101))
+    told.observe(range(1, 101))
     assert (sum(told.counts), told.total) == (100, 5050)
     assert (told.quantile(0.5), told.quantile(0.99)) == (50, 99)
     assert told.below() == [("25", 25), ("50", 50), ("99", 99), ("+Inf", 100)]
     beyond = Histogram((25, 50, 99))
-    beyond.add([1e9])
+    beyond.observe([1e9])
     assert beyond.quantile(0.5) == 99
 
 
@@ -117,11 +117,11 @@ def test_prometheus_text() -> None:
     metrics = Metrics()
     for tier, number in (('a "quoted"\\path\n', 3), ("host", 1)):
         for _ in range(number):
-            metrics.note(Quarantined(tier=tier, key=b"", reason=""))
+            metrics.on_event(Quarantined(tier=tier, key=b"", reason=""))
     levels = [Level("audit_worst", 0.25), Level("prefetch_precision", math.nan)]
     metrics.source(lambda: [*levels, Level("tier_capacity_bytes", math.inf)])
     for rows in (1, 9, 1 << 30):
-        metrics.note(StepPlanned(rows=rows, new_tokens=0, context_tokens=0))
+        metrics.on_event(StepPlanned(rows=rows, new_tokens=0, context_tokens=0))
     text = metrics.prometheus()
     assert text.startswith(
         "# HELP flowkv_audit_worst Greatest error of a sound page as a share of its bound\n"

@@ -21,7 +21,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.bus, self.metrics = Bus(), Metrics()
-        self.metrics.follow(self.bus, without=[EngineStep])
+        self.metrics.subscribe(self.bus, without=[EngineStep])
 
 
 def samples(text: str) -> dict[tuple[str, str, tuple[tuple[str, str], ...]], str]:

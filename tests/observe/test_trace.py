@@ -66,10 +66,10 @@ def test_engines_tiers_and_requests_have_tracks(tmp_path: Path) -> None:
 def test_what_overlaps_goes_on_further_tracks(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "t.json", clock=Clock()) as trace:
         for number in range(6):
-            trace.note(span("disk", 100 + 0.010 * number, 0.025))
-        trace.note(events.Evicted(tier="disk", pages=1, n_bytes=1))
+            trace.on_event(span("disk", 100 + 0.010 * number, 0.025))
+        trace.on_event(events.Evicted(tier="disk", pages=1, n_bytes=1))
         for request in (1, 2):  # one forward over two rows
-            trace.note(span("compute", 100.0, 0.5, request=request))
+            trace.on_event(span("compute", 100.0, 0.5, request=request))
     shown = read_chrome((tmp_path / "t.json").read_text())
     assert shown.tracks("disk") == {"disk", "disk (2)", "disk (3)"}, "three at a time"
     assert [s.track for s in shown.instants] == ["disk"], "an instant crosses nothing"
@@ -90,7 +90,7 @@ def test_other_events_are_shown_too(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "t.json", clock=clock) as trace:
         clock.now_s += 1
         for event in seen:
-            trace.note(event)
+            trace.on_event(event)
     text = (tmp_path / "t.json").read_text()
     assert "alice" not in text, "tenants may be private"
     shown = read_chrome(text)
@@ -114,10 +114,10 @@ def test_what_was_restored_is_drawn_once(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "t.json", clock=clock) as trace:
         clock.now_s += 1
         alone = events.Restored(tier="disk", tokens=64, n_bytes=9, seconds=0.5)
-        trace.note(alone)
+        trace.on_event(alone)
         clock.now_s += 1
-        trace.note(span("disk", 101.4, 0.3))
-        trace.note(alone)
+        trace.on_event(span("disk", 101.4, 0.3))
+        trace.on_event(alone)
     shown = read_chrome((tmp_path / "t.json").read_text())
     assert [s.name for s in shown.on("disk")] == ["restored", "load 0-64"]
     (told,) = shown.instants
@@ -133,15 +133,15 @@ def test_every_event_can_be_written(tmp_path: Path) -> None:
         clock.now_s = 1.0
         for kind in kinds:
             said = {name: filled[text] for name, text in kind.__annotations__.items()}
-            trace.note(kind(**said))
+            trace.on_event(kind(**said))
         assert trace.events == len(kinds) >= 20
     read_chrome((tmp_path / "t.json").read_text())
 
 
 def test_what_came_before_is_cut_off(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "t.json", clock=Clock(50.0)) as trace:
-        trace.note(span("compute", 49.0, 1.5))
-        trace.note(span("compute", 48.0, 1.0))
+        trace.on_event(span("compute", 49.0, 1.5))
+        trace.on_event(span("compute", 48.0, 1.0))
         assert trace.events == 1
     (left,) = read_chrome((tmp_path / "t.json").read_text()).slices
     assert (left.first, left.stop) == (0, 500_000_000)
@@ -167,7 +167,7 @@ def test_any_order_of_events_is_a_sound_trace(
     clock = Clock(7.01)
     with TraceFile(path, clock=clock) as trace:
         for event in story:
-            trace.note(event)
+            trace.on_event(event)
     shown = read_chrome(path.read_text())
     began, lasting = 7_010_000_000, list[Any]()
     for event in story:
@@ -183,7 +183,7 @@ def test_any_order_of_events_is_a_sound_trace(
 def test_an_exception_ends_it_whole(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with pytest.raises(RuntimeError, match="model"), TraceFile(path) as trace:
-        trace.note(events.Miss(tokens=1))
+        trace.on_event(events.Miss(tokens=1))
         raise RuntimeError("the model failed")
     assert trace.closed and path.read_text().endswith("\n]\n")
     assert len(read_chrome(path.read_text()).instants) == 1
@@ -220,7 +220,7 @@ def test_nothing_is_written_once_it_is_closed(tmp_path: Path) -> None:
     trace.close()
     trace.close()
     assert not bus.wants(RestoreSpan), "nobody pays for a trace that is over"
-    trace.note(events.Miss(tokens=1))
+    trace.on_event(events.Miss(tokens=1))
     assert trace.events == 0 and read_chrome((tmp_path / "t.json").read_text()).instants == []
 
 
@@ -297,8 +297,8 @@ def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
 def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "t.json", clock=Clock()) as trace:
         for request in range(30):
-            trace.note(span("disk", 100.0 + request, 0.5, request=request))
-            trace.note(ended(100.0 + request, 0.5, request=request))
+            trace.on_event(span("disk", 100.0 + request, 0.5, request=request))
+            trace.on_event(ended(100.0 + request, 0.5, request=request))
         assert len(trace._tracks) == 1, "a server may trace for days"
     assert len(read_chrome((tmp_path / "t.json").read_text()).tracks("restores")) == 30
 
@@ -338,8 +338,8 @@ def test_requests_of_engines_have_tracks(tmp_path: Path) -> None:
 
 def test_steps_of_engines_have_parts_and_levels(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "t.json", clock=Clock()) as trace:
-        trace.note(story.step(100.0, 0.010, waiting=3))
-        trace.note(story.step(100.010, 0.005, rows=1, model_s=0.9, sampling_s=0.0))
+        trace.on_event(story.step(100.0, 0.010, waiting=3))
+        trace.on_event(story.step(100.010, 0.005, rows=1, model_s=0.9, sampling_s=0.0))
     shown = read_chrome((tmp_path / "t.json").read_text())
     assert [(s.name, s.first, s.stop) for s in shown.on("engine")] == [
         ("2 rows, 7 tokens", 0, 10_000_000),

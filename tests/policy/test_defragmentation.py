@@ -35,10 +35,10 @@ def test_a_small_pool_keeps_one_slab_ready() -> None:
 def test_what_was_in_vain_is_tried_again_once_the_pool_is_another() -> None:
     policy = Defragmentation()
     assert policy.budget(SPARSE, 0)
-    policy.moved(0, SPARSE)
+    policy.record(0, SPARSE)
     assert policy.budget(SPARSE, 0) == 0
     assert policy.budget(SPARSE._replace(reclaimable=8), 0) > 0
-    policy.moved(5, SPARSE)
+    policy.record(5, SPARSE)
     assert policy.budget(SPARSE, 0) > 0
 
 

@@ -82,7 +82,7 @@ def replayed(kind: str, bytes_per_s: float = 0.0) -> Watched:
     capacity = trace.unique // 50
     prefetcher = Prefetcher(capacity, bytes_per_s=bytes_per_s) if bytes_per_s else None
     place = Watched(trace, make_policy("hazard"), capacity, prefetcher=prefetcher)
-    place.run()
+    place.replay()
     return place
 
 

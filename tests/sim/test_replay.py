@@ -182,7 +182,7 @@ def test_the_place_and_its_prefetcher_count_alike():
     trace = generate("rag", requests=600, seed=9)
     prefetcher = Prefetcher(100)
     place = OnePlace(trace, LRU(), 100, queue_ns=10**9, prefetcher=prefetcher)
-    course = place.run()
+    course = place.replay()
     assert course.prefetched == sum(prefetcher.fetched_bytes) > 0
     assert course.prefetch_used == sum(prefetcher.used_bytes) > 0
     assert place.used == np.count_nonzero(place.here) <= 100

@@ -40,7 +40,7 @@ def test_one_place_is_the_plain_loop(name, trace, capacity):
 @given(trace=traces, rooms=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_sums(trace, rooms):
     stack = PlaceStack(trace, [make_policy("lru") for _ in rooms], rooms)
-    course = stack.run()
+    course = stack.replay()
     assert stack.found.sum(axis=1).tolist() == course.hits.tolist()
     alone = run_through(trace, make_policy("lru"), rooms[0])
     assert (course.hits >= alone).all()

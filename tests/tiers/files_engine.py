@@ -52,11 +52,11 @@ class FilesEngine:
         for op, fd, offset, address, length, tag in operations.tolist():
             with self._one:
                 result = self._do(op, fd, offset, address, length)
-            self._reports.put([(tag, result)])
+            self._reports.post([(tag, result)])
 
     def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
         """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
-        return self._reports.take(timeout_s, least)
+        return self._reports.reap(timeout_s, least)
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
         """Comes too late: everything submitted is done."""
@@ -64,7 +64,7 @@ class FilesEngine:
     def close(self) -> bool:
         """Takes no more operations; nothing can be under way."""
         self._closed = True
-        self._reports.end()
+        self._reports.close()
         return True
 
     def _do(self, op: int, fd: int, offset: int, address: int, length: int) -> int:

@@ -641,7 +641,7 @@ class SimulatedTier:
             assert doubtful, f"{answer.key.hex()[:6]} was refused as damaged: {answer.reason}"
             self.model.failed(request)
         else:
-            self.model.loaded(request, answer)
+            self.model.check_load(request, answer)
         moved = answer.n_bytes if answer.outcome is Outcome.HIT else item.target.nbytes
         rest = item.target[moved:]
         assert rest == bytes([BEFORE]) * len(rest), "bytes written past what was wished for"

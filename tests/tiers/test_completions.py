@@ -37,9 +37,9 @@ def test_none_is_made_after_the_end() -> None:
     fd = answers.fileno()
     assert fd == answers.fileno() >= 0
     answers.close()
-    answers.put([Completion(1, 0, b"", Outcome.STORED, "", None, 0, 0.0)])
+    answers.post([Completion(1, 0, b"", Outcome.STORED, "", None, 0, 0.0)])
     assert answers.fileno() == -1
-    assert len(answers.take()) == 1
+    assert len(answers.poll()) == 1
     answers.close()
     assert descriptors() == before
 

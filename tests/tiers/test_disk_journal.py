@@ -235,8 +235,8 @@ def test_nothing_stays_of_an_append_that_failed(space: int) -> None:
 @pytest.mark.parametrize("space", [0, 1, 2])
 def test_nothing_stays_where_no_append_follows(space: int) -> None:
     files, journal, kept = half_full(space, count=60)
-    journal.settle()
-    journal.settle()
+    journal.repair()
+    journal.repair()
     journal.close()
     again = Journal(files, PATH, STORE, write=False)
     assert read_new(again) == kept
@@ -249,7 +249,7 @@ def test_what_was_to_be_kept_is_written_when_it_can_be() -> None:
     with pytest.raises(OSError, match="No space"):
         journal.append(gone, keep=True)
     files.space = 1 << 40
-    journal.settle()
+    journal.repair()
     journal.close()
     assert read_new(Journal(files, PATH, STORE, write=False)) == [*kept, *gone]
 
@@ -319,7 +319,7 @@ def test_bytes_are_those_of_the_first_version() -> None:
     files.write(fd, [data], 0)
     rows = Journal(files, PATH, STORE, write=True).read_new()
     index = Index()
-    index.load(rows[newest(rows)])
+    index.rebuild(rows[newest(rows)])
     there = {held.slot.number: (key, held.seq) for key, held in index.items()}
     assert there[3] == (key_of("new"), 60)
     assert {number: seq for number, (_, seq) in there.items()} == {
@@ -373,7 +373,7 @@ def test_the_newest_word_about_a_key_and_a_slot_wins() -> None:
     ]
     rows = np.frombuffer(b"".join(map(pack_record, records)), ROW)
     index = Index()
-    index.load(rows[newest(rows)])
+    index.rebuild(rows[newest(rows)])
     assert [(key, held.slot.number) for key, held in index.items()] == [
         (key_of("d"), 1),
         (key_of("c"), 2),
@@ -402,7 +402,7 @@ def test_the_newest_word_as_one_would_read_it_line_by_line(
             there[key] = held
     rows = np.frombuffer(b"".join(map(pack_record, records)), ROW)
     index = Index()
-    index.load(rows[newest(rows)])
+    index.rebuild(rows[newest(rows)])
     assert list(index.items()) == list(there.items())
     assert index.oldest(1) == list(there)[:1]
     index.clear()

@@ -97,7 +97,7 @@ def test_items_that_wait_too_long_fail(tmp_path: Path) -> None:
     first = tier.submit_store([store_of(0)], deadline_s=3)
     assert engine.entered.acquire(timeout=60)
     arena = tier._staging.arena
-    block = arena.take(arena.free_bytes)  # so that nothing more can be begun
+    block = arena.acquire(arena.free_bytes)  # so that nothing more can be begun
     assert block is not None
     job = tier.submit_store([store_of(n) for n in range(1, 8)], deadline_s=3)
     busy: list[Completion] = tier.poll()
@@ -202,7 +202,7 @@ def test_too_much_retired_memory_opens_the_breaker(tmp_path: Path) -> None:
 def test_a_frame_larger_than_the_arena(tmp_path: Path) -> None:
     arena = Arena(64 << 10)
     tier = DiskTier(tmp_path, 8 * MIB, arena=arena)
-    block = arena.take(64 << 10)  # others may have all of it
+    block = arena.acquire(64 << 10)  # others may have all of it
     assert block is not None
     stored(tier, ["a"], size=MIB)
     stored(tier, ["b"])

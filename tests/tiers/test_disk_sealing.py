@@ -22,7 +22,7 @@ def sealed(arena: Arena, least: int, monkeypatch: pytest.MonkeyPatch) -> list[by
     frames = []
     for number, (stripes, step) in enumerate(SHAPES):
         start, size = header_bytes(stripes), stripes * step
-        memory = arena.take(start + size)
+        memory = arena.acquire(start + size)
         assert memory is not None
         memory.view[:] = b"\xee" * memory.n_bytes
         body = memoryview(random.Random(number).randbytes(size + 3))[3:]  # at an odd address

@@ -41,7 +41,7 @@ class Counted(FilesEngine):
             self.reads += [row[4]] if row[0] == READ else []
             if row[0] == READ and self.fails:
                 self.fails -= 1
-                self._reports.put([(row[5], -errno.EIO)])
+                self._reports.post([(row[5], -errno.EIO)])
             else:
                 good.append(row)
         super().submit(np.array(good, OPERATION))

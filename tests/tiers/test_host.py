@@ -366,7 +366,7 @@ def reached(frames: int, size: int = 1 << 17) -> HostTier:
 
 def filled(tier: HostTier, names: str, size: int = 1 << 17) -> dict[str, np.ndarray]:
     """Bodies in slots, as a device leaves them there."""
-    rows = {name: tier.slots.take(size, pinned=True) for name in names}
+    rows = {name: tier.slots.acquire(size, pinned=True) for name in names}
     for name, row in rows.items():
         row[:] = np.frombuffer(body_of(name, size), np.uint8)
     return rows
@@ -425,7 +425,7 @@ def test_lent_memory_stays_as_it_is() -> None:
     del row
     lent = {name: tier.lend(key_of(name)) for name in "abc"}
     places = {name: memory.ctypes.data for name, memory in lent.items()}
-    whole, first = tier.slots.place(min(places.values()))
+    whole, first = tier.slots.locate(min(places.values()))
     assert tier.delete([key_of("a")]) == tier.erase([key_of("b")]) == 1
     stored(tier, ["a", "b", "d"], size)
     assert hits(tier, ["a", "b", "c", "d"], size) == 4
@@ -465,7 +465,7 @@ def test_memory_that_no_device_reaches_is_not_lent() -> None:
     assert tier.lend(key_of("a")) is None
     tier.slots.register(lambda address, n_bytes: "no rights", lambda address: None)
     assert tier.lend(key_of("a")) is None and tier.slots.why == "no rights"
-    assert tier.slots.take(4096, pinned=True) is None and hits(tier, ["a"], 1 << 17) == 1
+    assert tier.slots.acquire(4096, pinned=True) is None and hits(tier, ["a"], 1 << 17) == 1
     tier.close()
 
 

@@ -54,11 +54,11 @@ def test_slots_are_apart_and_come_back(steps: list[tuple[int, int]]) -> None:
             array, wanted = held.pop(number)
             assert (array == wanted).all() and pool.owns(array.data)
             del array
-        elif (array := pool.take(n_bytes, pinned=True)) is not None:
+        elif (array := pool.acquire(n_bytes, pinned=True)) is not None:
             assert len(array) == n_bytes and device.reaches(array) and pool.reaches(array[:1])
             array[:] = value % 251
             held[number] = array[:1].base, value % 251
-            whole, at = pool.place(array.ctypes.data)
+            whole, at = pool.locate(array.ctypes.data)
             assert np.shares_memory(whole[at : at + 1], array)
             del array, whole
     assert all((array == wanted).all() for array, wanted in held.values())
@@ -66,15 +66,15 @@ def test_slots_are_apart_and_come_back(steps: list[tuple[int, int]]) -> None:
     assert pool.used_bytes == 0 and sum(device.there.values()) <= 12 * SIZE
     pool.close()
     gc.collect()
-    assert not device.there and pool.take(1) is None
+    assert not device.there and pool.acquire(1) is None
 
 
 def test_chunks_are_made_ahead_and_in_need() -> None:
     device, pool = Device(), SlotPool(12 * SIZE)
     pool.register(device.pin, device.unpin, SIZE)
     assert sum(device.there.values()) == 4 * SIZE
-    held = [pool.take(SIZE, pinned=True) for _ in range(13)]
-    assert all(array is not None for array in held) and pool.take(SIZE) is None
+    held = [pool.acquire(SIZE, pinned=True) for _ in range(13)]
+    assert all(array is not None for array in held) and pool.acquire(SIZE) is None
     assert sorted(device.there.values()) == [SIZE, *[4 * SIZE] * 3]
     assert len({array.ctypes.data for array in held}) == 13
     pool.close()
@@ -86,19 +86,19 @@ def test_chunks_are_made_ahead_and_in_need() -> None:
 def test_what_exceeds_a_chunk_has_one_of_its_own() -> None:
     device, pool = Device(), SlotPool(20 * SIZE)
     pool.register(device.pin, device.unpin)
-    assert pool.take(9 * SIZE, pinned=True) is not None
-    assert pool.take(21 * SIZE) is None
+    assert pool.acquire(9 * SIZE, pinned=True) is not None
+    assert pool.acquire(21 * SIZE) is None
     pool.close()
 
 
 def test_memory_that_cannot_be_registered_is_memory() -> None:
     device, pool = Device(5 * SIZE), SlotPool(12 * SIZE)
     pool.register(device.pin, device.unpin)
-    held = [pool.take(SIZE, pinned=True) for _ in range(5)]
+    held = [pool.acquire(SIZE, pinned=True) for _ in range(5)]
     assert [array is not None for array in held] == [True] * 4 + [False]
     assert pool.why == "too much" and pool.pinned
-    more = [pool.take(SIZE) for _ in range(8)]
-    assert all(array is not None for array in more) and pool.take(SIZE) is None
+    more = [pool.acquire(SIZE) for _ in range(8)]
+    assert all(array is not None for array in more) and pool.acquire(SIZE) is None
     assert sum(pool.reaches(array) for array in [*held[:4], *more]) == 4
     pool.register(device.pin, device.unpin)
     pool.close()
@@ -106,16 +106,16 @@ def test_memory_that_cannot_be_registered_is_memory() -> None:
 
 def test_wiped_bytes_go_with_the_last_array() -> None:
     pool = SlotPool(4 * SIZE)
-    array = pool.take(SIZE)
+    array = pool.acquire(SIZE)
     array[:] = 7
-    whole, at = pool.place(array.ctypes.data)
+    whole, at = pool.locate(array.ctypes.data)
     part = array[10:20]
     pool.wipe(array)
     del array
     assert (part == 7).all()
     del part
     assert not whole[at : at + SIZE].any() and pool.used_bytes == 0
-    again = pool.take(SIZE)
+    again = pool.acquire(SIZE)
     again[:] = 3
     del again
     assert whole[at : at + SIZE].any(), "one slot was wiped, once"
@@ -123,7 +123,7 @@ def test_wiped_bytes_go_with_the_last_array() -> None:
 
 def test_a_closed_pool_holds_no_memory() -> None:
     pool = SlotPool(4 * SIZE)
-    held, other = pool.take(SIZE), pool.take(SIZE)
+    held, other = pool.acquire(SIZE), pool.acquire(SIZE)
     arena = weakref.ref(pool._chunks[0].arena)
     del other
     pool.close()
@@ -138,7 +138,7 @@ def test_threads_take_and_let_go() -> None:
 
     def work(value: int) -> None:
         for _ in range(200):
-            array = pool.take(SIZE, pinned=True)
+            array = pool.acquire(SIZE, pinned=True)
             if array is not None:
                 array[:] = value
                 if not (array == value).all():

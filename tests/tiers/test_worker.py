@@ -264,7 +264,7 @@ def test_a_body_is_not_touched_after_its_answer() -> None:
         reading.set()
         assert gate.wait(60)
         seen.append(bytes(memory))
-        pool.let_go(item)
+        pool.unclaim(item)
         assert going.wait(60)
 
     pool = workers(store=store, clock=clock)
@@ -290,7 +290,7 @@ def test_what_was_claimed_at_the_end_is_answered_when_it_is_let_go() -> None:
         assert pool.claim(item) is not None
         entered.set()
         assert gate.wait(60)
-        pool.let_go(item)
+        pool.unclaim(item)
 
     pool = workers(store=store)
     pool.submit([body("a")], 1000)

@@ -379,7 +379,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         rows = self.rows
         stays = self._begun() and (self._gathered is None or not self.edited())
         if not stays or not self._write(key_states, value_states):
-            return self.leave().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+            return self.to_native().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows.updated += 1
         self._step = rows.step
         return self._given(key_states, value_states)
@@ -524,7 +524,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         def put(layer: PagedLayer, given: Any) -> None:
             if "rows" in layer.__dict__:  # the base class sets None at first
-                setattr(layer.leave(), name, given)
+                setattr(layer.to_native(), name, given)
 
         return property(lambda layer: layer._show(name), put, doc="K or V, as of a native layer.")
 
@@ -535,7 +535,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if rows is None:
             return None
         if rows.kv.inherited:
-            return getattr(self.leave(), name)  # type: ignore[no-any-return]
+            return getattr(self.to_native(), name)  # type: ignore[no-any-return]
         if rows.step is None:
             rows.land()
         if not self.seen:
@@ -610,7 +610,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _keep_state(self, native: Any) -> None:
         """Copy state beside K and V to a native layer; this layer has none."""
 
-    def leave(self) -> Any:
+    def to_native(self) -> Any:
         """Turn the whole cache into a native one; return this layer, now native."""
         cache = self._cache()
         if cache is not None:
@@ -636,29 +636,29 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Leave pages, and crop this layer alone."""
-        self.leave().crop(tokens_to_remove)
+        self.to_native().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Leave pages, and reorder this layer alone."""
-        self.leave().reorder_cache(beam_idx)
+        self.to_native().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Leave pages, and repeat the rows of this layer alone."""
-        self.leave().batch_repeat_interleave(repeats)
+        self.to_native().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Leave pages, and select rows of this layer alone."""
-        self.leave().batch_select_indices(indices)
+        self.to_native().batch_select_indices(indices)
 
     def reset(self) -> None:
         """Leave pages, and empty this layer alone."""
-        self.leave().reset()
+        self.to_native().reset()
 
     def __copy__(self) -> Any:
-        return copy(self.leave())
+        return copy(self.to_native())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return deepcopy(self.leave(), memo)
+        return deepcopy(self.to_native(), memo)
 
     def offload(self) -> None:
         """Do nothing: pages are offloaded by the cache's policies."""
@@ -808,9 +808,9 @@ class Recurrent:
         self._saved = rows.base
         for row, (seq, pad) in enumerate(rows.padded):
             if not rows.blind and not pad and not seq.closed and rows.trusted(rows):
-                rows.kv.save_state(seq, self.take(row))
+                rows.kv.save_state(seq, self.state_of(row))
 
-    def take(self, row: int) -> dict[str, Any]:
+    def state_of(self, row: int) -> dict[str, Any]:
         """Return the state of a row."""
         values: dict[str, Any] = {_MAKER: transformers.__version__}
         ends = {id(kept): kept[..., -size:] for kept, size in self._convolutions()}
@@ -822,7 +822,7 @@ class Recurrent:
                 values[name] = value
         return values
 
-    def restore(self, states: Sequence[Mapping[str, Any]]) -> bool:
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> bool:
         """Put one state per row into fresh layers; return False if the states do not fit."""
         first = states[0]
         if any(state.keys() != first.keys() for state in states):
@@ -962,13 +962,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             cache.activate_past_recording()
         return cache  # type: ignore[no-any-return]
 
-    def restore(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+    def load_states(self, states: Sequence[Mapping[str, Any]] | None) -> None:
         """Put one state per row into fresh recurrent layers, if there are any.
 
         Raises:
             StateError: The states do not fit the layers.
         """
-        if states is not None and not self.recurrent.restore(states):
+        if states is not None and not self.recurrent.load_states(states):
             raise StateError(
                 "a saved state does not fit the model", "Call kv.invalidate(), then try again"
             )
@@ -1020,7 +1020,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             layer.become_native()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # a layer of another cache, used by both from now on
-                layer.leave()
+                layer.to_native()
         close, own = self.close, self._own
         kept = {name: value for name, value in vars(self).items() if name not in own}
         self.__dict__.clear()

@@ -530,12 +530,12 @@ class ForwardHook:
         rows.noted = stop  # the sequences were opened with these ids
         cache = PagedCache(rows, self.plan, self, owns=False)
         try:
-            rows.begin(stop)
+            rows.plan(stop)
             with self.aside(), torch.no_grad():
                 self.model(**call.head(stop) | {self.names.cache: cache})
             cache.recurrent.save()
             states: list[Mapping[str, Any]] = [
-                cache.recurrent.take(row) for row in range(call.rows)
+                cache.recurrent.state_of(row) for row in range(call.rows)
             ]
         except BaseException:
             rows.abandon()
@@ -762,7 +762,7 @@ class ForwardHook:
         if call.ids is None:
             rows.disable_publishing()
         else:
-            rows.note(call.ids, call.positions, None if isinstance(padded, bool) else padded)
+            rows.record_ids(call.ids, call.positions, None if isinstance(padded, bool) else padded)
         begun = self._begin(cache, call, call.columns, whole=whole)
         if begun and not odd:
             self._replay(cache, call)
@@ -817,18 +817,18 @@ class ForwardHook:
         if said != {"logits", self.names.cache} or output.logits.shape[1] != 1:
             return
         self._answers = type(output)
-        self.learn(cache.rows.step, *decoding, output.logits[:, 0])
+        self.record_step(cache.rows.step, *decoding, output.logits[:, 0])
 
     def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Return the logits of a decode step by a graph; see `GraphedForward.replay`."""
         return None if self._graphs is None else self._graphs.replay(step, ids, positions)
 
-    def learn(
+    def record_step(
         self, step: Step, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
     ) -> None:
-        """Record a decode step that ran without a graph; see `GraphedForward.learn`."""
+        """Record a decode step that ran without a graph; see `GraphedForward.record_step`."""
         if self._graphs is not None:
-            self._graphs.learn(step, ids, positions, logits)
+            self._graphs.record_step(step, ids, positions, logits)
 
     def _begin(
         self, cache: PagedCache, call: ForwardCall, columns: int, *, whole: bool = True
@@ -844,12 +844,12 @@ class ForwardHook:
         cache.rows.wants_weights = call.wants_weights
         try:
             try:
-                cache.rows.begin(columns)
+                cache.rows.plan(columns)
             except CapacityError:
                 if not self._overflows:
                     raise
                 self.proof.finish()  # unproven pages may not be written to a disk
-                cache.rows.begin(columns)
+                cache.rows.plan(columns)
         except CapacityError as error:
             if any(seq.away or seq.dropped for seq in cache.rows.seqs):
                 raise  # a native cache cannot continue without the tokens that are away or dropped

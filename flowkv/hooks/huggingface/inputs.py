@@ -237,7 +237,7 @@ class Fill:
 
     def rest(self, base: int, pads: Sequence[int]) -> dict[str, Any]:
         """Return the arguments for the part of the batch behind column `base`, chosen by `cut`."""
-        return self.of({row: (base - pad, sys.maxsize) for row, pad in enumerate(pads)})
+        return self.arguments({row: (base - pad, sys.maxsize) for row, pad in enumerate(pads)})
 
     def parts(self, row: int, first: int, stop: int) -> bool:
         """Return whether a span of a row can be filled by itself: no run lies across its ends."""
@@ -253,7 +253,7 @@ class Fill:
             stop += page_size - stop % page_size
         return stop
 
-    def of(self, spans: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
+    def arguments(self, spans: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
         """Return the arguments for spans of some rows' tokens, each run inside or outside them."""
         left = [
             i
@@ -572,7 +572,7 @@ class ForwardCall:
             given = self.ids, self.mask, self.positions
             plain = [x if isinstance(x, torch.Tensor) else None for x in given]
             away = any(x is not None and not x.is_cpu for x in plain)
-            self._numbers = tuple(map(_numbers, Later(*plain).get() if away else plain))
+            self._numbers = tuple(map(_numbers, Later(*plain).result() if away else plain))
         return self._numbers
 
     def pads(self) -> list[int] | None:
@@ -738,11 +738,11 @@ class Notes:
     def __bool__(self) -> bool:
         return bool(self.told)
 
-    def drop(self, low: int) -> None:
+    def truncate(self, low: int) -> None:
         """Drop the notes of columns from `low` on."""
         self.told = [note for note in self.told if note[0] < low]
 
-    def take(self, pads: NDArray[np.int64], by_column: bool) -> tuple[int, NDArray[np.int64], bool]:
+    def pop(self, pads: NDArray[np.int64], by_column: bool) -> tuple[int, NDArray[np.int64], bool]:
         """Return the content of all notes and drop them.
 
         Args:
@@ -753,7 +753,7 @@ class Notes:
             The first column, ids `[B, n]`, and whether all positions are the usual ones.
         """
         told, self.told = self.told, []
-        notes = [Note(low, *map(_numbers, later.get()[:2])) for low, later in told]
+        notes = [Note(low, *map(_numbers, later.result()[:2])) for low, later in told]
         joined = _join(notes)
         ordinary = all(
             usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)

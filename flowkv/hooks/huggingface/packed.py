@@ -60,7 +60,7 @@ class PackedForward:
             logits = self._call(step, door.plan, keep)[0]
             found = logits if every or keep is not None else logits[last.to(logits.device)]
             if every:
-                door.learn(step, step.tokens, step.positions, logits)
+                door.record_step(step, step.tokens, step.positions, logits)
         # Checked late: the forward still runs on a GPU, and changes during it are noticed.
         odd = odd or (step.fills and bool(modes(own=False) or not door.trusted()))
         door.retract()

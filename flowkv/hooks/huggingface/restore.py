@@ -301,8 +301,8 @@ class Nested:
         cache = self._cache([part.seq for part in parts], pads, total - new)
         rows, inputs = cache.rows, self._inputs(parts, pads, (total - new, total), cache)
         rows.by_column = self._positions is None and any(pads)
-        rows.note(inputs[self._names.ids], inputs.get(self._names.positions))
-        rows.begin(new).awaits = awaits
+        rows.record_ids(inputs[self._names.ids], inputs.get(self._names.positions))
+        rows.plan(new).awaits = awaits
         try:
             with self._door.aside(), torch.no_grad():
                 self._model(**inputs)
@@ -343,7 +343,7 @@ class Nested:
         given[names.ids] = torch.from_numpy(ids).to(self._device)
         given.update(self._more(parts, pads, base, total))
         spans = {part.row: (part.seq.length, part.seq.length + part.count) for part in parts}
-        given.update(self.fill.of(spans))
+        given.update(self.fill.arguments(spans))
         paired = EncoderDecoderCache(cache, DynamicCache()) if self._paired else cache
         given[names.cache] = paired
         return given  # type: ignore[no-any-return]
@@ -677,6 +677,6 @@ def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
     abort(kv, discard(kv, list(rows.seqs)))
     rows.seqs[:] = found.seqs
     rows.rebase(found.base)
-    cache.restore(found.states)
+    cache.load_states(found.states)
     cache.follow()
     return call.skip(gained)

@@ -150,7 +150,7 @@ class Rows:
 
     # ---- a step
 
-    def begin(self, new: int) -> Step:
+    def plan(self, new: int) -> Step:
         """Plan the next forward, over `new` columns.
 
         Args:
@@ -237,7 +237,7 @@ class Rows:
             if self.thinning is not None:
                 self.thinning.forget()
             self.total = self.base
-            self._notes.drop(self.base)
+            self._notes.truncate(self.base)
             self.noted = min(self.noted, self.base)
             self.land(wait=False)
 
@@ -312,7 +312,7 @@ class Rows:
 
     # ---- token ids
 
-    def note(
+    def record_ids(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor | None,
@@ -340,7 +340,7 @@ class Rows:
         """Append the recorded ids to the sequences; stop publishing if positions are unusual."""
         if not self._notes or self.blind:
             return
-        low, ids, ordinary = self._notes.take(self.pads - self.shifts, self.by_column)
+        low, ids, ordinary = self._notes.pop(self.pads - self.shifts, self.by_column)
         if not ordinary:
             self.disable_publishing()
             return
@@ -376,7 +376,7 @@ class Rows:
     def agree(self) -> bool:
         """Return whether the recorded mask is the padding; stop publishing if not."""
         later, self._agrees = self._agrees, None
-        same = None if later is None else later.get()[2]
+        same = None if later is None else later.result()[2]
         agrees = same is None or bool(same.numpy())
         if not agrees:
             self.disable_publishing()

@@ -117,7 +117,7 @@ class PaddedRunner:
         found = admit(kv, [Prompt(np.asarray(tokens), 0, list(request.salts))], limits)
         try:
             cache = self._cache(found.seqs, found.seqs[0].length)
-            cache.restore(found.states)
+            cache.load_states(found.states)
         except BaseException:
             close_all(found.seqs)
             raise
@@ -176,13 +176,13 @@ class PaddedRunner:
         given = [np.stack([tokens[row] for row in some]) for some in groups]
         try:
             for cache, ids in zip(caches, given, strict=True):  # no forward before all pages fit
-                step = cache.rows.begin(ids.shape[1])
+                step = cache.rows.plan(ids.shape[1])
                 if self._model.training or not self._door.unchanged(full=step.fills):
                     cache.rows.disable_publishing()  # the model has changed before this step
                 if self.together:
                     step.give(ids.reshape(-1))
                 else:
-                    cache.rows.note(torch.from_numpy(ids.astype(np.int64)), None)
+                    cache.rows.record_ids(torch.from_numpy(ids.astype(np.int64)), None)
             for cache, some, ids in zip(caches, groups, given, strict=True):
                 cache.damaged = bool(cache.recurrent)
                 answers = self._last_logits(cache, torch.from_numpy(ids.astype(np.int64)))

@@ -63,7 +63,7 @@ class _Context:
         self.visits, self.scale = 0, 1.0
         self.shares: dict[int, float] = {}
 
-    def follow(self, symbol: int, memory: int, most: int) -> None:
+    def count(self, symbol: int, memory: int, most: int) -> None:
         """Count a successor. A new one takes the place and the share of the rarest."""
         self.visits += 1
         shares, step = self.shares, 1.0 / min(self.visits, memory)
@@ -123,7 +123,7 @@ class Markov:
                     below = mine + (1.0 - trust[b]) * below
                     learned = trust[b] + TRUST * (mine / below - trust[b])
                     trust[b] = min(max(learned, LEAST), 1.0 - LEAST)
-                row.follow(symbol, config.memory, config.successors)
+                row.count(symbol, config.memory, config.successors)
             self._last.append(symbol)
             self.seen += 1
 

@@ -402,7 +402,7 @@ class Worth:
         else:
             self._small = _mean(self._small, tokens, seconds)
 
-    def moved(self, n_bytes: int, seconds: float, *, out: bool) -> None:
+    def observe_move(self, n_bytes: int, seconds: float, *, out: bool) -> None:
         """Record a move of bytes to host memory, or back to the device."""
         (self.out if out else self.back).add(n_bytes, seconds)
 

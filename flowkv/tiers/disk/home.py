@@ -206,7 +206,7 @@ class Home:
             self.superblock = there
         return self.superblock
 
-    def note(self, geometries: set[FrameShape], tenants: set[str]) -> None:
+    def record_contents(self, geometries: set[FrameShape], tenants: set[str]) -> None:
         """Record shapes and tenants in the superblock; write it only if they changed."""
         there = self.superblock
         if there is None or not self.owner:
@@ -237,7 +237,7 @@ class Home:
             there.namespaces = dict(newest[:_MOST_NAMESPACES])
             write_superblock(self._files, self.path, there)
 
-    def forget(self, namespaces: Iterable[bytes]) -> None:
+    def unbind(self, namespaces: Iterable[bytes]) -> None:
         """Remove the records of namespaces.
 
         Raises:
@@ -286,7 +286,7 @@ class Home:
         mine = any(_owns(home, self.path) for home in list(_homes))
         if mine:
             gc.collect()
-            REAPER.settle(_PATIENCE_S)
+            REAPER.join(_PATIENCE_S)
         return mine
 
     def _prepare(self) -> None:

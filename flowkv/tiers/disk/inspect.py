@@ -283,12 +283,12 @@ def reading(
         try:
             journal = open_journal(files, path, superblock, write=False)
             rows = journal.read_new()
-            index.load(rows[newest(rows)])
+            index.rebuild(rows[newest(rows)])
         except FileNotFoundError:
             pass
         sound = journal is not None and not journal.lost
         if not sound:
-            index.load(rows_in_slots(slabs, envelope))
+            index.rebuild(rows_in_slots(slabs, envelope))
         yield slabs, index, journal if sound or not len(index) else None
     except (OSError, MemoryError) as error:
         raise unreadable(path, error) from error
@@ -450,7 +450,7 @@ def drop(
         doomed = {bytes.fromhex(digest) for digest in found}
         store.delete([key for key, held in entries if held.info.namespace in doomed])
         store.wipe(0.0)
-        store.forget(doomed)
+        store.unbind(doomed)
         if aside := store.aside():
             raise StoreError(
                 f"the frames are erased, but {path / aside[0]} holds a store of another format",

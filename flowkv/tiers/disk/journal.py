@@ -474,7 +474,7 @@ class Journal:
         self._pages = {self._tail: self._pages[self._tail]}
         self._torn = False
 
-    def settle(self) -> None:
+    def repair(self) -> None:
         """Take back the leftovers of a failed append, and write the records that it was to keep.
 
         Raises:

@@ -73,7 +73,7 @@ class Contents:
         self.tenants: set[str] = set()
         self.shapes: set[FrameShape] = set()
 
-    def start(self, rows: Rows) -> None:
+    def rebuild(self, rows: Rows) -> None:
         """Start anew from the rows of a journal."""
         self.tenants, self.shapes = set(), set()
         names = ("tenant", "layout", "kind", "stripes", "stripe_bytes")
@@ -162,7 +162,7 @@ class Index:
         self._held: dict[bytes, Held | int] = {}
         self._rows = b""
 
-    def load(self, rows: Rows) -> None:
+    def rebuild(self, rows: Rows) -> None:
         """Start from the rows of present frames (`journal.newest`); forget everything else."""
         self._rows = rows.tobytes()
         self._held = dict(zip(rows["key"].tolist(), range(len(rows)), strict=True))
@@ -418,7 +418,7 @@ class Slabs:
         """Return whether the file of a size is still at its path."""
         return self._files.same(self._slab(granules).fd, self._path(granules))
 
-    def complete(self) -> bool:
+    def intact(self) -> bool:
         """Return whether every opened file is still at its path."""
         return all(self._files.same(slab.fd, self._path(n)) for n, slab in self._slabs.items())
 
@@ -624,10 +624,10 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
         rows = rows_in_slots(slabs, envelope, journal.capacity_bytes)
         if len(rows):
             journal.seq_seen(int(rows["seq"].max()))
-            index.load(rows)
+            index.rebuild(rows)
             journal.rewrite(index.lines())
     rows = within(slabs, rows)
-    index.load(rows)
+    index.rebuild(rows)
     slabs.occupy(rows["granules"], rows["number"])
     return rows
 
@@ -938,13 +938,13 @@ class DiskStore:
             self._busy.add(key)
             return self._journal.next_seq()
 
-    def release(self, key: bytes) -> None:
+    def unreserve(self, key: bytes) -> None:
         """Undo a `reserve` of a key."""
         with self._lock:
             self._busy.discard(key)
             self._let_go()
 
-    def place(self, header_bytes: int, n_bytes: int) -> tuple[Slot, bool]:
+    def new_slot(self, header_bytes: int, n_bytes: int) -> tuple[Slot, bool]:
         """Return a slot for a frame, and whether it is stale, so that all of it must be written.
 
         Raises:
@@ -974,7 +974,7 @@ class DiskStore:
                 # Otherwise a machine that stops now might know of these frames and not of the
                 # deletion of those that had their slots, and drop some promised frames to stay
                 # within its capacity.
-                self._journal.settle()
+                self._journal.repair()
                 self._journal.sync()  # not by an engine: a compaction closes the file meanwhile
                 self._freed = False
             return files
@@ -1050,7 +1050,7 @@ class DiskStore:
             self._slabs.wipe()
             if self._journal is not None:
                 with contextlib.suppress(OSError):  # a full disk: the names of deleted frames stay
-                    self._journal.settle()
+                    self._journal.repair()
                 self._journal.sync()
 
     def aside(self) -> list[str]:
@@ -1111,7 +1111,7 @@ class DiskStore:
         with self._lock:
             self._leads(())
             self.refresh()
-            if self._robbed or not self._slabs.complete():
+            if self._robbed or not self._slabs.intact():
                 raise OSError(errno.ESTALE, "its slab files were removed or replaced")
             if self._journal is None or self._journal.replaced():
                 raise OSError(errno.ESTALE, "its directory or its journal was removed")
@@ -1127,7 +1127,7 @@ class DiskStore:
                 if self._leads():
                     self._note_bound()
                     with contextlib.suppress(OSError):
-                        self._journal.settle()
+                        self._journal.repair()
                     self._note_contents()
                 self._drop_journal()
             self._slabs.close()
@@ -1150,14 +1150,14 @@ class DiskStore:
         bound = any(namespace in store._bound for store in list(_stores))
         return bound or self._home.in_use(namespace)
 
-    def forget(self, namespaces: Iterable[bytes]) -> None:
+    def unbind(self, namespaces: Iterable[bytes]) -> None:
         """Remove the records of namespaces.
 
         Raises:
             OSError: The change could not be written.
         """
         with self._lock:
-            self._home.forget(namespaces)
+            self._home.unbind(namespaces)
 
     def _note_bound(self) -> None:
         if self._bound and self._leads():
@@ -1166,7 +1166,7 @@ class DiskStore:
 
     def _note_contents(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: only `inspect` misses it
-            self._home.note(self._contents.shapes, self._contents.tenants)
+            self._home.record_contents(self._contents.shapes, self._contents.tenants)
 
     # --- ownership of the directory --------------------------------------------------------------
 
@@ -1202,7 +1202,7 @@ class DiskStore:
         with self._lock:
             if self._journal is not None and self._leads():
                 with contextlib.suppress(OSError):
-                    self._journal.settle()
+                    self._journal.repair()
                 self._note_contents()
                 self._yield()
             while self._home.owner and (left_s := end_s - time.monotonic()) > 0:
@@ -1244,7 +1244,7 @@ class DiskStore:
 
     def _new_slabs(self) -> Slabs:
         ahead_bytes = min(1 << 24, self._quota.capacity_bytes >> 4) if self.owner else 0
-        self._robbed = self._robbed or not self._slabs.complete()
+        self._robbed = self._robbed or not self._slabs.intact()
         self._slabs.close()
         path, open_file = self._home.path, self._open_file
         return Slabs(self._files, path, ahead_bytes=ahead_bytes, open_file=open_file)
@@ -1286,5 +1286,5 @@ class DiskStore:
         if self._durable:
             self._slabs.sync(self._slabs.sizes())
             self._journal.sync()
-        self._contents.start(rows)
+        self._contents.rebuild(rows)
         self._note_contents()

@@ -95,7 +95,7 @@ class Operations:
         self.tags: list[int] = []
         self.group, self.items = group, items
 
-    def note(self, result: int, must: int) -> bool:
+    def complete_one(self, result: int, must: int) -> bool:
         """Record a completion; return whether it was the last one."""
         self.left -= 1
         if result < 0:
@@ -188,17 +188,17 @@ class Staging:
         retired_bytes = sum(arena.retired_bytes for arena in (self.arena, *self._spare))
         return retired_bytes > self.arena.most_retired_bytes
 
-    def take(self, n_bytes: int, *, spare: bool) -> ArenaSlot | None:
+    def acquire(self, n_bytes: int, *, spare: bool) -> ArenaSlot | None:
         """Return memory in the arena; if that has no room, outside of it if `spare`, else None.
 
         Raises:
             OSError: The system has none.
         """
-        slot = self.arena.take(n_bytes)
+        slot = self.arena.acquire(n_bytes)
         if slot is None and spare:
             arena = Arena(n_bytes)
             self._spare.add(arena)
-            slot = arena.take(n_bytes)
+            slot = arena.acquire(n_bytes)
         return slot
 
     def give_back(self, slot: ArenaSlot) -> None:
@@ -256,7 +256,7 @@ class KnownDigests:
             while self._bytes > KNOWN_BYTES:
                 self._drop(next(iter(self._found)))
 
-    def drop(self, key: bytes) -> None:
+    def invalidate(self, key: bytes) -> None:
         """Forget the digests of a frame, so that its header is read again."""
         with self._lock:
             self._drop(key)
@@ -291,7 +291,7 @@ class StripeRead(NamedTuple):
     stripes: int
     at: int
 
-    def check(self, memory: ArenaSlot, target: memoryview) -> tuple[int, ...]:
+    def check_row(self, memory: ArenaSlot, target: memoryview) -> tuple[int, ...]:
         """Return the row of `digest.CHECK` for these stripes."""
         held, step = self.held, self.held.info.stripe_bytes
         there = self.digests.address, 0, memory.address + self.at, self.stripes * step
@@ -367,7 +367,7 @@ def _opened(stripes: Stripes, targets: Sequence[memoryview | None]) -> list[bool
     from flowkv.tiers.digest import check_known
 
     there = [(n, target) for n, target in enumerate(targets) if target is not None]
-    reasons = check_known([parts[n].check(memory, target) for n, target in there])
+    reasons = check_known([parts[n].check_row(memory, target) for n, target in there])
     found = [False] * len(parts)
     for (n, _), reason in zip(there, reasons, strict=True):
         found[n] = not reason
@@ -504,7 +504,7 @@ class DiskScheduler:
 
     def stop(self, timeout_s: float) -> bool:
         """Work off all queued items; return whether everything ended in time."""
-        self._queue.end()
+        self._queue.shutdown()
         if self._thread is not None:
             self._thread.join(timeout_s)
             alive = self._thread.is_alive()
@@ -570,7 +570,7 @@ class DiskScheduler:
             self._drop_stores(stores, _reason(error))
             stores = []
         for item, _ in self._unsealed:
-            self._queue.let_go(item)
+            self._queue.unclaim(item)
         self._unsealed = []
         self._submit(stores)
         return tried > 0
@@ -623,7 +623,7 @@ class DiskScheduler:
         """Return loads to the queue, in their order; `forget` makes each begin by itself."""
         for item in reversed(items):
             if forget:
-                self.known.drop(item.key)
+                self.known.invalidate(item.key)
             self._queue.put_back(item)
 
     def _begin_known(self, items: Sequence[Item], *, alone: bool) -> Stripes:
@@ -749,7 +749,7 @@ class DiskScheduler:
             if flight is None:
                 self._free(memory, _STORES)
         if not plain:
-            self._queue.let_go(item)
+            self._queue.unclaim(item)
         return flight
 
     def _holds(self, key: bytes) -> bool:
@@ -778,9 +778,9 @@ class DiskScheduler:
                     end = n_bytes + memoryview(part).nbytes
                     memory.view[n_bytes:end] = part
                     n_bytes = end
-            slot, stale = self._store.place(start, n_bytes)
+            slot, stale = self._store.new_slot(start, n_bytes)
         except BaseException:
-            self._store.release(key)
+            self._store.unreserve(key)
             raise
         how = head.integrity, bool(head.sizes)
         held = Held(seq, slot, stripes, info, head.frame_bytes, *how)
@@ -839,7 +839,7 @@ class DiskScheduler:
         most_bytes = int(self._staging.arena.n_bytes * _SHARE[stores])
         if not alone and self._used_bytes[stores] + n_bytes > most_bytes:
             raise NoRoom
-        memory = self._staging.take(n_bytes, spare=alone)
+        memory = self._staging.acquire(n_bytes, spare=alone)
         if memory is None:
             raise NoRoom
         self._used_bytes[stores] += memory.n_bytes
@@ -862,7 +862,7 @@ class DiskScheduler:
         stripes: list[Stripes] = []
         for tag, result in completions.tolist():
             flight, must = self._flights.pop(tag)
-            if not flight.note(result, must):
+            if not flight.complete_one(result, must):
                 continue
             for item in flight.items:
                 item.flight = None
@@ -972,7 +972,7 @@ class DiskScheduler:
         self._free(flight.memory, _LOADS)
         flight.memory, flight.header, flight.body_at = memory, header, offset - start
         flight.operations = [(READ, fd, held.slot.offset + start, memory.address, length)]
-        self._queue.let_go(flight.item)
+        self._queue.unclaim(flight.item)
         return False
 
     def _damaged(self, flight: Flight, reason: str) -> list[ItemAnswer]:

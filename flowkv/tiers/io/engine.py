@@ -119,13 +119,13 @@ class Reports:
         self._rows: list[tuple[int, int]] = []
         self._ended = False
 
-    def put(self, rows: Sequence[tuple[int, int]]) -> None:
+    def post(self, rows: Sequence[tuple[int, int]]) -> None:
         """Add completions: pairs of tag and result."""
         with self._changed:
             self._rows += rows
             self._changed.notify_all()
 
-    def take(self, timeout_s: float, least: int) -> Completions:
+    def reap(self, timeout_s: float, least: int) -> Completions:
         """Take all completions; wait up to `timeout_s` for the first `least`."""
         end_s = time.monotonic() + timeout_s
         with self._changed:
@@ -137,7 +137,7 @@ class Reports:
             rows, self._rows = self._rows, []
         return np.array(rows, COMPLETION)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Wake all waiting callers, now and later; further completions are kept until taken."""
         with self._changed:
             self._ended = True
@@ -330,7 +330,7 @@ class ThreadsEngine(DirectFiles):
         """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""
         if self._pid != os.getpid():
             timeout_s = 0.0
-        return self._reports.take(timeout_s, least)
+        return self._reports.reap(timeout_s, least)
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
         """End operations that no thread has begun."""
@@ -339,7 +339,7 @@ class ThreadsEngine(DirectFiles):
             ended = [row for row in self._queue if row[-1] in unwanted]
             if ended:
                 self._queue = deque(row for row in self._queue if row[-1] not in unwanted)
-                self._reports.put([(row[-1], -errno.ECANCELED) for row in ended])
+                self._reports.post([(row[-1], -errno.ECANCELED) for row in ended])
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Cancel queued operations and wait for those under way; False if that took too long."""
@@ -347,13 +347,13 @@ class ThreadsEngine(DirectFiles):
             return True
         with self._changed:
             self._closed = True
-            self._reports.put([(row[-1], -errno.ECANCELED) for row in self._queue])
+            self._reports.post([(row[-1], -errno.ECANCELED) for row in self._queue])
             self._queue.clear()
             self._changed.notify_all()
         end_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
-        self._reports.end()
+        self._reports.close()
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
@@ -361,7 +361,7 @@ class ThreadsEngine(DirectFiles):
         while rows := self._next():
             for op, fd, offset, address, length, tag in rows:
                 done.append((tag, self._do(op, fd, offset, address, length)))
-            self._reports.put(done)
+            self._reports.post(done)
             done.clear()
 
     def _next(self) -> list[Row]:
@@ -702,7 +702,7 @@ class Extents:
         self.free_pages = pages
         self._firsts, self._counts = [0], [pages]
 
-    def take(self, pages: int) -> int | None:
+    def allocate(self, pages: int) -> int | None:
         """Take neighbouring pages; return the first one, or None if there are not as many."""
         for at, count in enumerate(self._counts):
             if count >= pages:
@@ -714,7 +714,7 @@ class Extents:
                 return first
         return None
 
-    def give_back(self, first: int, pages: int) -> None:
+    def free(self, first: int, pages: int) -> None:
         """Free pages; free neighbours become one extent."""
         self.free_pages += pages
         at = bisect(self._firsts, first)
@@ -807,7 +807,7 @@ class Arena:
         """Return whether too much is retired to go on with the engine: open the breaker."""
         return self._retired_bytes > self.most_retired_bytes
 
-    def take(self, n_bytes: int) -> ArenaSlot | None:
+    def acquire(self, n_bytes: int) -> ArenaSlot | None:
         """Return a slot of `n_bytes` with undefined content; None if there is no room.
 
         Raises:
@@ -816,7 +816,7 @@ class Arena:
         with self._lock:
             if self._map is None:
                 raise StateError("the staging arena is closed", "Make another one")
-            first = self._extents.take(max(1, -(-n_bytes // PAGE_BYTES)))
+            first = self._extents.allocate(max(1, -(-n_bytes // PAGE_BYTES)))
             if first is None:
                 return None
             start = first * PAGE_BYTES
@@ -875,4 +875,4 @@ class Arena:
         slot._state = after
 
     def _free(self, slot: ArenaSlot) -> None:
-        self._extents.give_back((slot.address - self.address) // PAGE_BYTES, slot._pages)
+        self._extents.free((slot.address - self.address) // PAGE_BYTES, slot._pages)

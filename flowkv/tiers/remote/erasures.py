@@ -77,7 +77,7 @@ class RemoteErasures:
         self._again: list[tuple[int, Erased]] = []
         self.alone = False
 
-    def begin(self) -> None:
+    def mark_seen(self) -> None:
         """Take the present entries as known; if the engine fails, all of them are news later."""
         with contextlib.suppress(OSError):
             if (told := self._call(self._read, min(1.0, self._call_s))) is not None:

@@ -52,7 +52,7 @@ class MooncakeSession:
         if code := client.register_buffer(self.arena.address, self.arena.n_bytes):
             raise ConnectionError(f"the memory could not be registered (code {code})")
 
-    def take(self, n_bytes: int, timeout_s: float) -> ArenaSlot:
+    def acquire(self, n_bytes: int, timeout_s: float) -> ArenaSlot:
         """Return a slot of the registered memory; wait until there is room for it.
 
         Raises:
@@ -63,12 +63,12 @@ class MooncakeSession:
             raise PermissionError(errno.EFBIG, "the frame is larger than the registered memory")
         end_s = time.monotonic() + timeout_s
         with self._settled:
-            while (slot := self.arena.take(n_bytes)) is None:
+            while (slot := self.arena.acquire(n_bytes)) is None:
                 if not self._settled.wait(max(0.0, end_s - time.monotonic())):
                     raise TimeoutError("the registered memory is in use; raise buffer= in the URI")
         return slot
 
-    def settle(self, slot: ArenaSlot, ended: bool) -> None:
+    def free(self, slot: ArenaSlot, ended: bool) -> None:
         """Free a slot; or retire it, if bytes may still be moving."""
         with self._settled:
             if ended:
@@ -164,7 +164,7 @@ class Mooncake:
             OSError: As every backend.
         """
         with self._use(timeout_s) as session:
-            slot, ended = session.take(into.nbytes, timeout_s), False
+            slot, ended = session.acquire(into.nbytes, timeout_s), False
             begun_s = time.monotonic()
             try:
                 count = _read(session.client, self._key(name), slot, offset)
@@ -173,7 +173,7 @@ class Mooncake:
                 if count > 0:
                     into[:count] = slot.view[:count]
             finally:
-                session.settle(slot, ended)
+                session.free(slot, ended)
         if count >= 0:
             return into[:count]
         if count == OBJECT_NOT_FOUND and in_time:
@@ -187,7 +187,7 @@ class Mooncake:
             OSError: As every backend; ENOSPC where no segment has room.
         """
         with self._use(timeout_s) as session:
-            slot, ended = session.take(data.nbytes, timeout_s), False
+            slot, ended = session.acquire(data.nbytes, timeout_s), False
             begun_s = time.monotonic()
             try:
                 slot.view[:] = data
@@ -195,7 +195,7 @@ class Mooncake:
                 in_time = time.monotonic() - begun_s <= timeout_s
                 ended = code == 0 or (code in _ENDED and in_time)
             finally:
-                session.settle(slot, ended)
+                session.free(slot, ended)
         if code:
             raise _failed(code)
 

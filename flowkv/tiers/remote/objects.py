@@ -423,7 +423,7 @@ class ObjectTier(RemoteTier):
     def refresh(self) -> None:
         """Read catalogs that were not there before."""
         look = self.known.look()
-        self.known.learn(list(self._news()), look)  # read before the lock is taken
+        self.known.merge(list(self._news()), look)  # read before the lock is taken
 
     def flush(self) -> None:
         """Write a catalog of new frames, if many or after a while; or merge old catalogs."""

@@ -196,7 +196,7 @@ class Nodes:
                 ) from None
             self._pools[""] = _pool(kind, options)
 
-    def of(self, key: bytes) -> ConnectionPool:
+    def for_key(self, key: bytes) -> ConnectionPool:
         """Return connections to the server that has a key.
 
         Raises:
@@ -218,7 +218,7 @@ class Nodes:
         with self._lock:
             return [self._node(node) for node in self._connected().get_primaries()]
 
-    def moved(self) -> None:
+    def drop_slot_map(self) -> None:
         """Drop the slot map of the cluster, so that the next call asks for it."""
         with self._lock:
             client, self._client = self._client, None
@@ -227,7 +227,7 @@ class Nodes:
 
     def close(self) -> None:
         """Close all connections."""
-        self.moved()
+        self.drop_slot_map()
         with self._lock:
             for pool in self._pools.values():
                 pool.disconnect()
@@ -344,7 +344,7 @@ class Redis:
         key, end_s = self._key(name), time.monotonic() + timeout_s
         start = offset + _STAMP.size
         span = b"%d" % start, b"%d" % (start + len(into) - 1)
-        reply = exchange(self._nodes.of(key), [(b"GETRANGE", key, *span)], end_s)[0]
+        reply = exchange(self._nodes.for_key(key), [(b"GETRANGE", key, *span)], end_s)[0]
         if isinstance(reply, exceptions.ResponseError) and str(reply).startswith("WRONGTYPE"):
             return None  # another program's list or set
         data = self._checked(reply)
@@ -363,7 +363,7 @@ class Redis:
         key, end_s = self._key(name), time.monotonic() + timeout_s
         value = b"".join((_STAMP.pack(time.time_ns()), data))
         request = (b"SET", key, value, *self._options)
-        self._call(self._nodes.of(key), [request], end_s, lambda reply: reply == b"OK")
+        self._call(self._nodes.for_key(key), [request], end_s, lambda reply: reply == b"OK")
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Unlink the strings of these names.
@@ -423,7 +423,7 @@ class Redis:
         keys = [self._key(name) for name in names]
         groups: dict[int, tuple[ConnectionPool, Indices]] = {}
         for index, key in enumerate(keys):
-            pool = self._nodes.of(key)
+            pool = self._nodes.for_key(key)
             groups.setdefault(id(pool), (pool, []))[1].append(index)
         replies: Replies = [None] * len(keys)
         for pool, indices in groups.values():
@@ -450,7 +450,7 @@ class Redis:
         if not isinstance(reply, exceptions.ResponseError):
             return reply
         if isinstance(reply, exceptions.AskError | exceptions.ClusterDownError):
-            self._nodes.moved()
+            self._nodes.drop_slot_map()
         raise translated(reply) from reply
 
     def _scan(
@@ -545,4 +545,4 @@ class RedisTier(RemoteTier):
         there = self._redis.exists([key.hex() for key, _ in asked], self.limits.call_s)
         for (key, fact), found in zip(asked, there, strict=True):
             if not found:
-                self.known.drop(key, fact)
+                self.known.mark_missing(key, fact)

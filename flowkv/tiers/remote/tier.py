@@ -131,10 +131,10 @@ class Known:
         return sorted(found, key=lambda pair: pair[1].stored_ns)
 
     def look(self) -> int:
-        """Return the number of deletions, for `learn` and `see`; call before asking the engine."""
+        """Return the number of deletions, for `merge` and `see`; call before asking the engine."""
         return self._deletions
 
-    def learn(self, facts: Iterable[tuple[bytes, Fact]], look: int) -> None:
+    def merge(self, facts: Iterable[tuple[bytes, Fact]], look: int) -> None:
         """Add frames that were seen; known facts are completed, never contradicted.
 
         Args:
@@ -157,12 +157,12 @@ class Known:
         """Add the header of a frame of so many bytes, read after that `look`."""
         with self._changed:
             key, mine = head.key, self._facts.get(head.key, Fact())
-            self.learn([(key, Fact(n_bytes, head.info))], look)
+            self.merge([(key, Fact(n_bytes, head.info))], look)
             if mine.info is None and key in self._facts:
                 self._note(key)
             self._keep(head)
 
-    def drop(self, key: bytes, was: Fact | None, *, shun: bool = False) -> None:
+    def mark_missing(self, key: bytes, was: Fact | None, *, shun: bool = False) -> None:
         """Forget a key that the engine does not have, or with a damaged frame.
 
         Args:
@@ -189,12 +189,12 @@ class Known:
             self._reserved_bytes += n_bytes
             return True
 
-    def release(self, n_bytes: int) -> None:
+    def unreserve(self, n_bytes: int) -> None:
         """Return the room of a `reserve`."""
         with self._changed:
             self._reserved_bytes -= n_bytes
 
-    def begin(self, key: bytes, timeout_s: float) -> bool:
+    def launch(self, key: bytes, timeout_s: float) -> bool:
         """Mark a frame as flying; False if its key is still being deleted after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: key not in self._deleting, max(0.0, timeout_s)):
@@ -235,7 +235,7 @@ class Known:
             return sum(self._drop(key) for key in keys)
 
     def take_condemned(self, most: int) -> list[bytes]:
-        """Take keys to delete now, none of them flying; `settle` must follow."""
+        """Take keys to delete now, none of them flying; `end_deletion` must follow."""
         with self._changed:
             keys = [key for key in self._condemned if key not in self._flying][:most]
             self._deletes(keys)
@@ -245,7 +245,7 @@ class Known:
         """Take these keys to delete now, as soon as none is flying or being deleted.
 
         Frames that landed since their condemnation are condemned with them: they are going to be
-        deleted, and would be known all the same. `settle` must follow.
+        deleted, and would be known all the same. `end_deletion` must follow.
 
         Returns:
             False if it takes longer than `timeout_s`.
@@ -265,7 +265,7 @@ class Known:
         self._condemned.difference_update(keys)
         self._deleting.update(keys)
 
-    def settle(self, keys: Iterable[bytes], *, gone: bool) -> None:
+    def end_deletion(self, keys: Iterable[bytes], *, gone: bool) -> None:
         """Record that the engine deleted the keys, or failed to: then they are condemned again."""
         with self._changed:
             self._deleting.difference_update(keys)
@@ -528,7 +528,7 @@ class OperationRates:
         self.latency_s, self.s_per_byte = 0.005, 1e-8  # assumed before the first measurement
         self._small, self._large = 0, 0
 
-    def note(self, n_bytes: int, seconds: float) -> None:
+    def add_sample(self, n_bytes: int, seconds: float) -> None:
         """Record one successful operation."""
         with self._lock:
             if n_bytes <= self.SMALL_BYTES:
@@ -649,7 +649,7 @@ class RemoteTier:
     def erasure_log(self) -> RemoteErasures:
         """Return the log of erasures by caches of all nodes; made at first use."""
         log = RemoteErasures(self.backend, self._aside.call, self.limits.call_s, self._clock)
-        log.begin()
+        log.mark_seen()
         return log
 
     @property
@@ -794,7 +794,7 @@ class RemoteTier:
         """
         return {}
 
-    def learn(self) -> None:
+    def index_all(self) -> None:
         """Add all frames in the engine to the index.
 
         Raises:
@@ -812,11 +812,11 @@ class RemoteTier:
                 fact = Fact(n_bytes, None, stored_ns)
             facts.append((key, fact))
             if len(facts) == LISTED:
-                self.known.learn(facts, look)
+                self.known.merge(facts, look)
                 facts.clear()
             if not self._open:
                 break
-        self.known.learn(facts, look)
+        self.known.merge(facts, look)
 
     def refresh(self) -> None:
         """Look for frames of other writers, where that is cheap; called every `every_s` seconds.
@@ -854,7 +854,7 @@ class RemoteTier:
         """Run the tier's own thread: list, then delete, look for news and record."""
         learnt = False
         try:
-            self.learn()
+            self.index_all()
             learnt = True
             self._listed.set_result(None)
         except BaseException as error:  # a client library may raise anything
@@ -871,7 +871,7 @@ class RemoteTier:
                 self.flush()
                 if due:
                     looked_ns = self._clock.now_ns()
-                    self.refresh() if learnt else self.learn()
+                    self.refresh() if learnt else self.index_all()
                     learnt = True
                     self._agree()
             except Exception:  # a client library may raise anything, and this thread must go on
@@ -925,7 +925,7 @@ class RemoteTier:
             gone = True
             return sum(before)
         finally:
-            self.known.settle(keys, gone=gone)
+            self.known.end_deletion(keys, gone=gone)
 
     def _delete_condemned(self) -> None:
         while keys := self.known.take_condemned(DELETES):
@@ -934,7 +934,7 @@ class RemoteTier:
                 self.backend.delete([key.hex() for key in keys], self.limits.call_s)
                 gone = True
             finally:
-                self.known.settle(keys, gone=gone)
+                self.known.end_deletion(keys, gone=gone)
 
     def _describe(self, limit_s: float) -> None:
         """Read the headers of frames that are known only by name."""
@@ -947,7 +947,7 @@ class RemoteTier:
                 try:
                     self._header(key, staging, left_s)
                 except BadFrame:
-                    self.known.drop(key, fact, shun=True)
+                    self.known.mark_missing(key, fact, shun=True)
 
         if missing and self._ready():
             with contextlib.suppress(OSError):
@@ -969,7 +969,7 @@ class RemoteTier:
             self._quiet_until_ns = now_ns + silence_ns
             return
         answered = list(zip(asked, there, strict=True))
-        self.known.learn(((key, Fact()) for key, found in answered if found), look)
+        self.known.merge(((key, Fact()) for key, found in answered if found), look)
         if len(self._absent) > MOST_ABSENT:
             self._absent.clear()
         self._absent.update((key, now_ns) for key, found in answered if not found)
@@ -1004,11 +1004,11 @@ class RemoteTier:
                 known.forget_head(key)
                 if remembered and error.reason in DAMAGED:
                     # it may have been replaced: read header and stripes anew
-                    self._workers.let_go(item)
+                    self._workers.unclaim(item)
                     continue
                 if error.reason in DAMAGED:
                     self.corrupt += 1
-                    known.drop(key, was, shun=True)
+                    known.mark_missing(key, was, shun=True)
                 self._workers.answer(item, Outcome.MISS, error.reason)
                 return
             if failed is not None:
@@ -1038,7 +1038,7 @@ class RemoteTier:
             else:
                 stored = self._get(item.key, offset, length, staging, left_s)
         if head is None or stored is None:
-            self.known.drop(item.key, was)
+            self.known.mark_missing(item.key, was)
             workers.answer(item, Outcome.MISS)
         elif (target := workers.claim(item)) is not None:
             envelope.open(head, stored, target, stripes.start, len(stripes))
@@ -1060,7 +1060,7 @@ class RemoteTier:
         if page is not None and (size := peek_header_bytes(page)) > len(page):
             page = self._get(key, 0, size, staging, left_s)
         if page is None:
-            self.known.drop(key, was)
+            self.known.mark_missing(key, was)
             return None
         return self._see(self.envelope.head(page, key), look)
 
@@ -1088,7 +1088,7 @@ class RemoteTier:
             return
         fact = failed = None
         try:
-            if not self.known.begin(item.key, self._left_s(item.deadline_ns)):
+            if not self.known.launch(item.key, self._left_s(item.deadline_ns)):
                 raise BadFrame("deadline", "an earlier frame of that key is still being deleted")
             try:
                 # An item given up from here on is forsaken as well: a failed store must not be
@@ -1102,7 +1102,7 @@ class RemoteTier:
             finally:
                 self.known.land(item.key, fact, header)
         finally:
-            self.known.release(len(data))
+            self.known.unreserve(len(data))
         if fact is None or not in_time:
             self._wake.set()
         # last, so that with the answer the frame is found there, or its room is free again
@@ -1121,7 +1121,7 @@ class RemoteTier:
         if body is None:
             return None
         memory[start:stop] = body
-        self._workers.let_go(item)
+        self._workers.unclaim(item)
         sealed = self.envelope.seal(item.key, info, memory[start:stop])
         if self.envelope.plain:
             begin = start - len(sealed.header)
@@ -1165,7 +1165,7 @@ class RemoteTier:
         took_s = (self._clock.now_ns() - begun[0]) / 1e9
         # A call that hung, or ran beside a compiler, is no measure of the engine's speed.
         if took_s <= timeout_s and compiling.spent_ns() == begun[1]:
-            rates.note(n_bytes, took_s)
+            rates.add_sample(n_bytes, took_s)
 
     def _tries(self) -> int:
         return TRIES if self.state is BreakerState.CLOSED else 1

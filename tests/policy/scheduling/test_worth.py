@@ -19,8 +19,8 @@ def told(token_s: float, page_s: float, *, step_s: float = 0.01) -> Worth:
     for tokens in (256, 8, 256, *[8] * 200):
         worth.step(tokens, step_s + token_s * tokens)
     for _ in range(3):
-        worth.moved(4000, 4 * page_s, out=True)
-        worth.moved(8000, 8 * page_s, out=False)
+        worth.observe_move(4000, 4 * page_s, out=True)
+        worth.observe_move(8000, 8 * page_s, out=False)
     return worth
 
 
@@ -46,7 +46,7 @@ def test_what_is_unknown_is_kept(known: str) -> None:
         worth.step(256, 1e-9)
         worth.step(8, 1e-10)
     if known in ("moves", "steps of one size"):
-        worth.moved(1000, 1000.0, out=True)
+        worth.observe_move(1000, 1000.0, out=True)
     if known == "steps of one size":
         worth.step(8, 1e-3)
         worth.step(8, 1e-3)
@@ -57,9 +57,9 @@ def test_moves_back_are_expected_to_take_as_long_as_moves_out() -> None:
     worth = Worth(page_bytes=1000)
     worth.step(256, 0.01 + 256 * 2e-4)
     worth.step(8, 0.01 + 8 * 2e-4)
-    worth.moved(1000, 1.7e-3, out=True)
+    worth.observe_move(1000, 1.7e-3, out=True)
     assert not worth(job(160, 10))
-    worth.moved(1000, 1e-5, out=False)
+    worth.observe_move(1000, 1e-5, out=False)
     assert worth(job(160, 10))
 
 

@@ -101,7 +101,7 @@ class Rig:
 
     @contextmanager
     def slot(self, n_bytes: int) -> Iterator[ArenaSlot]:
-        slot = self.arena.take(n_bytes)
+        slot = self.arena.acquire(n_bytes)
         assert slot is not None
         yield slot
         self.arena.give_back(slot)

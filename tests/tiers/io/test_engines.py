@@ -137,7 +137,7 @@ def test_threads_share_an_engine(rig: Rig, path: Path) -> None:
         while len(answers) < 3 * each:
             answers.extend(rig.engine.wait(0.02, least=3).tolist())
 
-    slots = [rig.arena.take(BLOCK) for _ in range(4)]
+    slots = [rig.arena.acquire(BLOCK) for _ in range(4)]
     submitters = [threading.Thread(target=submit) for _ in range(3)]
     waiters = [threading.Thread(target=wait) for _ in range(2)]
     for thread in (*submitters, *waiters):
@@ -164,7 +164,7 @@ def test_waiting_ends_in_time(rig: Rig, path: Path) -> None:
 
 def test_waits_may_be_as_long_as_one_likes(rig: Rig, path: Path) -> None:
     path.write_bytes(bytes(BLOCK))
-    fd, slot = rig.open(path), rig.arena.take(BLOCK)
+    fd, slot = rig.open(path), rig.arena.acquire(BLOCK)
     for forever in (1e9, float("inf")):
         rig.submit((READ, fd, 0, slot.address, BLOCK))
         assert len(rig.engine.wait(forever)) == 1
@@ -173,7 +173,7 @@ def test_waits_may_be_as_long_as_one_likes(rig: Rig, path: Path) -> None:
 
 def test_a_waiter_wakes_when_another_thread_submits(rig: Rig, path: Path) -> None:
     path.write_bytes(bytes(BLOCK))
-    fd, slot = rig.open(path), rig.arena.take(BLOCK)
+    fd, slot = rig.open(path), rig.arena.acquire(BLOCK)
     timer = threading.Timer(0.1, rig.submit, [(READ, fd, 0, slot.address, BLOCK)])
     timer.start()
     started = time.monotonic()
@@ -185,7 +185,7 @@ def test_a_waiter_wakes_when_another_thread_submits(rig: Rig, path: Path) -> Non
 def test_a_closed_engine(rig: Rig, path: Path) -> None:
     """It ends what it has begun, answers for the rest, and takes no more."""
     path.write_bytes(bytes(BLOCK))
-    fd, slot = rig.open(path), rig.arena.take(BLOCK)
+    fd, slot = rig.open(path), rig.arena.acquire(BLOCK)
     tags = rig.submit(*[(READ, fd, 0, slot.address, BLOCK)] * 500)
     assert rig.engine.close()
     results = rig.finish(len(tags))
@@ -203,7 +203,7 @@ def test_a_closed_engine(rig: Rig, path: Path) -> None:
 
 def test_cancelled_operations_are_answered_too(rig: Rig, path: Path) -> None:
     path.write_bytes(bytes(BLOCK))
-    fd, slot = rig.open(path), rig.arena.take(BLOCK)
+    fd, slot = rig.open(path), rig.arena.acquire(BLOCK)
     tags = rig.submit(*[(READ, fd, 0, slot.address, BLOCK)] * 300)
     rig.engine.cancel(np.array(tags[::2], np.uint64))
     results = rig.finish(len(tags))
@@ -279,7 +279,7 @@ def apply(rig: Rig, fd: int, model: bytearray, batch: list) -> None:
             continue
         touched |= blocks
         length, offset = len(blocks) * BLOCK, first * BLOCK
-        slot = rig.arena.take(length)
+        slot = rig.arena.acquire(length)
         slots.append(slot)
         if write:
             slot.view[:] = data = noise(length, seed)
@@ -317,7 +317,7 @@ def storm(rig: Rig, path: Path, rounds: int) -> None:
     for _ in range(rounds):
         operations = []
         for block in random.integers(0, COUNT, random.integers(1, 40)).tolist():
-            slot = rig.arena.take(BLOCK)
+            slot = rig.arena.acquire(BLOCK)
             if slot is not None:
                 slot.view[:8] = bytes(8)
                 operations.append((slot, block))

@@ -34,7 +34,7 @@ def test_slots_are_apart_and_nothing_is_lost(steps: list[tuple[str, int]]) -> No
     for step, number in steps:
         if step == "take":
             wanted = max(1, number * PAGE_BYTES - number * 7)
-            slot = arena.take(wanted)
+            slot = arena.acquire(wanted)
             if slot is None:
                 assert gap(arena, taken + retired) < -(-wanted // PAGE_BYTES)
             else:
@@ -58,7 +58,7 @@ def test_slots_are_apart_and_nothing_is_lost(steps: list[tuple[str, int]]) -> No
         arena.give_back(slot)
     for slot in retired:
         arena.revive(slot)
-    assert arena.take(arena.n_bytes) is not None  # all of it is one piece again
+    assert arena.acquire(arena.n_bytes) is not None  # all of it is one piece again
 
 
 def gap(arena: Arena, slots: list[ArenaSlot]) -> int:
@@ -75,11 +75,11 @@ def test_many_sizes_against_a_model() -> None:
     for _ in range(4000):
         if held and random.random() < 0.5:
             first, pages = held.pop(random.randrange(len(held)))
-            extents.give_back(first, pages)
+            extents.free(first, pages)
             free[first : first + pages] = [True] * pages
         else:
             pages = random.choice((1, 2, 7, 15, 16, 17, 31, 33, 100, random.randrange(1, 400)))
-            first = extents.take(pages)
+            first = extents.allocate(pages)
             if first is not None:
                 assert all(free[first : first + pages]) and first + pages <= 4096
                 free[first : first + pages] = [False] * pages
@@ -91,14 +91,14 @@ def test_the_best_part_of_the_memory_is_used() -> None:
     """Sizes of one class at a time: no more is wasted than the last slot."""
     for pages in (1, 3, 17, 33, 65, 129):
         extents, count = Extents(1024), 0
-        while extents.take(pages) is not None:
+        while extents.allocate(pages) is not None:
             count += 1
         assert count == 1024 // pages
 
 
 def test_slots_are_given_back_once() -> None:
     arena = Arena(4 * PAGE_BYTES)
-    slot = arena.take(1)
+    slot = arena.acquire(1)
     with pytest.raises(StateError, match="not retired"):
         arena.revive(slot)
     arena.retire(slot)
@@ -108,7 +108,7 @@ def test_slots_are_given_back_once() -> None:
     arena.revive(slot)
     with pytest.raises(StateError, match="not taken"):
         arena.give_back(slot)
-    other = arena.take(1)
+    other = arena.acquire(1)
     assert other.address == slot.address
     with pytest.raises(StateError):  # the new owner's memory is not the old one's to give
         arena.give_back(slot)
@@ -116,7 +116,7 @@ def test_slots_are_given_back_once() -> None:
 
 def test_addresses_are_true() -> None:
     arena = Arena(5 << 20)
-    slot = arena.take(100)
+    slot = arena.acquire(100)
     assert arena.address % (2 << 20) == 0
     assert address_of(slot.view) == slot.address
     assert arena.address <= slot.address < arena.address + arena.n_bytes
@@ -127,7 +127,7 @@ def test_addresses_are_true() -> None:
 
 def test_closing_keeps_memory_that_may_still_be_written_to() -> None:
     arena = Arena(PAGE_BYTES * 4)
-    slot = arena.take(PAGE_BYTES)
+    slot = arena.acquire(PAGE_BYTES)
     arena.retire(slot)
     before = len(staging._kept)
     view = slot.view
@@ -136,12 +136,12 @@ def test_closing_keeps_memory_that_may_still_be_written_to() -> None:
     assert len(staging._kept) == before + 1
     view[:4] = b"late"  # what a device may do
     with pytest.raises(StateError, match="closed"):
-        arena.take(1)
+        arena.acquire(1)
 
 
 def test_closing_leaves_views_alone() -> None:
     arena = Arena(PAGE_BYTES)
-    slot = arena.take(8)
+    slot = arena.acquire(8)
     before = len(staging._kept)
     arena.close()
     slot.view[:] = b"still ok"
@@ -155,8 +155,8 @@ def test_wrong_sizes() -> None:
         Arena(0)
     arena = Arena(100)
     assert arena.n_bytes == PAGE_BYTES
-    assert arena.take(PAGE_BYTES + 1) is None
-    assert arena.take(0).view == b""
+    assert arena.acquire(PAGE_BYTES + 1) is None
+    assert arena.acquire(0).view == b""
 
 
 def test_threads_take_and_give() -> None:
@@ -164,7 +164,7 @@ def test_threads_take_and_give() -> None:
 
     def work(mark: int) -> None:
         for i in range(200):
-            slot = arena.take((1 + i % 5) * PAGE_BYTES)
+            slot = arena.acquire((1 + i % 5) * PAGE_BYTES)
             if slot is None:
                 continue
             slot.view[:] = bytes([mark]) * slot.n_bytes

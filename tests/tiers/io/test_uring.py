@@ -83,7 +83,7 @@ def test_what_waits_behind_hanging_operations_is_cancelled_at_once(
 
 
 def test_closing_cancels_what_hangs(rig: Rig, pipe: tuple[int, int]) -> None:
-    slot = rig.arena.take(BLOCK)
+    slot = rig.arena.acquire(BLOCK)
     tags = rig.submit(*[(READ, pipe[0], FOREVER, slot.address, BLOCK)] * 30)
     os.write(pipe[1], b"x")  # one of them has begun
     time.sleep(0.05)
@@ -148,7 +148,7 @@ def test_registered_memory_is_used_and_so_is_other(tmp_path: Path) -> None:
     with rigged("registered") as rig:
         assert rig.engine.registered
         other = Arena(1 << 20)
-        outside = other.take(BLOCK)
+        outside = other.acquire(BLOCK)
         fd = rig.open(tmp_path / "file")
         with rig.slot(BLOCK) as inside:
             inside.view[:], outside.view[:] = b"i" * BLOCK, b"o" * BLOCK
@@ -174,7 +174,7 @@ def test_a_ring_that_breaks(tmp_path: Path, pipe: tuple[int, int]) -> None:
         engine = UringEngine(depth=2)
         ring_fd = min(rings() - before)  # the others belong to its mappings
         rig = Rig(engine, made.arena)
-        slot = made.arena.take(BLOCK)
+        slot = made.arena.acquire(BLOCK)
         hanging = rig.submit(*[(READ, pipe[0], FOREVER, slot.address, BLOCK)] * 2)
         waiting = rig.submit(*[(READ, pipe[0], FOREVER, slot.address, BLOCK)] * 3)
         time.sleep(0.1)
@@ -247,7 +247,7 @@ def test_a_process_that_forgets_to_close_ends(hangs: bool) -> None:
         "from flowkv.tiers.io.engine import Arena\n"
         "from flowkv.tiers.io.uring import UringEngine\n"
         "arena, pipe = Arena(1 << 20), os.pipe()\n"
-        "engine, slot = UringEngine(arena=arena), arena.take(4096)\n"
+        "engine, slot = UringEngine(arena=arena), arena.acquire(4096)\n"
         f"row = (0, pipe[0], {FOREVER}, slot.address, 4096, 1)\n"
         f"engine.submit(np.array([row] * {int(hangs)}, OPERATION))\n"
         "print('over')\n"

@@ -219,7 +219,7 @@ def test_rates_follow_the_engine() -> None:
         for _ in range(200):
             for n_bytes in (4096, 1 << 20, 8 << 20):
                 exact = latency_s + n_bytes / bandwidth
-                rates.note(n_bytes, exact * draw.uniform(0.9, 1.1))
+                rates.add_sample(n_bytes, exact * draw.uniform(0.9, 1.1))
         for n_bytes in (4096, 1 << 20, 64 << 20):
             exact = latency_s + n_bytes / bandwidth
             assert rates.expected_s(n_bytes) == pytest.approx(exact, rel=0.25)
@@ -228,9 +228,9 @@ def test_rates_follow_the_engine() -> None:
 def test_one_outlier_does_not_move_the_rates_much() -> None:
     rates = OperationRates()
     for _ in range(50):
-        rates.note(1 << 20, 0.011)
+        rates.add_sample(1 << 20, 0.011)
     before = rates.s_per_byte
-    rates.note(1 << 20, 0.033)
+    rates.add_sample(1 << 20, 0.033)
     assert before < rates.s_per_byte < before * 1.25
 
 
@@ -238,7 +238,7 @@ def test_one_outlier_does_not_move_the_rates_much() -> None:
 def test_rates_stay_finite(seen: list[tuple[int, float]]) -> None:
     rates = OperationRates()
     for n_bytes, seconds in seen:
-        rates.note(n_bytes, seconds)
+        rates.add_sample(n_bytes, seconds)
     assert 0 < rates.s_per_byte < float("inf")
     assert 0 <= rates.latency_s < float("inf")
     assert 0 <= rates.expected_s(1 << 20) < float("inf")

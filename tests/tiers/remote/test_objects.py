@@ -247,7 +247,7 @@ def test_opening_reads_catalogs_and_no_headers(tmp_path: Path) -> None:
     calls = count_requests(tier)
     tier.known.__init__()  # type: ignore[misc]
     tier._seen.clear()
-    tier.learn()
+    tier.index_all()
     entries = list(tier.scan())
     assert {entry.key for entry in entries} == {key_of(n) for n in range(1, count)}
     assert {entry.info for entry in entries} == {info_of(16)}
@@ -404,7 +404,7 @@ def test_layers_and_large_frames(
         assert counted == (0, 0, 7), "opening found out that the server knows no ranges"
     stored(tier, [1])
     wide = Load(key_of(1), memoryview(bytearray(1 << 20)), LAYOUT)  # longer than the frame
-    tier.known.drop(key_of(1), tier.known.get(key_of(1)))
+    tier.known.mark_missing(key_of(1), tier.known.get(key_of(1)))
     assert answers(tier, tier.submit_load([wide]), 1)[0].outcome is Outcome.HIT
     assert outcomes(get(tier, ["absent"])) == [("miss", "")]
     assert tier.delete([key_of(0)]) == 1 and tier.erase([key_of(1), key_of("absent")]) == 1

@@ -152,8 +152,8 @@ def test_an_engine_is_not_blamed_for_want_of_time(engine: FaultyBackend) -> None
     tier = open_tier(engine, clock=clock)
     stored(tier, [0])
     for _ in range(20):
-        tier.reading.note(1 << 20, 60.0)  # a slow engine: half a second for these 8 KiB
-        tier.reading.note(0, 0.5)
+        tier.reading.add_sample(1 << 20, 60.0)  # a slow engine: half a second for these 8 KiB
+        tier.reading.add_sample(0, 0.5)
     engine.always["get"] = "late"
     for _ in range(4):
         assert load_one(tier, 0, 0.1).reason == "deadline"
@@ -446,8 +446,8 @@ def test_capacity_counts_what_is_there(
     assert outcomes(put(tier, ["a", "b"])).count(("stored", "")) == 1
     engine.plan["put"] = ["refuse"]
     tier.delete([key_of("a"), key_of("b")])
-    release = tier.known.release
-    monkeypatch.setattr(tier.known, "release", lambda size: (time.sleep(0.3), release(size)))
+    release = tier.known.unreserve
+    monkeypatch.setattr(tier.known, "unreserve", lambda size: (time.sleep(0.3), release(size)))
     assert put(tier, ["c"])[0].reason == "EACCES"
     stored(tier, ["d"])  # a failed store gave its room back before it was answered
     tier.close()
@@ -562,18 +562,18 @@ def test_deletions_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     known = Known()
     old = known.look()
     for n in range(4):
-        known.settle([key_of(n)], gone=True)
-    known.learn([(key_of(n), Fact(10)) for n in range(6)], old)
+        known.end_deletion([key_of(n)], gone=True)
+    known.merge([(key_of(n), Fact(10)) for n in range(6)], old)
     assert not known.facts(), "it cannot be told any more"
-    known.learn([(key_of(n), Fact(10)) for n in range(6)], known.look())
+    known.merge([(key_of(n), Fact(10)) for n in range(6)], known.look())
     assert len(known) == 6
 
 
 def test_what_is_known_is_bounded() -> None:
     known = Known(most=3)
-    known.learn(((key_of(n), Fact(10)) for n in range(5)), known.look())
+    known.merge(((key_of(n), Fact(10)) for n in range(5)), known.look())
     assert [key for key, _ in known.facts()] == [key_of(n) for n in (2, 3, 4)]
-    known.begin(key_of(9), 1.0)
+    known.launch(key_of(9), 1.0)
     known.land(key_of(9), Fact(7))
     assert (len(known), known.used_bytes()) == (3, 27) and known.get(key_of(9)) is not None
 
@@ -616,18 +616,18 @@ def test_a_frame_that_is_stored_while_its_key_is_erased_is_not_believed_in(
 
 def test_what_landed_while_an_erasure_waited_is_erased_too() -> None:
     known = Known()
-    known.begin(key_of(0), 1.0)
+    known.launch(key_of(0), 1.0)
     known.condemn([key_of(0)])
     known.land(key_of(0), Fact(7))
-    known.begin(key_of(0), 1.0)
+    known.launch(key_of(0), 1.0)
     assert not known.seize([key_of(0), key_of(1)], 0.0), "it flies"
     known.land(key_of(0), Fact(7))
     assert known.get(key_of(0)) is not None
     assert known.seize([key_of(0), key_of(1)], 0.0)
     assert known.get(key_of(0)) is None and known.is_shunned(key_of(0))
-    assert not known.begin(key_of(1), 0.0) and known.take_condemned(9) == []
-    known.settle([key_of(0)], gone=False)
-    known.settle([key_of(1)], gone=True)
+    assert not known.launch(key_of(1), 0.0) and known.take_condemned(9) == []
+    known.end_deletion([key_of(0)], gone=False)
+    known.end_deletion([key_of(1)], gone=True)
     assert known.take_condemned(9) == [key_of(0)] and not known.is_shunned(key_of(1))
 
 
