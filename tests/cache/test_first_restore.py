@@ -68,12 +68,16 @@ def test_a_rate_that_is_wrong_costs_no_more_than_a_page() -> None:
 
 
 def test_a_link_that_shows_nothing_is_not_waited_for_alone() -> None:
-    link = Link()
-    with stored(link, token_s=1e-3) as kv:  # by which 1 GB/s is worth waiting for
-        link.per_poll = 0
-        kv.restores.costs.computed = lambda *_: None  # type: ignore[method-assign]
-        found = fronts(kv)
-        assert found[0] == PAGE and sum(found) >= 15 * PAGE
+    found: list[int] = []
+    for _ in range(5):  # where the machine stands still meanwhile, waiting has become cheaper
+        link = Link()
+        with stored(link, token_s=1e-3) as kv:  # by which 1 GB/s is worth waiting for
+            link.per_poll = 0
+            kv.restores.costs.computed = lambda *_: None  # type: ignore[method-assign]
+            found = fronts(kv)
+        if found:
+            break
+    assert found[0] == PAGE and sum(found) >= 15 * PAGE
 
 
 def test_a_link_that_answered_is_believed() -> None:
