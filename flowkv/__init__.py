@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from flowkv.policy.base import Policy as Policy
     from flowkv.tiers.base import Tier as Tier
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "KV",

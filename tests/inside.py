@@ -145,6 +145,7 @@ if TYPE_CHECKING:
     from flowkv.hooks import weights as weights_module
     from flowkv.hooks.blend import Rewrite
     from flowkv.hooks.checkpoint import Checkpoint
+    from flowkv.hooks.computation import Walk
     from flowkv.hooks.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES
     from flowkv.hooks.embedding import LEAST_KNOWN, EmbeddingTable, write_table
     from flowkv.hooks.fingerprint import UnnamedError, Weights

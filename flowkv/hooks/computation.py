@@ -35,7 +35,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from flowkv.hooks.fingerprint import Weights, readable
-from flowkv.hooks.memory_words import MEMORY, places_of, words_of, words_of_instance
+from flowkv.hooks.memory_words import TAKE, places_of, pointers_of, versions_of
 from flowkv.hooks.simple import BUILTINS, MODULES, codes, names_of, pure, text_of, uses
 
 MISSING: Any = object()
@@ -45,6 +45,8 @@ _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CONTENT = operator.attrgetter("cell_contents")
 _VALUES = operator.methodcaller("values")
 _INSTANCE = operator.attrgetter("__class__", "__dict__")
+_LINEAGE = operator.attrgetter("__mro__")
+_PARTIAL = operator.attrgetter("func", "args", "keywords")
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 """Types of values that are compared by value, not by identity."""
 MOST_VALUES = 4096
@@ -171,13 +173,17 @@ class Walk:
         self._ones: dict[tuple[_Read, bool], _Pair] = {}
         self._many: dict[tuple[_Read, bool], _Pair] = {}
         self._empty: list[Any] = []  # mappings that must stay empty
-        self._addresses: list[int] = []
+        versions = self._versions = list[int]()  # addresses; then pointers, with what they hold
+        pointers = self._pointers = list[tuple[int, int]]()
         self._module(_ROOT, model)
         self._environment(model)
         self._releases()
         self._watch_spaces()
-        self._watch_one(any, self._empty)
-        self._places, self._words = places_of(self._addresses), cast("Any", None)
+        self._keep(self._ones, any, self._empty, [False])
+        self._places = places_of([*dict.fromkeys(versions), *(at for at, _ in pointers)])
+        self._held = np.array([value for _, value in pointers], np.int64)
+        del self._versions, self._pointers
+        self._words: Any = None  # while all words are these, the worded objects are the same
         self._columns = [self._column(worded) for worded in (False, True)]
 
     @property
@@ -202,26 +208,35 @@ class Walk:
     def same(self) -> bool:
         """Return whether all watched objects are the same; the content of tensors is not read."""
         try:
-            words = MEMORY.take(self._places)
+            words = TAKE(self._places)
             if self._words is None or not np.array_equal(words, self._words):
                 self._words = None
-                if not self._compare(worded=True):
+                alike = self._compare(worded=True)
+                if alike is None:
                     return False
-                self._words = words  # of before the comparison: the next one sees what changed then
-            return self._compare(worded=False)
+                # Versions of before the comparison: the next look sees what changed meanwhile. No
+                # words stand for an object that is equal only, for it may change unseen.
+                if alike is operator.is_:
+                    words[len(words) - len(self._held) :] = self._held
+                    self._words = words
+            return self._compare(worded=False) is not None
         except Exception:  # a watched object or attribute is gone
             return False
 
-    def _compare(self, *, worded: bool) -> bool:
-        """Compare the watched values of all objects with words, or of all without."""
+    def _compare(self, *, worded: bool) -> Callable[[Any, Any], bool] | None:
+        """Return how the watched values of objects with words, or of those without, are the same.
+
+        Returns:
+            `operator.is_`, `_alike` if some are equal only, or None if some differ.
+        """
         ones, many, known = self._columns[worded]
         flat = itertools.chain.from_iterable
         for alike in (operator.is_, _alike):
             values = itertools.chain(flat(map(map, *ones)), flat(flat(map(map, *many))))
             # With an end mark, a longer reading differs.
             if all(map(alike, itertools.chain(values, (self,)), known)):
-                return True
-        return False
+                return alike
+        return None
 
     def _column(self, worded: bool) -> tuple[_Pair, _Pair, list[Any]]:
         """Return readers and objects, with one and with several values, and all values known."""
@@ -239,10 +254,10 @@ class Walk:
 
     def forget(self) -> None:
         """Release all visited objects, after the model is gone."""
+        self._places, self._words = places_of([]), None  # before the objects there
         held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
         for each in (*held, self._columns, self.tensors):
             each.clear()
-        self._places, self._words = places_of([]), None
 
     # ---- watched values, and rejected ones
 
@@ -252,23 +267,22 @@ class Walk:
 
     def _watch_one(self, read: _Read, thing: Any) -> None:
         """Watch the value that `read` returns of an object."""
-        things, known = self._kept_at(self._ones, read, thing)
-        things.append(thing)
-        known.append(read(thing))
+        self._keep(self._ones, read, thing, [read(thing)])
 
     def _watch_all(self, read: _Read, thing: Any) -> None:
         """Watch the values that `read` returns of an object."""
-        things, known = self._kept_at(self._many, read, thing)
-        things.append(thing)
-        known.extend(read(thing))
+        self._keep(self._many, read, thing, read(thing))
 
-    def _kept_at(
-        self, kept: dict[Any, Any], read: _Read, thing: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """Return where an object and its values are kept, and keep the addresses of its words."""
-        words = _words_of(read, thing)
-        self._addresses += words
-        return kept.setdefault((read, bool(words)), ([], []))
+    def _keep(self, kept: dict[Any, _Pair], read: _Read, thing: Any, values: Iterable[Any]) -> None:
+        """Keep an object and its values, beside those with words if it has any."""
+        values = [*values]
+        versions = _versions_of(read, thing)
+        pointers = pointers_of(thing, values) if read in (_CODE, _CONTENT, _INSTANCE) else []
+        self._versions += versions
+        self._pointers += pointers
+        things, known = kept.setdefault((read, bool(versions or pointers)), ([], []))
+        things.append(thing)
+        known += values
 
     def _watch_mapping(self, held: Mapping[str, Any]) -> None:
         """Watch all keys and values of a mapping, and their order."""
@@ -291,9 +305,8 @@ class Walk:
             absent = frozenset(name for name, value in meant.items() if value is MISSING)
             if present:  # with one name, a getter gives no tuple
                 get = functools.partial(operator.itemgetter(*present, present[0]), space)
-                gets, known = self._kept_at(self._many, operator.call, get)
-                gets.append(get)
-                known += [*map(meant.get, present), meant[present[0]]]
+                values = [*map(meant.get, present), meant[present[0]]]
+                self._keep(self._many, operator.call, get, values)
             if absent:
                 self._watch_one(operator.call, functools.partial(space.keys().isdisjoint, absent))
 
@@ -487,6 +500,7 @@ class Walk:
             self._value(f"{path}/function", value.__func__)
             self._value(f"{path}/self", value.__self__)
         elif kind is functools.partial:
+            self._watch_all(_PARTIAL, value)
             for name in ("func", "args", "keywords"):
                 self._value(f"{path}/{name}", getattr(value, name))
         elif isinstance(value, _INERT) or _ours(value):
@@ -707,6 +721,7 @@ class Walk:
         elif isinstance(value, types.MethodType):
             self._shipped(path, value.__func__)
         elif kind is functools.partial:
+            self._watch_all(_PARTIAL, value)
             self._shipped(f"{path}/func", value.func)
             for key, item in (*enumerate(value.args), *value.keywords.items()):
                 look = self._value if isinstance(item, torch.Tensor) else self._shipped
@@ -814,6 +829,7 @@ class Walk:
         label = self._label(f"<{_name(cls)}>", cls)
         if _of_python(cls):
             return label
+        self._watch_one(_LINEAGE, cls)
         lineage = [c for c in cls.__mro__ if not _of_python(c)]
         self.leaves[label] = " ".join(_name(c) for c in cls.__mro__)
         todo = {"forward", "__call__"} if issubclass(cls, torch.nn.Module) else set[str]()
@@ -1208,19 +1224,19 @@ def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
     return where
 
 
-def _words_of(read: _Read, thing: Any) -> list[int]:
-    """Return addresses of words that change whenever what is read of an object does, if there are.
+def _versions_of(read: _Read, thing: Any) -> list[int]:
+    """Return addresses of versions that change with what is read of an object, if there are.
 
     Readers of dicts return keys and values alone; those that are called without an object read the
     last argument of a `functools.partial`.
     """
     if read is operator.call:
         thing = thing.args[-1] if type(thing) is functools.partial else None
-        return words_of(thing) if type(thing) in (dict, types.MappingProxyType) else []
+        return versions_of(thing) if type(thing) in (dict, types.MappingProxyType) else []
     if read is any:  # a list of mappings
-        words = [*itertools.chain.from_iterable(map(words_of, thing))]
-        return words if len(words) == len(thing) else []
-    return words_of_instance(thing) if read is _INSTANCE else words_of(thing)
+        versions = [*itertools.chain.from_iterable(map(versions_of, thing))]
+        return versions if len(versions) == len(thing) else []
+    return versions_of(thing)
 
 
 def _beside(names: frozenset[str], held: Mapping[str, Any]) -> list[Any]:

@@ -1,9 +1,10 @@
-"""Memory words of objects that change with the objects, read all at once.
+"""Memory words that change with objects, read all at once.
 
 A look at a model compares thousands of values, and most of its time is the processor's waiting for
-memory. CPython counts the changes of each dict in one word (PEP 509), and a function, a cell and an
-instance hold their code, content and class in one word each. The words of all objects are read by
-one call, in which the waits overlap: a fiftieth of the time.
+memory. CPython counts the changes of each dict in one word (its version: PEP 509), and a function,
+a cell and an instance point to their code, content and class. The words of all objects are read by
+one call, in which the waits overlap. A version never comes back. A pointer does, and is worth
+something only while its object is kept alive: its address may be another object's afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import sysconfig
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,33 +30,39 @@ _MANAGED = 1 << 4
 """Flag of classes whose instances have their `__dict__` at that offset."""
 
 
-def words_of(thing: Any) -> list[int]:
-    """Return addresses of words that change with a dict, a class, a cell or a function.
+def versions_of(thing: Any) -> list[int]:
+    """Return the address of the version of a dict, or of a class given by its `__dict__`.
 
-    The words of a class, given by its `__dict__`, change with its attributes, and those of a
-    function with its code and defaults. Other objects, and some interpreters, have no such words.
+    Other objects, and some interpreters, have none.
     """
     if type(thing) is types.MappingProxyType:
         (thing,) = gc.get_referents(thing)
-    kind, offsets = type(thing), tuple[int, ...]()
-    if kind is dict or (kind is OrderedDict and not thing):  # a change of order counts for none
-        offsets = (_VERSION,)
-    elif kind is types.FunctionType:
-        offsets = _CODE
-    elif kind is types.CellType:
-        offsets = (_CONTENT,)
-    return [id(thing) + offset for offset in offsets] if SUPPORTED else []
+    # An OrderedDict's version does not count changes of its order.
+    counts = type(thing) is dict or (type(thing) is OrderedDict and not thing)
+    return [id(thing) + _VERSION] if counts and SUPPORTED else []
 
 
-def words_of_instance(thing: Any) -> list[int]:
-    """Return the addresses of an instance's class and `__dict__`, where it has such words."""
-    if not SUPPORTED or not type(thing).__flags__ & _MANAGED:
+def pointers_of(thing: Any, values: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return addresses of pointers, and what they hold while an object has some values.
+
+    Args:
+        thing: A function, a cell that is not empty, or an instance; others have none.
+        values: Code, defaults and keyword defaults; content; or class and `__dict__`.
+    """
+    kind = type(thing)
+    if not SUPPORTED:
         return []
-    return [id(thing) + _CLASS, id(thing) + _DICT]
+    if kind is types.FunctionType:
+        held = [0 if value is None else id(value) for value in values]
+        return [*zip([id(thing) + offset for offset in _CODE], held, strict=True)]
+    offsets = (_CONTENT,) if kind is types.CellType else (_CLASS, _DICT)
+    if kind is not types.CellType and not kind.__flags__ & _MANAGED:
+        return []
+    return [(id(thing) + at, id(value)) for at, value in zip(offsets, values, strict=True)]
 
 
 def places_of(addresses: Iterable[int]) -> NDArray[np.int64]:
-    """Return the places in `MEMORY` of words at some addresses, which are multiples of 8."""
+    """Return the places for `TAKE` of words at some addresses, which are multiples of 8."""
     return (np.fromiter(addresses, np.int64) - 8) >> 3
 
 
@@ -63,7 +70,7 @@ class _Memory:
     """All memory from address 8 on."""
 
     def __init__(self) -> None:
-        shape, data = (1 << 44,), (8, True)
+        shape, data = (1 << 59,), (8, True)
         self.__array_interface__ = {"shape": shape, "data": data, "typestr": "<i8", "version": 3}
 
 
@@ -77,11 +84,15 @@ class _Thing:
         self.value = value
 
 
+class _Other(_Thing):
+    """Another class of that instance."""
+
+
 def _changes() -> Iterator[tuple[list[int], Callable[[], Any]]]:
-    """Yield words, and a change that they have to show."""
+    """Yield addresses, and a change that the words there have to show."""
     held: dict[Any, Any] = {"a": 1, "b": 2}
     ordered = OrderedDict[Any, Any]()
-    for one, words in ((held, words_of(held)), (ordered, words_of(ordered))):
+    for one, words in ((held, versions_of(held)), (ordered, versions_of(ordered))):
         yield words, functools.partial(one.__setitem__, "a", [])
         yield words, functools.partial(one.update, {"a": 3})
         yield words, functools.partial(one.setdefault, "c", 4)
@@ -92,17 +103,13 @@ def _changes() -> Iterator[tuple[list[int], Callable[[], Any]]]:
         yield words, one.popitem
         yield words, one.clear
     thing = _Thing()
-    words = words_of(vars(thing))
+    words, others = versions_of(vars(thing)), versions_of(vars(_Thing))
     for i in range(64):
         yield words, functools.partial(thing.store, float(i))
+        yield others, functools.partial(setattr, _Thing, "count", i)
     yield words, functools.partial(object.__setattr__, thing, "value", None)
     yield words, functools.partial(delattr, thing, "value")
-    for i in range(64):
-        yield words_of(vars(_Thing)), functools.partial(setattr, _Thing, "count", i)
-    yield words_of(vars(_Thing)), functools.partial(delattr, _Thing, "count")
-    words = words_of_instance(thing)
-    yield words[:1], functools.partial(setattr, thing, "__class__", type("T", (_Thing,), {}))
-    yield words[1:], functools.partial(setattr, thing, "__dict__", {})
+    yield others, functools.partial(delattr, _Thing, "count")
     number = 0
 
     def function(one: int = 0, *, other: int = 0) -> int:
@@ -112,37 +119,51 @@ def _changes() -> Iterator[tuple[list[int], Callable[[], Any]]]:
         nonlocal number
         number = value
 
-    words = words_of(function)
-    yield words, functools.partial(setattr, function, "__code__", (lambda: number).__code__)
-    yield words, functools.partial(setattr, function, "__defaults__", (1,))
-    yield words, functools.partial(setattr, function, "__kwdefaults__", {})
-    cells: Any = set_number.__closure__
-    for i in range(64):
-        yield words_of(cells[0]), functools.partial(set_number, 1000 + i)
-    yield words_of(cells[0]), functools.partial(setattr, cells[0], "cell_contents", None)
+    cell: Any = set_number.__closure__ and set_number.__closure__[0]
+    code = (lambda: number).__code__
+    parts = (function.__code__, function.__defaults__, function.__kwdefaults__)
+    changes: list[tuple[Any, Any, list[Callable[[], Any]]]] = [
+        (function, parts, [functools.partial(setattr, function, "__code__", code)]),
+        (thing, (_Thing, vars(thing)), [functools.partial(setattr, thing, "__class__", _Other)]),
+        (cell, (number,), [functools.partial(set_number, 1000 + i) for i in range(64)]),
+    ]
+    changes[0][2].append(functools.partial(setattr, function, "__defaults__", (1,)))
+    changes[0][2].append(functools.partial(setattr, function, "__kwdefaults__", {}))
+    changes[1][2].append(functools.partial(setattr, thing, "__dict__", {}))
+    changes[2][2].append(functools.partial(setattr, cell, "cell_contents", None))
+    for one, values, made in changes:
+        pointers = pointers_of(one, values)
+        if [*TAKE(places_of(at for at, _ in pointers))] != [value for _, value in pointers]:
+            raise ValueError("a pointer elsewhere")
+        for change in made:
+            yield [at for at, _ in pointers], change
 
 
 def _proven() -> bool:
     """Return whether each kind of change is seen in this interpreter, and reading changes none."""
     for addresses, change in _changes():
         places = places_of(addresses)
-        before, again = MEMORY.take(places), MEMORY.take(places)
+        before, again = TAKE(places), TAKE(places)
         change()
-        if not np.array_equal(before, again) or np.array_equal(before, MEMORY.take(places)):
+        if not len(places) or not np.array_equal(before, again):
+            return False
+        if np.array_equal(before, TAKE(places)):
             return False
     return True
 
 
-MEMORY = np.asarray(_Memory())
-"""All words of the process. Only `take` is of use, at places of objects that the caller keeps."""
+TAKE = np.asarray(_Memory()).take
+"""Read words at places of objects that the caller keeps alive. Other uses of the array crash."""
 VERSION, VERSIONS = sys.version_info[:2], ((3, 11), (3, 12))
 """Version of Python, and the first and the last that counts all changes of dicts."""
-# Builds for debugging have other offsets.
 SUPPORTED = (
     sys.implementation.name == "cpython"
     and VERSIONS[0] <= VERSION <= VERSIONS[1]
     and struct.calcsize("P") == 8
     and sys.byteorder == "little"
-    and not any(map(sysconfig.get_config_var, ("Py_DEBUG", "Py_TRACE_REFS")))
+    and not sysconfig.get_config_var("Py_TRACE_REFS")  # which has other offsets
 )
-SUPPORTED = SUPPORTED and _proven()
+try:
+    SUPPORTED = SUPPORTED and _proven()
+except Exception:  # an interpreter with other objects
+    SUPPORTED = False

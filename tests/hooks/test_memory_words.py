@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.inside import Identity
+from tests.inside import Identity, Walk
 from tests.inside import memory_words as words
 
 from . import models
@@ -134,6 +135,182 @@ def test_a_comparison_that_fails_is_made_again() -> None:
     assert walk.same() and walk.same()
 
 
+class Scaled(torch.nn.Module):
+    """A layer whose factor lies where a case puts it."""
+
+    kept: ClassVar[dict[str, float] | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.nested = {"factor": 0.5}, ({"factor": 0.5},)
+        self.partial = functools.partial(scaled, factor=0.5)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        held = self.held if self.kept is None else self.kept
+        return given * held["factor"] * self.nested[0]["factor"] * self.partial(1.0) * self.add(1)
+
+    def add(self, number: int, *, factor: float = 0.5) -> float:
+        return number * factor
+
+
+class Keeps(Scaled):
+    kept: ClassVar = {"factor": 0.5}
+
+
+def scaled(number: float, factor: float = 1.0) -> float:
+    return number * factor
+
+
+def enclosed(factor: float) -> tuple[Callable[..., Any], Callable[[Any], None]]:
+    def forward(self: Any, given: torch.Tensor) -> torch.Tensor:
+        return given * factor
+
+    def put(value: Any) -> None:
+        nonlocal factor
+        factor = value
+
+    return forward, put
+
+
+def an_attribute(layer: Any, step: int) -> None:
+    layer.held = {"factor": 0.5} if step == 0 else layer.held
+    layer.held["factor"] = 0.5 if step == 0 else 0.25
+
+
+def in_a_tuple(layer: Any, step: int) -> None:
+    layer.nested = ({"factor": 0.5},) if step == 0 else layer.nested
+    layer.nested[0]["factor"] = 0.5 if step == 0 else 0.25
+
+
+def of_a_class(layer: Any, step: int) -> None:
+    Keeps.kept = {"factor": 0.5} if step == 0 else Keeps.kept
+    Keeps.kept["factor"] = 0.5 if step == 0 else 0.25
+
+
+def keyword_defaults(layer: Any, step: int) -> None:
+    add: Any = Scaled.add
+    add.__kwdefaults__ = {"factor": 0.5} if step == 0 else add.__kwdefaults__
+    add.__kwdefaults__["factor"] = 0.5 if step == 0 else 0.25
+
+
+def its_dict(layer: Any, step: int) -> None:
+    if step == 0:
+        layer.__dict__ = dict(layer.__dict__)
+    else:
+        layer.held = {"factor": 0.25}
+
+
+def a_cell(layer: Any, step: int) -> None:
+    """Another number at the address of an equal one, which nothing keeps alive."""
+    if step == 0:
+        type(layer).put(float("0.5"))
+    else:
+        type(layer).put(None)
+        type(layer).put(float("0.25"))
+
+
+def its_defaults(layer: Any, step: int) -> None:
+    forward: Any = type(layer).forward
+    if step == 0:
+        forward.__defaults__ = tuple([0.5, 1])
+    else:
+        forward.__defaults__ = None
+        forward.__defaults__ = tuple([0.25, 1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [an_attribute, in_a_tuple, of_a_class, keyword_defaults, its_dict, a_cell, its_defaults],
+    ids=lambda change: change.__name__,
+)
+def test_what_is_equal_only_is_compared_again(change: Any) -> None:
+    """An equal object in the place of another may change, or go, without a change of that place."""
+    kind: Any = Keeps if change is of_a_class else Scaled
+    if change is a_cell:
+        forward, put = enclosed(float("0.5"))
+        kind = type("Enclosed", (torch.nn.Module,), {"forward": forward, "put": staticmethod(put)})
+    elif change is its_defaults:
+
+        def by_default(self: Any, given: torch.Tensor, factor: float = 0.5, n: int = 1) -> Any:
+            return given * factor * n
+
+        kind = type("Defaulted", (torch.nn.Module,), {"forward": by_default})
+    model = torch.nn.Sequential(kind())
+    identity, given = Identity(model), torch.ones(1)
+    before = model(given)
+    assert not identity.foreign and identity.same(model) and identity.same(model)
+    try:
+        change(model[0], 0)
+        assert torch.equal(model(given), before)
+        identity.same(model)
+        change(model[0], 1)
+        assert not torch.equal(model(given), before) and not identity.same(model)
+    finally:
+        Keeps.kept, Scaled.add.__kwdefaults__ = {"factor": 0.5}, {"factor": 0.5}  # type: ignore
+
+
+def test_a_pointer_that_comes_back_stands_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are read while a cell holds another number, and compared while it holds its own."""
+    forward, put = enclosed(own := float("0.5"))
+    kind: Any = type("Enclosed", (torch.nn.Module,), {"forward": forward})
+    model = torch.nn.Sequential(kind())
+    walk, compare, other = Identity(model)._walk, Walk._compare, float("0.25")
+
+    def compared(walk: Any, *, worded: bool) -> Any:
+        put(own)
+        found = compare(walk, worded=worded)
+        put(other if worded else own)
+        return found
+
+    put(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(Walk, "_compare", compared)
+        walk.same()
+    put(other)
+    assert not walk.same()
+
+
+def test_a_mapping_that_fills_during_a_walk_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.causal("llama")
+    environment = Walk._environment
+
+    def hung(walk: Any, model: Any) -> None:
+        environment(walk, model)
+        hooked(model)  # by another thread
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walk, "_environment", hung)
+        identity = Identity(model)
+    assert not identity.same(model)
+
+
+class Quarter(torch.nn.Module):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given * 0.25
+
+
+class Half(torch.nn.Module):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given * 0.5
+
+
+def test_the_bases_of_a_class_are_watched() -> None:
+    kind: Any = type("Based", (Half,), {})
+    model = torch.nn.Sequential(kind())
+    identity = Identity(model)
+    assert not identity.foreign and identity.same(model) and identity.same(model)
+    kind.__bases__ = (Quarter,)
+    assert not identity.same(model)
+
+
+def test_the_parts_of_a_partial_are_watched() -> None:
+    model = torch.nn.Sequential(Scaled())
+    identity = Identity(model)
+    assert not identity.foreign and identity.same(model) and identity.same(model)
+    model[0].partial.__setstate__((scaled, (), {"factor": 0.25}, {}))
+    assert not identity.same(model)
+
+
 MUTATIONS: list[Callable[[dict[Any, Any], int], object]] = [
     lambda held, n: held.update({n % 7: n}),
     lambda held, n: held.setdefault(n % 7, [n]),
@@ -155,11 +332,11 @@ MUTATIONS: list[Callable[[dict[Any, Any], int], object]] = [
 )
 def test_words_that_stay_mean_values_that_stay(kind: Any, story: list[tuple[int, int]]) -> None:
     held = kind()
-    places = words.places_of(words.words_of(held))
+    places = words.places_of(words.versions_of(held))
     for number, n in story:
-        before, count = [*held.items()], words.MEMORY.take(places)
+        before, count = [*held.items()], words.TAKE(places)
         MUTATIONS[number](held, n)
-        if words.SUPPORTED and (words.MEMORY.take(places) == count).all():
+        if words.SUPPORTED and (words.TAKE(places) == count).all():
             now = [*held.items()]
             assert len(now) == len(before)
             assert all(a is c and b is d for (a, b), (c, d) in zip(before, now, strict=True))

@@ -687,7 +687,7 @@ class ForwardHook:
             paged = PagedCache.take_over(cache, rows, self.plan, self)
             paged.fresh = True
         paged.options = {} if self.names.encoder else call.condition
-        paged.restore(found.states)
+        paged.load_states(found.states)
         if paged.recurrent:
             self._live.add(paged)
         self._caches.add(paged)
