@@ -58,7 +58,7 @@ def compare(library: Any, trace: Trace) -> list[tuple[float, ...]]:
     for size in SIZES:
         capacity = max(1, int(size * trace.unique))
         lru, best = theirs(library, single, capacity)
-        own_lru = OnePlace(single, LRU(), capacity).run().hits.sum() / n
+        own_lru = OnePlace(single, LRU(), capacity).replay().hits.sum() / n
         own_best = belady(single.offsets, single.blocks, single.unique, capacity).sum() / n
         both = bounds_of(trace, capacity)
         rows.append((size, lru, own_lru, best, own_best, both.lru.sum() / n, both.opt.sum() / n))

@@ -661,7 +661,7 @@ class Loop:
         self, parts: Items[Part], lives: Items[RunningRequest], logits: torch.Tensor
     ) -> bool:
         """Return whether all rows of a step decode, and can choose tokens on the logits' device."""
-        if not runs_behind(logits) or len(lives) < len(parts) or not hasattr(self.runner, "tell"):
+        if not runs_behind(logits) or len(lives) < len(parts) or not hasattr(self.runner, "append_ids"):
             return False
         return all(n == 1 and getattr(live.choice, "ahead", False) for live, n in parts)
 

@@ -854,7 +854,7 @@ def test_an_uncounted_write_is_found_within_so_many_calls(
     assert_same(kv_answer, generate(model, 4, input_ids=prompt))
 
 
-@pytest.mark.parametrize("where", ["checksum", "Later", "get"])
+@pytest.mark.parametrize("where", ["checksum", "Later", "result"])
 def test_what_fails_to_be_read_is_not_proven(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory runs out while weights are read: the reading begins anew."""
     from tests.inside import Weights, fingerprint_of_weights
@@ -867,14 +867,14 @@ def test_what_fails_to_be_read_is_not_proven(where: str, monkeypatch: pytest.Mon
     weights.read(held)
     held["b"].data[5] = 1.0
     fails = iter([False, True])
-    own = getattr(Late if where == "get" else fingerprint_of_weights, where)
+    own = getattr(Late if where == "result" else fingerprint_of_weights, where)
 
     def failing(*args: Any) -> Any:
         if next(fails, False):
             raise torch.OutOfMemoryError("out of memory")
         return own(*args)
 
-    monkeypatch.setattr(Late if where == "get" else fingerprint_of_weights, where, failing)
+    monkeypatch.setattr(Late if where == "result" else fingerprint_of_weights, where, failing)
     for _ in range(12):
         try:
             if not weights.roll(1 << 23):

@@ -44,7 +44,7 @@ def test_a_place_is_the_plain_loop(name, trace, capacity):
     """Decision by decision: equal hits, and equal digests."""
     plain, placed = fresh(name, trace), fresh(name, trace)
     hits = run_through(trace, plain, capacity)
-    course = OnePlace(trace, placed, capacity).run()
+    course = OnePlace(trace, placed, capacity).replay()
     assert course.hits.tolist() == hits.tolist()
     assert plain.digest() == placed.digest()
 

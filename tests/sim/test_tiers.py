@@ -31,7 +31,7 @@ def test_one_place_is_the_plain_loop(name, trace, capacity):
     """The ledger, with ids and a table, decides what the loop over dense numbers decides."""
     plain, placed = fresh(name, trace), fresh(name, trace)
     hits = run_through(trace, plain, capacity)
-    course = PlaceStack(trace, [placed], [capacity]).run()
+    course = PlaceStack(trace, [placed], [capacity]).replay()
     assert course.hits.tolist() == hits.tolist()
     assert plain.digest() == placed.digest()
 
