@@ -661,7 +661,8 @@ class Loop:
         self, parts: Items[Part], lives: Items[RunningRequest], logits: torch.Tensor
     ) -> bool:
         """Return whether all rows of a step decode, and can choose tokens on the logits' device."""
-        if not runs_behind(logits) or len(lives) < len(parts) or not hasattr(self.runner, "append_ids"):
+        able = runs_behind(logits) and hasattr(self.runner, "append_ids")
+        if not able or len(lives) < len(parts):
             return False
         return all(n == 1 and getattr(live.choice, "ahead", False) for live, n in parts)
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_CLASS, _DICT, _VERSION, _CONTENT, _CODE = 8, -24, 24, 16, (48, 56, 64)
+_CLASS, _DICT, _CHANGES, _CONTENT, _CODE = 8, -24, 24, 16, (48, 56, 64)
 """Offsets: class and `__dict__` of an instance, count of a dict's changes, content of a cell; code,
 defaults and keyword defaults of a function."""
 _MANAGED = 1 << 4
@@ -39,7 +39,7 @@ def versions_of(thing: Any) -> list[int]:
         (thing,) = gc.get_referents(thing)
     # An OrderedDict's version does not count changes of its order.
     counts = type(thing) is dict or (type(thing) is OrderedDict and not thing)
-    return [id(thing) + _VERSION] if counts and SUPPORTED else []
+    return [id(thing) + _CHANGES] if counts and SUPPORTED else []
 
 
 def pointers_of(thing: Any, values: Sequence[Any]) -> list[tuple[int, int]]:
@@ -154,11 +154,11 @@ def _proven() -> bool:
 
 TAKE = np.asarray(_Memory()).take
 """Read words at places of objects that the caller keeps alive. Other uses of the array crash."""
-VERSION, VERSIONS = sys.version_info[:2], ((3, 11), (3, 12))
+PYTHON, PYTHONS = sys.version_info[:2], ((3, 11), (3, 12))
 """Version of Python, and the first and the last that counts all changes of dicts."""
 SUPPORTED = (
     sys.implementation.name == "cpython"
-    and VERSIONS[0] <= VERSION <= VERSIONS[1]
+    and PYTHONS[0] <= PYTHON <= PYTHONS[1]
     and struct.calcsize("P") == 8
     and sys.byteorder == "little"
     and not sysconfig.get_config_var("Py_TRACE_REFS")  # which has other offsets

@@ -280,7 +280,7 @@ def test_a_tier_that_rests_is_tried_once_more_at_the_end(
         kv.close()
     del kv
     gc.collect()
-    REAPER.settle(30.0)
+    REAPER.join(30.0)
     said = capsys.readouterr().err
     assert len(tier.frames) == (5 if works else 0)
     assert said == "" if works else said.startswith("flowkv: 5 pages were not written by the end")

@@ -93,7 +93,7 @@ def test_another_dict_of_a_module_is_another_model() -> None:
 
 def test_this_interpreter_is_one_that_counts_changes() -> None:
     """Without words, a look at a model takes several times as long: it should be no accident."""
-    assert (words.VERSIONS[0] <= words.VERSION <= words.VERSIONS[1]) == words.SUPPORTED
+    assert (words.PYTHONS[0] <= words.PYTHON <= words.PYTHONS[1]) == words.SUPPORTED
 
 
 def test_a_model_has_words_for_nearly_all_that_is_watched() -> None:

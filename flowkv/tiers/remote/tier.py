@@ -794,7 +794,7 @@ class RemoteTier:
         """
         return {}
 
-    def index_all(self) -> None:
+    def learn(self) -> None:
         """Add all frames in the engine to the index.
 
         Raises:
@@ -854,7 +854,7 @@ class RemoteTier:
         """Run the tier's own thread: list, then delete, look for news and record."""
         learnt = False
         try:
-            self.index_all()
+            self.learn()
             learnt = True
             self._listed.set_result(None)
         except BaseException as error:  # a client library may raise anything
@@ -871,7 +871,7 @@ class RemoteTier:
                 self.flush()
                 if due:
                     looked_ns = self._clock.now_ns()
-                    self.refresh() if learnt else self.index_all()
+                    self.refresh() if learnt else self.learn()
                     learnt = True
                     self._agree()
             except Exception:  # a client library may raise anything, and this thread must go on

@@ -247,7 +247,7 @@ def test_opening_reads_catalogs_and_no_headers(tmp_path: Path) -> None:
     calls = count_requests(tier)
     tier.known.__init__()  # type: ignore[misc]
     tier._seen.clear()
-    tier.index_all()
+    tier.learn()
     entries = list(tier.scan())
     assert {entry.key for entry in entries} == {key_of(n) for n in range(1, count)}
     assert {entry.info for entry in entries} == {info_of(16)}
