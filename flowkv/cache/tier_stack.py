@@ -476,7 +476,7 @@ class TierStack:
                 return block
         return None
 
-    def learn(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
+    def list_unknown(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
         """Publish the listed frames of a tier that `meant` selects and that are unknown there."""
         entries = [entry for entry in self.tiers[number].scan() if meant(entry.info)]
         self._enter(number, [entry for entry in entries if not self._listed(entry.key, number)])

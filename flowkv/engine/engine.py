@@ -662,9 +662,8 @@ class Loop:
     ) -> bool:
         """Return whether all rows of a step decode, and can choose tokens on the logits' device."""
         able = runs_behind(logits) and hasattr(self.runner, "append_ids")
-        if not able or len(lives) < len(parts):
-            return False
-        return all(n == 1 and getattr(live.choice, "ahead", False) for live, n in parts)
+        decode = all(n == 1 and getattr(live.choice, "ahead", False) for live, n in parts)
+        return able and decode and len(lives) == len(parts)
 
     def _draw(self, lives: Items[RunningRequest], logits: torch.Tensor, *, ahead: bool) -> None:
         """Choose tokens, keeping each at once: no choice can be made again."""
