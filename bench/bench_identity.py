@@ -66,7 +66,6 @@ def main() -> None:
         ),
         "nothing_changed_s": timed(lambda: identity.same(served), chosen.repeats),
         f"read_1_of_{CALLS}_s": timed(lambda: identity.roll(0.0), chosen.repeats),
-        "begin_and_end_s": timed(lambda: (identity.begin(), identity.end()), chosen.repeats),
         "generators_s": timed(drawn, chosen.repeats),
         "generate_256_32_s": timed(answer, max(1, chosen.repeats // 3)),
     }
@@ -80,7 +79,7 @@ def main() -> None:
     call = 3 * middle["nothing_changed_s"] + middle[f"read_1_of_{CALLS}_s"]
     print(f"{'share of a call':<24} {call / middle['generate_256_32_s']:12.4%}")
     # Only models that may draw random numbers are asked what they drew.
-    step = middle["nothing_changed_s"] / PAGE_TOKENS + middle["begin_and_end_s"]
+    step = middle["nothing_changed_s"] / PAGE_TOKENS
     step += 2 * middle["generators_s"] * identity.draws
     print(f"{'a decode step, us':<24} {1e6 * step:12.4g}")
 

@@ -406,7 +406,7 @@ class CompiledPolicies:
                 lock = machine_code.lock_file()
                 process = None if lock is None else compile_process.begin(lock, __name__, name)
                 code = process.wait() if process is not None else None
-                if not (self._ended or (code == 0 and self._complete(name))):
+                if not ((code == 0 and self._complete(name)) or self._ended):
                     _stays(name, "no process" if code is None else f"exit status {code}")
         except Exception as error:  # from an unknown compiler release
             _stays(name, error)
