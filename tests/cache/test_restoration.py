@@ -492,7 +492,7 @@ def test_a_load_that_fails_moves_the_split() -> None:
 
 def test_what_is_late_is_computed() -> None:
     prompt, link = tokens(6 * PAGE + 1), Link(per_poll=0)
-    with stored(prompt, link, policy=Split(front=PAGE), load_deadline_s=0.05) as kv:
+    with stored(prompt, link, policy=Split(front=PAGE), load_deadline_s=0.5) as kv:
         seq, counts = kv.open(prompt, wait=False), list[int]()
         link.work(2)
         link.trouble = Trouble(hang=1.0)
@@ -510,7 +510,7 @@ def test_what_is_late_is_computed() -> None:
 
 def test_late_says_which_layer_and_the_step_is_undone() -> None:
     prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
-    with stored(prompt, link, policy=Split(whole=0), load_deadline_s=0.05) as kv:
+    with stored(prompt, link, policy=Split(whole=0), load_deadline_s=0.5) as kv:
         with kv.open(prompt, wait=False) as seq:
             restoration = seq.restoration
             assert restoration is not None and restoration.settle() == 4 * PAGE
@@ -532,7 +532,7 @@ def test_nobody_copies_from_a_page_that_could_not_be_filled(
 ) -> None:
     size = shape("simple").page_size
     prompt, link = tokens(5 * size + 1), Link(per_poll=0)
-    with stored(prompt, link, policy=Split(), load_deadline_s=0.05) as kv:
+    with stored(prompt, link, policy=Split(), load_deadline_s=0.5) as kv:
         seq = kv.open(prompt, wait=False)
         restoration = seq.restoration
         assert restoration is not None and restoration.settle() == 5 * size
@@ -578,7 +578,7 @@ def test_what_is_missing_is_filled_within_the_step(kind: str, hang: bool) -> Non
     size, within = shape(kind).page_size, 0.02 if kind == "kv8" else 0.0
     options = {"codec": "kv8", "recent_tokens": 0} if kind == "kv8" else {}
     prompt, link = tokens(5 * size + 1), Link(per_poll=0)
-    with stored(prompt, link, kind=kind, policy=Split(), load_deadline_s=0.05, **options) as kv:
+    with stored(prompt, link, kind=kind, policy=Split(), load_deadline_s=0.5, **options) as kv:
         seq = kv.open(prompt, wait=False)
         restoration = seq.restoration
         assert restoration is not None and restoration.settle() == 5 * size

@@ -95,7 +95,7 @@ def test_nobody_learns_from_a_suffix_that_was_not_computed() -> None:
 def test_a_step_over_pages_that_did_not_come_cannot_be_committed() -> None:
     prompt, link = tokens(4 * PAGE + PAGE, seed=2), Link(per_poll=0)
     with (
-        stored(prompt[: 4 * PAGE + 1], link, policy=Split(), load_deadline_s=0.05) as kv,
+        stored(prompt[: 4 * PAGE + 1], link, policy=Split(), load_deadline_s=0.5) as kv,
         kv.open(prompt, wait=False) as seq,
     ):
         assert seq.restoration is not None and seq.restoration.settle() == 4 * PAGE
@@ -122,7 +122,7 @@ def test_a_step_over_pages_that_did_not_come_cannot_be_committed() -> None:
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_load_that_hangs_keeps_nothing_from_being_written(closed: bool) -> None:
     prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
-    with stored(prompt, link, policy=Split(), load_deadline_s=0.05) as kv:
+    with stored(prompt, link, policy=Split(), load_deadline_s=0.5) as kv:
         with kv.open(prompt, wait=False) as seq:
             link.per_poll, link.trouble = 100, Trouble(hang=1.0)
             kv.planner.store.drain()
