@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, groupby, islice
 from pathlib import Path
@@ -56,42 +57,34 @@ _UNFIT = ("layout", "fidelity", "stripes")  # the frame is there, but unreadable
 _BENIGN = ("", "absent", *_UNFIT)
 
 
+@dataclass(slots=True, eq=False)
 class _Item:
     """One operation of a caller on its way through the tiers.
 
     Attributes:
         caller: The caller; None for a copy back into a faster tier.
-        job: Number of the caller's job.
-        index: Position of the item in the job.
         operation: The load or the store.
-        end_ns: Deadline of the answer.
+        best: The best answer so far; it names the caller's job, and the position in it.
         begun_ns: Time of the submission.
+        end_ns: Deadline of the answer.
+        news: Count of known erasures at the submission.
         request: Request for which a failed load makes later look-ups misses.
         left: Number of tiers that have not answered a store.
-        news: Count of known erasures at the submission.
-        best: The best answer so far.
         over: Whether it was cancelled: no further tier is tried.
     """
 
-    __slots__ = tuple(
-        "begun_ns best caller end_ns index job left news operation over request".split()
-    )
-
-    def __init__(
-        self,
-        caller: Caller | None,
-        job: int,
-        index: int,
-        operation: Load | Store,
-        request: Hashable = None,
-    ) -> None:
-        self.caller, self.job, self.index = caller, job, index
-        self.operation: Any = operation
-        self.request, self.left, self.over = request, 0, False
-        self.begun_ns = self.end_ns = self.news = 0
-        self.best = TierAnswer(job, index, operation.key, Outcome.MISS)
+    caller: Caller | None
+    operation: Any
+    best: TierAnswer
+    begun_ns: int
+    end_ns: int
+    news: int
+    request: Hashable = None
+    left: int = 0
+    over: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Flight:
     """An item under way at one tier.
 
@@ -103,11 +96,11 @@ class _Flight:
         erased: Whether its key was erased meanwhile, so that the frame must not stay.
     """
 
-    __slots__ = ("erased", "fresh", "item", "n_bytes", "tries")
-
-    def __init__(self, item: _Item, n_bytes: int = 0, fresh: bool = False) -> None:
-        self.item, self.n_bytes, self.fresh, self.tries = item, n_bytes, fresh, 0
-        self.erased = False
+    item: _Item
+    n_bytes: int = 0
+    fresh: bool = False
+    tries: int = 0
+    erased: bool = False
 
 
 class _Level:
@@ -117,8 +110,9 @@ class _Level:
         tier: The tier.
         book: Known keys of the tier, in the order of its policy.
         loads: Measured rates of loads, job by job.
+        left: Unanswered loads of each job.
         hit_bytes: Bytes that each job has loaded so far.
-        flights: Unanswered items by index, by the tier's job number.
+        flights: Unanswered items, by the tier's number of the job and the position in it.
         storing: Keys that are being stored, with their number of stores.
         incoming_bytes: Most bytes that the stores under way will take.
         scanned_s: Time of the last scan for frames of other writers.
@@ -130,9 +124,9 @@ class _Level:
 
     def __init__(self, tier: Tier, policy: Policy, loads: Rates) -> None:
         self.tier, self.book, self.loads = tier, KeyedPolicy(policy), loads
-        self.flights: dict[int, dict[int, _Flight]] = {}
+        self.flights: dict[tuple[int, int], _Flight] = {}
         self.storing: Counter[bytes] = Counter()
-        self.hit_bytes: Counter[int] = Counter()
+        self.left, self.hit_bytes = Counter[int](), Counter[int]()
         self.incoming_bytes, self.scanned_s = 0, -_RESCAN_S
         self.local, self.sweeps = tier.kind != "remote", 0
         found = getattr(tier, "erasure_log", None)
@@ -155,32 +149,26 @@ class _Level:
         return self.tier.contains([key])[0] if self.local else key in self.book
 
 
+@dataclass(slots=True)
 class _Hold:
     """The look-ups of one request: pinned keys, pending questions and failed loads.
 
     Attributes:
         since_ns: Time of the last look-up.
-        pinned: Tiers in which each key is pinned.
+        pinned: Keys that are pinned in each tier.
         failed: Keys that are misses for this request from now on.
         asked: Whether each key is on a remote tier; None until that is answered.
     """
 
-    __slots__ = ("asked", "failed", "pinned", "since_ns")
-
-    def __init__(self) -> None:
-        self.since_ns = 0
-        self.pinned: dict[bytes, list[_Level]] = {}
-        self.failed: set[bytes] = set()
-        self.asked: dict[bytes, bool | None] = {}
+    since_ns: int = 0
+    pinned: dict[_Level, dict[bytes, None]] = field(default_factory=dict)
+    failed: set[bytes] = field(default_factory=set)
+    asked: dict[bytes, bool | None] = field(default_factory=dict)
 
     def let_go(self) -> bool:
         """End the pins; return whether there were any."""
         pinned, self.pinned = self.pinned, {}
-        by_level: dict[_Level, list[bytes]] = {}
-        for key, levels in pinned.items():
-            for level in levels:
-                by_level.setdefault(level, []).append(key)
-        for level, keys in by_level.items():
+        for level, keys in pinned.items():
             level.book.unpin(keys)
         return bool(pinned)
 
@@ -233,10 +221,14 @@ class Keeper(Closing):
         self._open, self._refill_bytes, self._news, self.gate = True, 0, 0, LoadGate()
         self.gate.rates = rates if rates is not None else {}
         self._levels = [
-            _Level(tier, policies(tier.kind, tier.capacity_bytes), self._rates(tier))
+            _Level(
+                tier,
+                policies(tier.kind, tier.capacity_bytes),
+                self.gate.rates.setdefault(tier.name, Rates()),
+            )
             for tier in tiers
         ]
-        self._questions: SimpleQueue[tuple[Caller, Hashable, bytes] | None] = SimpleQueue()
+        self._questions: SimpleQueue[tuple[_Hold, bytes] | None] = SimpleQueue()
         self._asker: threading.Thread | None = None
         self._holds: dict[tuple[Caller, Hashable], _Hold] = {}
         self._finalizer = weakref.finalize(self, REAPER.put, partial(_shut, self._levels))
@@ -245,9 +237,6 @@ class Keeper(Closing):
         for level in self._levels:
             if level.local or level.bounded:  # other tiers never evict, and are looked up by key
                 self._enter(level)
-
-    def _rates(self, tier: Tier) -> Rates:
-        return self.gate.rates.setdefault(tier.name, Rates())
 
     def caller(self) -> Caller:
         """Return a new caller, with a queue of answers of its own."""
@@ -385,12 +374,8 @@ class Keeper(Closing):
 
     def _withdraw(self, level: _Level, meant: Callable[[Store], bool]) -> bool:
         """Mark the stores under way that `meant` selects as erased; return whether any is."""
-        found = [
-            flight
-            for flights in level.flights.values()
-            for flight in flights.values()
-            if isinstance(flight.item.operation, Store) and meant(flight.item.operation)
-        ]
+        under_way = [(flight, flight.item.operation) for flight in level.flights.values()]
+        found = [one for one, said in under_way if isinstance(said, Store) and meant(said)]
         for flight in found:
             flight.erased = True
         return bool(found)
@@ -455,55 +440,48 @@ class Keeper(Closing):
             self._store_at(level, items)
 
     def _store_at(self, level: _Level, items: Sequence[_Item]) -> None:
-        now, kept = self._clock.now_ns(), {item.operation.key for item in items}
-        kept.update(item.operation.info.parent for item in items)
-        level.book.access(now, [item.operation.key for item in items])
-        first = {
-            item.operation.key: item
-            for item in reversed(items)
-            if item.operation.key not in level.book
-        }
-        flights, fresh = list[_Flight](), [item for item in items if item in first.values()]
-        for (need, salt), run in groupby(fresh, partial(self._terms, level)):
+        now, keys = self._clock.now_ns(), [item.operation.key for item in items]
+        kept = {*keys, *(item.operation.info.parent for item in items)}
+        level.book.access(now, keys)
+        unknown, flights = dict[bytes, _Item](), dict[_Item, _Flight]()
+        for item in items:
+            if item.operation.key not in level.book:
+                unknown.setdefault(item.operation.key, item)
+        for (need, salt), run in groupby(unknown.values(), partial(self._terms, level)):
             new, tenant = list[_Flight](), self._tenant(salt)
             for item in run:
                 if self._make_room(level, need * (len(new) + 1), kept):
                     new.append(_Flight(item, need, fresh=True))
-            keys = [flight.item.operation.key for flight in new]
-            if keys:
-                parents = [flight.item.operation.info.parent for flight in new]
+            if new:
+                stores = [flight.item.operation for flight in new]
+                parents = [store.info.parent for store in stores]
+                keys = [store.key for store in stores]
                 level.book.insert(now, keys, parents, n_bytes=need, tenant=tenant)
                 if not level.bounded and len(level.book) > _MOST_KNOWN:  # frames stay, unlisted
                     level.book.evict(now, len(level.book) - _MOST_KNOWN // 2)
-                level.incoming_bytes += need * len(keys)
-                self._take_off(level, new)
+                level.incoming_bytes += need * len(new)
+                self._take_off(level, keys)
                 self._give_up(level, level.book.shed(now), "quota")
-                self._keep_to_quota(level, tenant, new)
-                flights += new
-        flown = {flight.item for flight in flights}
+                policy = level.book.policy
+                while isinstance(policy, Tenants) and new and policy.excess_bytes(tenant) > 0:
+                    self._landed(level, new.pop(), there=False)  # the last ones exceed the quota
+                flights.update((flight.item, flight) for flight in new)
         for item in items:
-            if item in flown:
+            if item in flights:
                 continue
             if item.operation.key in level.book:  # stored, or on its way: the tier's answer counts
-                flights.append(flight := _Flight(item))
-                self._take_off(level, [flight])
+                flights[item] = _Flight(item)
+                self._take_off(level, [item.operation.key])
             else:
                 self._stored(item, "full")
-        self._send(level, sorted(flights, key=lambda flight: flight.item.index))
+        self._send(level, [flights[item] for item in items if item in flights])
 
-    def _take_off(self, level: _Level, flights: Sequence[_Flight]) -> None:
-        keys = [flight.item.operation.key for flight in flights]
+    def _take_off(self, level: _Level, keys: Sequence[bytes]) -> None:
         level.book.pin(keys)
         level.storing.update(keys)
 
     def _terms(self, level: _Level, item: _Item) -> tuple[int, bytes]:
         return level.tier.frame_bytes(item.operation.body.nbytes), item.operation.info.tenant
-
-    def _keep_to_quota(self, level: _Level, tenant: int, new: list[_Flight]) -> None:
-        """Withdraw the last of the new stores while their tenant exceeds its quota."""
-        policy = level.book.policy
-        while isinstance(policy, Tenants) and new and policy.excess_bytes(tenant) > 0:
-            self._landed(level, new.pop(), there=False)
 
     def _send(self, level: _Level, flights: list[_Flight]) -> None:
         if not flights:
@@ -512,11 +490,7 @@ class Keeper(Closing):
         with log.storing() if log else nullcontext(True) as free:
             free = free and not (log and log.changed())  # else others may have erased these frames
             if free:
-                left_s = (flights[0].item.end_ns - self._clock.now_ns()) / 1e9
-                operations = [flight.item.operation for flight in flights]
-                number = level.tier.submit_store(operations, deadline_s=max(0.0, left_s))
-                level.flights[number] = dict(enumerate(flights))
-                self._start(level)
+                self._submit(level, level.tier.submit_store, flights)
         for flight in () if free else flights:
             self._landed(level, flight, there=False)
             self._stored(flight.item, "busy")
@@ -558,15 +532,24 @@ class Keeper(Closing):
                 continue
             wanted.setdefault(nearest, []).append(_Flight(item))
         for nearest, flights in wanted.items():
-            level, now = self._levels[nearest], self._clock.now_ns()
-            left_s = max(0.0, (flights[0].item.end_ns - now) / 1e9)
-            operations = [flight.item.operation for flight in flights]
-            number = level.tier.submit_load(operations, deadline_s=left_s)
-            level.flights[number] = dict(enumerate(flights))
-            self._start(level)
+            level = self._levels[nearest]
+            job = self._submit(level, level.tier.submit_load, flights)
+            level.left[job] = len(flights)
+
+    def _submit(self, level: _Level, start: Callable[..., int], flights: Sequence[_Flight]) -> int:
+        """Start a job of a tier, and the thread that fetches the tier's answers."""
+        left_s = max(0.0, (flights[0].item.end_ns - self._clock.now_ns()) / 1e9)
+        job = start([flight.item.operation for flight in flights], deadline_s=left_s)
+        level.flights.update(((job, i), flight) for i, flight in enumerate(flights))
+        if level.pump is None:
+            name, whose = f"flowkv keeper {level.tier.name}", (weakref.ref(self), level)
+            level.pump = threading.Thread(target=_pump, args=whose, name=name, daemon=True)
+            level.pump.start()
+        return job
 
     def _loaded(self, level: _Level, item: _Item, answer: TierAnswer, copy: bytes | None) -> None:
         key, number = item.operation.key, self._levels.index(level)
+        level.left[answer.job] -= 1
         if answer.outcome is Outcome.HIT:
             level.hit_bytes[answer.job] += answer.n_bytes
             current = self._open and item.news == self._news
@@ -582,46 +565,45 @@ class Keeper(Closing):
                 level.book.remove([key])
                 self._lost([key])
         if answer.outcome is Outcome.HIT or not item.best.reason:  # the first reason is kept
-            item.best = TierAnswer(item.job, item.index, *answer[2:])
+            item.best = answer._replace(job=item.best.job, item=item.best.item)
         over = item.over or not self._open or self._clock.now_ns() >= item.end_ns
         if answer.outcome is Outcome.HIT or over or number + 1 == len(self._levels):
             self._answer(item)
         else:
             self._load([item], number + 1)
+        if not level.left[answer.job]:  # the last answer's time is that of the whole job
+            del level.left[answer.job]
+            level.loads.add(level.hit_bytes.pop(answer.job, 0), answer.seconds)
 
     def _refill(self, below: int, store: Store) -> None:
         """Store a frame that was found in one tier in the faster ones."""
         levels = [level for level in self._levels[:below] if level.tier.writable]
-        item = _Item(None, 0, 0, store)
-        item.begun_ns, item.news = self._clock.now_ns(), self._news
-        item.end_ns = item.begun_ns + round(HOLD_S * 1e9)
+        now, best = self._clock.now_ns(), TierAnswer(0, 0, store.key, Outcome.MISS)
+        item = _Item(None, store, best, now, now + round(HOLD_S * 1e9), self._news)
         self._refill_bytes += store.body.nbytes
         self._store([item], [level for level in levels if not level.has(store.key)])
 
     # ---- look-ups
 
-    def _hold(self, caller: Caller, request: Hashable) -> _Hold:
-        hold = self._holds.setdefault((caller, request), _Hold())
-        hold.since_ns = self._clock.now_ns()
-        return hold
-
     def _lookup(self, key: bytes, caller: Caller, request: Hashable) -> bool | None:
-        hold = self._hold(caller, request) if request is not None else _Hold()
+        hold = _Hold() if request is None else self._holds.setdefault((caller, request), _Hold())
+        hold.since_ns = self._clock.now_ns()
         if key in hold.failed or not self._open:
             return False
         there = [level for level in self._levels if level.has(key)]
         if there:
-            if request is not None and key not in hold.pinned:
-                hold.pinned[key] = [level for level in there if key in level.book]
-                for level in hold.pinned[key]:
-                    level.book.pin([key])
+            if request is not None and not any(key in keys for keys in hold.pinned.values()):
+                for level in there:
+                    if key in level.book:
+                        level.book.pin([key])
+                        hold.pinned.setdefault(level, {})[key] = None
             return True
         if request is None or all(level.local for level in self._levels):
             return False
         if key not in hold.asked:
             hold.asked[key] = None
             questions = self._questions
-            questions.put((caller, request, key))
+            questions.put((hold, key))
             if self._asker is None:
                 told = weakref.ref(self, lambda _: questions.put(None)), questions
                 self._asker = threading.Thread(
@@ -630,9 +612,9 @@ class Keeper(Closing):
                 self._asker.start()
         return hold.asked[key]
 
-    def _ask(self, asked: list[tuple[Caller, Hashable, bytes]]) -> None:
+    def _ask(self, asked: list[tuple[_Hold, bytes]]) -> None:
         """Look keys up on remote tiers, for look-ups that must not wait."""
-        keys, far = [key for _, _, key in asked], set[bytes]()
+        keys, far = [key for _, key in asked], set[bytes]()
         for level in self._levels:
             for i in range(0, 0 if level.local else len(keys), _MOST_ASKED):
                 part = keys[i : i + _MOST_ASKED]
@@ -641,10 +623,8 @@ class Keeper(Closing):
                 except Exception:  # a third-party client may raise anything: nothing is there
                     _log.warning("look-ups in %s failed", level.tier.name, exc_info=True)
         with self._lock:
-            for caller, request, key in asked:
-                hold = self._holds.get((caller, request))
-                if hold is not None:
-                    hold.asked[key] = key in far
+            for hold, key in asked:
+                hold.asked[key] = key in far
 
     def _let_go_late(self) -> bool:
         """End the pins of look-ups older than `HOLD_S`; return whether there were any."""
@@ -652,13 +632,6 @@ class Keeper(Closing):
         return any([hold.let_go() for hold in self._holds.values() if hold.since_ns < before])
 
     # ---- answers
-
-    def _start(self, level: _Level) -> None:
-        if level.pump is None:
-            name = f"flowkv keeper {level.tier.name}"
-            told = weakref.ref(self), level
-            level.pump = threading.Thread(target=_pump, args=told, name=name, daemon=True)
-            level.pump.start()
 
     def _take(self, level: _Level, answers: list[TierAnswer]) -> None:
         """Handle the answers of a tier, copying loaded frames for faster tiers."""
@@ -669,12 +642,9 @@ class Keeper(Closing):
     def _fail_rest(self, level: _Level) -> None:
         """Fail all unanswered operations of a closed tier."""
         with self._lock:
-            owed = [
-                (job, i, one.item) for job, of in level.flights.items() for i, one in of.items()
-            ]
             rest = [
-                TierAnswer(job, i, item.operation.key, Outcome.FAILED, "closed")
-                for job, i, item in owed
+                TierAnswer(*at, flight.item.operation.key, Outcome.FAILED, "closed")
+                for at, flight in level.flights.items()
             ]
             self._settle(level, rest)
 
@@ -683,7 +653,7 @@ class Keeper(Closing):
         found: dict[_Item, bytes] = {}
         room = _REFILL_BYTES - self._refill_bytes
         for answer in answers:
-            flight = level.flights.get(answer.job, {}).get(answer.item)
+            flight = level.flights.get((answer.job, answer.item))
             room -= answer.n_bytes
             if flight is None or answer.outcome is not Outcome.HIT or room < 0:
                 continue
@@ -700,32 +670,30 @@ class Keeper(Closing):
     ) -> None:
         """Pass a tier's answers to their callers, or the operations to another tier."""
         for answer in answers:
-            flights = level.flights.get(answer.job, {})
-            flight = flights.pop(answer.item, None)
+            flight = level.flights.pop((answer.job, answer.item), None)
             if flight is None:
                 continue
-            item = flight.item
-            if isinstance(item.operation, Load):
-                self._loaded(level, item, answer, copies.get(item))
-                if not flights:  # the last answer's time is that of the whole job
-                    level.loads.add(level.hit_bytes.pop(answer.job, 0), answer.seconds)
+            if isinstance(flight.item.operation, Load):
+                self._loaded(level, flight.item, answer, copies.get(flight.item))
             elif answer.reason == "full" and self._again(level, flight):
                 self._send(level, [flight])
             else:
-                there = answer.outcome is Outcome.STORED
-                if there and flight.erased:
-                    level.tier.delete([item.operation.key])
-                    there, answer = False, answer._replace(reason="busy")
-                self._landed(level, flight, there=there)
-                name, n_bytes = level.tier.name, answer.n_bytes
-                if there:
-                    told = Stored(tier=name, pages=1, n_bytes=n_bytes, seconds=answer.seconds)
-                    self.bus.emit(told)
-                else:
-                    self.bus.emit(Failed(tier=name, operation="store", reason=answer.reason))
-                self._stored(item, "" if there else answer.reason, n_bytes)
-            if not flights:
-                level.flights.pop(answer.job, None)
+                self._ended(level, flight, answer)
+
+    def _ended(self, level: _Level, flight: _Flight, answer: TierAnswer) -> None:
+        """Handle a tier's last answer to a store."""
+        name, reason = level.tier.name, answer.reason
+        there = answer.outcome is Outcome.STORED
+        if there and flight.erased:
+            level.tier.delete([answer.key])
+            there, reason = False, "busy"
+        self._landed(level, flight, there=there)
+        if there:
+            told = Stored(tier=name, pages=1, n_bytes=answer.n_bytes, seconds=answer.seconds)
+            self.bus.emit(told)
+        else:
+            self.bus.emit(Failed(tier=name, operation="store", reason=reason))
+        self._stored(flight.item, "" if there else reason, answer.n_bytes)
 
     def _again(self, level: _Level, flight: _Flight) -> bool:
         """Evict more for a store that a tier refused as full; return whether to retry it.
@@ -786,9 +754,7 @@ def _pump(whose: weakref.ref[Keeper], level: _Level) -> None:
         del keeper
 
 
-def _answer(
-    whose: weakref.ref[Keeper], questions: SimpleQueue[tuple[Caller, Hashable, bytes] | None]
-) -> None:
+def _answer(whose: weakref.ref[Keeper], questions: SimpleQueue[tuple[_Hold, bytes] | None]) -> None:
     """Answer queued look-ups of remote tiers, all at once, until the keeper is closed or gone."""
     while True:
         asked = [questions.get()]
@@ -810,17 +776,11 @@ def _means(erased: Erased, key: bytes, info: FrameInfo, gone: Collection[bytes])
 
 def _meant(erased: Erased, entries: Iterable[Entry]) -> set[bytes]:
     """Return the keys of erased frames, and of all frames that continue them."""
-    gone, rest = set[bytes](), list(entries)
-    while True:
-        left = list[Entry]()
-        for entry in rest:  # root to leaf mostly, so that once is enough
-            if _means(erased, entry.key, entry.info, gone):
-                gone.add(entry.key)
-            else:
-                left.append(entry)
-        if len(left) == len(rest):
-            return gone
-        rest = left
+    listed, gone, before = list(entries), set[bytes](), -1
+    while before < len(gone):  # listed root to leaf mostly, so that once is enough
+        before = len(gone)
+        gone.update(e.key for e in listed if _means(erased, e.key, e.info, gone))
+    return gone
 
 
 class Caller:
@@ -930,12 +890,12 @@ class Caller:
                 raise StateError(f"{self.name} is closed", "Open a keeper anew")
             keeper._hear()
             job, now = self.answers.new_job(), keeper._clock.now_ns()
+            end, asked = now + round(min(deadline_s, 1e9) * 1e9), enumerate(operations)
+            best = [TierAnswer(job, i, one.key, Outcome.MISS) for i, one in asked]
             items = [
-                _Item(self, job, i, operation, request) for i, operation in enumerate(operations)
+                _Item(self, operation, answer, now, end, keeper._news, request)
+                for operation, answer in zip(operations, best, strict=True)
             ]
-            for item in items:
-                item.begun_ns, item.end_ns = now, now + round(min(deadline_s, 1e9) * 1e9)
-                item.news = keeper._news
             if operations and isinstance(operations[0], Load):
                 for level in keeper.levels:
                     level.book.access(now, [operation.key for operation in operations])
@@ -956,16 +916,12 @@ class Caller:
         """Cancel the unanswered operations of a job; no further tier is tried."""
         with self.keeper._lock:
             for level in self.keeper.levels:
-                for number, flights in list(level.flights.items()):
-                    mine = [
-                        f.item
-                        for f in flights.values()
-                        if (f.item.caller, f.item.job) == (self, job)
-                    ]
-                    for item in mine:
-                        item.over = True
-                    if mine:
-                        level.tier.cancel(number)
+                numbers = dict[int, None]()
+                for (number, _), flight in level.flights.items():
+                    if flight.item.caller is self and flight.item.best.job == job:
+                        flight.item.over, numbers[number] = True, None
+                for number in numbers:
+                    level.tier.cancel(number)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete frames from all tiers; return the most that one tier had."""
