@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,7 @@ from msgspec import Meta
 from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.core.files import MALFORMED
 from flowkv.core.keys import ROOT, tenant_salt
+from flowkv.observe.events import Closing
 from flowkv.observe.recording import MOST_BLOCK_TOKENS, Writer
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def _event(raw: Any) -> KVEvent | None:
 _NUMBER_BYTES = 8
 
 
-class EventSubscription:
+class EventSubscription(Closing):
     """Subscription to the events of a publisher from now on. For one thread.
 
     Messages missing in the sequence are requested again if the publisher replays them. A message
@@ -223,12 +224,6 @@ class EventSubscription:
     def close(self) -> None:
         """Close the subscription; a second call does nothing."""
         self._context.destroy(linger=0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _take(self, number: int, payload: bytes) -> Iterator[EventBatch]:
         batch = self._read(payload)
@@ -292,7 +287,7 @@ MOST_EVENTS = 1 << 10
 _TICK_S = 0.05
 
 
-class EventPublisher:
+class EventPublisher(Closing):
     """Publisher of the pages in a cache's index, on the device or in a tier, until it is closed.
 
     A page counts as stored once its tokens are known here, and as removed when the cache forgets
@@ -355,12 +350,6 @@ class EventPublisher:
         self._thread.join()
         self._context.destroy(linger=500)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _bound(self, kind: int, endpoint: str) -> tuple[Any, str]:
         socket = self._context.socket(kind)
         if not endpoint:
@@ -410,42 +399,37 @@ class EventPublisher:
         events: list[KVEvent] = []
         with contextlib.suppress(IndexError):
             while len(events) < MOST_EVENTS:
-                said, last = self._queue.popleft(), events[-1] if events else None
+                said = self._queue.popleft()
                 if said is None:
                     events.append(AllBlocksCleared())
-                    continue
-                (block, there), group = said, said[0].group
-                alike = last is not None and getattr(last, "group_idx", None) == group
-                if not there:
-                    if alike and isinstance(last, BlockRemoved):
-                        last.block_hashes.append(block.key)
-                    else:
-                        events.append(BlockRemoved([block.key], group_idx=group))
-                elif (
-                    alike
-                    and isinstance(last, BlockStored)
-                    and last.block_hashes[-1] == block.parent
-                ):
-                    last.block_hashes.append(block.key)
-                    last.token_ids += _tokens(block)
-                    if last.extra_keys is not None:
-                        last.extra_keys.append(None)
-                else:
-                    root, tokens = block.parent == ROOT, _tokens(block)
-                    parent = None if root else block.parent
-                    whose = block.tenant if root and block.tenant != self._usual else b""
-                    extra: list[tuple[Any, ...] | None] | None = [(whose.hex(),)] if whose else None
-                    events.append(
-                        BlockStored(
-                            [block.key],
-                            parent,
-                            tokens,
-                            len(tokens),
-                            extra_keys=extra,
-                            group_idx=group,
-                        )
-                    )
+                elif not events or not _extended(events[-1], *said):
+                    events.append(self._event(*said))
         return events
+
+    def _event(self, block: Block, there: bool) -> KVEvent:
+        keys: list[Hash] = [block.key]
+        group = block.group
+        if not there:
+            return BlockRemoved(keys, group_idx=group)
+        root, tokens = block.parent == ROOT, _tokens(block)
+        whose = block.tenant if root and block.tenant != self._usual else b""
+        event = BlockStored(keys, None if root else block.parent, tokens, len(tokens))
+        event.extra_keys, event.group_idx = [(whose.hex(),)] if whose else None, group
+        return event
+
+
+def _extended(event: KVEvent, block: Block, there: bool) -> bool:
+    """Add a block to the event before, if both are alike; return whether they are."""
+    if getattr(event, "group_idx", None) != block.group:
+        return False
+    if there and isinstance(event, BlockStored) and event.block_hashes[-1] == block.parent:
+        event.token_ids += _tokens(block)
+        if event.extra_keys is not None:
+            event.extra_keys.append(None)
+    elif there or not isinstance(event, BlockRemoved):
+        return False
+    event.block_hashes.append(block.key)
+    return True
 
 
 def _tokens(block: Block) -> list[int]:
@@ -470,7 +454,7 @@ class _Request:
         self.chain, self.session, self.answered = chain, session, 0
 
 
-class Recorder:
+class Recorder(Closing):
     """Writer of a recording of an engine's requests, from the events of its device blocks.
 
     Events name no requests, so these are inferred from chains of blocks: a request is its new
@@ -520,12 +504,6 @@ class Recorder:
             self._write(self._open.pop(next(iter(self._open))))
         if self._writer is not None:
             self._writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _stored(self, event: BlockStored) -> None:
         if self._writer is None:
