@@ -19,13 +19,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
+from flowkv.connect.door import Transfer, check_version, raw_page, untested
 from flowkv.connect.identity import fingerprint, identify
 from flowkv.core.errors import ConfigError, experimental
 from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
@@ -50,10 +51,7 @@ try:
     )
     from lmcache.v1.platform import create_event_notifier
 except ImportError as error:
-    raise ConfigError(
-        f"LMCache is missing, or its interface is not the tested one ({error})",
-        f"Install LMCache {TESTED}, or a FlowKV version for yours",
-    ) from error
+    raise untested("LMCache", TESTED, error) from error
 
 experimental(__name__, "LMCache changes the interfaces below it with its own releases")
 
@@ -62,20 +60,10 @@ _log = logging.getLogger("flowkv")
 _ASK_AGAIN_S = 0.005
 _IDLE_S = 0.5
 
-if not lmcache_version.startswith(f"{TESTED}."):
-    _log.warning("LMCache %s: FlowKV's adapter was tested with %s", lmcache_version, TESTED)
+check_version("LMCache", "adapter", lmcache_version, TESTED)
 
 
 # ---- the adapter
-
-
-class _Transfer:
-    """Store or load of LMCache's, with its answers so far."""
-
-    def __init__(self, keys: Sequence[Any], names: list[bytes], *, loads: bool) -> None:
-        self.keys, self.names, self.loads = keys, names, loads
-        self.left, self.sizes = len(keys), dict[int, int]()
-        """Bytes of each object that was served, by its index."""
 
 
 class _Question(NamedTuple):
@@ -135,8 +123,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         self._notifiers = [create_event_notifier() for _ in range(3)]
         self._stored, self._looked_up, self._loaded = self._notifiers
         self._lock = threading.Lock()
-        self._next, self._tasks = 0, dict[int, int]()  # the keeper's job -> LMCache's task
-        self._transfers: dict[int, _Transfer] = {}
+        self._next, self._transfers = 0, dict[int, Transfer]()  # by the keeper's job
         self._questions: list[_Question] = []
         self._done: tuple[dict[int, Any], ...] = ({}, {}, {})  # stores, look-ups, loads
         self._locks: Counter[bytes] = Counter()
@@ -178,19 +165,10 @@ class FlowKVL2Adapter(L2AdapterInterface):
         return hashlib.sha256(namespace + fixed + salt + key.chunk_hash).digest()
 
     def _info(self, key: Any, n_bytes: int, layout: bytes) -> FrameInfo:
-        salt = key.cache_salt
-        return FrameInfo(
-            kind="page",
-            codec=0,
-            fidelity=0,
-            layout=layout,
-            parent=ROOT,  # LMCache does not pass it
-            namespace=self._namespace(key.model_name) or ROOT,
-            group=key.object_group_id,
-            tokens=0,
-            stripe_bytes=n_bytes,
-            tenant=tenant_salt(salt, self._secret) if salt else ROOT,
-        )
+        salt, namespace = key.cache_salt, self._namespace(key.model_name) or ROOT
+        tenant = tenant_salt(salt, self._secret) if salt else ROOT
+        # LMCache passes neither the parent nor the number of tokens
+        return raw_page(layout, ROOT, namespace, key.object_group_id, 0, n_bytes, tenant)
 
     # ---- calls of LMCache
 
@@ -224,24 +202,19 @@ class FlowKVL2Adapter(L2AdapterInterface):
             for name, each in zip(names, objects, strict=True)
             if name is not None
         ]
-
-        def start(items: list[Load]) -> int:
-            return self._caller.submit_load(items, deadline_s=self._load_deadline_s)
-
+        start = partial(self._caller.submit_load, deadline_s=self._load_deadline_s)
         return self._submit(keys, loads, start, loads=True)
 
     def _submit(
         self, keys: list[Any], items: list[Any], start: Callable[[list[Any]], int], *, loads: bool
     ) -> int:
         with self._lock:
-            task = self._new_task()
-            transfer = _Transfer(list(keys), [item.key for item in items], loads=loads)
+            transfer = Transfer(self._new_task(), keys, loads=loads)
             if len(items) < len(keys) or not keys:  # their model is not identified
-                self._finish(task, transfer)
+                self._finish(transfer)
             else:
-                self._tasks[start(items)] = task
-                self._transfers[task] = transfer
-            return task
+                self._transfers[start(items)] = transfer
+            return transfer.number
 
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
@@ -325,7 +298,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
             ready.poll(1000 * more * (_ASK_AGAIN_S if self._questions else _IDLE_S))
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-            stored, served, over = list[_Known](), list[Any](), list[int]()
+            stored, served, over = list[_Known](), list[Any](), list[Transfer]()
             with self._lock:
                 for answer in self._caller.poll():
                     self._settle(answer, stored, served, over)
@@ -341,21 +314,18 @@ class FlowKVL2Adapter(L2AdapterInterface):
             except Exception:
                 _log.exception("LMCache's listeners failed")
             with self._lock:
-                for task in over:
-                    self._finish(task, self._transfers.pop(task))
+                for transfer in over:
+                    self._finish(transfer)
 
     def _settle(
-        self, answer: TierAnswer, stored: list[_Known], served: list[Any], over: list[int]
+        self, answer: TierAnswer, stored: list[_Known], served: list[Any], over: list[Transfer]
     ) -> None:
-        task = self._tasks[answer.job]
-        transfer = self._transfers[task]
-        key, name = transfer.keys[answer.item], transfer.names[answer.item]
-        transfer.left -= 1
+        transfer = self._transfers[answer.job]
+        transfer.answered(answer)
+        key, name = transfer.keys[answer.item], answer.key
         if answer.outcome is Outcome.HIT:
-            transfer.sizes[answer.item] = answer.n_bytes
             served.append(key)
         elif answer.outcome is Outcome.STORED:
-            transfer.sizes[answer.item] = answer.n_bytes
             if name not in self._known and self.keeper.knows(name):
                 self._known[name] = key, answer.n_bytes
                 stored.append(self._known[name])
@@ -364,16 +334,16 @@ class FlowKVL2Adapter(L2AdapterInterface):
                 self._caller.delete([name])
             self._gone.put(name)
         if not transfer.left:
-            del self._tasks[answer.job]
-            over.append(task)
+            over.append(self._transfers.pop(answer.job))
 
-    def _finish(self, task: int, transfer: _Transfer) -> None:
+    def _finish(self, transfer: Transfer) -> None:
+        sizes, count = transfer.sizes, len(transfer.keys)
         if transfer.loads:
-            self._done[2][task] = _bitmap(len(transfer.keys), transfer.sizes)
+            self._done[2][transfer.number] = _bitmap(count, sizes)
             self._loaded.notify()
         else:
-            success = len(transfer.sizes) == len(transfer.keys)
-            self._done[0][task] = L2StoreResult(success, sum(transfer.sizes.values()))
+            result = L2StoreResult(len(sizes) == count, sum(sizes.values()))
+            self._done[0][transfer.number] = result
             self._stored.notify()
 
     def _answer(self, question: _Question) -> bool:
@@ -500,18 +470,19 @@ class _Codec:
     """Conversion of one model's objects between LMCache's layout and FlowKV pages."""
 
     def __init__(self, codec: str, head_dim: int) -> None:
-        self.codec, self.head_dim = codec, head_dim
+        self._codec, self._head_dim = codec, head_dim
 
-    def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[PageLayout, PageLayout]:
-        return _layouts(tuple(map(int, shape)), dtype, self.head_dim, self.codec)
+    def _layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[PageLayout, PageLayout]:
+        return _layouts(tuple(map(int, shape)), dtype, self._head_dim, self._codec)
 
-    def digest(self, head: bytes, pages: torch.Tensor, key: Any) -> bytes:
-        """Return a digest over the head, the pages and the key of an object."""
-        whose = (key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
-        digest = xxhash.xxh3_128(repr(whose).encode())
-        digest.update(head[:-16])
-        digest.update(pages.numpy().data)
-        return digest.digest()
+
+def _digest(head: bytes, pages: torch.Tensor, key: Any) -> bytes:
+    """Return a digest over the head, up to the digest, the pages and the key of an object."""
+    whose = (key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
+    digest = xxhash.xxh3_128(repr(whose).encode())
+    digest.update(head)
+    digest.update(pages.numpy().data)
+    return digest.digest()
 
 
 def _heads(arena: torch.Tensor, layout: PageLayout) -> torch.Tensor:
@@ -532,16 +503,13 @@ def _granule(layout: PageLayout | None = None) -> torch.Tensor:
     return torch.tensor([layout.granules if layout else 0], dtype=torch.int32)
 
 
-class FlowKVSerializer(Serializer):
+class FlowKVSerializer(_Codec, Serializer):
     """Serializer of `[2, layers, tokens, heads * head_dim]` as a head and one FlowKV page.
 
     Args:
         codec: "kv8", "k8v4", "kv4c" or "kv4h"; docs/explain/codecs.md.
         head_dim: Head dimension of the model.
     """
-
-    def __init__(self, codec: str, head_dim: int) -> None:
-        self._codec = _Codec(codec, head_dim)
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
         """Return the exact size of an object in bytes.
@@ -553,7 +521,7 @@ class FlowKVSerializer(Serializer):
             raise ConfigError(
                 "an object has several tensors", "Leave the serde out: its codecs take one, K and V"
             )
-        _, coded = self._codec.layouts(layout_desc.shapes[0], layout_desc.dtypes[0])
+        _, coded = self._layouts(layout_desc.shapes[0], layout_desc.dtypes[0])
         return _HEADER.size + coded.page_bytes
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
@@ -563,36 +531,29 @@ class FlowKVSerializer(Serializer):
             ConfigError: A number is not finite, or out of the codec's range: it is not stored.
         """
         values = src.tensor
-        raw, coded = self._codec.layouts(values.shape, values.dtype)
+        raw, coded = self._layouts(values.shape, values.dtype)
         shape = (*values.shape[:3], raw.kv_heads, raw.head_dim)
         arena = torch.zeros(raw.page_bytes + coded.page_bytes, dtype=torch.uint8)
         page = _heads(arena, raw)
         page.copy_(values.view(shape))
         if transcode(arena, _granule(), _granule(raw), raw, coded).any():
             raise ConfigError(
-                f"an object has numbers that {self._codec.codec} cannot hold, and is not stored",
+                f"an object has numbers that {self._codec} cannot hold, and is not stored",
                 "If this is frequent, use another codec, or none",
             )
         transcode(arena, _granule(raw), _granule(), coded, raw)
         lost = (page.float() - values.view(shape).float()).abs().flatten(1).amax(1).tolist()
         pages, into = arena[raw.page_bytes :], dst.tensor.view(torch.uint8).flatten()
-        head = self._head(coded, lost, bytes(16))
-        head = self._head(coded, lost, self._codec.digest(head, pages, key))
+        said = CODECS.index(coded.codec), coded.page_bytes, *lost, coded.fingerprint()
+        head = _HEADER.pack(_MAGIC, *said, b"")[:-16]
+        head += _digest(head, pages, key)
         into[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         into[len(head) : len(head) + len(pages)].copy_(pages)
         return len(head) + len(pages)
 
-    def _head(self, coded: PageLayout, lost: Sequence[float], digest: bytes) -> bytes:
-        codec = CODECS.index(coded.codec)
-        said = (codec, coded.page_bytes, *lost, coded.fingerprint(), digest)
-        return _HEADER.pack(_MAGIC, *said)
 
-
-class FlowKVDeserializer(Deserializer):
+class FlowKVDeserializer(_Codec, Deserializer):
     """Deserializer of objects that `FlowKVSerializer` made. Arguments are the same."""
-
-    def __init__(self, codec: str, head_dim: int) -> None:
-        self._codec = _Codec(codec, head_dim)
 
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
         """Decode into `dst`, which is not changed if anything is wrong.
@@ -604,14 +565,14 @@ class FlowKVDeserializer(Deserializer):
         head = bytes(blob[: _HEADER.size].numpy())
         said = ObjectHead.of(memoryview(blob.numpy()))
         values = dst.tensor
-        raw, coded = self._codec.layouts(values.shape, values.dtype)
+        raw, coded = self._layouts(values.shape, values.dtype)
         pages = blob[_HEADER.size : _HEADER.size + said.n_bytes]
         if said.layout != coded.fingerprint() or said.n_bytes != coded.page_bytes:
             raise ConfigError(
                 f"an object in {said.codec} has another shape, dtype or codec than {coded.codec}",
                 "Give each configuration places of its own",
             )
-        if head[-16:] != self._codec.digest(head, pages, key):
+        if head[-16:] != _digest(head[:-16], pages, key):
             raise ConfigError("an object is damaged, or of another key", "It is computed again")
         arena = torch.empty(raw.page_bytes + coded.page_bytes, dtype=torch.uint8)
         arena[raw.page_bytes :].copy_(pages)

@@ -13,15 +13,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 
+from flowkv.connect.door import Transfer, check_version, raw_page, untested
 from flowkv.connect.identity import fingerprint, identify
 from flowkv.core.errors import ConfigError, experimental
 from flowkv.core.keys import ROOT
 from flowkv.residency.keeper import HOLD_S, Caller, open_keeper
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
+from flowkv.tiers.base import FrameInfo, Load, Store
 
 TESTED = "0.5"
 """The version of SGLang that this connector was tested with."""
@@ -37,10 +39,7 @@ try:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.version import __version__ as sglang_version
 except ImportError as error:
-    raise ConfigError(
-        f"SGLang is missing, or its interface is not the tested one ({error})",
-        f"Install SGLang {TESTED}, or a FlowKV version for yours",
-    ) from error
+    raise untested("SGLang", TESTED, error) from error
 
 experimental(__name__, "SGLang changes the interfaces below it with its own releases")
 
@@ -54,14 +53,14 @@ _SHAPE = (
 ).split()
 """Attributes of host pools that describe the bytes of a page, as far as a pool has them."""
 _USES = (
+    "model_path revision speculative_draft_model_path speculative_draft_model_revision "
     "dtype quantization quantization_param_path kv_cache_dtype json_model_override_args model_impl "
     "load_format modelopt_quant custom_weight_loader qsa_indexer_dtype speculative_algorithm "
     "speculative_draft_kv_cache_dtype speculative_draft_model_quantization"
 ).split()
-"""Arguments of SGLang's server that define how weights are used."""
+"""Arguments of SGLang's server that define the weights, and how they are used."""
 
-if not sglang_version.startswith(f"{TESTED}."):
-    _log.warning("SGLang %s: FlowKV's storage was tested with %s", sglang_version, TESTED)
+check_version("SGLang", "storage", sglang_version, TESTED)
 
 
 class _Pool:
@@ -131,14 +130,9 @@ class _Pool:
 
     def frame_names(self, keys: Sequence[str]) -> list[bytes]:
         """Return the names of the frames of pages, run by run."""
-        digests = [hashlib.sha256(self.namespace + key.encode()) for key in keys]
-        found = []
-        for digest in digests:
-            for run in range(len(self.sizes)):
-                one = digest.copy()
-                one.update(bytes([run]))
-                found.append(one.digest())
-        return found
+        said = [self.namespace + key.encode() for key in keys]
+        runs = [bytes([run]) for run in range(len(self.sizes))]
+        return [hashlib.sha256(page + run).digest() for page in said for run in runs]
 
 
 def _uses() -> dict[str, str]:
@@ -147,12 +141,7 @@ def _uses() -> dict[str, str]:
         args = runtime_context.get_server_args()
     except (AttributeError, ValueError):
         return {}
-    files = (
-        "model_path",
-        "revision",
-        *(f"speculative_draft_model_{of}" for of in ("path", "revision")),
-    )
-    said = {name: getattr(args, name, None) for name in (*files, *_USES)}
+    said = {name: getattr(args, name, None) for name in _USES}
     return {name: str(value) for name, value in said.items() if value is not None}
 
 
@@ -201,7 +190,7 @@ class FlowKVStorage(HiCacheStorage):
         self._lookup_deadline_s = float(options.pop("lookup_deadline_s", 1.0))
         self._in_place = bool(extra.get("interface_v1", 0))
         self._of = storage_config
-        self._rank = {"rank": storage_config.tp_rank, "world": storage_config.tp_size}
+        self._rank = storage_config.tp_rank, storage_config.tp_size
         self.keeper = open_keeper(*self._places(places), **options)
         self._looker, self._callers = self.keeper.caller(), threading.local()
         self._looked: dict[bytes, tuple[int, float]] = {}
@@ -320,29 +309,21 @@ class FlowKVStorage(HiCacheStorage):
     def _there(self, pool: _Pool, keys: Sequence[str]) -> list[bool]:
         names = pool.frame_names(keys)
         until_s = time.monotonic() + self._lookup_deadline_s
-        known = dict.fromkeys(names)
-        unknown = list(known)
-        while unknown:
-            for name in unknown:
-                known[name] = self._looker.lookup([name], name)[0]
-            unknown = [name for name in unknown if known[name] is None]
-            if time.monotonic() > until_s:
-                break
-            if unknown:
-                time.sleep(_ASK_AGAIN_S)
+        known = {name: self._looker.lookup([name], name)[0] for name in names}
+        while None in known.values() and time.monotonic() <= until_s:
+            time.sleep(_ASK_AGAIN_S)
+            unknown = [name for name, there in known.items() if there is None]
+            known.update((name, self._looker.lookup([name], name)[0]) for name in unknown)
         found = [bool(known[name]) for name in names]
         now_s = time.monotonic()
         with self._lock:
             for name in names:
                 loads, _ = self._looked.pop(name, (0, 0.0))
                 self._looked[name] = loads + 1, now_s
-            late = []
-            for name, (_, at_s) in self._looked.items():
-                if at_s > now_s - HOLD_S:
-                    break
-                late.append(name)
+            looked = self._looked
+            late = [*takewhile(lambda name: looked[name][1] <= now_s - HOLD_S, looked)]
             for name in late:
-                del self._looked[name]
+                del looked[name]
                 self._looker.release(name)
         self._let_go([name for name in names if not known[name]])
         return pool.whole(found)
@@ -387,9 +368,8 @@ class FlowKVStorage(HiCacheStorage):
     ) -> dict[str, list[bool]]:
         done = {}
         for transfer in transfers:
-            pool, keys, indices = self._pool(transfer.name), transfer.keys or [], None
-            if transfer.host_indices is not None:
-                indices = transfer.host_indices
+            pool, keys = self._pool(transfer.name), transfer.keys or []
+            indices = transfer.host_indices
             if indices is None or indices.numel() != len(keys) * pool.page_size:
                 _log.error("%s: the indices do not fit %d pages", transfer.name, len(keys))
                 done[transfer.name] = [False] * len(keys)
@@ -467,35 +447,23 @@ class FlowKVStorage(HiCacheStorage):
         return pool.whole(self._done(stores, lambda to: to.submit_store(stores)))
 
     def _info(self, pool: _Pool, run: int, parent: bytes) -> FrameInfo:
-        return FrameInfo(
-            kind="page",
-            codec=0,
-            fidelity=0,
-            layout=pool.layout,
-            parent=parent if pool.name == PoolName.KV else ROOT,
-            namespace=pool.namespace,
-            group=0,
-            tokens=pool.page_size,
-            stripe_bytes=pool.sizes[run],
-            tenant=ROOT,
-            **self._rank,
-        )
+        above, size = parent if pool.name == PoolName.KV else ROOT, pool.sizes[run]
+        said = pool.layout, above, pool.namespace, 0, pool.page_size, size, ROOT
+        return raw_page(*said, *self._rank)
 
     def _done(self, items: Sequence[Any], start: Callable[[Caller], int]) -> list[bool]:
         """Run a job on this thread's caller, and return for each item whether it was served."""
-        good = [False] * len(items)
+        job = Transfer(0, items, loads=False)
         if not items or not self.keeper.open:
-            return good
+            return [False] * len(items)
         caller: Caller | None = getattr(self._callers, "own", None)
         if caller is None:
             caller = self._callers.own = self.keeper.caller()
         start(caller)
-        left = len(items)
-        while left:
+        while job.left:
             for answer in caller.poll(0.5):
-                good[answer.item] = answer.outcome in (Outcome.HIT, Outcome.STORED)
-                left -= 1
-        return good
+                job.answered(answer)
+        return [at in job.sizes for at in range(len(items))]
 
     # ---- the rest
 

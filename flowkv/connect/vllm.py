@@ -16,9 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
 
+from flowkv.connect.door import Transfer, check_version, raw_page, untested
 from flowkv.connect.identity import identify
 from flowkv.core.errors import ConfigError, StateError, experimental
 from flowkv.core.keys import ROOT, tenant_salt
@@ -27,7 +29,7 @@ from flowkv.policy import CATALOGUE
 from flowkv.policy.warming import warming
 from flowkv.residency.keeper import open_keeper
 from flowkv.residency.keyed import KeyedPolicy
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
+from flowkv.tiers.base import FrameInfo, Load, Store
 
 TESTED = "0.32"
 """The version of vLLM that this connector was tested with."""
@@ -53,10 +55,7 @@ try:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
     from vllm.version import __version__ as vllm_version
 except ImportError as error:
-    raise ConfigError(
-        f"vLLM is missing, or its interface is not the tested one ({error})",
-        f"Install vLLM {TESTED}, or a FlowKV version for yours",
-    ) from error
+    raise untested("vLLM", TESTED, error) from error
 
 experimental(__name__, "vLLM changes the interfaces below it with its own releases")
 
@@ -67,8 +66,7 @@ _ANSWERS = "vllm:flowkv_answers"
 _USED = "vllm:flowkv_used_bytes"
 _DECLINED = "vllm:flowkv_declined_requests"
 
-if not vllm_version.startswith(f"{TESTED}."):
-    _log.warning("vLLM %s: FlowKV's tier was tested with %s", vllm_version, TESTED)
+check_version("vLLM", "tier", vllm_version, TESTED)
 
 
 # ---- identity of the bytes
@@ -109,25 +107,6 @@ def describe(spec: Any, row_bytes: int) -> dict[str, Any]:
 # ---- the tier
 
 
-class _Job:
-    """Transfer of vLLM's, with its answers so far."""
-
-    def __init__(self, job: Any, keys: list[bytes]) -> None:
-        self.number, self.keys, self.loads = job.job_id, keys, job.is_promotion
-        self.left, self.good, self.n_bytes = len(keys), list[bytes](), 0
-        self.begun_s = time.monotonic()
-
-    def result(self) -> Any:
-        success = len(self.good) == len(self.keys)
-        return JobResult(
-            self.number,
-            success=success,
-            successful_keys=None if success else tuple(self.good) or None,
-            transfer_time=time.monotonic() - self.begun_s,
-            transfer_bytes=self.n_bytes,
-        )
-
-
 class _Accesses:
     """Recorder of the chunks of requests, including chunks in vLLM that its KV events leave out."""
 
@@ -144,11 +123,11 @@ class _Accesses:
         for request in requests:
             begun_ns, context, prompt = self._open.get(request, (0, None, 0))
             if prompt is None:
-                self._open[request] = begun_ns, context, len(self._chain(context))
+                self._open[request] = begun_ns, context, len(self._chunks(context))
 
     def goes(self, context: Any) -> None:
         begun_ns, _, prompt = self._open.pop(context.req_id, (0, None, 0))
-        chain, tokens = self._chain(context), self.writer.block_tokens
+        chain, tokens = self._chunks(context), self.writer.block_tokens
         if self._failed or not begun_ns or not chain:
             return
         prompt = len(chain) if prompt is None else min(prompt, len(chain))
@@ -162,19 +141,15 @@ class _Accesses:
                 tenant=str(tenant or "").encode(),
             )
         except (OSError, StateError) as error:  # a full disk must not stop serving
-            if not self._failed:
-                _log.warning("the recording %s ends here: %s", self.writer.path, error)
+            _log.warning("the recording %s ends here: %s", self.writer.path, error)
             self._failed = True
 
     def close(self) -> None:
         with suppress(OSError, ValueError):  # the last requests could not be written
             self.writer.close()
 
-    def _chain(self, req_context: Any) -> list[bytes]:
-        """Return a request's chunks, root to leaf."""
-        found = _positions(req_context).items()
-        mine = {key: at for key, at in found if _group(key) == self._group}
-        return sorted(mine, key=mine.__getitem__)
+    def _chunks(self, req_context: Any) -> list[bytes]:
+        return _chains(_positions(req_context)).get(self._group, [])
 
 
 class FlowKVTier(SecondaryTierManager):
@@ -232,18 +207,18 @@ class FlowKVTier(SecondaryTierManager):
         numbers = [getattr(group, "group_id", i) for i, group in enumerate(config.groups)]
         sizes = [tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block]
         self._tokens = dict(zip(numbers, sizes, strict=True))
-        self._rank = {"rank": config.parallel.rank, "world": config.parallel.world_size}
+        self._rank = config.parallel.rank, config.parallel.world_size
         self._rows = primary_kv_view.cast("B")
         self._deadline_s, self._gate = load_deadline_s, gate
         self._secret = bytes.fromhex(options.get("secret", ""))
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Transfer] = {}
         self._done: list[Any] = []
         self._worth: dict[str, bool] = {}  # by request with a hit: whether loading pays
         self._scheduled_s: dict[str, float] = {}  # by request that has stored nothing yet
         self._told: Counter[tuple[str, str]] = Counter()
         self._declined = 0
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events: list[Any] | None = [] if events else None
+        self._tells, self._events = bool(events), list[Any]()
         self._keys: dict[bytes, bytes] = {}  # keys of chunks in stored events, by name
         self._gone: SimpleQueue[bytes] = SimpleQueue()
         self._accesses = _Accesses(record, *next(iter(self._tokens.items()))) if record else None
@@ -330,7 +305,7 @@ class FlowKVTier(SecondaryTierManager):
         number = self._caller.submit_load(
             loads, deadline_s=self._deadline_s, request=job_metadata.req_context.req_id
         )
-        self._jobs[number] = _Job(job_metadata, keys)
+        self._jobs[number] = Transfer(job_metadata.job_id, keys, loads=job_metadata.is_promotion)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Start to store rows, which vLLM may reuse once the job is finished."""
@@ -347,7 +322,8 @@ class FlowKVTier(SecondaryTierManager):
             )
             for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True)
         ]
-        self._jobs[self._caller.submit_store(stores)] = _Job(job_metadata, keys)
+        number = self._caller.submit_store(stores)
+        self._jobs[number] = Transfer(job_metadata.job_id, keys, loads=job_metadata.is_promotion)
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Return the jobs that are over, each once."""
@@ -374,19 +350,27 @@ class FlowKVTier(SecondaryTierManager):
     def _collect(self, timeout_s: float) -> None:
         for answer in self._caller.poll(timeout_s):
             job = self._jobs[answer.job]
-            job.left -= 1
-            if answer.outcome in (Outcome.HIT, Outcome.STORED):
-                job.good.append(job.keys[answer.item])
-                job.n_bytes += answer.n_bytes
-            if not job.left:
-                del self._jobs[answer.job]
-                self._done.append(job.result())
-                if self._events is not None and job.good and not job.loads:
-                    names = [(self._name(key), key) for key in job.good]
-                    there = {name: key for name, key in names if self.keeper.knows(name)}
-                    self._keys.update(there)
-                    if there:
-                        self._tell(list(there.values()), removed=False)
+            job.answered(answer)
+            if job.left:
+                continue
+            del self._jobs[answer.job]
+            good = [job.keys[at] for at in job.sizes]
+            success = len(good) == len(job.keys)
+            self._done.append(
+                JobResult(
+                    job.number,
+                    success=success,
+                    successful_keys=None if success else tuple(good) or None,
+                    transfer_time=time.monotonic() - job.begun_s,
+                    transfer_bytes=sum(job.sizes.values()),
+                )
+            )
+            if self._tells and not job.loads:
+                names = [(self._name(key), key) for key in good]
+                there = {name: key for name, key in names if self.keeper.knows(name)}
+                self._keys.update(there)
+                if there:
+                    self._tell(list(there.values()), removed=False)
 
     def shutdown(self) -> None:
         """End all transfers and close the places."""
@@ -404,19 +388,9 @@ class FlowKVTier(SecondaryTierManager):
         return self._rows[start : start + self.block_size_bytes]
 
     def _info(self, group: int, parent: bytes, salt: bytes) -> FrameInfo:
-        return FrameInfo(
-            kind="page",
-            codec=0,
-            fidelity=0,
-            layout=self._layout,
-            parent=parent,
-            namespace=self._namespace,
-            group=group,
-            tokens=self._tokens[group],
-            stripe_bytes=self._stripe,
-            tenant=salt,
-            **self._rank,
-        )
+        tokens, stripe = self._tokens[group], self._stripe
+        said = self._layout, parent, self._namespace, group, tokens, stripe, salt
+        return raw_page(*said, *self._rank)
 
     # ---- events and statistics
 
@@ -426,7 +400,7 @@ class FlowKVTier(SecondaryTierManager):
         gone = [name for name in news if name in self._keys and not self.keeper.knows(name)]
         if gone:
             self._tell([self._keys.pop(name) for name in gone], removed=True)
-        events, self._events = self._events or [], [] if self._events is not None else None
+        events, self._events = self._events, []
         return events
 
     def _evicted(self, names: Iterable[bytes]) -> None:
@@ -434,7 +408,6 @@ class FlowKVTier(SecondaryTierManager):
             self._gone.put(name)
 
     def _tell(self, keys: list[bytes], *, removed: bool) -> None:
-        assert self._events is not None
         told = {"medium": self.medium, "removed": removed, "locality": self.locality}
         whose = {"ownership": self.tier_type, "removal_expected": True}
         self._events.append(OffloadingEvent(keys, **told, **whose))
@@ -473,16 +446,18 @@ def _positions(req_context: Any) -> dict[bytes, int]:
     return found
 
 
+def _chains(positions: Mapping[bytes, int]) -> dict[int, list[bytes]]:
+    """Return a request's chunks by their groups, root to leaf."""
+    found: dict[int, list[bytes]] = {}
+    for key in sorted(positions, key=positions.__getitem__):
+        found.setdefault(_group(key), []).append(key)
+    return found
+
+
 def _parents(positions: Mapping[bytes, int]) -> dict[bytes, bytes]:
     """Return the chunk before each one in its group."""
-    last: dict[int, bytes] = {}
-    above = {}
-    for key in sorted(positions, key=positions.__getitem__):
-        group = _group(key)
-        if group in last:
-            above[key] = last[group]
-        last[group] = key
-    return above
+    chains = _chains(positions).values()
+    return {key: above for chain in chains for above, key in pairwise(chain)}
 
 
 # ---- policies
@@ -556,9 +531,9 @@ class FlowKVCachePolicy(CachePolicy):
         positions, ends = _positions(req_context), dict[int, int]()
         for key in keys:
             ends[_group(key)] = max(ends.get(_group(key), 0), positions.get(key, 0))
-        chain = sorted(positions, key=positions.__getitem__)
+        chains = _chains(positions)
         for group, end in ends.items():
-            found = (key for key in chain if _group(key) == group and positions[key] <= end)
+            found = (key for key in chains.get(group, ()) if positions[key] <= end)
             self.touch(found, req_context)
         self._above = _parents(positions)
 
