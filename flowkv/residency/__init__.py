@@ -515,13 +515,10 @@ class Ledger:
         """Return the pinned blocks of a place, for a policy that does not track pins itself."""
         if shelf.pins:
             return NO_SLOTS
-        pins = self._blocks["pins"][: self._state[FRESH]]
-        found: Slots = np.flatnonzero((pins > 0) & self._lies_in(shelf.number))
+        known = self._blocks[: self._state[FRESH]]
+        here = known["here"] >> shelf.number & 1 == 1
+        found: Slots = np.flatnonzero((known["pins"] > 0) & here)
         return found
-
-    def _lies_in(self, k: int) -> NDArray[np.bool_]:
-        here: NDArray[np.uint8] = self._blocks["here"][: self._state[FRESH]]
-        return here >> k & 1 == 1
 
     def _pin(self, slots: Slots) -> None:
         at.pin(self._blocks, self._state, slots)
@@ -546,9 +543,17 @@ class Ledger:
             if self._state[shelf.used_at] > shelf.capacity:
                 self._relieve(now, shelf.number)
 
-    def _arrived(self, n: int) -> Slots:
-        """Return the blocks among the `n` just landed that took up room."""
-        return self._out[0, :n][self._out[2, :n] == 1]
+    def _overflow(self, now: int, n: int) -> Slots:
+        """Make room in the first place for the `n` blocks just landed; return those beyond it."""
+        first, used = self._shelves[0], self._state
+        if used[first.used_at] <= first.capacity and first.shed is None:
+            return NO_SLOTS
+        fresh = self._out[0, :n][self._out[2, :n] == 1]
+        self._relieve(now, 0)
+        if used[first.used_at] <= first.capacity:
+            return NO_SLOTS
+        fresh = fresh[self._blocks["here"][fresh] & 1 == 1]  # others' reserves and pins
+        return fresh[self._shrink(0, fresh) :]
 
     def _shrink(self, k: int, fresh: Slots) -> int:
         """Remove the last of the just landed blocks until the rest fits; return how many stay."""
@@ -582,10 +587,6 @@ class Ledger:
         at.lay_ghosts(*self._index, bound, out)
         for shelf in self._shelves:
             shelf.policy.forget(out)
-
-    def _room(self, k: int) -> int:
-        """Return the capacity of a place without its pinned bytes."""
-        return self._shelves[k].capacity - int(self._state[PINNED + k])
 
     def namespace(self, name: bytes, generation: int = 0) -> int:
         """Return the number of a namespace: of a tenant, model, adapter, or all of them.
@@ -657,23 +658,13 @@ class Ledger:
         if request < 0:
             request = self._unnamed = self._unnamed + 1
         terms = Terms(meta.n_bytes or self.block_bytes, meta.cost_ns, meta.lease, namespace)
-        ids = self._prepare(ids)
-        where = (self._spaces[namespace], meta.chained)
-        chain, sources = self._rows[0, : len(ids)], self._sources[: len(ids)]
-        hits = follow(*self._index, ids, where, chain, sources)
-        self._visit(now, request, chain, meta)
+        chain, sources, hits = self._follow(now, request, namespace, ids, meta)
         n = self._land(now, 0, chain, terms)
         for shelf in self._shelves:
             shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
-        first = self._shelves[0]
-        if self._state[first.used_at] > first.capacity or first.shed is not None:
-            fresh = self._arrived(n)
-            self._relieve(now, 0)
-            if self._state[first.used_at] > first.capacity:  # others' reserves and pins
-                fresh = fresh[self._blocks["here"][fresh] & 1 == 1]
-                declined = fresh[self._shrink(0, fresh) :]
-                if len(declined):
-                    self._moves.append(Move(declined, 0, -1))
+        declined = self._overflow(now, n)
+        if len(declined):
+            self._moves.append(Move(declined, 0, -1))
         return Plan(hits, chain, sources, len(chain), self._flush())
 
     def begin(
@@ -694,25 +685,16 @@ class Ledger:
         if request in self._live or request < 0:
             raise StateError(f"request {request} is under way", "Number requests from 0 upwards")
         now = self._advance(now_ns)
-        ids = self._prepare(ids)
-        where = (self._spaces[namespace], meta.chained)
-        sources = self._sources[: len(ids)]  # stays this request's if the buffers grow below
-        chain = np.empty(len(ids), np.int64)
-        hits = follow(*self._index, ids, where, chain, sources)
-        self._visit(now, request, chain, meta)
-        self._live[request] = chain
+        terms = Terms(meta.n_bytes or self.block_bytes, meta.cost_ns, meta.lease, namespace)
+        row, sources, hits = self._follow(now, request, namespace, ids, meta)
+        self._live[request] = chain = row.copy()
         self._pin(chain)
-        size = meta.n_bytes or self.block_bytes
-        kept = at.fitting(self._blocks, chain, 0, size, self._room(0))
-        terms = Terms(size, meta.cost_ns, meta.lease, namespace)
+        free_bytes = self._shelves[0].capacity - int(self._state[PINNED])
+        kept = at.fitting(self._blocks, chain, 0, terms.n_bytes, free_bytes)
         n = self._land(now, 0, chain[:kept], terms, flying=True)
-        first = self._shelves[0]
-        if self._state[first.used_at] > first.capacity or first.shed is not None:
-            fresh = self._arrived(n)
-            self._relieve(now, 0)
-            left = self._shrink(0, fresh)
-            if left < len(fresh):
-                kept = int(np.flatnonzero(chain == fresh[left])[0])
+        declined = self._overflow(now, n)
+        if len(declined):
+            kept = int(np.flatnonzero(chain == declined[0])[0])
         return Plan(hits, chain, sources, int(kept), self._flush())
 
     def complete(
@@ -797,21 +779,28 @@ class Ledger:
         """Return the number of blocks that lie in any place."""
         return int(self._state[RESIDENT])
 
-    def _prepare(self, ids: Ids) -> Ids:
-        """Return ids in compiled form, after making room for as many new blocks."""
+    def _follow(
+        self, now: int, request: int, namespace: int, ids: Ids, meta: Meta
+    ) -> tuple[Slots, NDArray[np.int8], int]:
+        """Number a request's blocks, and report it to all policies.
+
+        Returns:
+            The slots and the fastest places of the blocks, in buffers that the next request uses,
+            too; and the number of leading blocks that can be read.
+        """
         ids = as_ids(ids)
         n = len(ids)
         if n > self._widest:
             self._widen(n)
         if self._state[FRESH] + n > len(self._blocks):
             self._grow(int(self._state[FRESH]) + n)
-        return ids
-
-    def _visit(self, now: int, request: int, chain: Slots, meta: Meta) -> None:
-        """Report a request to all policies."""
-        visit = Visit(request, meta.session, meta.tokens, len(chain))
+        chain, sources = self._rows[0, :n], self._sources[:n]
+        where = self._spaces[namespace], meta.chained
+        hits = int(follow(*self._index, ids, where, chain, sources))
+        visit = Visit(request, meta.session, meta.tokens, n)
         for shelf in self._shelves:
             shelf.policy.access(now, chain, visit)
+        return chain, sources, hits
 
     def _known(self, namespace: int, ids: Ids) -> Slots:
         """Return the slots of the known leading blocks."""
