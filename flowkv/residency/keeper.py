@@ -122,8 +122,9 @@ class _Level:
         pump: The thread that fetches the tier's answers.
     """
 
-    def __init__(self, tier: Tier, policy: Policy, loads: Rates) -> None:
-        self.tier, self.book, self.loads = tier, KeyedPolicy(policy), loads
+    def __init__(self, tier: Tier, policy: Policy, rates: dict[str, Rates]) -> None:
+        self.tier, self.book = tier, KeyedPolicy(policy)
+        self.loads = rates.setdefault(tier.name, Rates())
         self.flights: dict[tuple[int, int], _Flight] = {}
         self.storing: Counter[bytes] = Counter()
         self.left, self.hit_bytes = Counter[int](), Counter[int]()
@@ -221,11 +222,7 @@ class Keeper(Closing):
         self._open, self._refill_bytes, self._news, self.gate = True, 0, 0, LoadGate()
         self.gate.rates = rates if rates is not None else {}
         self._levels = [
-            _Level(
-                tier,
-                policies(tier.kind, tier.capacity_bytes),
-                self.gate.rates.setdefault(tier.name, Rates()),
-            )
+            _Level(tier, policies(tier.kind, tier.capacity_bytes), self.gate.rates)
             for tier in tiers
         ]
         self._questions: SimpleQueue[tuple[_Hold, bytes] | None] = SimpleQueue()
@@ -343,7 +340,7 @@ class Keeper(Closing):
             self._news += 1
             for other in self._levels:
                 if other.local:
-                    self._drop(other, erased)
+                    self._drop(other, erased, _meant(erased, other.tier.scan()))
                 elif other is not level or not erased.proven:
                     other.sweeps += 1
                     sweep = threading.Thread(target=self._sweep, args=(other, erased), daemon=True)
@@ -351,20 +348,17 @@ class Keeper(Closing):
 
     def _sweep(self, level: _Level, erased: Erased) -> None:
         """Scan a remote tier for erased frames and drop them; runs in a thread of its own."""
+        meant: Collection[bytes] | None = None
         try:
             meant = _meant(erased, level.tier.scan())
         except Exception:  # a third-party client may raise anything: all known frames go
             _log.warning("the frames of %s cannot be scanned", level.tier.name, exc_info=True)
-            with self._lock:
-                meant = set(level.book)
         with self._lock:
-            try:
-                self._drop(level, erased, meant)
-            finally:
-                level.sweeps -= 1
+            level.sweeps -= 1
+            self._drop(level, erased, set(level.book) if meant is None else meant)
 
-    def _drop(self, level: _Level, erased: Erased, meant: Collection[bytes] | None = None) -> None:
-        meant = _meant(erased, level.tier.scan()) if meant is None else meant
+    def _drop(self, level: _Level, erased: Erased, meant: Collection[bytes]) -> None:
+        """Delete the erased frames of a tier and forget their keys; `meant` are those it lists."""
         known = [key for key in level.book if key in meant or erased.everything or erased.has(key)]
         self._withdraw(level, lambda store: _means(erased, store.key, store.info, meant))
         level.tier.delete(list(meant))
@@ -890,11 +884,10 @@ class Caller:
                 raise StateError(f"{self.name} is closed", "Open a keeper anew")
             keeper._hear()
             job, now = self.answers.new_job(), keeper._clock.now_ns()
-            end, asked = now + round(min(deadline_s, 1e9) * 1e9), enumerate(operations)
-            best = [TierAnswer(job, i, one.key, Outcome.MISS) for i, one in asked]
+            end, miss = now + round(min(deadline_s, 1e9) * 1e9), Outcome.MISS
             items = [
-                _Item(self, operation, answer, now, end, keeper._news, request)
-                for operation, answer in zip(operations, best, strict=True)
+                _Item(self, one, TierAnswer(job, i, one.key, miss), now, end, keeper._news, request)
+                for i, one in enumerate(operations)
             ]
             if operations and isinstance(operations[0], Load):
                 for level in keeper.levels:
