@@ -25,7 +25,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.core.errors import CapacityError, StateError
-from flowkv.core.geometry import CODEC_SHIFT, CODECS, PageLayout, codec_of
+from flowkv.core.geometry import CODEC_SHIFT, CODECS, SPECS, PageLayout, codec_of
 from flowkv.kernels.loss import bounds, by_rotation
 from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views
@@ -41,11 +41,6 @@ from flowkv.observe.events import Audited, Quarantined
 ROUNDING = {"float64": 1e-6, "float32": 1e-3, "float16": 0.03, "bfloat16": 0.1}
 """Distance that comes from another order of the same additions, by dtype of the page: the same
 forward with other rows beside it, or in other chunks, rounds otherwise in every layer."""
-
-DRIFT = {"raw": 0.0, "kv8": 0.1, "k8v4": 0.5, "kv4c": 0.65, "kv4h": 0.65}
-"""Distance that comes from the pages before, by the lossiest codec among them and their own past:
-a page was computed when they were raw, or otherwise encoded, and is recomputed as they are now.
-The model's first layer has none: its keys and values depend on their own token only."""
 
 _NOTHING = 1e-30
 
@@ -73,7 +68,10 @@ def compare(store: PageStore, group: int, page: int, computed: int, lossiest: st
         return Verdict(math.inf, rounding)
     worst, ratio = Verdict(0.0, rounding), 0.0
     for layer, number in enumerate(layers):
-        allowed = rounding + (DRIFT[lossiest] if number else 0.0)
+        # The drift comes from the pages before, by the lossiest codec among them and their own
+        # past: this one was computed when they were raw, or otherwise encoded, and is recomputed as
+        # they are now. K and V of the model's first layer depend on their own token only.
+        allowed = rounding + (SPECS[lossiest].drift if number else 0.0)
         views = zip(_views(stored, forms.raw, layer), _views(fresh, forms.raw, layer), strict=True)
         (k, wanted_k), (v, wanted_v) = views
         lost = _lost(layout, wanted_k, wanted_v)
@@ -107,7 +105,7 @@ def _lost(layout: PageLayout, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
     if layout.codec == "raw":
         return k.new_zeros(k.shape[:-1]), v.new_zeros(v.shape[:-1])
     lost_k, lost_v = bounds(layout.codec, k, v)
-    if layout.codec == "kv4h":  # its bound is one of a token, not of its elements
+    if layout.spec.rotates:  # its bound is one of a token, not of its elements
         return by_rotation(k), lost_v.norm(dim=-1)
     return lost_k.norm(dim=-1), lost_v.norm(dim=-1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -160,13 +160,43 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 # Byte layout of a page for each codec, defined here alone.
 
 GRANULE_BYTES = 4096
-CODECS = ("raw", "kv8", "k8v4", "kv4c", "kv4h")
+
+
+class CodecSpec(NamedTuple):
+    """Properties of a codec, which layouts, kernels, bounds and audits read.
+
+    Attributes:
+        k_bits: Bits of an element of K; 0 where it stays in its dtype.
+        v_bits: Bits of an element of V, likewise.
+        k_levels: Greatest q of K, which lies in -levels to levels; by channel in 0 to levels.
+        v_levels: Greatest q of V, which lies in -levels to levels.
+        drift: Distance of a token that comes from pages of this codec before it (`cache.audit`).
+        by_channel: Whether K has a scale and an offset for each dim, not a scale for each token.
+        rotates: Whether K is rotated before it is encoded.
+    """
+
+    k_bits: int
+    v_bits: int
+    k_levels: int
+    v_levels: int
+    drift: float
+    by_channel: bool = False
+    rotates: bool = False
+
+
+SPECS = {
+    "raw": CodecSpec(0, 0, 0, 0, 0.0),
+    "kv8": CodecSpec(8, 8, 127, 127, 0.1),
+    "k8v4": CodecSpec(8, 4, 127, 7, 0.5),
+    "kv4c": CodecSpec(4, 4, 15, 7, 0.65, by_channel=True),
+    "kv4h": CodecSpec(4, 4, 7, 7, 0.65, rotates=True),
+}
+CODECS = tuple(SPECS)
 """Every codec with a layout, from exact to small: the index in this tuple is its (in)fidelity."""
 
 CODEC_SHIFT = 28
 GRANULE_MASK = (1 << CODEC_SHIFT) - 1
 
-_BITS = {"kv8": (8, 8), "kv4c": (4, 4), "kv4h": (4, 4), "k8v4": (8, 4)}
 _SCALE_BYTES = 2
 
 
@@ -202,6 +232,11 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     run_bytes: int
     stripe_bytes: int
     stripe_stride_bytes: int
+
+    @property
+    def spec(self) -> CodecSpec:
+        """Return the properties of the codec."""
+        return SPECS[self.codec]
 
     @cached_property
     def page_bytes(self) -> int:
@@ -283,7 +318,8 @@ def page_layout(group: LayerGroup, page_size: int, codec: str = "raw") -> PageLa
                 f"codec {codec!r} of a float64 cache",
                 "Use codec='raw': codecs compute in float32, which would lose precision",
             )
-        k_bits, v_bits = _BITS[codec]
+        spec = SPECS[codec]
+        k_bits, v_bits = spec.k_bits, spec.v_bits
         if min(k_bits, v_bits) == 4 and (tokens < 64 or min(dim, dim_v) < 64):
             raise ConfigError(
                 f"codec {codec!r} with page_size={tokens} and head_dim={min(dim, dim_v)}",
@@ -296,7 +332,7 @@ def page_layout(group: LayerGroup, page_size: int, codec: str = "raw") -> PageLa
                 "4-bit codecs need even head dims and page sizes",
             )
         k, v = tokens * dim * k_bits // 8, tokens * dim_v * v_bits // 8
-        k_scales = _SCALE_BYTES * (2 * dim if codec == "kv4c" else tokens)
+        k_scales = _SCALE_BYTES * (2 * dim if spec.by_channel else tokens)
         v_scales = _SCALE_BYTES * tokens
     v_offset = 0 if latent else _pad(k, 16)
     k_scale_offset = _pad(k, 16) + _pad(v, 16)

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from flowkv.core.geometry import SPECS
 from flowkv.kernels import reference as reference_codec
 
 U, U_HALF, TINY = 2.0**-24, 2.0**-11, 2.0**-25
@@ -72,10 +73,10 @@ def bounds(codec: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, 
     k, v = k.double(), v.double()
     if codec == "raw":
         return torch.zeros_like(k), torch.zeros_like(v)
-    levels_k, levels_v = reference_codec.LEVELS[codec]
-    lost_v = by_token(v, levels_v)
-    if codec == "kv4c":
-        return by_channel(k, levels_k), lost_v
-    if codec == "kv4h":
-        return by_rotation(k, levels_k)[..., None].expand_as(k), lost_v
-    return by_token(k, levels_k), lost_v
+    spec = SPECS[codec]
+    lost_v = by_token(v, spec.v_levels)
+    if spec.by_channel:
+        return by_channel(k, spec.k_levels), lost_v
+    if spec.rotates:
+        return by_rotation(k, spec.k_levels)[..., None].expand_as(k), lost_v
+    return by_token(k, spec.k_levels), lost_v

@@ -22,9 +22,6 @@ from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 #
 # Runs are stacked as `[..., P, D]`: all dims before tokens and head dims are a batch.
 
-LEVELS = {"kv8": (127, 127), "k8v4": (127, 7), "kv4c": (15, 7), "kv4h": (7, 7)}
-"""By codec: q of K and V lies in -levels to levels; for the keys of kv4c, in 0 to levels."""
-
 FITS = 65520.0
 """Least number that float16 rounds to infinity; all below round to a number."""
 HUGE = 2.0**100
@@ -131,14 +128,13 @@ def decoded(
         exact = torch.promote_types(dtype, torch.float32)
         k, v = (x.contiguous().view(dtype).to(exact) for x in parts[:2])
         return k.view(*heads, tokens, dim), v.view(*heads, tokens, dim_v)
-    levels_v = LEVELS[layout.codec][1]
     k, v = parts[0].unflatten(-1, (tokens, -1)), parts[1].unflatten(-1, (dim_v, -1))
     scales_k, scales_v = (x.contiguous().view(torch.float16).float() for x in parts[2:])
-    values = _opened(v, -1) - 8 if levels_v == 7 else v.int() - 128
-    if layout.codec == "kv4c":
+    values = _opened(v, -1) - 8 if layout.spec.v_bits == 4 else v.int() - 128
+    if layout.spec.by_channel:
         by, offsets = scales_k.unflatten(-1, (2, 1, dim)).unbind(-3)
         keys = _opened(k, -1) * by + offsets
-    elif layout.codec == "kv4h":
+    elif layout.spec.rotates:
         keys = rotate((_opened(k, -1) - 8) * scales_k[..., None])
     else:
         keys = k.view(torch.int8) * scales_k[..., None]
@@ -204,19 +200,19 @@ def _encoded_parts(
     k: torch.Tensor, v: torch.Tensor, layout: PageLayout
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return K, V and their scales as bytes `[n, Hk, bytes]`, and runs with too large scales."""
-    levels_k, levels_v = LEVELS[layout.codec]
-    values = symmetric(v, levels_v)
+    spec = layout.spec
+    values = symmetric(v, spec.v_levels)
     v_q = values.q.transpose(-1, -2)  # [n, Hk, Dv, P]
-    v_bytes = _packed(v_q + 8) if levels_v == 7 else v_q + 128
-    if layout.codec == "kv4c":
-        keys = by_channel(k, levels_k)
+    v_bytes = _packed(v_q + 8) if spec.v_bits == 4 else v_q + 128
+    if spec.by_channel:
+        keys = by_channel(k, spec.k_levels)
         assert keys.offsets is not None
         k_bytes, k_scales = _packed(keys.q), torch.cat((keys.scales, keys.offsets), -1)
-    elif layout.codec == "kv4h":
-        keys = symmetric(rotate(k), levels_k)
+    elif spec.rotates:
+        keys = symmetric(rotate(k), spec.k_levels)
         k_bytes, k_scales = _packed(keys.q + 8), keys.scales
     else:
-        keys = symmetric(k, levels_k)
+        keys = symmetric(k, spec.k_levels)
         k_bytes, k_scales = keys.q & 255, keys.scales
     elements = [x.to(torch.uint8).flatten(2) for x in (k_bytes, v_bytes)]
     return [*elements, _bytes(k_scales), _bytes(values.scales)], keys.over | values.over
@@ -257,11 +253,11 @@ def _parts(stripes: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ...
         item = getattr(torch, layout.dtype).itemsize
         sizes = [tokens * dim * item, tokens * dim_v * item]
     else:
-        levels_k, levels_v = LEVELS[layout.codec]
+        spec = layout.spec
         sizes = [
-            tokens * dim // (1 if levels_k == 127 else 2),
-            tokens * dim_v // (1 if levels_v == 127 else 2),
-            4 * dim if layout.codec == "kv4c" else 2 * tokens,
+            tokens * dim * spec.k_bits // 8,
+            tokens * dim_v * spec.v_bits // 8,
+            4 * dim if spec.by_channel else 2 * tokens,
             2 * tokens,
         ]
     starts = [0, layout.v_offset_bytes, layout.k_scale_offset_bytes, layout.v_scale_offset_bytes]

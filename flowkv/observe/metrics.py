@@ -6,6 +6,7 @@ Tenants are no labels: their number is unbounded, and their names may be private
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -209,33 +210,30 @@ RULES: Mapping[type[Event], Mapping[str, Metric]] = MappingProxyType(
 """Event type -> the metrics that it feeds, all with the same labels."""
 
 
-class MetricReading(NamedTuple):
-    """Reading of one metric from an event.
+Labels = tuple[tuple[str, str], ...]
 
-    Attributes:
-        kind: "counter": add `values[0]`; "gauge": set it; "histogram": add all of `values`.
-        name: The metric.
-        values: One value; of a histogram, all values of the event.
+
+@functools.cache
+def _rule(kind: type[Event]) -> tuple[list[str], list[tuple[str, Metric]]]:
+    """Return the sorted labels and the metrics of an event type, or of its nearest base class."""
+    rule = next(RULES[base] for base in kind.__mro__ if base in RULES)
+    return sorted(next(iter(rule.values())).labels), [*rule.items()]
+
+
+def read(event: Event) -> tuple[Labels, list[tuple[Kind, str, tuple[float, ...]]]]:
+    """Return the sorted labels of an event's series, and its readings: kind, metric and values.
+
+    An event counts as its type, or as the nearest base class in the table. The one value of a
+    counter is to be added, that of a gauge to be set, and all values of a histogram to be counted.
     """
-
-    kind: Kind
-    name: str
-    values: tuple[float, ...]
-
-
-def read(event: Event) -> tuple[dict[str, str], list[MetricReading]]:
-    """Return the labels of an event's series, and its reading of each metric.
-
-    An event counts as its type, or as the nearest base class in the table.
-    """
-    rule = next(RULES[base] for base in type(event).__mro__ if base in RULES)
-    found, labels = list[MetricReading](), next(iter(rule.values())).labels
-    for name, metric in rule.items():
+    labels, rule = _rule(type(event))
+    found = []
+    for name, metric in rule:
         value = getattr(event, metric.field) if metric.field else 1
         if value or not metric.maybe:
             values = value if isinstance(value, tuple) else (value,)
-            found.append(MetricReading(metric.kind, name, values))
-    return {label: text(getattr(event, label)) for label in labels}, found
+            found.append((metric.kind, name, values))
+    return tuple([(label, text(getattr(event, label))) for label in labels]), found
 
 
 def text(value: object) -> str:
@@ -251,8 +249,6 @@ COUNT_BUCKETS = tuple(float(4**e) for e in range(0, 13))
 
 PREFIX = "flowkv_"
 """Prefix of metric names outside of this process."""
-
-_Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
@@ -306,7 +302,7 @@ class Family(NamedTuple):
     name: str
     kind: Kind
     meaning: str
-    series: list[tuple[_Labels, float | Histogram]]
+    series: list[tuple[Labels, float | Histogram]]
 
 
 class Metrics:
@@ -318,7 +314,7 @@ class Metrics:
 
     def __init__(self, bus: Bus | None = None) -> None:
         self._lock = threading.Lock()
-        self._series: dict[str, dict[_Labels, Any]] = {}
+        self._series: dict[str, dict[Labels, Any]] = {}
         self._sources: list[Callable[[], Iterable[Level]]] = []
         self._followers, self._steps = 0, list[Subscription]()
         if bus is not None:
@@ -440,8 +436,7 @@ class Metrics:
 
     def on_event(self, event: Event) -> None:
         """Count an event."""
-        labels, readings = read(event)
-        key = _key(labels)
+        key, readings = read(event)
         with self._lock:
             for kind, name, values in readings:
                 series = self._series.setdefault(name, {})
@@ -470,11 +465,11 @@ class Observable(Protocol):
         ...
 
 
-def _key(labels: Mapping[str, object]) -> _Labels:
+def _key(labels: Mapping[str, object]) -> Labels:
     return tuple(sorted((name, text(value)) for name, value in labels.items()))
 
 
-def _braces(key: _Labels) -> str:
+def _braces(key: Labels) -> str:
     if not key:
         return ""
     escaped = (

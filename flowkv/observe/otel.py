@@ -121,7 +121,7 @@ class Bridge(Closing):
             if kind == "histogram" and (self._gaps or name != "inter_token_seconds"):
                 record = self._histograms[name].record
                 for value in values:
-                    record(value, labels)
+                    record(value, dict(labels))
 
     # ---- spans
 

@@ -512,11 +512,11 @@ class Coding(NamedTuple):
 def coding(old: PageLayout, new: PageLayout | None = None) -> Coding:
     """Return the constants for reading pages of `old`, to be written as `new`, or as raw lines."""
     page, dim, value_dim = old.page_size, old.head_dim, old.value_dim
-    rotates = old.codec == "kv4h" or (new is not None and new.codec == "kv4h")
+    rotates = old.spec.rotates or (new is not None and new.spec.rotates)
     block = dim & -dim if rotates else 0
     columns, value_columns = padded((dim + 1) // 2), padded(value_dim)
     rows = min(power(page), max(1, KEY_ELEMENTS // columns))
-    if new is not None and new.codec == "kv4c" and not block:  # columns are independent
+    if new is not None and new.spec.by_channel and not block:  # columns are independent
         rows = min(256, power(page))
         columns = min(columns, max(16, CHANNEL_ELEMENTS // rows))
     half_page = power((page + 1) // 2)

@@ -425,7 +425,7 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: tuple[
         )
         return
     codec = task.pages.sealed[0]
-    q = turned(task.q) if codec.codec == "kv4h" else task.q
+    q = turned(task.q) if codec.spec.rotates else task.q
     launch(
         attend_lists,
         (max(shares[:2]), heads),

@@ -16,11 +16,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from flowkv.core.geometry import ITEMSIZE, PageLayout
+from flowkv.core.geometry import ITEMSIZE, SPECS, PageLayout
 from flowkv.kernels.triton.launch import Traits, padded
-
-BITS = {"kv8": (8, 8), "k8v4": (8, 4), "kv4c": (4, 4), "kv4h": (4, 4)}
-"""Bits of an element of K and of V, by codec."""
 
 REGISTERS = 65536
 """Registers of a processor; a thread has 255 at most."""
@@ -106,10 +103,10 @@ def stream(layout: PageLayout, columns: int) -> Stream:
     """Describe the pages of a layout as `columns` query rows read them."""
     dim, value_dim = layout.head_dim, layout.value_dim
     item = ITEMSIZE[layout.dtype]
-    k_bits, v_bits = BITS.get(layout.codec, (8 * item, 8 * item))
+    k_bits, v_bits = layout.spec.k_bits or 8 * item, layout.spec.v_bits or 8 * item
     pair = 2 if v_bits == 4 else 1
     width = pair * (max(32 * 8 // k_bits, padded(dim)) + padded(value_dim))
-    scales = 4 * dim + 2 * dim * columns if layout.codec == "kv4c" else 0
+    scales = 4 * dim + 2 * dim * columns if layout.spec.by_channel else 0
     slot_bytes = pair * (dim * k_bits + value_dim * v_bits) // 8
     return Stream(layout.codec, layout.page_size // pair, slot_bytes, width, scales, columns, item)
 
@@ -146,7 +143,7 @@ def clocks(tiling: Tiling, read: Stream, device: Traits) -> float:
     elements = held(tiling, read)
     spilled = max(0.0, elements / 512 - 1) * SPILLING if read.codec == "raw" else 0.0
     loop = tiling.parts * (START + ELEMENT * elements * (1 + spilled))
-    loop += CHANNELS if read.codec == "kv4c" else 0
+    loop += CHANNELS if SPECS[read.codec].by_channel else 0
     alone = loop + tiling.parts * BARRIER * (tiling.warps > 1)
     turn = max(alone * tiling.buffers, LATENCY + alone) if tiling.buffers > 1 else LATENCY + alone
     tile_bytes = tiling.block * tiling.parts * read.slot_bytes
@@ -166,7 +163,7 @@ def clocks(tiling: Tiling, read: Stream, device: Traits) -> float:
 def fits(tiling: Tiling, read: Stream, device: Traits) -> bool:
     """Return whether a program's shared memory suffices, and no register spills."""
     # The assembler for sm_100 spills with twice as many of 4-bit keys.
-    spills = read.codec in {"kv4c", "kv4h"} and device.major >= 10
+    spills = SPECS[read.codec].k_bits == 4 and device.major >= 10
     most = 256 if read.codec == "raw" or spills else 512
     bytes_ = tiling.block * read.slot_bytes
     wide = read.codec == "raw" and bytes_ > 32768  # more tempts the compiler to use WGMMA
@@ -187,7 +184,7 @@ def candidates(read: Stream, device: Traits, warps: int) -> Iterator[Tiling]:
         wide = [block for block in blocks if 64 <= block <= most and not read.slots % block]
         blocks = blocks if exact or not wide else tuple(wide)  # of fewer slots, no matrix unit
     for block in blocks[:1] if exact else blocks:
-        for parts in (1, 2) if read.codec == "kv4c" else (1,):
+        for parts in (1, 2) if SPECS[read.codec].by_channel else (1,):
             if block * parts > blocks[0] and read.slots % (block * parts):
                 continue
             for width in (warps,) if warps else widths:

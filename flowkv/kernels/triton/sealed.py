@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from flowkv.core.geometry import PageLayout
-from flowkv.kernels.triton.flight import BITS, decoding, room_of, stream
+from flowkv.kernels.triton.flight import decoding, room_of, stream
 from flowkv.kernels.triton.launch import (
     Constants,
     Traits,
@@ -590,7 +590,7 @@ def sealed_constants(task: Task, work: Work, codec: PageLayout) -> tuple[Constan
 def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: int) -> None:
     """Attend over the pages of one sealed codec, beside others."""
     constants, warps = sealed_constants(task, work, codec)
-    q = turned(task.q) if codec.codec == "kv4h" else task.q
+    q = turned(task.q) if codec.spec.rotates else task.q
     assert work.lists is not None
     launch(
         attend_sealed,
@@ -609,18 +609,18 @@ def sealed_config(
     layout: PageLayout, columns: int, device: Traits
 ) -> tuple[Constants, dict[str, int]]:
     """Return the constants of `attend_sealed`, and its warps, programs, tile and room."""
-    k_bits, v_bits = BITS[layout.codec]
-    pair = 2 if v_bits == 4 else 1  # slots of a tile with values in one byte
+    spec = layout.spec
+    pair = 2 if spec.v_bits == 4 else 1  # slots of a tile with values in one byte
     tiling = decoding(stream(layout, columns), device)
     tile = tiling.block * pair
     shape = coded(layout)._replace(
-        D=max(32, padded(layout.head_dim * k_bits // 8)),
+        D=max(32, padded(layout.head_dim * spec.k_bits // 8)),
         DV=padded(layout.value_dim),
         TILE=tile * tiling.parts,
         PARTS=tiling.parts,
-        K_BITS=k_bits,
-        V_BITS=v_bits,
-        CHANNELS=layout.codec == "kv4c",
+        K_BITS=spec.k_bits,
+        V_BITS=spec.v_bits,
+        CHANNELS=spec.by_channel,
         STAGES=tiling.stages,
         WARPS=tiling.warps,
     )
