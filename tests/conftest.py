@@ -276,9 +276,10 @@ def briefly() -> Iterator[None]:
 
 @pytest.fixture
 def all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load all that a tier has, for tests that count it: a slow disk's pages are computed."""
+    """Store and load everything, for tests that count it: a slow tier's pages are computed."""
     monkeypatch.setattr("flowkv.cache.restore.make_restore_policy", lambda _: Halves(0.0))
-    monkeypatch.setattr("flowkv.policy.restore.LoadGate.worth", lambda *_: True)
+    for asked in ("worth", "pays_to_store"):
+        monkeypatch.setattr(f"flowkv.policy.restore.LoadGate.{asked}", lambda *_: True)
 
 
 @pytest.fixture(scope="session", autouse=True)

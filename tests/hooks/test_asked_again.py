@@ -14,7 +14,6 @@ from transformers import DynamicCache
 
 import flowkv
 from tests.cache.audit import audit
-from tests.cache.fakes import Halves
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate
 from tests.hooks.recorder import recorded
@@ -162,6 +161,7 @@ def test_logits_that_a_forward_asks_for(keep: int, device: str) -> None:
         assert counts(kv)[1] == replayed + (keep == 1)
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 @pytest.mark.parametrize("length", [96, 97])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_pages_that_come_from_host_memory(rows: int, length: int, device: str) -> None:
@@ -172,7 +172,6 @@ def test_pages_that_come_from_host_memory(rows: int, length: int, device: str) -
     # Of the others, some rows would find pages on the device, which restoring the first one takes.
     options = dict(gpu=f"{256 * rows}KiB", host="8MiB", policy="lru")
     with capturing(device), attached(model, **options) as kv:
-        kv.restores.policy = Halves(0)  # on a busy machine computing may seem faster
         for ids in prompts:
             generate(model, 8, input_ids=ids)
         for ids in prompts:
