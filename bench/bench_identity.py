@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import transformers
 
-from flowkv.hooks.identity import CALLS, Identity, drawn
+from flowkv.naming.identity import CALLS, Identity, drawn
 
 PAGE_TOKENS = 64
 

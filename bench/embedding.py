@@ -30,10 +30,10 @@ import xxhash
 from flowkv.cli.arguments import AddVerb, count
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.errors import ConfigError
-from flowkv.hooks.embedding import EmbeddingTable, write_table
 from flowkv.policy import make_policy
 from flowkv.report.screen import Screen
 from flowkv.residency import Ledger, Meta, Place
+from flowkv.tensors.embedding import EmbeddingTable, write_table
 
 ZIPF, WIDTH = 1.05, 64
 SIZES = {64: 200, 1024: 60}  # ids of a look-up: look-ups that are timed

@@ -30,9 +30,9 @@ import flowkv
 from bench.embedding import memory_group
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.config import parse_size
-from flowkv.hooks.checkpoint import Checkpoint
 from flowkv.hooks.huggingface.load import DTYPES, load_model
 from flowkv.report.screen import Screen
+from flowkv.tensors.checkpoint import Checkpoint
 
 WAYS = ("flowkv", "accelerate", "mapping", "whole")
 PREFILL, STEPS = 256, 6

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from flowkv.engine.request import Request as Request
     from flowkv.hooks.attention import attention as attention
     from flowkv.hooks.attention import intercept as intercept
-    from flowkv.hooks.embedding import attach_embedding as attach_embedding
     from flowkv.hooks.graphs import graphed as graphed
     from flowkv.hooks.huggingface.attach import attach as attach
     from flowkv.hooks.huggingface.attach import verify as verify
-    from flowkv.hooks.memo import memo as memo
-    from flowkv.hooks.weights import attach_weights as attach_weights
     from flowkv.policy.base import Lease as Lease
     from flowkv.policy.base import Policy as Policy
+    from flowkv.tensors.embedding import attach_embedding as attach_embedding
+    from flowkv.tensors.memo import memo as memo
+    from flowkv.tensors.weights import attach_weights as attach_weights
     from flowkv.tiers.base import Tier as Tier
 
 __version__ = "0.2.0"
@@ -105,13 +105,13 @@ _HOMES = {
     "Step": "flowkv.cache.step",
     "Tier": "flowkv.tiers.base",
     "attach": "flowkv.hooks.huggingface",
-    "attach_embedding": "flowkv.hooks.embedding",
-    "attach_weights": "flowkv.hooks.weights",
+    "attach_embedding": "flowkv.tensors.embedding",
+    "attach_weights": "flowkv.tensors.weights",
     "attention": "flowkv.hooks.attention",
     "graphed": "flowkv.hooks.graphs",
     "intercept": "flowkv.hooks.attention",
     "kernels": "flowkv.kernels",
-    "memo": "flowkv.hooks.memo",
+    "memo": "flowkv.tensors.memo",
     "sim": "flowkv.sim",
     "testing": "flowkv.testing",
     "verify": "flowkv.hooks.huggingface",

@@ -140,15 +140,8 @@ if TYPE_CHECKING:
         seed_of,
     )
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks import computation, graphs, identity, memory_words
-    from flowkv.hooks import fingerprint as fingerprint_of_weights
-    from flowkv.hooks import weights as weights_module
+    from flowkv.hooks import graphs
     from flowkv.hooks.blend import Rewrite
-    from flowkv.hooks.checkpoint import Checkpoint
-    from flowkv.hooks.computation import Walk
-    from flowkv.hooks.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES
-    from flowkv.hooks.embedding import LEAST_KNOWN, EmbeddingTable, write_table
-    from flowkv.hooks.fingerprint import UnnamedError, Weights
     from flowkv.hooks.graphs import GraphedForward, shape_of
     from flowkv.hooks.huggingface import door, load, restore, rows, smollm2
     from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
@@ -163,7 +156,6 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.restore import Part as restore_Part
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows
     from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
-    from flowkv.hooks.identity import CALLS, Identity
     from flowkv.kernels import dispatch, reference, registry
     from flowkv.kernels.cascade import Group, shared_prefixes
     from flowkv.kernels.cpu import entries
@@ -186,6 +178,11 @@ if TYPE_CHECKING:
     from flowkv.kernels.triton.task import merge_two
     from flowkv.kernels.triton.tile import FLIP_SIGNS, SPLIT_DIGITS, SPLIT_NIBBLES
     from flowkv.kernels.triton.tile import MOST as tile_MOST
+    from flowkv.naming import computation, identity, memory_words
+    from flowkv.naming import fingerprint as fingerprint_of_weights
+    from flowkv.naming.computation import Walk
+    from flowkv.naming.fingerprint import UnnamedError, Weights
+    from flowkv.naming.identity import CALLS, Identity
     from flowkv.observe import events, recording
     from flowkv.observe.events import (
         Admitted,
@@ -389,6 +386,10 @@ if TYPE_CHECKING:
     )
     from flowkv.sim.restore import Decoder
     from flowkv.sim.trace import hints_of, next_turns, read_npz, wide
+    from flowkv.tensors import weights as weights_module
+    from flowkv.tensors.checkpoint import Checkpoint
+    from flowkv.tensors.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES
+    from flowkv.tensors.embedding import LEAST_KNOWN, EmbeddingTable, write_table
     from flowkv.testing import Faults
     from flowkv.testing import storage as tier_machine
     from flowkv.testing.planners import (

@@ -21,8 +21,8 @@ from flowkv.cache.block_table import Advance, Planner
 from flowkv.cache.kv import KV
 from flowkv.cache.step import CURRENT, Step
 from flowkv.core.config import Config
-from flowkv.hooks.identity import modes
 from flowkv.kernels.operands import Ragged
+from flowkv.naming.identity import modes
 
 EAGER_STEPS = 2
 """Steps of a shape that run eagerly before one is captured."""

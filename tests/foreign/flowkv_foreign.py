@@ -206,7 +206,7 @@ def of_transformers(patch: Any) -> Any:
     """Return a patch that counts as transformers' own: a model that it is part of has a name."""
     from transformers import modeling_utils
 
-    from flowkv.hooks import computation
+    from flowkv.naming import computation
 
     space, parts = vars(modeling_utils), (patch.__defaults__, patch.__closure__)
     made = FunctionType(patch.__code__, space, patch.__name__, *parts)

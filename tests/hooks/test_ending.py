@@ -65,7 +65,7 @@ def test_what_a_device_is_still_asked_for_is_stored(
         ready = False
 
     monkeypatch.setattr(seal, "Later", Late)
-    monkeypatch.setattr("flowkv.hooks.identity.SMALL_BYTES", 0)
+    monkeypatch.setattr("flowkv.naming.identity.SMALL_BYTES", 0)
     model, prompt = models.short(), models.prompt(64)
     kv = cell(model, tmp_path, codec=codec, recent_tokens=0)
     generate(model, 1, input_ids=prompt)

@@ -428,7 +428,7 @@ def test_experts_are_those_that_are_registered(name: str, monkeypatch) -> None:
 PROGRAM = """
 import json, sys
 import torch
-from flowkv.hooks.identity import Identity
+from flowkv.naming.identity import Identity
 from tests.hooks import models
 from tests.hooks.compare import attached, generate
 model = models.causal(sys.argv[1])
@@ -920,7 +920,7 @@ def told():
 
 import torch, flowkv
 from flowkv.data import tiny_path
-from flowkv.hooks import identity
+from flowkv.naming import identity
 from transformers import AutoModelForCausalLM
 
 identity.SMALL_BYTES = 0

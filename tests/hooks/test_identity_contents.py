@@ -381,7 +381,7 @@ def test_what_a_value_holds_is_in_the_name(name: str) -> None:
 
 PROGRAM = """
 import json
-from flowkv.hooks.identity import Identity
+from flowkv.naming.identity import Identity
 from tests.hooks.test_identity_contents import CASES
 found = [Identity(case.model()[0]) for case in CASES.values()]
 print(json.dumps([one.foreign and "foreign" or one.namespace.digest().hex() for one in found]))

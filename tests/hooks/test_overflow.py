@@ -98,7 +98,7 @@ class TestAnswers:
     def test_on_a_disk_alone_whose_model_has_to_be_proven(
         self, text: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("flowkv.hooks.identity.SMALL_BYTES", 0)
+        monkeypatch.setattr("flowkv.naming.identity.SMALL_BYTES", 0)
         model, prompt = load_tiny(), text[:, :900]
         theirs = generate(model, 40, input_ids=prompt)
         with attached(model, gpu="1MiB", disk=str(tmp_path), overflow=True) as kv:

@@ -19,7 +19,7 @@ from tests.hooks import models
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads take longer than such small encoders, and a machine may be busy."""
     monkeypatch.setattr(Keeper, "worth", lambda *_: True)
-    monkeypatch.setattr("flowkv.hooks.memo._LEAST_S", 5.0)
+    monkeypatch.setattr("flowkv.tensors.memo._LEAST_S", 5.0)
 
 
 def bart() -> Any:

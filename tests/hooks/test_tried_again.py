@@ -284,7 +284,7 @@ def test_a_transposed_projection_is_another_model() -> None:
 
 
 def test_steps_of_fused_optimizers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowkv.hooks.identity.SMALL_BYTES", 0)
+    monkeypatch.setattr("flowkv.naming.identity.SMALL_BYTES", 0)
     model = models.causal("llama").requires_grad_(True)
     identity = Identity(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

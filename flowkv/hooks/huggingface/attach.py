@@ -24,7 +24,6 @@ from flowkv.core.errors import (
     UnsupportedModelError,
     experimental,
 )
-from flowkv.hooks.embedding import AttachedEmbedding
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.blend import Blending
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
@@ -43,11 +42,12 @@ from flowkv.hooks.huggingface.remember import remember
 from flowkv.hooks.huggingface.restore import NOTHING
 from flowkv.hooks.huggingface.thin import check_thinnable
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
-from flowkv.hooks.identity import Identity
-from flowkv.hooks.weights import StreamedWeights
+from flowkv.naming.identity import Identity
 from flowkv.observe.events import Bus, RowsRead, WeightsRead
 from flowkv.policy.blend import BlendRule, make_blend_rule
 from flowkv.policy.sparsify import Sparsifier, make_sparsifier
+from flowkv.tensors.embedding import AttachedEmbedding
+from flowkv.tensors.weights import StreamedWeights
 
 Reads = Literal["auto", "dense"]
 

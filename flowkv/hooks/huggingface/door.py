@@ -46,7 +46,7 @@ from flowkv.hooks.huggingface.rows import (
 )
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache
-from flowkv.hooks.identity import Identity, Proof, drawn, modes
+from flowkv.naming.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from flowkv.cache.later import Later
 from flowkv.core.keys import Salt
-from flowkv.hooks.fingerprint import parts_of
 from flowkv.hooks.huggingface.versions import MODAL_INPUTS, PreTrainedTokenizerBase
+from flowkv.naming.fingerprint import parts_of
 
 # Salts of further inputs that keys and values depend on: encoder outputs, options, token types.
 

@@ -23,8 +23,8 @@ from flowkv.core.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from flowkv.hooks.checkpoint import check_folder
 from flowkv.hooks.huggingface.smollm2 import NAME, smollm2_path
+from flowkv.tensors.checkpoint import check_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = (

@@ -21,7 +21,7 @@ from flowkv.hooks.huggingface.cache import ModelPlan
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
-from flowkv.hooks.identity import modes
+from flowkv.naming.identity import modes
 
 
 class PackedForward:

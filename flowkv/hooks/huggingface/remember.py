@@ -7,9 +7,9 @@ from typing import Any
 
 from flowkv.cache.kv import KV, follow, warn
 from flowkv.core.errors import FlowKVError
-from flowkv.hooks.memo import Memo
 from flowkv.observe.events import Remembered
 from flowkv.residency.keeper import Keeper, open_keeper
+from flowkv.tensors.memo import Memo
 
 _MODALITIES = ("image", "audio")
 

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from flowkv.cache.kv import KV, drop_unproven
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
-from flowkv.hooks.computation import Walk, transformers
-from flowkv.hooks.fingerprint import Weights
+from flowkv.naming.computation import Walk, transformers
+from flowkv.naming.fingerprint import Weights
 
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""

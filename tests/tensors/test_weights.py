@@ -760,7 +760,7 @@ def test_ctrl_c_anywhere_in_a_forward_leaves_nothing_taken(tmp_path: Path) -> No
     theirs = model(ids)
     weights = flowkv.attach_weights(model, budget="60%", disk=f"{tmp_path}:64MiB")
     torch.testing.assert_close(model(ids), theirs, rtol=0, atol=0)
-    only = ("hooks/weights.py",)
+    only = ("tensors/weights.py",)
     count, came = places(lambda: model(ids), only=only), 0
     with collectable():
         for at in chosen(count, 40):

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 
-from flowkv.hooks.fingerprint import Weights, readable
-from flowkv.hooks.memory_words import TAKE, places_of, pointers_of, versions_of
-from flowkv.hooks.simple import BUILTINS, MODULES, codes, names_of, pure, text_of, uses
+from flowkv.naming.fingerprint import Weights, readable
+from flowkv.naming.memory_words import TAKE, places_of, pointers_of, versions_of
+from flowkv.naming.simple import BUILTINS, MODULES, codes, names_of, pure, text_of, uses
 
 MISSING: Any = object()
 _Read = Callable[[Any], Any]

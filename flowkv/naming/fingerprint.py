@@ -155,7 +155,7 @@ class Weights:
             tensor, parts = fresh[key]
             reads[key] = _Read(tensor, _layout(tensor), *counts[key], parts, sums)
         self._hold(reads)
-        self.n_bytes = sum(_n_bytes(part) for read in reads.values() for part in read.parts)
+        self.n_bytes = sum(part.nbytes for read in reads.values() for part in read.parts)
         digest = hashlib.sha256(b"flowkv.weights/2")
         for name, tensor in sorted(named.items()):
             read = reads[id(tensor)]
@@ -274,8 +274,8 @@ class Weights:
             for read in self._reads.values():
                 at = 0
                 for part in read.parts:
-                    for number in range(-(-_n_bytes(part) // BLOCK_BYTES)):
-                        size = min(_n_bytes(part) - number * BLOCK_BYTES, BLOCK_BYTES)
+                    for number in range(-(-part.nbytes // BLOCK_BYTES)):
+                        size = min(part.nbytes - number * BLOCK_BYTES, BLOCK_BYTES)
                         sums = read.sums[at : at + 16]
                         self._blocks.append(_Block(part, read.streamed, number, size, sums))
                         at += 16
@@ -382,7 +382,7 @@ def _lies_here(part: torch.Tensor) -> bool:
 
 
 def _memory_of(part: torch.Tensor) -> Any:
-    return (ctypes.c_char * _n_bytes(part)).from_address(part.data_ptr())
+    return (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
 
 
 def _digest(memory: Iterable[Any]) -> bytes:
@@ -390,10 +390,6 @@ def _digest(memory: Iterable[Any]) -> bytes:
     for each in memory:
         state.update(each)
     return state.digest()
-
-
-def _n_bytes(part: torch.Tensor) -> int:
-    return part.numel() * part.element_size()
 
 
 def bytes_of(part: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Encoder(torch.nn.Module):
 def _patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Loads take longer than computing next to nothing, and a machine may be busy."""
     monkeypatch.setattr(Keeper, "worth", lambda *_: True)
-    monkeypatch.setattr("flowkv.hooks.memo._LEAST_S", 5.0)
+    monkeypatch.setattr("flowkv.tensors.memo._LEAST_S", 5.0)
     COMPUTED.clear()
     yield
     COMPUTED.clear()

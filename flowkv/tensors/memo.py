@@ -3,7 +3,7 @@
     encoder = flowkv.memo(encoder, places="host:256MiB")
     features = encoder(pixel_values)            # rows seen before are loaded, the rest is computed
 
-A row is named by the computation (`hooks.identity`, as K and V are) and by the bytes, dtype and
+A row is named by the computation (`naming.identity`, as K and V are) and by the bytes, dtype and
 shape of its inputs. It is stored in tiers as one verified frame (`residency.keeper`); rows that are
 missing, late, damaged or too old are computed, all of a call in one smaller batch.
 """
@@ -29,9 +29,11 @@ from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError, StoreError, UnsupportedModelError
 from flowkv.core.keys import tenant_salt
-from flowkv.hooks.fingerprint import UnnamedError
-from flowkv.hooks.identity import SMALL_BYTES, Identity, drawn, modes
-from flowkv.hooks.nested import (
+from flowkv.naming.fingerprint import UnnamedError
+from flowkv.naming.identity import SMALL_BYTES, Identity, drawn, modes
+from flowkv.observe.events import Closing, Remembered
+from flowkv.residency.keeper import LONG_S, Caller, Keeper, open_keeper
+from flowkv.tensors.nested import (
     LeafInfo,
     StoredRow,
     bytes_by_row,
@@ -43,9 +45,7 @@ from flowkv.hooks.nested import (
     rows_of,
     take,
 )
-from flowkv.hooks.write_behind import PART_BYTES, WriteBehind, answers_of, stripes_of
-from flowkv.observe.events import Closing, Remembered
-from flowkv.residency.keeper import LONG_S, Caller, Keeper, open_keeper
+from flowkv.tensors.write_behind import PART_BYTES, WriteBehind, answers_of, stripes_of
 from flowkv.tiers import FrameInfo, Load, Outcome
 
 _TAG = b"flowkv.memo/1\0\0\0"

@@ -32,9 +32,9 @@ from flowkv.core.config import cache_home, format_size, parse_place, parse_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
 from flowkv.core.interrupts import cover, unbroken
 from flowkv.core.memory import own_memory
-from flowkv.hooks.checkpoint import Checkpoint, StoredTensor, write
-from flowkv.hooks.fingerprint import UnnamedError, bytes_of, sums_of
+from flowkv.naming.fingerprint import UnnamedError, bytes_of, sums_of
 from flowkv.observe.events import Bus, WeightsRead
+from flowkv.tensors.checkpoint import Checkpoint, StoredTensor, write
 from flowkv.tiers.io.engine import ALIGNMENT
 
 Devices = str | torch.device | Mapping[str, str | torch.device] | None

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from flowkv.hooks.nested import StoredRow
 from flowkv.residency.keeper import Caller, Keeper
+from flowkv.tensors.nested import StoredRow
 from flowkv.tiers import FrameInfo, Store, TierAnswer
 
 PART_BYTES = 1 << 16

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from flowkv.core.files import MALFORMED
-from flowkv.hooks.fingerprint import UnnamedError, bytes_of
+from flowkv.naming.fingerprint import UnnamedError, bytes_of
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

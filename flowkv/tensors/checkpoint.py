@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from flowkv.core.errors import StoreError
 from flowkv.core.files import MALFORMED, open_regular, sensible
 from flowkv.core.memory import own_memory
-from flowkv.hooks.fingerprint import BLOCK_BYTES, sums_of
+from flowkv.naming.fingerprint import BLOCK_BYTES, sums_of
 from flowkv.tiers.io.engine import (
     ALIGNMENT,
     OPERATION,

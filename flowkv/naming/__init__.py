@@ -1,0 +1,1 @@
+"""Names of models: digests of their weights, code and settings, and changes of any of these."""
