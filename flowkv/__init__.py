@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flowkv.cache import above
+
 if TYPE_CHECKING:
     from flowkv import kernels as kernels
     from flowkv import sim as sim
@@ -125,13 +127,22 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     value = module if home == f"flowkv.{name}" else getattr(module, name)
     globals()[name] = value
-    if name == "KV":  # the cache must not import hooks, so this function is set from outside
-        vars(module)["cache_door"] = _open_cache
     return value
 
 
-def _open_cache(kv: Any, *args: Any, **inputs: Any) -> Any:
-    return importlib.import_module("flowkv.hooks.huggingface").make_cache(kv, *args, **inputs)
+def _open_cache(*args: Any, **inputs: Any) -> Any:
+    from flowkv.hooks.huggingface import make_cache
+
+    return make_cache(*args, **inputs)
+
+
+def _open_report(*args: Any, **options: Any) -> Any:
+    from flowkv.report.account import Account
+
+    return Account(*args, **options)
+
+
+above.open_cache, above.open_report = _open_cache, _open_report
 
 
 def __dir__() -> list[str]:

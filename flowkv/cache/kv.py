@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache import erasure, export, swap
+from flowkv.cache import above, erasure, export, swap
 from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
@@ -40,12 +40,7 @@ from flowkv.cache.requests import (
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
 from flowkv.cache.seal import Refusal, describe
 from flowkv.cache.sequence import Guard, Retain, Sequence, Tables, eta_ns, make_care, session_number
-from flowkv.cache.stack import (
-    link_pools,
-    open_pools,
-    store_levels,
-    store_report,
-)
+from flowkv.cache.stack import link_pools, open_pools, store_levels, store_report
 from flowkv.cache.step import Step, chosen, sparsify
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.cache.swap import Snapshots
@@ -55,23 +50,16 @@ from flowkv.core import interrupts
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.compiling import now_s
 from flowkv.core.config import PLACE_KINDS, load_config
-from flowkv.core.errors import (
-    ConfigError,
-    MissingDependencyError,
-    NonFiniteError,
-    StateError,
-    TokenError,
-)
+from flowkv.core.errors import ConfigError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, as_tokens, tenant_salt
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Level, Metrics, Tenancy
-from flowkv.observe.timeline import TraceFile
+from flowkv.observe.timeline import OpenReport, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Lease, Policy, configure
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
-from flowkv.report.account import Account
 from flowkv.residency.places import make_envelope, open_tiers, policy_of
 from flowkv.tiers.base import Tier
 
@@ -249,9 +237,6 @@ def _run_all(callbacks: list[Callable[[], None]]) -> None:
 
 _POLL_S = 0.002  # between two lookups of pages that another process computes
 
-cache_door: Callable[..., Any] | None = None
-"""Constructor for `KV.cache`; `flowkv` sets it, since hooks are a layer above this package."""
-
 
 def _no_cache() -> None:
     """Stand for a `KV` in copies and pickles of objects that refer to one: a cache stays put."""
@@ -336,7 +321,7 @@ class KV:
         self._traces: list[TraceFile] = []
         self.planner: Planner | None = None
         self.prefetches: PrefetchManager | None = None
-        self._levels, self._accounts = source(self), list[Account]()
+        self._levels, self._accounts = source(self), list[OpenReport]()
         self.metrics.source(self._levels)
         if geometry is not None:
             if self.config.page_size not in (None, geometry.page_size):
@@ -1356,11 +1341,9 @@ class KV:
             retain: See `open`; positions count each row's own tokens, without padding.
             **inputs: The arguments of `generate`.
         """
-        if cache_door is None:
-            raise MissingDependencyError("KV.cache", "hf")
         care = {"session": session, "lease": lease, "retain": retain}
         said = {name: value for name, value in care.items() if value not in (None, "", ())}
-        return cache_door(self, *args, tenant=tenant, care=said, **inputs)
+        return above.open_cache(self, *args, tenant=tenant, care=said, **inputs)
 
     def learn(self, documents: Items[Tokens], *, tenant: str | None = None) -> int:
         """Register documents for reuse anywhere in a prompt with `attach(..., reuse="blend")`.
@@ -1503,7 +1486,7 @@ class KV:
         *,
         title: str = "How it was served",
         tenants: bool = False,
-    ) -> Account:
+    ) -> OpenReport:
         """Measure how requests are served, and write a report: `with kv.report("x.html"): ...`.
 
         The report covers all use of the cache meanwhile: latencies, requests over time, memory and
@@ -1515,7 +1498,7 @@ class KV:
             tenants: Whether the report names tenants.
 
         Returns:
-            The account, which writes the file when its block ends, or with its `close`; `summary()`
+            The report, which writes the file when its block ends, or with its `close`; `summary()`
             returns the numbers.
 
         Raises:
@@ -1524,7 +1507,7 @@ class KV:
             StateError: The cache is closed.
         """
         self._alive()
-        account = Account(path, self.bus, self._levels, title=title, tenants=tenants)
+        account = above.open_report(path, self.bus, self._levels, title=title, tenants=tenants)
         self._accounts = [*(other for other in self._accounts if not other.closed), account]
         return account
 

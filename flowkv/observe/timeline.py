@@ -564,6 +564,30 @@ class Serving(Closing):
             self._stopped_s = self._stopped_s or self._clock()
 
 
+class OpenReport(Closing):
+    """Report that collects until it is closed, and is then written. Thread-safe.
+
+    Attributes:
+        serving: Collected data; `serving.summary()` has the numbers.
+        closed: Whether it was closed.
+    """
+
+    serving: Serving
+    closed = False
+
+    def summary(self) -> dict[str, Any]:
+        """Return plain numbers, ready for JSON."""
+        return self.serving.summary()
+
+    def write(self) -> Path:
+        """Write the report as of now; return its path.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        raise NotImplementedError
+
+
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 

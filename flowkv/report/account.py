@@ -18,19 +18,19 @@ from typing import Any
 
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError
-from flowkv.observe.events import Bus, Closing
+from flowkv.observe.events import Bus
 from flowkv.observe.metrics import Level
-from flowkv.observe.timeline import COMPUTING, LATENCIES, RequestLane, Serving, Timeline, Timelines
-from flowkv.report.charts import MOST_CURVES, Distributions, Gantt, Overlap, OverTime
-from flowkv.report.page import (
-    Figures,
-    Section,
-    Source,
-    Table,
-    Text,
-    check_installed,
-    write_report,
+from flowkv.observe.timeline import (
+    COMPUTING,
+    LATENCIES,
+    OpenReport,
+    RequestLane,
+    Serving,
+    Timeline,
+    Timelines,
 )
+from flowkv.report.charts import MOST_CURVES, Distributions, Gantt, Overlap, OverTime
+from flowkv.report.page import Figures, Section, Source, Table, Text, check_installed, write_report
 from flowkv.report.words import seconds, share
 
 # Restores as a section of a report: the picture, key figures, and the work of each engine.
@@ -418,8 +418,8 @@ def _count(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-class Account(Closing):
-    """Report that collects until it is closed, and is then written. Thread-safe.
+class Account(OpenReport):
+    """Report as one HTML file.
 
     Args:
         path: The HTML file; an old one is replaced. Whether it can be written is checked at once.
@@ -432,9 +432,6 @@ class Account(Closing):
     Raises:
         ConfigError: The file cannot be made.
         MissingDependencyError: Without the extra `report`.
-
-    Attributes:
-        serving: Collected data; `serving.summary()` has the numbers.
     """
 
     def __init__(
@@ -454,14 +451,10 @@ class Account(Closing):
                 "Name a file in a directory that can be written",
             )
         check_installed()
-        self._levels, self._last, self.closed = levels, list[Level](), False
+        self._levels, self._last = levels, list[Level]()
         self._begun = datetime.datetime.now().astimezone()
         self._restores = Timelines(bus, most=1)
         self.serving = Serving(bus, levels=levels)
-
-    def summary(self) -> dict[str, Any]:
-        """Return plain numbers, ready for JSON."""
-        return self.serving.summary()
 
     def sections(self) -> list[Section]:
         """Return the sections of the report, as of now."""

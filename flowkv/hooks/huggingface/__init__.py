@@ -9,11 +9,9 @@ try:
 except ImportError as error:
     raise MissingDependencyError("flowkv.attach", "hf") from error
 
-from flowkv.cache import kv as _runtime
 from flowkv.hooks.huggingface.attach import Report, attach, make_cache, verify
 from flowkv.hooks.huggingface.runners import make_runner_parts
 
 __all__ = ["Report", "attach", "make_cache", "make_runner_parts", "verify"]
 
-_runtime.cache_door = make_cache
-del _transformers, _runtime
+del _transformers
