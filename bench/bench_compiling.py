@@ -34,7 +34,7 @@ def serve(directory: str) -> dict[str, Any]:
     import torch
 
     from flowkv import KV, Geometry, attention
-    from flowkv.core import compiling
+    from flowkv.compiled import compiling
 
     shape = Geometry.uniform(layers=4, kv_heads=2, head_dim=64, page_size=PAGE)
     compiling.watch()
@@ -68,7 +68,7 @@ def fill(model_name: str) -> dict[str, Any]:
 
     import flowkv
     from bench.real import load_model
-    from flowkv.core import compiling
+    from flowkv.compiled import compiling
 
     def moment() -> tuple[float, float, float]:
         return time.perf_counter(), time.thread_time(), compiling.spent_ns() / 1e9

@@ -23,7 +23,7 @@ import pytest
 import torch
 import xxhash
 
-from flowkv.core.compiled_digest import compile_digest
+from flowkv.compiled.digest import compile_digest
 from flowkv.core.digest import digests
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store

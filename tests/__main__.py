@@ -33,7 +33,8 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"
 PYTEST += ["--durations", "40", "--durations-min", "5"]  # where the time goes
 # One test compiles all kernels, first and beside tests that need none: nothing is compiled twice.
 HOUSE = ["tests/test_cli.py::test_doctor_compiles_what_first_calls_would"]
-HOUSE += ["tests/test_house.py", "tests/test_surface.py", "tests/test_testing.py", "tests/core"]
+HOUSE += ["tests/test_house.py", "tests/test_surface.py", "tests/test_testing.py"]
+HOUSE += ["tests/core", "tests/compiled"]
 USUAL = "not slow and not matrix and not deep and not nightly"
 SETS = {  # the tests of each, as pytest's -m says it
     "": f"{USUAL} and not thorough",

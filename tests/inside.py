@@ -57,13 +57,16 @@ if TYPE_CHECKING:
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.command import read_prompts, write_replay_report
+    from flowkv.compiled import compile_process, compiling, machine_code
+    from flowkv.compiled.addresses import data
+    from flowkv.compiled.compiling import Intervals, SystemClock
+    from flowkv.compiled.digest import compile_digest
+    from flowkv.compiled.machine_code import directory, kept, kept_callback
+    from flowkv.compiled.parts import PART
     from flowkv.connect.identity import fingerprint
-    from flowkv.core import compile_process, compiling, errors, interrupts, machine_code
     from flowkv.core import digest as core_digest
-    from flowkv.core.addresses import data
-    from flowkv.core.clock import Clock, ManualClock, SystemClock
-    from flowkv.core.compiled_digest import compile_digest
-    from flowkv.core.compiling import Intervals
+    from flowkv.core import errors, interrupts
+    from flowkv.core.clock import Clock, ManualClock
     from flowkv.core.config import (
         ENVIRONMENT,
         TierConfig,
@@ -104,9 +107,7 @@ if TYPE_CHECKING:
     )
     from flowkv.core.geometry import CODECS as layout_CODECS
     from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
-    from flowkv.core.machine_code import directory, kept, kept_callback
     from flowkv.core.memory import HUGE_BYTES, address_of, own_memory
-    from flowkv.core.parts import PART
     from flowkv.core.reaper import REAPER
     from flowkv.demo import findings as demo_findings
     from flowkv.demo import process, run

@@ -114,7 +114,7 @@ import importlib, pkgutil
 import torch, flowkv
 from flowkv.core.errors import MissingDependencyError
 
-rooms = "core kernels.cpu policy residency sim tiers cache engine observe hooks.attention"
+rooms = "core compiled kernels.cpu policy residency sim tiers cache engine observe hooks.attention"
 for room in rooms.split():
     room = importlib.import_module(f"flowkv.{room}")
     for module in pkgutil.walk_packages(getattr(room, "__path__", []), f"{room.__name__}."):

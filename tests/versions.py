@@ -25,8 +25,8 @@ EXTRAS = "hf,cli,report,testing"
 
 SMOKE = (
     """
-    tests/core tests/cache/test_steps.py tests/hooks/test_attach.py tests/tiers/test_frame.py
-    tests/tiers/test_disk.py tests/policy/restore/test_conformance.py
+    tests/core tests/compiled tests/cache/test_steps.py tests/hooks/test_attach.py
+    tests/tiers/test_frame.py tests/tiers/test_disk.py tests/policy/restore/test_conformance.py
 """.split()
     + [
         f"tests/test_docs.py::test_page_runs[docs/{page}.md]"  # the checks are in them, one of each

@@ -16,7 +16,7 @@ import torch
 
 from flowkv import kernels
 from flowkv.cache.pinned import LEAST_PIECES
-from flowkv.core import compile_process
+from flowkv.compiled import compile_process
 from flowkv.core.geometry import CODECS, GRANULE_BYTES, Geometry, page_layout
 
 _PAGES, _ROWS = 64, (1, 2, 8, 32)

@@ -29,9 +29,9 @@ from flowkv.cache.sequence import (
 )
 from flowkv.cache.store import PageStore
 from flowkv.cache.tail import Tails
+from flowkv.compiled.machine_code import kept
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
-from flowkv.core.machine_code import kept
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.observe.events import Defragmented, StepPlanned
 from flowkv.policy.base import NEVER_NS

@@ -20,7 +20,7 @@ import xxhash
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, Block
 from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.errors import StoreError
 from flowkv.core.files import MALFORMED, open_regular, sensible
 from flowkv.core.geometry import GRANULE_BYTES

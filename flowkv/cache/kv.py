@@ -46,9 +46,9 @@ from flowkv.cache.store import PageStore, Verdict
 from flowkv.cache.swap import Snapshots
 from flowkv.cache.tail import Tails
 from flowkv.cache.tier_stack import PolicyPlace
+from flowkv.compiled.compiling import SystemClock, now_s
 from flowkv.core import interrupts
-from flowkv.core.clock import Clock, SystemClock
-from flowkv.core.compiling import now_s
+from flowkv.core.clock import Clock
 from flowkv.core.config import PLACE_KINDS, load_config
 from flowkv.core.errors import ConfigError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import Geometry

@@ -20,7 +20,7 @@ from flowkv.cache.pool import AT_ONCE_BYTES
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore
 from flowkv.cache.tier_stack import ReadFrom
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.errors import NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, granule_of
 from flowkv.policy.restore import RestoreLoad

@@ -18,7 +18,7 @@ from enum import Enum, IntEnum
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.restore.costs import Rates

@@ -26,7 +26,7 @@ from flowkv.cache.mover import TransferRequest, files, rest
 from flowkv.cache.pinned import Copies, CudaMark
 from flowkv.cache.sequence import READY, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import (
     CODEC_SHIFT,

@@ -20,7 +20,7 @@ from flowkv.cache.mover import IOPriority
 from flowkv.cache.sequence import NO_CARE, Guard, Sequence
 from flowkv.cache.store import PageStore
 from flowkv.cache.tier_stack import as_slots
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT
 from flowkv.observe.events import Promoted

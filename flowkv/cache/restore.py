@@ -35,7 +35,7 @@ from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reser
 from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.tail import SharedTokens
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.errors import FlowKVError, StateError
 from flowkv.core.geometry import CODECS
 from flowkv.observe.events import (

@@ -20,7 +20,8 @@ from flowkv import kernels
 from flowkv.cache.block_table import FILLS, Advance, Planner
 from flowkv.cache.overflow import Scan
 from flowkv.cache.sequence import Sequence, extend_each
-from flowkv.core import compiling, interrupts
+from flowkv.compiled import compiling
+from flowkv.core import interrupts
 from flowkv.core.errors import ConfigError, GeometryError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
 from flowkv.kernels.cascade import Cascade, shared_prefixes

@@ -18,7 +18,8 @@ from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
 from flowkv.cache.tier_stack import PolicyContext, PolicyPlace, TierStack, as_slots
-from flowkv.core import compiling, interrupts
+from flowkv.compiled import compiling
+from flowkv.core import interrupts
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
 from flowkv.core.errors import CapacityError

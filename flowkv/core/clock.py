@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flowkv.core import compiling
-
 
 class Clock(Protocol):
     """Source of nanoseconds that never goes backwards."""
@@ -13,12 +11,6 @@ class Clock(Protocol):
     def now_ns(self) -> int:
         """Return nanoseconds since an arbitrary origin."""
         ...
-
-
-class SystemClock:
-    """The machine's monotonic clock, which stands still while this process compiles."""
-
-    now_ns = staticmethod(compiling.now_ns)
 
 
 class ManualClock:

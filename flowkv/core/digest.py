@@ -4,7 +4,7 @@
     digests(data, step)     16 bytes for each `step` bytes of the data
 
 The digest finds accidents: flipped bits, torn writes, blocks that are stale, moved or swapped. It
-stops no attacker, as it has no secret. GPUs (`flowkv.kernels`), numba (`core.compiled_digest`) and
+stops no attacker, as it has no secret. GPUs (`flowkv.kernels`), numba (`compiled.digest`) and
 numpy compute it bit for bit alike, in any order and any number of parts:
 
     of granule g (4096 bytes) of the data, with its words w of 64 bits, little-endian

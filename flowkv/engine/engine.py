@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from flowkv.cache.kv import KV, Tokens, plain
 from flowkv.cache.sequence import make_care
-from flowkv.core import compiling, interrupts
+from flowkv.compiled import compiling
+from flowkv.core import interrupts
 from flowkv.core.config import parse_size
 from flowkv.core.errors import (
     BusyError,

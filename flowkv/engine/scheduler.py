@@ -24,7 +24,7 @@ from flowkv.cache.mover import rest
 from flowkv.cache.restore import Late, RestoreJob, choose
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.swap import Footprint
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.errors import CapacityError
 from flowkv.engine.request import Answer, Completion, Reason, Request, yours
 from flowkv.engine.runner import OpenRow, Runner

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import CODECS
 

@@ -3,7 +3,7 @@
 Compiling a policy takes tens of seconds once on a machine, and loading compiled code half a second
 in each process. No call waits for either. A place begins with an order in plain Python
 (`Warming`). A thread loads the code after some requests or at the first eviction; missing code is
-compiled by a separate process (`flowkv.core.compile_process`).
+compiled by a separate process (`flowkv.compiled.compile_process`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from flowkv.core import compile_process, machine_code
+from flowkv.compiled import compile_process, machine_code
 from flowkv.core.errors import ConfigError
 from flowkv.policy import make_policy
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Lease, Policy, Slots, Visit

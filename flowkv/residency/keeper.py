@@ -25,7 +25,8 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
-from flowkv.core.clock import Clock, SystemClock
+from flowkv.compiled.compiling import SystemClock
+from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import tenant_salt

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from flowkv.core.clock import Clock, SystemClock
+from flowkv.compiled.compiling import SystemClock
+from flowkv.core.clock import Clock
 from flowkv.core.errors import StateError
 from flowkv.tiers.base import Entry, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, span, verify

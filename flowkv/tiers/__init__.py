@@ -75,7 +75,7 @@ def open_tier(
         StoreError: The directory, or the engine, cannot be used.
     """
     # imported here, because it imports numba
-    from flowkv.core.compiled_digest import compile_digest
+    from flowkv.compiled.digest import compile_digest
 
     compile_digest()
     if kind in REMOTE_KINDS:

@@ -11,12 +11,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from flowkv.core.addresses import fence, pointer
-from flowkv.core.compiled_digest import PIECE_BYTES, STAMP, digest_of
+from flowkv.compiled.addresses import fence, pointer
+from flowkv.compiled.digest import PIECE_BYTES, STAMP, digest_of
+from flowkv.compiled.machine_code import kept
+from flowkv.compiled.parts import PART
 from flowkv.core.errors import StateError
 from flowkv.core.geometry import GRANULE_BYTES
-from flowkv.core.machine_code import kept
-from flowkv.core.parts import PART
 from flowkv.tiers import frame
 from flowkv.tiers.frame import DIGEST_BYTES, DIGESTED_FROM, FIXED_BYTES, MAGIC, VERSION
 

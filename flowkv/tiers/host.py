@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from flowkv.core.clock import Clock, SystemClock
+from flowkv.compiled.compiling import SystemClock
+from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import address_of

@@ -25,10 +25,10 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from flowkv.core import compiling
-from flowkv.core.clock import Clock, SystemClock
+from flowkv.compiled import compiling
+from flowkv.compiled.machine_code import kept
+from flowkv.core.clock import Clock
 from flowkv.core.geometry import CODECS
-from flowkv.core.machine_code import kept
 from flowkv.tiers.base import FrameInfo
 from flowkv.tiers.frame import BadFrame, Buffer, aligned
 
@@ -126,7 +126,7 @@ class Lossless:
         clock: Clock | None = None,
     ) -> None:
         self._io, self._decode = io_bytes_per_s, decode_bytes_per_s
-        self._clock, self._lock = clock or SystemClock(), threading.Lock()
+        self._clock, self._lock = clock or compiling.SystemClock(), threading.Lock()
         self._layouts: OrderedDict[bytes, Measure] = OrderedDict()
 
     def worth(self, layout: bytes) -> bool:

@@ -56,7 +56,7 @@ def test_a_process_of_its_own_is_given_the_geometry(begun: list[Begun], tmp_path
     process = ahead.begin(GPU, "kv8", 4)
     assert begun == [process]
     python, flag, first, lock, module, text = process.command
-    assert (python, flag, first) == (sys.executable, "-m", "flowkv.core.compile_process")
+    assert (python, flag, first) == (sys.executable, "-m", "flowkv.compiled.compile_process")
     assert (lock, module) == (str(tmp_path / "mark.lock"), "flowkv.cache.ahead")
     given = msgspec.json.decode(text, type=ahead.Kernels)
     assert given == ahead.Kernels(GPU, "kv8", 4)

@@ -15,9 +15,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flowkv.core.addresses import LINE_BYTES, ahead, data, pointer, prefetch
+from flowkv.compiled.addresses import LINE_BYTES, ahead, data, pointer, prefetch
+from flowkv.compiled.parts import PART
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK
-from flowkv.core.parts import PART
 from flowkv.kernels.cpu.bits import (
     FAST,
     exp2,

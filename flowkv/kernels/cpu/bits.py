@@ -12,10 +12,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flowkv.core.addresses import ahead, pointer
-from flowkv.core.compiled_digest import digest_of, mix
+from flowkv.compiled.addresses import ahead, pointer
+from flowkv.compiled.digest import digest_of, mix
+from flowkv.compiled.parts import PART
 from flowkv.core.digest import STEP
-from flowkv.core.parts import PART
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Without "ninf" and "nnan": masks are -inf, and NaN in a cache must show in the answer."""

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numba import types
 
-from flowkv.core import compiling
-from flowkv.core.addresses import ahead, pointer
-from flowkv.core.compiled_digest import STAMP as DIGEST_STAMP
-from flowkv.core.machine_code import kept, kept_callback
+from flowkv.compiled import compiling
+from flowkv.compiled.addresses import ahead, pointer
+from flowkv.compiled.digest import STAMP as DIGEST_STAMP
+from flowkv.compiled.machine_code import kept, kept_callback
 from flowkv.kernels.cpu import attend as cpu_attend
 from flowkv.kernels.cpu import bits, transcode
 from flowkv.kernels.cpu.attend import DONE, LAYER, NEXT, OUT, PARTS, Q_HEAD, Q_TOKEN, TEAM, WORK, Q

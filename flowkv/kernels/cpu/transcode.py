@@ -7,16 +7,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from flowkv.core.addresses import ahead, data, pointer, prefetch
-from flowkv.core.parts import PART
-from flowkv.kernels.cpu.bits import (
-    bits_of,
-    float_of,
-    memzero,
-    narrow,
-    transpose,
-    widen,
-)
+from flowkv.compiled.addresses import ahead, data, pointer, prefetch
+from flowkv.compiled.parts import PART
+from flowkv.kernels.cpu.bits import bits_of, float_of, memzero, narrow, transpose, widen
 
 # Steps of the numba codecs on one row of a page, a token's K or V: clean, rotate, quantize.
 #

@@ -15,7 +15,7 @@ import triton
 import triton.knobs
 from triton.runtime.interpreter import InterpretedFunction
 
-from flowkv.core import compiling
+from flowkv.compiled import compiling
 from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 
 

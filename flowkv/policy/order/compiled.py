@@ -17,8 +17,8 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
 
-from flowkv.core.machine_code import kept
-from flowkv.core.parts import PART
+from flowkv.compiled.machine_code import kept
+from flowkv.compiled.parts import PART
 
 Array = NDArray[Any]
 

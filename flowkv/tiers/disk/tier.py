@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from flowkv.core.clock import Clock, SystemClock
+from flowkv.compiled.compiling import SystemClock
+from flowkv.core.clock import Clock
 from flowkv.core.config import format_size
 from flowkv.core.digest import digests
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
@@ -1178,7 +1179,7 @@ class DiskTier:
             if engine is None:
                 engine = open_best(staging.arena, str(self._store.path))
                 if engine.name != "threads":  # else no compiled code is used here
-                    from flowkv.core.compiled_digest import compile_digest
+                    from flowkv.compiled.digest import compile_digest
                     from flowkv.tiers.digest import compile_frames
 
                     compile_digest()

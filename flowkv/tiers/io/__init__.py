@@ -6,13 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from flowkv.tiers.io.engine import (
-    Arena,
-    IOEngine,
-    ThreadsEngine,
-    allows_direct,
-    reason_of_ring,
-)
+from flowkv.tiers.io.engine import Arena, IOEngine, ThreadsEngine, allows_direct, reason_of_ring
 
 
 def open_best(arena: Arena, directory: str) -> IOEngine:
@@ -26,7 +20,7 @@ def open_best(arena: Arena, directory: str) -> IOEngine:
     if code := _probe_ring():
         why = reason_of_ring(OSError(code, os.strerror(code)))
         return _threads(f"no io_uring here ({why})")
-    from flowkv.core.machine_code import is_kept  # imported here, because it imports numba
+    from flowkv.compiled.machine_code import is_kept  # imported here, because it imports numba
 
     if not is_kept(Path(__file__).parent):  # else every process compiles for seconds
         why = "compiled code cannot be kept: set XDG_CACHE_HOME to a directory of this user"

@@ -31,9 +31,9 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from flowkv.core.addresses import fence
+from flowkv.compiled.addresses import fence
+from flowkv.compiled.machine_code import kept
 from flowkv.core.errors import StateError
-from flowkv.core.machine_code import kept
 from flowkv.tiers.io.engine import (
     COMPLETION,
     OPERATION,

@@ -21,8 +21,8 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
-from flowkv.core import compiling
-from flowkv.core.clock import Clock, SystemClock
+from flowkv.compiled import compiling
+from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
@@ -609,7 +609,7 @@ class RemoteTier:
             raise ConfigError(f"a remote tier has {capacity_bytes} bytes", "Give it a few pages")
         self.name, self.capacity_bytes = name or backend.name, capacity_bytes
         self.backend, self.limits = backend, limits or RemoteLimits()
-        self.envelope, self._clock = envelope or Envelope(), clock or SystemClock()
+        self.envelope, self._clock = envelope or Envelope(), clock or compiling.SystemClock()
         self.known, self.corrupt = Known(), 0
         self.reading, self.writing = OperationRates(), OperationRates()
         self._breaker = Breaker(self._clock, pause_s=self.limits.pause_s)

@@ -25,7 +25,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from flowkv.core.clock import Clock, SystemClock
+from flowkv.compiled.compiling import SystemClock
+from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer

@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from flowkv.core.machine_code import kept
+from flowkv.compiled.machine_code import kept
 
 GRANULE = 4096
 USED, FREE, SEQUENCE, GROWN, REPAIRS = range(5)

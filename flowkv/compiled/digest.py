@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
+from flowkv.compiled.addresses import LINE_BYTES, ahead, data, pointer, prefetch, stream
+from flowkv.compiled.machine_code import kept
+from flowkv.compiled.parts import PART
 from flowkv.core import digest
-from flowkv.core.addresses import LINE_BYTES, ahead, data, pointer, prefetch, stream
 from flowkv.core.digest import KEYS, STEP, WORDS
 from flowkv.core.geometry import GRANULE_BYTES
-from flowkv.core.machine_code import kept
-from flowkv.core.parts import PART
 
 STAMP = zlib.crc32(Path(digest.__file__).read_bytes() + Path(__file__).read_bytes())
 """Stamp of kept machine code that contains functions of this module."""

@@ -1,6 +1,6 @@
 """Compilation in a separate process: of lowest priority, one at a time, and ended with its owner.
 
-    python -m flowkv.core.compile_process LOCK MODULE TEXT
+    python -m flowkv.compiled.compile_process LOCK MODULE TEXT
 
 calls `main(TEXT)` of a module once it holds a file's lock, and ends with its standard input.
 """

@@ -75,7 +75,7 @@ def test_one_at_a_time_holds_the_lock(tmp_path: Path, module: str) -> None:
 def test_it_ends_with_its_owner(tmp_path: Path, module: str, how: str) -> None:
     work = place(tmp_path, "a")
     code = (
-        "import pathlib, sys, time; from flowkv.core import compile_process\n"
+        "import pathlib, sys, time; from flowkv.compiled import compile_process\n"
         f"compile_process.begin(pathlib.Path({str(tmp_path / 'lock')!r}), 'pausing', sys.argv[1])\n"
         "while not (pathlib.Path(sys.argv[1]) / 'begun').exists(): time.sleep(0.02)\n"
         f"time.sleep({60 if how == 'killed' else 0})\n"

@@ -113,7 +113,7 @@ import sys
 from pathlib import Path
 import numba
 numba.__version__ = "0.1"
-from flowkv.core.machine_code import directory
+from flowkv.compiled.machine_code import directory
 print(directory(Path(sys.argv[1])).name)
 """
 
