@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from flowkv.cache.tier_stack import PolicyPlace, TierStack, as_slots
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
-    from flowkv.cli.command import read_prompts, write_replay_report
+    from flowkv.cli.generate import read_prompts
+    from flowkv.cli.sim import write_replay_report
     from flowkv.compiled import compile_process, compiling, machine_code
     from flowkv.compiled.addresses import data
     from flowkv.compiled.compiling import Intervals, SystemClock
