@@ -603,7 +603,8 @@ class PageStore:
                 copied = self._copy_out(wanted)
                 for block, number in takers.items():
                     if number < 0 and not (block.going or block.tiers):
-                        number = self.stack.taker(block)  # its copy below was evicted meanwhile
+                        # Its copy below was evicted meanwhile, or there is none.
+                        number = self.stack.taker(block, leaves=True)
                     if number >= 0 and not self.stack.outlives(number):  # memory makes room fast
                         self.stack.await_room(number, n_bytes)
                     self._take_off(block, number, copied.pop(block, None))
@@ -615,7 +616,7 @@ class PageStore:
 
     def _leave_device(self, block: Block, reason: str) -> None:
         saves, n_bytes = reason != "lease" and not block.going, self.size(block)
-        self._take_off(block, self.stack.taker(block) if saves else -1)
+        self._take_off(block, self.stack.taker(block, leaves=not block.tiers) if saves else -1)
         self._evicted(1, n_bytes, reason)
 
     def _take_off(self, block: Block, number: int, copied: _Copied | None = None) -> None:
@@ -676,7 +677,7 @@ class PageStore:
         return [b for b in blocks if not b.going and any(self._alike(b, n) for n in usable)]
 
     def _puts(self, block: Block, number: int) -> bool:
-        if not self.stack.open_to(block, number):
+        if self.stack.rests(number) or not self.stack.may_store(block, number):
             return False
         self.stack.await_room(number, self.size(block))
         return self._store_page(block, number)

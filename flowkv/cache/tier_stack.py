@@ -936,7 +936,7 @@ class TierStack:
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
         if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
-            lower = self.taker(block, number + 1)
+            lower = self.taker(block, number + 1, leaves=block.tiers | block.going == 1 << number)
             if lower >= 0 and (copied := self.copy(block, number, lower)):
                 self.demoted(name, lower, copied)
         self.tiers[number].delete([block.key])
@@ -947,38 +947,44 @@ class TierStack:
     def copy(self, block: Block, source: int, target: int) -> int:
         """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
         found = self.load(block, source)
-        if found is None or not self.store(block, target, *found):
-            return 0
-        return len(found[1])
+        return len(found[1]) if found and self.store(block, target, *found) else 0
 
-    def taker(self, block: Block, first: int = 0) -> int:
+    def taker(self, block: Block, first: int = 0, *, leaves: bool = False) -> int:
         """Return the nearest tier, from number `first` on, that should store a block.
 
         Return -1 if no tier should, or a nearer one has the block or is storing it.
+
+        Args:
+            block: The block.
+            first: Number of the nearest tier to consider.
+            leaves: Whether the block leaves its last place, so that it is dropped, and counted so,
+                if all tiers that should store it rest.
         """
-        for number in range(first, len(self.tiers)):
-            if not self.lacks(block, number):
-                break
-            worth = self.open_to(block, number) and self.worth_storing(block, number)
-            if worth and self.admits(block, number):
-                return number
+        for rests in (False, True)[: 1 + leaves]:
+            for number in range(first, len(self.tiers)):
+                if not self.lacks(block, number):
+                    return -1
+                fit = self.rests(number) is rests and self.may_store(block, number)
+                if fit and self.worth_storing(block, number) and self.admits(block, number):
+                    if rests and block not in self.unwritten:
+                        self.miss_out(number)
+                    return -1 if rests else number
         return -1
 
     def admits(self, block: Block, number: int) -> bool:
-        """Return whether a tier is open to a block and its policy admits it."""
+        """Return whether a tier may store a block, and its policy admits it."""
         policy, slots = self.places[number].policy, as_slots([block.slot])
-        return self.open_to(block, number) and bool(policy.admit(self.context.now_ns(), slots)[0])
+        return self.may_store(block, number) and bool(policy.admit(self.context.now_ns(), slots)[0])
 
     def demoted(self, source: str, number: int, n_bytes: int) -> None:
         """Emit the event that a page is on its way down to a tier."""
         tier = self.tiers[number].name
         self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=n_bytes))
 
-    def open_to(self, block: Block, number: int) -> bool:
-        """Return whether a tier is writable, does not rest, and may store a block."""
+    def may_store(self, block: Block, number: int) -> bool:
+        """Return whether a tier is writable and open to a block, be it resting or not."""
         states_only = block.kind == "page" and number in self._states_only
-        barred = states_only or self._barred(block, number)
-        return self.tiers[number].writable and not (barred or self.rests(number))
+        return self.tiers[number].writable and not (states_only or self._barred(block, number))
 
     def still_holds(self, block: Block, number: int) -> bool:
         """Return whether a tier that is listed for a page still has it; else unlist the page."""

@@ -246,6 +246,61 @@ def test_what_others_erased_is_not_lost() -> None:
     assert not store.stack.lost and not store.unsaved and not blocks(kv)
 
 
+@pytest.mark.parametrize("near", [False, True])
+def test_a_page_that_leaves_while_its_tier_rests_is_dropped_and_counted_once(near: bool) -> None:
+    """Also without write-back; be its last place its device, or memory."""
+    disk = lasting()
+    kv, clock = stacked(*[MemoryTier(name="near")] * near, disk, write_back=False)
+    published(kv, P)
+    stack = kv.planner.store.stack
+    evict_all(kv)
+    kv.planner.store.drain()
+    assert bool(stack.lost) is not near and len(blocks(kv)) == 3 * near
+    for block in blocks(kv):
+        stack.places[HOST].remove(block)
+        stack._evict(block, HOST, "space")
+    assert stack.lost == 3 == kv.stats()["tiers"]["lasting"]["dropped"]
+    assert kv.flush(1.0) is False and kv.flush(1.0) and not blocks(kv)
+    published(kv, P)
+    back(kv, clock)
+    evict_all(kv)
+    for block in blocks(kv) if near else ():
+        kv.planner.store.drain()
+        stack.places[HOST].remove(block)
+        stack._evict(block, HOST, "space")
+    assert kv.flush(5.0) and len(disk.frames) == 3 and stack.lost == 3
+    audit(kv)
+
+
+@pytest.mark.parametrize("reason", ["lease", "held below", "read-only", "policy", "unproven"])
+def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str) -> None:
+    disk = lasting()
+    kv, clock = stacked(disk, write_back=False)
+    store = kv.planner.store
+    published(kv, P)
+    if reason == "held below":
+        clock.advance(s=61.0)
+        for block in blocks(kv):
+            assert store._store_page(block, 0)
+        store.drain()
+        store.stack.rest(0, 60.0)
+    disk.writable = reason != "read-only"
+    if reason == "policy":
+        policy = store.stack.places[0].policy
+        policy.admit = lambda now, slots: [False] * len(slots)
+    if reason == "unproven":
+        store.stack.provisional.active = True
+        for block in blocks(kv):
+            store.stack.provisional.add(block)
+    with kv.lock:
+        for block in blocks(kv) if reason == "lease" else ():
+            store._places[0].remove(block)
+            store._leave_device(block, "lease")
+    evict_all(kv)
+    assert not store.stack.lost and not store.stack.dropped
+    assert len(blocks(kv)) == 3 * (reason == "held below")
+
+
 def test_a_store_that_left_its_tiers_waits_for_nothing() -> None:
     kv, _ = stacked(lasting())
     published(kv, P)
