@@ -102,7 +102,8 @@ class Ending:
         """
         with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
             if held and _now_s() < end_s:
-                self._store.stack.rouse()
+                for lane in self._store.stack.mover.lanes:
+                    lane.rest(0.0)
                 self._store.flush(end_s - _now_s(), _now_s)
         return self._store.stack.lost - self._lost + self._store.unsaved
 

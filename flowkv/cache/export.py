@@ -393,7 +393,7 @@ def _take(
         with guard:
             if _place(store, header, body):
                 return "frames"
-            if not store.stack.mover.storing():
+            if not store.stack.mover.storing:
                 return "no_room"
             store.drain(_BUSY_S)
     return "no_room"
@@ -550,7 +550,7 @@ class Bundles:
                 block.tenant, block.namespace = self.tenant, self.namespace
                 block.n_bytes, stripe_bytes = len(body), min(step, len(body))
                 info = block.info(BUNDLE_LAYOUT, tokens=0, stripe_bytes=stripe_bytes)
-                busy = not self.store.stack.takes(number, len(body))
+                busy = not self.store.stack.mover.lanes[number].takes(len(body))
                 saved = self.store.stack.store(block, number, info, memoryview(body))
                 self.store.stack.settle(block)
                 if saved or not busy:
@@ -648,7 +648,7 @@ class Bundles:
                 answers, lent = self.store.stack.mover.load([(number, one) for one in wanted])
                 for piece, answer in zip(here, answers, strict=True):
                     if answer.outcome is Outcome.HIT:
-                        self.store.stack.count_loaded(number, answer.n_bytes)
+                        self.store.stack.mover.lanes[number].loaded_bytes += answer.n_bytes
                         pieces = [left for left in pieces if left is not piece]
                     elif not piece.block.gone and piece.block.tiers >> number & 1:
                         self.store.stack.not_served(piece.block, number, answer)
@@ -659,7 +659,7 @@ class Bundles:
 
     def _holds(self, block: Block, number: int) -> bool:
         if block.tiers >> number & 1:
-            return self.store.stack.answers(number)
+            return self.store.stack.mover.lanes[number].answering
         return self.store.stack.locate(block) == number
 
     # ---- names

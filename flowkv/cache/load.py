@@ -647,7 +647,7 @@ class PageLoader:
                 if trip.joined:
                     flight.joined[trip.source.tier] += answer.n_bytes
                 else:
-                    store.stack.count_loaded(trip.source.tier, answer.n_bytes)
+                    store.stack.mover.lanes[trip.source.tier].loaded_bytes += answer.n_bytes
                 flight.n_bytes[trip.source.tier] += answer.n_bytes
                 if trip.buffer is not None:
                     fidelity = answer.info.fidelity
@@ -696,8 +696,8 @@ class PageLoader:
     def _abandon(self, trip: _Trip) -> None:
         trip.given_up = True
         trip.flight.trips.pop(trip)
-        page_load, mover = trip.piece.page_load, self._store.stack.mover
-        if trip.request is None or not mover.give_up(trip.source.tier, trip.request):
+        page_load, lane = trip.piece.page_load, self._store.stack.mover.lanes[trip.source.tier]
+        if trip.request is None or not lane.give_up(trip.request):
             page_load.flying.remove(trip.piece)
             page_load.let_go()
 

@@ -460,7 +460,7 @@ class Lane:
         tier: The tier.
         deadline_s: Longest wait for a load.
         loads: Measured rates of loads from the tier.
-        clock_ns: Clock of the guard.
+        clock_ns: Clock of the guard, and of the tier's rest.
         storing: Context in which stores are sent if it yields True: no erasure runs there then.
 
     Attributes:
@@ -470,6 +470,12 @@ class Lane:
         stores: Measured rates of stores to the tier.
         overdue: Loads that the tier has not answered by their deadline.
         cancelled: Loads that were cancelled.
+        loaded_bytes: Bytes that were loaded for requests.
+        stored_bytes: Bytes that were stored.
+        incoming_bytes: Bytes that the stores on their way will take.
+        refused: Frames that the tier returned and that failed verification.
+        dropped: Pages that the tier did not store, as it was busy, away or full.
+        unpaid: Pages that were not stored, as loading them could never pay.
     """
 
     def __init__(
@@ -484,9 +490,34 @@ class Lane:
         self._storing, self._barred_s = storing, 0.0
         self.guard = RegretGuard()
         self.schedule, self.loads, self.stores = Schedule(), loads, Rates()
-        self.overdue = self.cancelled = 0
+        self.overdue = self.cancelled = self.loaded_bytes = self.stored_bytes = 0
+        self.refused = self.dropped = self.unpaid = self.incoming_bytes = 0
         self._jobs: dict[int, _Job] = {}
-        self._busy_until_s = 0.0
+        self._busy_until_s, self._rests_until_ns = 0.0, 0
+
+    # ---- availability
+
+    @property
+    def rests(self) -> bool:
+        """Return whether the tier rests, so that nothing is to be sent to it."""
+        return self.clock_ns() < self._rests_until_ns
+
+    def rest(self, seconds: float) -> None:
+        """Let the tier rest for some seconds, as requests would be late or would fail."""
+        self._rests_until_ns = self.clock_ns() + round(seconds * 1e9)
+
+    @property
+    def answering(self) -> bool:
+        """Return whether loads may be sent to the tier: none is overdue, and it does not rest."""
+        return not self.overdue and not self.rests
+
+    def takes(self, n_bytes: int, ahead_bytes: int = 0) -> bool:
+        """Return whether the tier takes one more frame, after others of `ahead_bytes`.
+
+        A tier that does not is busy or away.
+        """
+        room = self.schedule.has_room(n_bytes, IOPriority.WRITE_BACK, ahead_bytes)
+        return room and not self.rests
 
     # ---- submission
 
@@ -776,17 +807,27 @@ class Mover:
     Args:
         deadline_s: Longest wait for a load.
         rates: Load rates by tier name, shared with the policy that decides whether to load.
+        clock_ns: Clock of the lanes' guards and rests.
 
     Attributes:
         lanes: One for each tier, nearest first.
         from_memory: Loads answered with the bytes of a store that was under way.
+        storing: Stores that are not answered yet.
     """
 
-    def __init__(self, deadline_s: float, rates: dict[str, Rates] | None = None) -> None:
-        self.deadline_s, self.rates = deadline_s, {} if rates is None else rates
+    def __init__(
+        self,
+        deadline_s: float,
+        rates: dict[str, Rates] | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.deadline_s, self.rates, self._clock_ns = (
+            deadline_s,
+            {} if rates is None else rates,
+            clock_ns,
+        )
         self.lanes: list[Lane] = []
-        self.from_memory = 0
-        self._storing = 0
+        self.from_memory = self.storing = 0
         self._bodies: dict[bytes, list[OnTheWay]] = {}
 
     @property
@@ -797,13 +838,13 @@ class Mover:
     def add(self, tier: Tier, storing: Admission = _ALWAYS) -> None:
         """Add a tier below the others; see `Lane`."""
         rates = self.rates.setdefault(tier.name, Rates())
-        self.lanes.append(Lane(tier, self.deadline_s, rates, storing=storing))
+        self.lanes.append(Lane(tier, self.deadline_s, rates, self._clock_ns, storing))
 
     def forget(self) -> None:
         """Drop all tiers; pending requests get no answer."""
         self.lanes.clear()
         self._bodies.clear()
-        self._storing = 0
+        self.storing = 0
 
     # ---- stores
 
@@ -829,7 +870,7 @@ class Mover:
         item = Store(key, info, body)
 
         def answered(answer: TierAnswer) -> None:
-            self._storing -= 1
+            self.storing -= 1
             left = [one for one in self._bodies.pop(key, ()) if one.store is not item]
             if left:
                 self._bodies[key] = left
@@ -838,13 +879,9 @@ class Mover:
         request = TransferRequest(item, answered, IOPriority.WRITE_BACK, mark=mark)
         if self.lanes[tier].ask(request) is SubmitResult.REFUSED:
             return False
-        self._storing += 1
+        self.storing += 1
         self._bodies.setdefault(key, []).append(OnTheWay(tier, item, mark))
         return True
-
-    def storing(self) -> int:
-        """Return the number of stores that are not answered yet."""
-        return self._storing
 
     def on_the_way(self, key: bytes, tier: int = -1) -> OnTheWay | None:
         """Return the frame of a key that is being stored in a tier (-1: in any), or None."""
@@ -862,6 +899,11 @@ class Mover:
         """Send requests and handle answers, waiting for a first one; return how many came."""
         busy = [lane for lane in self.lanes if lane.busy]
         return self._wait(busy, timeout_s) if busy else 0
+
+    def await_room(self, tier: int, n_bytes: int) -> None:
+        """Wait until a tier takes a frame of so many bytes, as long as any transfer is answered."""
+        while not self.lanes[tier].takes(n_bytes) and self.drain(self.deadline_s):
+            pass
 
     def collect(self) -> int:
         """Handle arrived answers without sending requests; return their number."""
@@ -907,7 +949,7 @@ class Mover:
                 if ends[tier] <= now and index not in answers and request is not None:
                     failed = TierAnswer(0, index, item.key, Outcome.FAILED, "deadline passed")
                     answers[index] = failed._replace(seconds=now - started)
-                    if self.give_up(tier, request):
+                    if self.lanes[tier].give_up(request):
                         lent.add(index)
         return [answers[index] for index in range(len(wanted))], lent
 
@@ -934,9 +976,9 @@ class Mover:
             priority: Demand or prefetch.
 
         Returns:
-            The request for `give_up`; None if it was answered at once, from memory for instance.
+            The request for `Lane.give_up`; None if it was answered at once, as from memory.
         """
-        held = self.on_the_way(item.key) if self._storing else None
+        held = self.on_the_way(item.key) if self.storing else None
         if held is not None and held.mark is not None and not held.mark.done():
             if priority is not IOPriority.DEMAND:
                 done(TierAnswer(0, 0, item.key, Outcome.FAILED, "busy"))
@@ -969,15 +1011,11 @@ class Mover:
             owner: Owner for `cancel`.
 
         Returns:
-            The request for `give_up`.
+            The request for `Lane.give_up`.
         """
         request = TransferBatch(items, done, owner)
         self.lanes[tier].ask(request)
         return request
-
-    def give_up(self, tier: int, request: TransferRequest) -> bool:
-        """Stop waiting for a load; see `Lane.give_up`."""
-        return self.lanes[tier].give_up(request)
 
     def cancel(self, owner: object = None) -> int:
         """Cancel the loads of an owner, or all prefetches; each is still answered."""

@@ -518,8 +518,8 @@ class Overflow:
 
     def _open(self) -> list[int]:
         """Return the numbers of the tiers that can be read from now, nearest first."""
-        numbers = range(len(self.store.stack.tiers))
-        return [n for n in numbers if self._serves(n) and self.store.stack.answers(n)]
+        lanes = enumerate(self.store.stack.mover.lanes)
+        return [number for number, lane in lanes if self._serves(number) and lane.answering]
 
     def source(self, block: Block, among: Iterable[int] | None = None) -> int:
         """Return the number of the nearest of some tiers (default: all) with a page, or -1."""
@@ -615,7 +615,7 @@ class Overflow:
         mover, lent = self.store.stack.mover, False
         late = [(number, one) for number, one in stage.requests if not one.ended]
         for number, request in late:
-            lent |= mover.give_up(number, request)
+            lent |= mover.lanes[number].give_up(request)
         owed = {number for number, _ in late}
         sources, answers = stage.sources, dict(stage.answers)
         if lent:  # stripes loaded so far are in the old memory, not in the new one
@@ -644,7 +644,7 @@ class Overflow:
                 stage.name = ()
                 self._again(stage, tile, missing, place, tried)
             for number, n_bytes in stage.read_bytes().items():
-                self.store.stack.count_loaded(number, n_bytes)
+                self.store.stack.mover.lanes[number].loaded_bytes += n_bytes
                 self.read_bytes += n_bytes
             fidelities = (one.info.fidelity for one in stage.answers.values() if one.info)
             stage.fidelity = max(fidelities, default=0)

@@ -225,7 +225,7 @@ class DevicePrefetcher:
 
     def _gives(self, number: int) -> bool:
         lane = self._store.stack.mover.lanes[number]
-        return self._store.stack.answers(number) and lane.guard.allows(lane.clock_ns())
+        return lane.answering and lane.guard.allows(lane.clock_ns())
 
     # ---- events
 

@@ -196,7 +196,7 @@ def breaker(stack: TierStack, number: int) -> str:
     told = str(getattr(own, "value", ""))
     if told in BREAKER:
         return told
-    return "closed" if stack.answers(number) else "open"
+    return "closed" if stack.mover.lanes[number].answering else "open"
 
 
 def tier_levels(stack: TierStack, number: int) -> Iterator[Level]:
@@ -240,7 +240,7 @@ def tier_report(stack: TierStack, number: int) -> dict[str, Any]:
         "writable": tier.writable,
         "used_bytes": max(tier.used_bytes() - reserved_bytes(tier), 0),
         "capacity_bytes": tier.capacity_bytes,
-        "answers": stack.answers(number),
+        "answers": lane.answering,
         "breaker": breaker(stack, number),
         "trips": getattr(tier, "trips", 0),
         "queued_bytes": lane.schedule.queued_bytes,
@@ -255,7 +255,7 @@ def tier_report(stack: TierStack, number: int) -> dict[str, Any]:
         },
     }
     for counted in ("loaded_bytes", "stored_bytes", "refused", "dropped", "unpaid"):
-        report[counted] = getattr(stack, counted)[tier.name]
+        report[counted] = getattr(lane, counted)
     for way, rates in (("load", lane.loads), ("store", lane.stores)):
         report[f"{way}_bytes_per_s"] = rates.bytes_per_s
         report[f"{way}_latency_s"] = rates.latency_s

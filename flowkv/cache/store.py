@@ -526,7 +526,7 @@ class PageStore:
             if leaving >= short and self.stack.mover.drain(self.stack.mover.deadline_s):
                 continue  # enough pages wait only for their stores to end
             if not self._give_up(group, max(1, short - leaving)) and (
-                not self.stack.mover.storing()
+                not self.stack.mover.storing
                 or not self.stack.mover.drain(self.stack.mover.deadline_s)
             ):
                 return None
@@ -606,7 +606,7 @@ class PageStore:
                         # Its copy below was evicted meanwhile, or there is none.
                         number = self.stack.taker(block, leaves=True)
                     if number >= 0 and not self.stack.outlives(number):  # memory makes room fast
-                        self.stack.await_room(number, n_bytes)
+                        self.stack.mover.await_room(number, n_bytes)
                     self._take_off(block, number, copied.pop(block, None))
                 self._evicted(len(part), n_bytes * len(part), reason)
                 self.stack.mover.drain()
@@ -622,10 +622,10 @@ class PageStore:
     def _take_off(self, block: Block, number: int, copied: _Copied | None = None) -> None:
         """Evict a block from its device, and store it in a tier unless the number is -1."""
         if number >= 0:
-            n_bytes = self.size(block)
+            n_bytes, lane = self.size(block), self.stack.mover.lanes[number]
             if self._store_page(block, number, copied):
                 self.stack.demoted("device", number, n_bytes)
-            elif block not in self.stack.unwritten and not self.stack.takes(number, n_bytes):
+            elif block not in self.stack.unwritten and not lane.takes(n_bytes):
                 self.stack.miss_out(number)
         self._free_page(block)
         self.stack.settle(block)
@@ -677,9 +677,9 @@ class PageStore:
         return [b for b in blocks if not b.going and any(self._alike(b, n) for n in usable)]
 
     def _puts(self, block: Block, number: int) -> bool:
-        if self.stack.rests(number) or not self.stack.may_store(block, number):
+        if self.stack.mover.lanes[number].rests or not self.stack.may_store(block, number):
             return False
-        self.stack.await_room(number, self.size(block))
+        self.stack.mover.await_room(number, self.size(block))
         return self._store_page(block, number)
 
     def expire(self) -> None:
@@ -773,14 +773,15 @@ class PageStore:
         A page that has left its device is read from host memory, one block at a time.
         """
         stack, number = self.stack, self.stack.lasting()
-        while stack.unwritten and not stack.rests(number):
+        lane = stack.mover.lanes[number] if number >= 0 else None
+        while stack.unwritten and lane and not lane.rests:
             waiting, n_bytes = list[Block](), 0
             for block in stack.unwritten:
                 if stack.lacks(block, number):
                     if not block.somewhere:
                         continue  # its copy below is still on the way
                     own_bytes = self._waiting_bytes(block)
-                    if not stack.takes(number, own_bytes, n_bytes) or n_bytes > AT_ONCE_BYTES:
+                    if not lane.takes(own_bytes, n_bytes) or n_bytes > AT_ONCE_BYTES:
                         break
                     n_bytes += own_bytes
                 waiting.append(block)
@@ -790,7 +791,7 @@ class PageStore:
             copied = self._copy_out(there)
             for block in waiting:
                 if stack.lacks(block, number) and not self._write(block, number, copied.get(block)):
-                    if not stack.takes(number, self._waiting_bytes(block)):
+                    if not lane.takes(self._waiting_bytes(block)):
                         return  # the tier is away by now: the others wait
                     if block in stack.unwritten and block not in stack.provisional:
                         stack.miss_out(number)
@@ -846,10 +847,10 @@ class PageStore:
         Returns:
             Number of pages that still wait, or are on their way.
         """
-        end_s = now_s() + timeout_s
+        end_s, lanes = now_s() + timeout_s, self.stack.mover.lanes
         self.drain()
-        while self.stack.mover.storing() or (
-            self.stack.unwritten and not self.stack.rests(self.stack.lasting())
+        while self.stack.mover.storing or (
+            self.stack.unwritten and (n := self.stack.lasting()) >= 0 and not lanes[n].rests
         ):
             left_s = end_s - now_s()
             if left_s <= 0 or interrupts.waiting():
@@ -863,7 +864,7 @@ class PageStore:
     @property
     def unsaved(self) -> int:
         """Return the number of pages that wait to be written, or are on their way."""
-        return self.stack.mover.storing() + len(self.stack.unwritten)
+        return self.stack.mover.storing + len(self.stack.unwritten)
 
     def _store_page(self, block: Block, number: int, copied: _Copied | None = None) -> bool:
         """Store a block's page, or its host copy, in a tier; return whether the tier takes it."""

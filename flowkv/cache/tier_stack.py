@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
-from flowkv.cache.mover import CopyMark, IOPriority, Mover
+from flowkv.cache.mover import CopyMark, Mover
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StoreError
@@ -344,12 +343,7 @@ class TierStack:
         unwritten: Blocks that wait for the persistent tier, in whatever place they lie.
         erasure_logs: Erasure logs of the tiers that other caches use too, by tier number.
         behind: Whether other caches erased blocks that are not dropped here yet; stores wait.
-        loaded_bytes: Bytes loaded, by tier name.
-        stored_bytes: Bytes stored, by tier name.
-        refused: Frames that a tier returned and that failed verification, by tier name.
-        dropped: Pages that a busy, away or full tier did not store, by tier name.
         lost: Dropped pages that the persistent tier should have stored.
-        unpaid: Pages that were not stored as loading them could never pay, by tier name.
         troubles: Reason why a tier stores nothing, by its name; "" once it was warned of.
     """
 
@@ -368,7 +362,7 @@ class TierStack:
         self.context, self.index, self.forms, self.bus = context, context.index, forms, bus
         self.fidelity = max((codec for one in forms for codec in one.layouts), default=0)
         self.write_back, self._gate = config.write_back, context.gate
-        self.mover = Mover(config.load_deadline_s, context.gate.rates)
+        self.mover = Mover(config.load_deadline_s, context.gate.rates, context.clock.now_ns)
         self._policies, self._sends, self._on_forget = policies, sends, on_forget
         whole = [one for one in forms if one.whole] or forms
         self._prompt_bytes = sum(map(_likely_bytes, whole))  # bytes per page of a long prompt
@@ -376,16 +370,12 @@ class TierStack:
         self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
         self.behind = False
         self.provisional, self.unwritten = Provisional(), dict[Block, None]()
-        self.loaded_bytes, self.stored_bytes = Counter[str](), Counter[str]()
-        self.refused, self.dropped, self.unpaid = (Counter[str]() for _ in range(3))
         self.lost = 0
-        self._resting_ns: dict[int, int] = {}
         self._quarantined: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
         self._bodies: dict[Block, tuple[FrameInfo, memoryview]] = {}  # of unproven tails
         self._strangers: dict[int, list[Block]] = {}
         self.troubles: dict[str, str] = {}  # reason why a tier stores nothing; "" once warned
-        self._incoming = Counter[int]()
         for tier in tiers:
             self.add(tier)
 
@@ -506,7 +496,7 @@ class TierStack:
             self.settle(block)
         self.close_logs()
         self.mover.forget()
-        for book in (self.tiers, self.places, self._incoming, self._strangers, self.unwritten):
+        for book in (self.tiers, self.places, self._strangers, self.unwritten):
             book.clear()
 
     def close_logs(self) -> None:
@@ -514,22 +504,6 @@ class TierStack:
         for log in self.erasure_logs.values():
             log.close()
         self.erasure_logs.clear()
-
-    def answers(self, number: int) -> bool:
-        """Return whether loads may be sent to a tier: none is overdue, and it does not rest."""
-        return not self.rests(number) and not self.mover.lanes[number].overdue
-
-    def rests(self, number: int) -> bool:
-        """Return whether a tier rests, so that nothing is sent to it, or is none (-1)."""
-        return number < 0 or self.context.clock.now_ns() < self._resting_ns.get(number, 0)
-
-    def rouse(self) -> None:
-        """End the rest of all tiers."""
-        self._resting_ns.clear()
-
-    def rest(self, number: int, seconds: float) -> None:
-        """Send nothing to a tier for some seconds, as requests would be late or would fail."""
-        self._resting_ns[number] = self.context.clock.now_ns() + round(seconds * 1e9)
 
     @property
     def watches(self) -> bool:
@@ -615,14 +589,6 @@ class TierStack:
             return likely
         return self.body_bytes(block, number) or likely
 
-    def takes(self, number: int, body_bytes: int, ahead_bytes: int = 0) -> bool:
-        """Return whether a tier takes one more frame, after others of `ahead_bytes`.
-
-        A tier that does not is busy or away.
-        """
-        room = self.mover.lanes[number].schedule.has_room
-        return not self.rests(number) and room(body_bytes, IOPriority.WRITE_BACK, ahead_bytes)
-
     def outlives(self, number: int) -> bool:
         """Return whether a tier is persistent, or shared with other processes."""
         return self.tiers[number].kind != "host" or self.tiers[number].shared
@@ -632,7 +598,7 @@ class TierStack:
 
     def miss_out(self, number: int) -> None:
         """Count a page that a tier should have stored and did not."""
-        self.dropped[self.tiers[number].name] += 1
+        self.mover.lanes[number].dropped += 1
         self.lost += number == self.lasting()
 
     def worth_storing(self, block: Block, number: int) -> bool:
@@ -643,7 +609,7 @@ class TierStack:
         size = self.context.page_size
         if self._sends() or self._gate.pays_to_store(name, page, size, partial(reach, block)):
             return True
-        self.unpaid[name] += 1
+        self.mover.lanes[number].unpaid += 1
         return False
 
     def store(
@@ -670,20 +636,20 @@ class TierStack:
         if block.going >> number & 1:
             done()
             return True
-        n_bytes = self.tiers[number].frame_bytes(body.nbytes)
-        if self._barred(block, number) or not self.takes(number, body.nbytes):
+        n_bytes, lane = self.tiers[number].frame_bytes(body.nbytes), self.mover.lanes[number]
+        if self._barred(block, number) or not lane.takes(body.nbytes):
             return False
         if not self._make_room(number, n_bytes):
             return False
 
         def answered(answer: TierAnswer) -> None:
-            self._incoming[number] -= n_bytes
+            lane.incoming_bytes -= n_bytes
             done()
             self._stored(block, number, info.codec, answer)
 
         if not self.mover.store(number, block.key, info, body, answered, mark):
             return False
-        self._incoming[number] += n_bytes
+        lane.incoming_bytes += n_bytes
         block.going |= 1 << number
         if number == self.lasting():
             self.unwritten.pop(block, None)
@@ -735,14 +701,14 @@ class TierStack:
         if answer.outcome is not Outcome.STORED:
             self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
             if answer.reason in _AWAY:
-                self.rest(number, _REST_S)
+                self.mover.lanes[number].rest(_REST_S)
         elif block.gone:  # the block was forgotten while it was stored
             self._wipe(number, [block.key])
         else:
             # Where others write too, theirs may have been there before.
             block.enter(number, UNKNOWN if tier.shared else codec)
             self.insert([block], number)
-            self.stored_bytes[tier.name] += answer.n_bytes
+            self.mover.lanes[number].stored_bytes += answer.n_bytes
             self.bus.emit(
                 Stored(tier=tier.name, pages=1, n_bytes=answer.n_bytes, seconds=answer.seconds)
             )
@@ -810,8 +776,8 @@ class TierStack:
             self.bus.emit(Failed(tier=tier.name, operation="erase", reason=error.problem))
 
     def _make_room(self, number: int, need: int) -> bool:
-        tier, place = self.tiers[number], self.places[number]
-        while tier.used_bytes() + self._incoming[number] + need > tier.capacity_bytes:
+        tier, place, lane = self.tiers[number], self.places[number], self.mover.lanes[number]
+        while tier.used_bytes() + lane.incoming_bytes + need > tier.capacity_bytes:
             if need > tier.capacity_bytes:
                 return False
             if self.mover.collect():
@@ -859,7 +825,7 @@ class TierStack:
                 codecs = self.codecs_on(block, number)
                 if not codecs:
                     self.unlist(block, number)
-                elif self.answers(number):
+                elif self.mover.lanes[number].answering:
                     for codec in codecs:
                         if block.tiers >> number & 1:
                             yield ReadFrom(number, codec, codec == codecs[-1])
@@ -874,7 +840,7 @@ class TierStack:
         Returns:
             The frame's header and its body; None if the tier cannot serve the block now.
         """
-        if not self.answers(number):
+        if not self.mover.lanes[number].answering:
             return None
         wished = [BUNDLE_LAYOUT if block.kind == "weights" else LAYOUT]
         if block.kind == "state" and block.group < len(self.forms):
@@ -887,29 +853,25 @@ class TierStack:
             wanted = Load(block.key, memoryview(body), layout, self.fidelity)
             (answer,), _ = self.mover.load([(number, wanted)])
             if answer.outcome is Outcome.HIT and answer.info is not None:
-                self.count_loaded(number, answer.n_bytes)
+                self.mover.lanes[number].loaded_bytes += answer.n_bytes
                 return answer.info, memoryview(body)[: answer.n_bytes].toreadonly()
             if answer.reason != "layout" or layout == wished[-1]:
                 self.not_served(block, number, answer)
                 break
         return None
 
-    def count_loaded(self, number: int, n_bytes: int) -> None:
-        """Count bytes that were loaded from a tier."""
-        self.loaded_bytes[self.tiers[number].name] += n_bytes
-
     def not_served(self, block: Block, number: int, answer: TierAnswer) -> None:
         """Count a failed load: rest the tier if it failed, unlist the block if its copy is bad."""
-        name = self.tiers[number].name
+        name, lane = self.tiers[number].name, self.mover.lanes[number]
         if answer.outcome is Outcome.FAILED:  # the copy may still be there: it stays listed
             self.bus.emit(Failed(tier=name, operation="load", reason=answer.reason))
             if answer.reason.startswith("deadline"):
-                self.rest(number, _REST_DEADLINES * (answer.seconds or self.mover.deadline_s))
+                lane.rest(_REST_DEADLINES * (answer.seconds or lane.deadline_s))
             elif answer.reason in _AWAY:
-                self.rest(number, _REST_S)
+                lane.rest(_REST_S)
             return
         if answer.reason not in _BENIGN:
-            self.refused[name] += 1
+            lane.refused += 1
             self.bus.emit(Quarantined(tier=name, key=block.key, reason=answer.reason))
         self.unlist(block, number)
 
@@ -964,7 +926,7 @@ class TierStack:
             for number in range(first, len(self.tiers)):
                 if not self.lacks(block, number):
                     return -1
-                fit = self.rests(number) is rests and self.may_store(block, number)
+                fit = self.mover.lanes[number].rests is rests and self.may_store(block, number)
                 if fit and self.worth_storing(block, number) and self.admits(block, number):
                     if rests and block not in self.unwritten:
                         self.miss_out(number)
@@ -994,11 +956,6 @@ class TierStack:
         if not there:
             self.unlist(block, number)
         return there
-
-    def await_room(self, number: int, n_bytes: int) -> None:
-        """Wait until a tier takes a frame of so many bytes, as long as any transfer is answered."""
-        while not self.takes(number, n_bytes) and self.mover.drain(self.mover.deadline_s):
-            pass
 
     def supersede(self, block: Block) -> None:
         """Delete a block's copies that are too lossy to be read here, before it is made anew."""

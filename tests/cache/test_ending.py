@@ -270,8 +270,9 @@ def test_a_tier_that_rests_is_tried_once_more_at_the_end(
     kv = make_kv(simple(), tiers=[tier])
     published(kv, range(40))
     tier.work("breaker")
-    assert not kv.flush() and kv.planner.store.stack.rests(0) and kv.planner.store.unsaved == 5
-    kv.planner.store.stack.rest(0, 60.0)
+    (lane,) = kv.planner.store.stack.mover.lanes
+    assert not kv.flush() and lane.rests and kv.planner.store.unsaved == 5
+    lane.rest(60.0)
     if not works:
         tier.work = lambda reason="": Deferred.work(tier, "breaker")
     if way == "bind":

@@ -146,6 +146,6 @@ def test_a_tier_that_rests_counts_as_open() -> None:
     kv = make_kv(simple(), tiers=[MemoryTier(name="far")])
     store = kv.planner.store
     assert breaker(store.stack, 0) == "closed"
-    store.stack.rest(0, 5.0)
+    store.stack.mover.lanes[0].rest(5.0)
     assert breaker(store.stack, 0) == "open" and kv.stats()["tiers"]["far"]["breaker"] == "open"
     kv.close()

@@ -100,9 +100,9 @@ def stored(tier: MemoryTier, *numbers: int) -> None:
 def flushed(mover: Mover, timeout_s: float) -> bool:
     """Waits until nothing is being stored; False if that took too long."""
     end = time.monotonic() + timeout_s
-    while mover.storing() and time.monotonic() < end:
+    while mover.storing and time.monotonic() < end:
         mover.drain(0.1)
-    return not mover.storing()
+    return not mover.storing
 
 
 def load_of(number: int) -> tuple[Load, bytearray]:
@@ -164,7 +164,7 @@ def test_a_store_is_sent_once_its_body_has_come() -> None:
     mover, mark = mover_over(tier), Coming()
     assert mover.store(0, key_of(1), INFO, memoryview(BODY), answers.append, mark)
     assert not mover.drain() and not mover.drain(0.25) and mark.waited == [0.25]
-    assert not tier.waiting and mover.storing() == 1
+    assert not tier.waiting and mover.storing == 1
     load, target = load_of(1)
     assert mover.ask(0, load, answers.append, priority=IOPriority.PREFETCH) is None
     assert answers.pop().reason == "busy" and mark.waited == [0.25]
@@ -185,8 +185,8 @@ def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
     def going(*given: Any, **how: Any) -> bool:
         calls.append(1)
         if len(calls) == 2:
-            store.stack.rest(0, 1.0)
-        return not store.stack.rests(0) and save(*given, **how)
+            store.stack.mover.lanes[0].rest(1.0)
+        return not store.stack.mover.lanes[0].rests and save(*given, **how)
 
     monkeypatch.setattr(store.stack, "store", going)
     published(kv, P)
@@ -353,7 +353,7 @@ def test_loads_asked_together_are_owed_together(come: int) -> None:
     tier.allowed = come
     mover.wait([0], 0.0)
     mover.collect()
-    assert mover.give_up(0, request) and not told
+    assert mover.lanes[0].give_up(request) and not told
     assert mover.lanes[0].overdue == 1 and len(tier.cancelled) == 1
     mover.collect()
     ((*found,),) = told
@@ -364,7 +364,7 @@ def test_loads_asked_together_are_owed_together(come: int) -> None:
 def test_loads_asked_together_can_be_taken_back_before_they_are_sent() -> None:
     mover = mover_over(Slow(MemoryTier()))
     request, told = batch(mover, 1, 2)
-    assert not mover.give_up(0, request) and not told and not mover.busy
+    assert not mover.lanes[0].give_up(request) and not told and not mover.busy
     _, told = batch(mover, 1, 2)
     assert mover.cancel("me") == 1
     assert [one.reason for one in told[0]] == ["cancelled"] * 2
@@ -395,7 +395,7 @@ def test_a_closed_tier_fails_what_it_is_asked() -> None:
     mover, told = mover_over(Closed(MemoryTier())), list[Completion]()
     mover.store(0, key_of(1), INFO, memoryview(BODY), told.append)
     (answer,), lent = mover.load([(0, load_of(2)[0])])
-    assert answer.reason == told[0].reason == "closed" and not lent and not mover.storing()
+    assert answer.reason == told[0].reason == "closed" and not lent and not mover.storing
 
 
 def test_stores_are_measured_and_bound_what_is_in_flight() -> None:

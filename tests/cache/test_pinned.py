@@ -601,9 +601,9 @@ def test_making_room_waits_for_no_copy(below: str) -> None:
     texts = [[number, *range(48)] for number in range(9)]
     for text in texts:
         published(kv, text)
-    assert not device.waits and mover.storing() and "after" in device.calls
+    assert not device.waits and mover.storing and "after" in device.calls
     kv.flush()
-    assert device.waits and not mover.storing()
+    assert device.waits and not mover.storing
     for text in texts:
         with kv.open([*text, 99]) as seq:
             assert seq.reused == 48
@@ -719,7 +719,7 @@ def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.Monkey
     go_on.set()
     while store.stack.mover.lanes[0].overdue:
         store.drain(0.1)
-    store.stack.rest(0, 0.0)  # it is asked again from now on
+    store.stack.mover.lanes[0].rest(0.0)  # it is asked again from now on
     for text in [*texts, *texts]:
         with kv.open([*text, 99]) as seq:
             assert seq.reused == 48

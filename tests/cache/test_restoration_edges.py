@@ -238,7 +238,7 @@ def test_one_page_out_of_reach_does_not_keep_the_others() -> None:
         last.tiers = 0
         last.enter(1, 0)
         store.stack.insert([last], 1)
-        store.stack.rest(1, 60.0)
+        store.stack.mover.lanes[1].rest(60.0)
         with kv.open(prompt, wait=False) as seq:
             assert seq.restoration is not None and seq.restoration.tokens == 5 * PAGE
             finish(kv, [seq], "restore")

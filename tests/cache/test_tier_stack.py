@@ -24,7 +24,7 @@ def stacked(*tiers: Any, **options: Any) -> tuple[KV, ManualClock]:
     """A cache over some tiers that is bound, and whose tier that lasts is away until `back`."""
     clock = ManualClock()
     kv = make_kv(simple(), pages=16, tiers=tiers, clock=clock, **options)
-    kv.planner.store.stack.rest(len(tiers) - 1, 60.0)
+    kv.planner.store.stack.mover.lanes[-1].rest(60.0)
     return kv, clock
 
 
@@ -43,6 +43,10 @@ def blocks(kv: KV) -> list[Any]:
     return sorted(kv.planner.store.index, key=lambda block: block.depth)
 
 
+def dropped(store: Any) -> int:
+    return sum(lane.dropped for lane in store.stack.mover.lanes)
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_page_that_leaves_for_memory_still_waits_for_the_tier_that_lasts(earlier: bool) -> None:
     """Be its copy in memory under way when it leaves, or there before."""
@@ -56,7 +60,7 @@ def test_a_page_that_leaves_for_memory_still_waits_for_the_tier_that_lasts(earli
     evict_all(kv)
     kv.planner.store.stack.mover.drain()
     assert len(near.frames) == 3 and not disk.frames and all(b.page < 0 for b in blocks(kv))
-    assert store.unsaved == 3 and not store.stack.lost and not store.stack.dropped.total()
+    assert store.unsaved == 3 and not store.stack.lost and not dropped(store)
     audit(kv)
     back(kv, clock)
     assert len(disk.frames) == 3 and not store.unsaved and not store.stack.lost
@@ -73,7 +77,7 @@ def test_what_waits_is_lost_once_memory_gives_it_up_and_not_when_it_is_forgotten
     *_, last = blocks(kv)
     store.stack.places[HOST].remove(last)
     store.stack._evict(last, HOST, "space")
-    assert store.stack.lost == 1 == store.stack.dropped["lasting"] and store.unsaved == 2
+    assert store.stack.lost == 1 == store.stack.mover.lanes[-1].dropped and store.unsaved == 2
     kv.forget(P)
     assert store.stack.lost == 1 and not store.unsaved
     back(kv, clock)
@@ -117,7 +121,7 @@ def test_a_block_is_stored_once_in_each_tier_and_named_as_it_lies_there() -> Non
         store.drain()
     assert ended == [2, 1] and block.codec_on(HOST) == 0
     ((header, _),) = near.frames.values()
-    assert header.info.codec == 0 and store.stack.stored_bytes["near"] == 4096
+    assert header.info.codec == 0 and store.stack.mover.lanes[HOST].stored_bytes == 4096
     audit(kv)
 
 
@@ -157,7 +161,7 @@ def test_what_waits_is_lost_once_if_its_store_fails_for_good() -> None:
             store.stack.mover.drain()
             disk.work("failed")
             store.stack.mover.drain()
-        assert store.stack.lost == 3 == store.stack.dropped["lasting"] and not store.unsaved
+        assert store.stack.lost == 3 == store.stack.mover.lanes[-1].dropped and not store.unsaved
         assert not blocks(kv) and kv.flush(1.0) is False
 
 
@@ -210,7 +214,7 @@ def test_a_drain_reads_memory_only() -> None:
     clock, far, disk = ManualClock(), Silent(Wrapped(MemoryTier(), kind="remote")), lasting()
     far.silent = False
     kv = make_kv(simple(), pages=16, tiers=[disk, far], clock=clock)
-    kv.planner.store.stack.rest(0, 60.0)
+    kv.planner.store.stack.mover.lanes[0].rest(60.0)
     published(kv, P)
     evict_all(kv)
     kv.planner.store.drain()
@@ -283,7 +287,7 @@ def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str
         for block in blocks(kv):
             assert store._store_page(block, 0)
         store.drain()
-        store.stack.rest(0, 60.0)
+        store.stack.mover.lanes[0].rest(60.0)
     disk.writable = reason != "read-only"
     if reason == "policy":
         policy = store.stack.places[0].policy
@@ -297,7 +301,7 @@ def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str
             store._places[0].remove(block)
             store._leave_device(block, "lease")
     evict_all(kv)
-    assert not store.stack.lost and not store.stack.dropped
+    assert not store.stack.lost and not dropped(store)
     assert len(blocks(kv)) == 3 * (reason == "held below")
 
 
@@ -390,11 +394,13 @@ def test_a_page_that_comes_back_does_not_join_the_store_that_was_forgotten(reaso
     with kv.lock:
         disk.work(reason)
         store.stack.mover.collect()
-        assert not disk.frames and store.unsaved == 3 and not store.stack.stored_bytes["lasting"]
+        assert (
+            not disk.frames and store.unsaved == 3 and not store.stack.mover.lanes[-1].stored_bytes
+        )
         store.drain()
         assert disk.waiting == 3
-    assert kv.flush(5.0) and len(disk.frames) == 3 and not store.stack.dropped.total()
-    assert store.stack.stored_bytes["lasting"] == 3 * 4096
+    assert kv.flush(5.0) and len(disk.frames) == 3 and not dropped(store)
+    assert store.stack.mover.lanes[-1].stored_bytes == 3 * 4096
     evict_all(kv)
     with opened(kv, [*P, 1], tag=2) as seq:
         assert seq.reused == 24
@@ -410,7 +416,7 @@ def test_tails_and_states_that_no_tier_takes_are_counted() -> None:
     stack = kv.planner.store.stack
     with opened(kv, [*P, 1, 2, 3]) as seq:
         assert not kv.save_state(seq, {"h": torch.ones(2)})
-    assert stack.dropped["lasting"] == stack.lost == 3 and kv.planner.store.unsaved == 3
+    assert stack.mover.lanes[-1].dropped == stack.lost == 3 and kv.planner.store.unsaved == 3
     back(kv, clock)
     assert len(disk.frames) == 3
     capacity, disk.capacity_bytes = disk.capacity_bytes, 2000
@@ -420,9 +426,9 @@ def test_tails_and_states_that_no_tier_takes_are_counted() -> None:
     for token in range(18):
         published(kv, [*P, 6, token])
     assert stack.lost == 6 and len(stack.provisional) == 16
-    stack.rest(0, 60.0)
+    stack.mover.lanes[0].rest(60.0)
     with kv.lock:
         stack.provisional.begin()
         kv.planner.store.confirm()
-    assert stack.lost == stack.dropped["lasting"] == 22 and len(disk.frames) == 3
+    assert stack.lost == stack.mover.lanes[-1].dropped == 22 and len(disk.frames) == 3
     audit(kv)
