@@ -163,7 +163,7 @@ def test_open(benchmark, place: str, tmp_path: Path) -> None:
 
     def leave() -> None:
         while place != "device" and store._give_up(0, 1):
-            store.flush(10.0)
+            store.writes.flush(10.0)
         kv.gate.__init__()  # always load
 
     def reopen() -> None:

@@ -204,9 +204,7 @@ class Audit:
             for branch in store.index.branches(seq.key(g, self.page)):
                 doomed += branch
         store.bus.emit(Quarantined(tier=tier, key=key, reason=REASON))
-        for block in doomed:
-            if block is not None:
-                store.quarantine(block)
+        store.quarantine(*filter(None, doomed))
         self._condemned(tier, verdict)
 
 

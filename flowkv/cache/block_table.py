@@ -774,7 +774,7 @@ class Planner:
                     self._let_leave()
             if self.pending:
                 self.pending.end_step()
-            self.store.drain()
+            self.store.writes.drain()
             if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
                 self.look_ahead()
         self.guard.run_deferred()
@@ -800,7 +800,7 @@ class Planner:
 
     def _seal(self, seqs: list[Sequence]) -> None:
         if self.sealer and seqs:
-            self.store.drain()  # pages that a tier has stored by now can be encoded
+            self.store.writes.drain()  # pages that a tier has stored by now can be encoded
             self.sealer.seal(seqs)
 
     def publish_pending(self) -> bool:

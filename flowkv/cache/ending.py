@@ -92,8 +92,8 @@ class Ending:
             proven = kv is None or self._prepare(kv, end_s)
         with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
             if held and _now_s() < end_s:
-                self._store.drain()
-        return 0 if proven else self._store.stack.unproven
+                self._store.writes.drain()
+        return 0 if proven else self._store.writes.unproven
 
     def write(self, end_s: float) -> int:
         """Wait until all pages are written, or until `end_s`; return the pages that are not.
@@ -104,8 +104,8 @@ class Ending:
             if held and _now_s() < end_s:
                 for lane in self._store.stack.mover.lanes:
                     lane.rest(0.0)
-                self._store.flush(end_s - _now_s(), _now_s)
-        return self._store.stack.lost - self._lost + self._store.unsaved
+                self._store.writes.flush(end_s - _now_s(), _now_s)
+        return self._store.stack.lost - self._lost + self._store.writes.unsaved
 
     def finish(self, lost: int) -> None:
         """Write the pages that still wait; one line counts those not written or lost.

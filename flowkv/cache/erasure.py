@@ -257,7 +257,7 @@ def _erase_from(
             except StoreError as error:
                 if last or not store.stack.mover.lanes[number].busy:
                     return f"{tier.name}: {error.problem}"
-                store.drain(_ERASING_S)  # a frame may be being read
+                store.writes.drain(_ERASING_S)  # a frame may be being read
                 continue
         if problem := _survey(tier):
             return problem

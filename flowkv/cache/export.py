@@ -395,7 +395,7 @@ def _take(
                 return "frames"
             if not store.stack.mover.storing:
                 return "no_room"
-            store.drain(_BUSY_S)
+            store.writes.drain(_BUSY_S)
     return "no_room"
 
 
@@ -408,13 +408,13 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
     block.tenant, block.namespace, block.fidelity = info.tenant, info.namespace, info.fidelity
     if info.kind != "page":
         block.tail = info.tokens
-        return store.stack.store_state(block, info, bytes(body))
+        return store.writes.store_state(block, info, bytes(body))
     pool, layout = store.pool(info.group), store.forms[info.group].layouts[info.codec]
     for page in store.free(info.group, 1, info.codec):
         pool.page_bytes(page, layout.page_bytes).copy_(torch.frombuffer(body, dtype=torch.uint8))
         store.publish(block, page)
         store.insert([block])
-        store.write_down(block)
+        store.writes.write_down(block)
         return True
     stack, numbers = store.stack, range(len(store.stack.tiers))
     placed = any(stack.admits(block, n) and stack.store(block, n, info, body) for n in numbers)
@@ -554,9 +554,9 @@ class Bundles:
                 saved = self.store.stack.store(block, number, info, memoryview(body))
                 self.store.stack.settle(block)
                 if saved or not busy:
-                    self.store.drain()
+                    self.store.writes.drain()
                     return saved
-                self.store.drain(_BUNDLES_BUSY_S)
+                self.store.writes.drain(_BUNDLES_BUSY_S)
         return False
 
     # ---- fetching

@@ -361,7 +361,7 @@ class KV:
             )
         else:  # the old store must neither read nor write the tiers any more
             store, lost = self.planner.store, self.planner.store.stack.lost
-            store.flush(self.config.load_deadline_s)
+            store.writes.flush(self.config.load_deadline_s)
             if self._ending is not None:
                 self._ending.finish(lost)
             store.stack.detach()
@@ -382,7 +382,6 @@ class KV:
             sends=lambda: bool(handing_over),
             on_drop=lambda slots: prefetches.dropped(slots) if prefetches is not None else None,
             on_unused=lambda block: prefetches.unused(block) if prefetches is not None else None,
-            give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - the loader needs the store
         )
         if self._ending is not None:
             self._ending.cancel()
@@ -398,6 +397,7 @@ class KV:
         )
         self._lost = 0
         self.loader = loader = PageLoader(store)
+        store.writes.give_up_late = loader.expire
         self.prefetches = prefetches = self._open_prefetches(store)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = Planner(
@@ -416,7 +416,7 @@ class KV:
         self.auditor = Auditor(self.restorer, self._like, self.step, self._condemned)
         if self.config.record and not self._recordings:
             self.record(self.config.record)
-        store.stack.check_room()
+        store.writes.check_room()
 
     def _check_policies(self) -> None:
         """Check the options of all policies now, and not only when a model is attached.
@@ -656,7 +656,7 @@ class KV:
         self.lock.run_deferred()
         with self.lock:
             planner = self._agreed()
-            planner.store.drain()
+            planner.store.writes.drain()
             seq = self._sequence(planner, tenant, salts)
             try:
                 seq.extend(ids)
@@ -790,7 +790,7 @@ class KV:
         self.lock.run_deferred()
         with self.lock:
             planner = self._agreed()
-            planner.store.drain()
+            planner.store.writes.drain()
             planner.look_ahead()
             seq = self._lineless(planner, tenant, salts)
             seq.note(as_tokens(plain(tokens)))
@@ -955,7 +955,7 @@ class KV:
         """
         with self._probe(() if tokens is None else tokens, tenant, salts) as seq, self._purged():
             store = Planner.of(seq).store
-            store.flush(self.config.load_deadline_s)
+            store.writes.flush(self.config.load_deadline_s)
             if tokens is None:
                 try:
                     found = self._forget_realm(erasure.Realm(seq.tenant, None))
@@ -985,7 +985,7 @@ class KV:
             StoreError: See `forget`.
         """
         with self.lock:
-            self._agreed().store.flush(self.config.load_deadline_s)
+            self._agreed().store.writes.flush(self.config.load_deadline_s)
             drop_unproven(self)
             with self._purged():
                 return self._forget_realm(erasure.Realm(None, self.namespace))
@@ -1301,7 +1301,7 @@ class KV:
         asked, coming = known, None
         while known < pages and now_s() < end_s:
             with self.lock:
-                self._agreed().store.drain()
+                self._agreed().store.writes.drain()
                 found = self.restorer.match(seq, pages)
                 if found > known:
                     known, end_s = found, now_s() + patience_s
@@ -1436,7 +1436,7 @@ class KV:
             if self.planner is None:
                 return True
             store = self._agreed().store
-            waiting, told = store.flush(timeout_s), self._lost
+            waiting, told = store.writes.flush(timeout_s), self._lost
             self._lost = store.stack.lost
             return not waiting and self._lost == told
 

@@ -86,13 +86,13 @@ class Prefetch:
             else:
                 one.drop()
                 self._told(one.block, False)
-        store.drain()
+        store.writes.drain()
 
     def cancel(self) -> None:
         """Cancel the pages under way that nothing else waits for. Safe to call again."""
         with self._guard:
             self._store.stack.mover.cancel(self)
-            self._store.drain()
+            self._store.writes.drain()
 
     def wait(self, timeout_s: float = 10.0) -> bool:
         """Wait until all pages are answered; return False on timeout."""
@@ -102,7 +102,7 @@ class Prefetch:
             if left_s <= 0:
                 return False
             with self._guard:
-                self._store.drain(min(left_s, _LONGEST_S))
+                self._store.writes.drain(min(left_s, _LONGEST_S))
         return True
 
     def _done(self, load: PageLoad, batch: LoadBatch) -> None:

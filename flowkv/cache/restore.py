@@ -756,12 +756,12 @@ class RestoreScheduler:
             return
         self._pumping = True
         try:
-            self.store.drain()
+            self.store.writes.drain()
             if self._active:
                 self._now()
                 begun_s = compiling.now_s()
                 self._asked = sum(self._fill(tier) for tier in self._tiers())
-                self.store.drain()
+                self.store.writes.drain()
                 self._spent(compiling.now_s() - begun_s, self._asked)
         finally:
             self._pumping = False

@@ -1,7 +1,7 @@
-"""The page store: residency of blocks on the devices, eviction for new pages, and write-back.
+"""The page store: residency of blocks on the devices, and eviction for new pages.
 
 Identity and residency are decided here, by one writer at a time (the KV lock); policies only order
-slots. `TierStack` manages the tiers below the devices.
+slots. `TierStack` manages the tiers below the devices, and `WriteBack` writes pages to them early.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
-from flowkv.cache.mover import CopyMark, Mover
+from flowkv.cache.mover import Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
 from flowkv.cache.tier_stack import PolicyContext, PolicyPlace, TierStack, as_slots
-from flowkv.compiled import compiling
-from flowkv.core import interrupts
+from flowkv.cache.write_back import Copied, WriteBack
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
 from flowkv.core.errors import CapacityError
@@ -113,10 +112,6 @@ class Samples:
             self.worst = max(self.worst, verdict.error / verdict.bound)
 
 
-_Copied = tuple[memoryview, CopyMark]
-"""The bytes of a page in host memory, and the copy that fills them."""
-
-
 def _codec(block: Block) -> int:
     """Return the codec of a block's device page."""
     return block.page >> CODEC_SHIFT
@@ -164,7 +159,6 @@ _BATCH_SHARE, _BATCH_PAGES = 64, 32
 """Pages are evicted in batches of at most one part in 64 of the pool and at most 32 pages, since
 one call of the policy costs as much as the choice of several pages."""
 _ATTEMPTS = 4
-_LONGEST_S = 0.1
 
 
 class PageStore:
@@ -183,7 +177,6 @@ class PageStore:
         sends: Returns whether other processes read the pages, at rates that are unknown here.
         on_drop: Called with slots that no longer name a block.
         on_unused: Called with prefetched pages that left their device unused.
-        give_up_late: Gives up overdue loads, so that nothing waits behind them.
 
     Raises:
         ConfigError: A layer group cannot have the codec, or two tiers have one name.
@@ -193,9 +186,10 @@ class PageStore:
         index: The known blocks.
         context: Time, tenants and costs, shared by the policies of all places.
         stack: The tiers.
+        writes: What writes pages to the persistent tier.
         swapped: Pages on their device that suspended sequences need as they are now.
         tails: Partly filled last pages of closed sequences, the oldest first, with the page of
-            each group. No policy orders them; tiers get copies, see `TierStack.store_tail`.
+            each group. No policy orders them; tiers get copies, see `WriteBack.store_tail`.
         samples: Restored pages that are to be audited.
         coming: Loads under way (`load.PageLoad`) that have a device page for a block.
     """
@@ -214,7 +208,6 @@ class PageStore:
         sends: Callable[[], bool],
         on_drop: Callable[[Sequence[int]], None],
         on_unused: Callable[[Block], None],
-        give_up_late: Callable[[], None],
     ) -> None:
         self.geometry, self.bus, self._on_drop = geometry, bus, on_drop
         self.forms = make_forms(geometry, config)
@@ -237,8 +230,6 @@ class PageStore:
         self._idle = dict.fromkeys(pools, 0)
         self._lent: dict[tuple[str, int], int] = {}
         self._awaited: set[tuple[str, int]] = set()
-        self._give_up_late = give_up_late
-        self._held_back = False  # until the first page that would not pay
         self.stack = TierStack(
             self.context,
             tiers,
@@ -249,6 +240,7 @@ class PageStore:
             sends=sends,
             on_forget=self._let_go,
         )
+        self.writes = WriteBack(self.stack, self.size, self._copy_out, self._store_page)
         self.prefetched_unused = PrefetchedUnused(self.stack.mover, on_unused)
 
     def insert(self, blocks: Sequence[Block]) -> None:
@@ -520,15 +512,15 @@ class PageStore:
     def try_allocate(self, group: int, count: int, codec: int = 0) -> list[int] | None:
         """Return private pages like `allocate`, but None if they do not fit."""
         pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
+        mover = self.stack.mover
         while (pages := pool.allocate(granules, count, codec)) is None:
             short = count - pool.available(granules)
             leaving = self.leaving(self.device(group))
-            if leaving >= short and self.stack.mover.drain(self.stack.mover.deadline_s):
+            if leaving >= short and mover.drain(mover.deadline_s):
                 continue  # enough pages wait only for their stores to end
-            if not self._give_up(group, max(1, short - leaving)) and (
-                not self.stack.mover.storing
-                or not self.stack.mover.drain(self.stack.mover.deadline_s)
-            ):
+            if self._give_up(group, max(1, short - leaving)):
+                continue
+            if not mover.storing or not mover.drain(mover.deadline_s):
                 return None
         return pages
 
@@ -587,6 +579,7 @@ class PageStore:
 
     def _leave_together(self, blocks: Sequence[Block], reason: str) -> None:
         """Evict blocks from their device, copying those that a tier wants a few at a time."""
+        mover = self.stack.mover
         for (group, n_bytes), some in groupby(blocks, self._kind):
             copies, left = self.pool(group).copies, [*some]
             while left:
@@ -596,9 +589,7 @@ class PageStore:
                 wanted = [b for b, number in takers.items() if number >= 0]
                 if copies is not None and wanted:
                     need = len(wanted) * n_bytes
-                    while not copies.has_room(need) and self.stack.mover.drain(
-                        self.stack.mover.deadline_s
-                    ):
+                    while not copies.has_room(need) and mover.drain(mover.deadline_s):
                         pass
                 copied = self._copy_out(wanted)
                 for block, number in takers.items():
@@ -606,10 +597,10 @@ class PageStore:
                         # Its copy below was evicted meanwhile, or there is none.
                         number = self.stack.taker(block, leaves=True)
                     if number >= 0 and not self.stack.outlives(number):  # memory makes room fast
-                        self.stack.mover.await_room(number, n_bytes)
+                        mover.await_room(number, n_bytes)
                     self._take_off(block, number, copied.pop(block, None))
                 self._evicted(len(part), n_bytes * len(part), reason)
-                self.stack.mover.drain()
+                mover.drain()
 
     def _evicted(self, pages: int, n_bytes: int, reason: str) -> None:
         self.bus.emit(Evicted(tier="device", pages=pages, n_bytes=n_bytes, reason=reason))
@@ -619,7 +610,7 @@ class PageStore:
         self._take_off(block, self.stack.taker(block, leaves=not block.tiers) if saves else -1)
         self._evicted(1, n_bytes, reason)
 
-    def _take_off(self, block: Block, number: int, copied: _Copied | None = None) -> None:
+    def _take_off(self, block: Block, number: int, copied: Copied | None = None) -> None:
         """Evict a block from its device, and store it in a tier unless the number is -1."""
         if number >= 0:
             n_bytes, lane = self.size(block), self.stack.mover.lanes[number]
@@ -672,7 +663,8 @@ class PageStore:
                     continue  # that copy has another codec
                 if self.stack.still_holds(block, number) or self._puts(block, number):
                     break
-        while any(block.going for block in blocks) and self.drain(self.stack.mover.deadline_s):
+        deadline_s = self.stack.mover.deadline_s
+        while any(block.going for block in blocks) and self.writes.drain(deadline_s):
             pass
         return [b for b in blocks if not b.going and any(self._alike(b, n) for n in usable)]
 
@@ -720,98 +712,9 @@ class PageStore:
             place.hold(block.slot)
             self.stack.provisional.add(block)
 
-    def write_down(self, *blocks: Block) -> None:
-        """Write full pages to the first persistent tier, in the background.
-
-        While that tier is busy or away, the pages wait. Pages of a prompt that was too short to be
-        worth storing are written as well, once a longer prompt continues them.
-        """
-        number = self.stack.lasting() if self.stack.writes_back else -1
-        for block in blocks if number >= 0 else ():
-            if block in self.stack.provisional or not self.stack.lacks(block, number):
-                continue
-            if not self.stack.worth_storing(block, number):
-                self._held_back = True
-                continue
-            chain = [block]
-            while self._held_back:
-                above = self.index.find(chain[-1].parent)
-                if above is None or not self._may_write(above, number):
-                    break
-                chain.append(above)
-            self.stack.unwritten |= dict.fromkeys(reversed(chain))
-        if self.stack.unwritten:
-            self._write_out()
-
-    def confirm(self) -> None:
-        """Write back the pages that the finished reading of all weights has proven."""
-        number = self.stack.lasting()
-        for block in self.stack.confirm():
-            if block.page >= 0:
-                if self._may_write(block, number):
-                    self.write_down(block)
-            elif self.stack.lacks(block, number) and self.stack.worth_storing(block, number):
-                self.stack.wait(block)
-
-    def reject(self) -> int:
-        """Forget all unproven pages, as the weights had changed; return their number."""
-        rejected = [block for block in self.stack.provisional.reject() if not block.gone]
-        self.forget(*rejected)
-        return len(rejected)
-
-    def _may_write(self, block: Block, number: int) -> bool:
-        """Return whether a page is final, and neither stored on a tier nor queued for it."""
-        if block in self.stack.provisional:
-            return False
-        sealed = block.page >> CODEC_SHIFT or not self.forms[block.group].ladder.rungs
-        final = block.page >= 0 and (sealed or not block.sealable)
-        return bool(final and self.stack.lacks(block, number) and block not in self.stack.unwritten)
-
-    def _write_out(self) -> None:
-        """Store waiting pages in the persistent tier, as far as it takes them now.
-
-        A page that has left its device is read from host memory, one block at a time.
-        """
-        stack, number = self.stack, self.stack.lasting()
-        lane = stack.mover.lanes[number] if number >= 0 else None
-        while stack.unwritten and lane and not lane.rests:
-            waiting, n_bytes = list[Block](), 0
-            for block in stack.unwritten:
-                if stack.lacks(block, number):
-                    if not block.somewhere:
-                        continue  # its copy below is still on the way
-                    own_bytes = self._waiting_bytes(block)
-                    if not lane.takes(own_bytes, n_bytes) or n_bytes > AT_ONCE_BYTES:
-                        break
-                    n_bytes += own_bytes
-                waiting.append(block)
-                if block.page < 0:
-                    break
-            there = [block for block in waiting if block.page >= 0 and stack.lacks(block, number)]
-            copied = self._copy_out(there)
-            for block in waiting:
-                if stack.lacks(block, number) and not self._write(block, number, copied.get(block)):
-                    if not lane.takes(self._waiting_bytes(block)):
-                        return  # the tier is away by now: the others wait
-                    if block in stack.unwritten and block not in stack.provisional:
-                        stack.miss_out(number)
-                stack.unwritten.pop(block, None)
-            if not waiting or waiting[-1].page < 0:
-                break
-
-    def _write(self, block: Block, number: int, copied: _Copied | None) -> bool:
-        """Store a block that waited; return whether its tier takes it."""
-        if block.page >= 0:
-            return self._store_page(block, number, copied)
-        near = self.stack.tiers[block.nearest].kind == "host"  # others take too long for a request
-        return near and bool(self.stack.copy(block, block.nearest, number))
-
-    def _waiting_bytes(self, block: Block) -> int:
-        return self.size(block) if block.page >= 0 else self.stack.size(block, block.nearest)
-
-    def _copy_out(self, blocks: Sequence[Block]) -> dict[Block, _Copied]:
+    def _copy_out(self, blocks: Sequence[Block]) -> dict[Block, Copied]:
         """Start copying pages to host memory, on devices that copy asynchronously."""
-        copied = dict[Block, _Copied]()
+        copied = dict[Block, Copied]()
         for (group, n_bytes), some in groupby(blocks, self._kind):
             copies, those = self.pool(group).copies, [*some]
             if copies is not None:
@@ -823,50 +726,7 @@ class PageStore:
         """Return the group and the bytes of a block's page."""
         return block.group, self.size(block)
 
-    def drain(self, timeout_s: float = 0.0) -> int:
-        """Advance the transfers (see `Mover.drain`) and send waiting pages; return the answers."""
-        handled = 0
-        if self.stack.mover.lanes and self.stack.mover.busy:
-            handled = self.stack.mover.drain(timeout_s)
-            self._give_up_late()
-        if self.stack.unwritten:
-            self._write_out()
-        if self.stack.troubles:
-            self.stack.say_troubles()
-        return handled
-
-    def flush(self, timeout_s: float, now_s: Callable[[], float] = compiling.now_s) -> int:
-        """Wait until no page is being stored or waits to be.
-
-        Pages that wait for a tier which is away keep waiting.
-
-        Args:
-            timeout_s: Longest wait.
-            now_s: Clock of the wait; the default one stands still during compilation.
-
-        Returns:
-            Number of pages that still wait, or are on their way.
-        """
-        end_s, lanes = now_s() + timeout_s, self.stack.mover.lanes
-        self.drain()
-        while self.stack.mover.storing or (
-            self.stack.unwritten and (n := self.stack.lasting()) >= 0 and not lanes[n].rests
-        ):
-            left_s = end_s - now_s()
-            if left_s <= 0 or interrupts.waiting():
-                break
-            waiting = len(self.stack.unwritten)
-            self._write_out()
-            if len(self.stack.unwritten) == waiting:
-                self.drain(min(left_s, _LONGEST_S))
-        return self.unsaved
-
-    @property
-    def unsaved(self) -> int:
-        """Return the number of pages that wait to be written, or are on their way."""
-        return self.stack.mover.storing + len(self.stack.unwritten)
-
-    def _store_page(self, block: Block, number: int, copied: _Copied | None = None) -> bool:
+    def _store_page(self, block: Block, number: int, copied: Copied | None = None) -> bool:
         """Store a block's page, or its host copy, in a tier; return whether the tier takes it."""
         pool, page, (group, n_bytes) = self.pool(block.group), block.page, self._kind(block)
         if pool.copies is not None:
@@ -892,11 +752,11 @@ class PageStore:
             codec=codec,
         )
 
-    def quarantine(self, block: Block) -> None:
-        """Forget a block with wrong content, and bar copies that read-only tiers still hold."""
+    def quarantine(self, *blocks: Block) -> None:
+        """Forget blocks with wrong content, and bar copies that read-only tiers still hold."""
         self.drop_tails()
-        self.stack.quarantine(block)
-        self.forget(block)
+        self.stack.quarantine(blocks)
+        self.forget(*blocks)
 
     def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
         """Forget blocks that another cache erased.

@@ -434,9 +434,9 @@ class Snapshots:
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
         info = block.info(LAYOUT, tokens=block.tail, stripe_bytes=GRANULE_BYTES)
-        if not (saved := self.store.stack.store_state(block, info, body)):
+        if not (saved := self.store.writes.store_state(block, info, body)):
             self.store.stack.miss_out(self.store.stack.lasting())
-        self.store.drain()
+        self.store.writes.drain()
         return saved
 
     def _key(self, seq: Sequence, pages: int, length: int) -> bytes:

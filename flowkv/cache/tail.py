@@ -161,7 +161,7 @@ class Tails:
         The last token is always computed again when the same prompt comes back.
         """
         store, end = self.store, min(seq.length, seq.known)
-        number = store.stack.lasting() if store.stack.writes_back else -1
+        number = store.stack.writes_to()
         # On a GPU a forward over a few tokens takes as long as over one: a tail saves no time.
         elsewhere = any(pool.device.type != "cpu" for pool in store.pools.values())
         if number < 0 or elsewhere or not self.allowed(seq):
@@ -200,7 +200,7 @@ class Tails:
             tokens=count,
             stripe_bytes=layout.stripe_stride_bytes,
         )
-        store.stack.store_tail(block, number, info, body.numpy().data)
+        store.writes.store_tail(block, number, info, body.numpy().data)
 
     def stored(self, seq: Sequence, page_no: int, stop: int) -> list[Block]:
         """Return the blocks, by group, of the longest stored tail of a prompt.

@@ -7,8 +7,6 @@ miss, and nothing worse.
 from __future__ import annotations
 
 import errno
-import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,14 +24,13 @@ from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import PageLayout
 from flowkv.core.keys import ROOT
-from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored, Warned
+from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.pages import Ladder
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
-from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer, no_room
+from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer
 from flowkv.tiers.erasure_log import ErasureLog
-from flowkv.tiers.host import HostTier
 from flowkv.tiers.remote.erasures import RemoteErasures
 
 # Unproven pages: known in the process, but kept out of all persistent and shared places.
@@ -42,46 +39,40 @@ from flowkv.tiers.remote.erasures import RemoteErasures
 # proven once such a reading, begun after the page became known, has found all weights unchanged.
 
 
-class Provisional:
+class Provisional(dict[Block, bool]):
     """Unproven blocks, kept out of persistent and shared tiers. Callers hold the KV lock.
+
+    The value of each is whether a reading of all weights has begun since it became known.
 
     Attributes:
         active: Whether blocks that become known from now on have to be proven.
+        tails: Header and body of each unproven tail, the oldest first.
     """
 
     def __init__(self) -> None:
-        self.active = False
-        self._known: dict[Block, bool] = {}  # whether a reading has begun since it became known
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def __contains__(self, block: Block) -> bool:
-        return block in self._known
+        super().__init__()
+        self.active, self.tails = False, dict[Block, tuple[FrameInfo, memoryview]]()
 
     def add(self, block: Block) -> None:
         """Add a block that became known, if blocks have to be proven now."""
         if self.active:
-            self._known[block] = False
+            self[block] = False
 
     def discard(self, block: Block) -> None:
         """Remove a block that was forgotten."""
-        self._known.pop(block, None)
+        self.pop(block, None)
+        self.tails.pop(block, None)
 
     def begin(self) -> None:
         """Begin a reading of all weights, which can prove all blocks known by now."""
-        self._known = dict.fromkeys(self._known, True)
+        self.update(dict.fromkeys(self, True))
 
-    def confirm(self) -> list[Block]:
-        """End a reading that found no change; return the blocks proven by it."""
-        proven = [block for block, read in self._known.items() if read]
-        self._known = {block: False for block, read in self._known.items() if not read}
-        return proven
-
-    def reject(self) -> list[Block]:
-        """End a reading that found changed weights; return all unproven blocks."""
-        rejected, self._known = list(self._known), {}
-        return rejected
+    def confirm(self) -> dict[Block, tuple[FrameInfo, memoryview] | None]:
+        """End a reading that found no change; return the blocks proven by it, and tails' bodies."""
+        proven = [block for block, read in self.items() if read]
+        for block in proven:
+            del self[block]
+        return {block: self.tails.pop(block, None) for block in proven}
 
 
 # One place that blocks lie in: its policy, and the slots protected from it.
@@ -289,9 +280,6 @@ _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
 _REST_S = 1.0  # rest of a tier that reports that it does not answer now
 _AWAY = ("breaker", "closed")  # reasons of a tier that is away now, and may come back
-_MOST_BODIES = 16
-_HOST_BYTES = 1 << 30
-_CODES = {name: code for code, name in errno.errorcode.items()}
 # Reason and kind of a full remote engine; on a local tier, "full" is a passing state.
 _NO_ROOM = ("full", "remote")
 
@@ -314,7 +302,8 @@ class PageForms(Protocol):
         ...
 
 
-def _likely_bytes(forms: PageForms) -> int:
+def likely_bytes(forms: PageForms) -> int:
+    """Return the bytes of a page in the codec that it has below its device, most likely."""
     return forms.layouts[forms.ladder.idle].page_bytes
 
 
@@ -365,7 +354,7 @@ class TierStack:
         self.mover = Mover(config.load_deadline_s, context.gate.rates, context.clock.now_ns)
         self._policies, self._sends, self._on_forget = policies, sends, on_forget
         whole = [one for one in forms if one.whole] or forms
-        self._prompt_bytes = sum(map(_likely_bytes, whole))  # bytes per page of a long prompt
+        self._prompt_bytes = sum(map(likely_bytes, whole))  # bytes per page of a long prompt
         self.tiers, self.places = list[Tier](), list[PolicyPlace]()
         self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
         self.behind = False
@@ -373,7 +362,6 @@ class TierStack:
         self.lost = 0
         self._quarantined: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
-        self._bodies: dict[Block, tuple[FrameInfo, memoryview]] = {}  # of unproven tails
         self._strangers: dict[int, list[Block]] = {}
         self.troubles: dict[str, str] = {}  # reason why a tier stores nothing; "" once warned
         for tier in tiers:
@@ -564,7 +552,6 @@ class TierStack:
         for place in self.places:
             place.let_go(block.slot)
         self.provisional.discard(block)
-        self._bodies.pop(block, None)
         self.index.forget(block)
 
     def protect(self, block: Block) -> None:
@@ -584,7 +571,7 @@ class TierStack:
         """Return the bytes of a block's body on a tier (-1: on any) for policies: at least 1."""
         if block.group >= len(self.forms):
             return block.n_bytes or 1  # a block of another model
-        likely = _likely_bytes(self.forms[block.group])
+        likely = likely_bytes(self.forms[block.group])
         if number < 0 or (not block.n_bytes and block.codec_on(number) == UNKNOWN):
             return likely
         return self.body_bytes(block, number) or likely
@@ -656,45 +643,6 @@ class TierStack:
         self.protect(block)
         return True
 
-    def store_tail(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
-        """Write a tail to a persistent tier: now, or once its weights are proven; see `confirm`."""
-        self.provisional.add(block)
-        if block in self.provisional:
-            self._bodies[block] = info, body
-            if len(self._bodies) > _MOST_BODIES:
-                oldest = next(iter(self._bodies))
-                self.miss_out(number)
-                self.delete(oldest)
-                self.dismiss(oldest)
-        else:
-            self._store_or_miss(block, number, info, body)
-
-    def _store_or_miss(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
-        if not self.store(block, number, info, body):
-            self.miss_out(number)
-        self.settle(block)
-
-    def store_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
-        """Store a state on the nearest tier and the first persistent one.
-
-        Without a writable tier, a host tier of 1 GiB is added for states. Return False if no tier
-        has room.
-        """
-        self.provisional.add(block)
-        usable = [n for n, tier in enumerate(self.tiers) if tier.writable]
-        writable = [number for number in usable if not self._barred(block, number)]
-        if not writable:
-            self.add(HostTier(_HOST_BYTES, name="states"), states_only=True)
-            writable.append(len(self.tiers) - 1)
-        lasting = [n for n in writable if self.tiers[n].kind != "host"]
-        block.n_bytes = len(body)
-        numbers = sorted({*writable[:1], *lasting[:1]})
-        stored = [self.store(block, number, info, memoryview(body)) for number in numbers]
-        if not stored[-1]:
-            self.wait(block)
-        self.settle(block)
-        return any(stored)
-
     def _stored(self, block: Block, number: int, codec: int, answer: TierAnswer) -> None:
         block.going &= ~(1 << number)
         tier, forgotten = self.tiers[number], block.gone
@@ -718,10 +666,10 @@ class TierStack:
 
     def _not_stored(self, block: Block, number: int, reason: str) -> None:
         """Queue a page again if its tier is away; else count it as dropped."""
-        again = reason in _AWAY and self.writes_back and number == self.lasting()
+        again = reason in _AWAY and number == self.writes_to()
         if not (again and self.wait(block)) and reason != "cancelled":
             self.miss_out(number)
-            if reason in _CODES or (reason, self.tiers[number].kind) == _NO_ROOM:
+            if reason in errno.errorcode.values() or (reason, self.tiers[number].kind) == _NO_ROOM:
                 self.troubles.setdefault(self.tiers[number].name, reason)
 
     def wait(self, block: Block) -> bool:
@@ -729,42 +677,6 @@ class TierStack:
         if block.somewhere or block.going:
             self.unwritten[block] = None
         return block in self.unwritten
-
-    def say_troubles(self) -> None:
-        """Warn once of each tier that cannot store.
-
-        Called between changes of state, as a warning may raise.
-        """
-        for name, reason in self.troubles.items():
-            if reason:
-                self.troubles[name] = ""
-                why = f"{reason}: {os.strerror(_CODES[reason])}" if reason in _CODES else reason
-                self._complain(
-                    "store",
-                    f"{name} stores no page now ({why}): what it lacks is computed anew after a"
-                    ' restart. Make room or mend it; kv.stats()["tiers"] counts such pages as'
-                    ' "dropped".',
-                )
-
-    def _complain(self, code: str, message: str) -> None:
-        self.bus.emit(Warned(code=code, message=message))
-        warnings.warn(message, UserWarning, stacklevel=2)
-
-    @property
-    def unproven(self) -> int:
-        """Return the number of pages that wait for proven weights to be written."""
-        return len(self.provisional) if self.writes_back and self.lasting() >= 0 else 0
-
-    def check_room(self) -> None:
-        """Warn of each writable tier that can store no page of this model."""
-        n_bytes = max(map(_likely_bytes, self.forms))
-        for tier in self.tiers:
-            if tier.writable and (why := no_room(tier, n_bytes)):
-                self._complain(
-                    "room",
-                    f"{tier.name} can store no page of this model: {why}. Give it more room, a"
-                    " larger size, or leave it out.",
-                )
 
     def _wipe(self, number: int, keys: list[bytes]) -> None:
         """Erase keys from a tier; where that fails, delete them and emit a `Failed` event."""
@@ -962,11 +874,10 @@ class TierStack:
         if block.tiers and block.fidelity > self.fidelity:
             self.delete(block)
 
-    def quarantine(self, block: Block) -> None:
-        """Bar read-only tiers' copies of a block with wrong content from being read again."""
-        for number, tier in enumerate(self.tiers):
-            if block.tiers >> number & 1 and not tier.writable:
-                self._quarantined.add((number, block.key))
+    def quarantine(self, blocks: Iterable[Block]) -> None:
+        """Bar read-only tiers' copies of blocks with wrong content from being read again."""
+        numbers = [number for number, tier in enumerate(self.tiers) if not tier.writable]
+        self._quarantined |= {(n, b.key) for b in blocks for n in numbers if b.tiers >> n & 1}
 
     def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
         """Erase from all tiers the blocks that another cache erased.
@@ -996,26 +907,9 @@ class TierStack:
         """Return whether a tier neither has a known block nor is storing it."""
         return not (block.gone or (block.tiers | block.going) >> number & 1)
 
-    def confirm(self) -> list[Block]:
-        """Store the tails that a finished reading of all weights proves.
-
-        Return the other proven blocks, if a persistent tier takes pages.
-        """
-        number, others = self.lasting() if self.writes_back else -1, list[Block]()
-        for block in self.provisional.confirm():
-            body = self._bodies.pop(block, None)
-            if body is None:
-                others.append(block)
-            elif number >= 0:
-                self._store_or_miss(block, number, *body)
-            else:
-                self.settle(block)
-        return others if number >= 0 else []
-
-    @property
-    def writes_back(self) -> bool:
-        """Return whether full pages are written to a persistent tier at once."""
-        return self.write_back or self._sends()
+    def writes_to(self) -> int:
+        """Return the number of the tier that full pages are written to at once, else -1."""
+        return self.lasting() if self.write_back or self._sends() else -1
 
     def lasting(self) -> int:
         """Return the number of the first writable tier that outlives the process, else -1."""

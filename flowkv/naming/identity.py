@@ -386,7 +386,7 @@ class Proof:
         if not self._identity.roll(max(seconds, 0.0)):
             return False
         if weights.passes > passes and not self._identity.foreign:
-            self._tell(lambda store: None if self._kv.closed else store.confirm())
+            self._tell(lambda store: None if self._kv.closed else store.writes.confirm())
         return True
 
     def _tell(self, what: Callable[[Any], None]) -> None:
@@ -404,7 +404,7 @@ class Proof:
 
     def reject(self) -> None:
         """Forget the unproven pages after a change of the weights."""
-        self._tell(lambda store: store.reject())
+        self._tell(lambda store: store.forget(*store.stack.provisional))
         drop_unproven(self._kv)
 
     def finish(self, end_s: float = math.inf) -> bool:

@@ -51,7 +51,7 @@ def begin(directory: Path, name: str = "kv", **options: Any) -> KV:
     lane._bar = lambda barred: None  # until the end, as if another one erased all the time
     published(kv, list(range(PAGES * 8)))
     atexit.register(unbar, lane)  # so it runs before what the cache registered
-    assert kv.planner.store.unsaved == PAGES
+    assert kv.planner.store.writes.unsaved == PAGES
     return kv
 
 
@@ -118,12 +118,12 @@ def unproven(directory: Path) -> None:
 
     def prove(end_s: float) -> None:
         store.stack.provisional.begin()
-        store.confirm()
+        store.writes.confirm()
 
     follow(kv, prove=prove)
     store.stack.provisional.active = True
     published(kv, list(range(PAGES * 8)))
-    assert len(store.stack.provisional) == PAGES and not store.unsaved
+    assert len(store.stack.provisional) == PAGES and not store.writes.unsaved
     atexit.register(setattr, threading.Thread, "start", no_more)
 
 

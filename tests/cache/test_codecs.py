@@ -474,7 +474,7 @@ def test_pages_leave_and_come_back_encoded(codec: str, place: str, tmp_path: Any
     assert kv.flush()
     with kv.lock:
         while kv.planner.store._give_up(0, 8):
-            kv.planner.store.flush(60)
+            kv.planner.store.writes.flush(60)
     assert kv.planner.store.pool(0).used_bytes() == 0
     seq = kv.open(tokens)
     assert seq.reused == 5 * PAGE and "raw" not in codecs_of(kv, seq)

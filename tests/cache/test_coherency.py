@@ -210,7 +210,7 @@ def test_a_restore_that_goes_on_is_not_known_to_others(tmp_path: Path) -> None:
     tier.silent = False
     for _job, items in tier._kept:
         tier.inner.submit_load(items)
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert reused(b, P) == 0  # and when it has come
     coming.cancel()
     seq.close()
@@ -230,7 +230,7 @@ def test_a_load_that_is_under_way_is_not_followed_by_later_ones(tmp_path: Path) 
     published(writer, P)
     writer.flush()
     old = b.prefetch(P)
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert tier.loads == 1
     keys = list(frames.frames)
     writer.forget(P)
@@ -239,7 +239,7 @@ def test_a_load_that_is_under_way_is_not_followed_by_later_ones(tmp_path: Path) 
     published(writer, P)
     writer.flush()
     new = b.prefetch(P)
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert new.left == 3 and b.planner.store.stack.mover.lanes[0].schedule.joined == 0
     tier.speak()
     old.cancel()
@@ -262,7 +262,7 @@ def test_a_page_that_waits_to_be_stored_is_not_stored_any_more(tmp_path: Path) -
     assert lane.schedule.waiting == 3
     a.forget(P)
     lane.pump = before
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert not list(tier.scan())
     assert b.flush() and not list(tier.scan())
     assert reused(b, P) == reused(a, P) == 0
@@ -307,10 +307,10 @@ def test_a_step_hears_of_it_where_nobody_opens_prompts(tmp_path: Path) -> None:
     seq = b.open([9])
     a.forget(P)
     advance(b, [seq], [[9, *[7] * 16]])
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert b.planner.store.stack.behind and not list(b.planner.store.stack.tiers[0].scan())
     advance(b, [seq], [[7]])
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert (
         not b.planner.store.stack.behind and len(list(b.planner.store.stack.tiers[0].scan())) == 2
     )
@@ -326,14 +326,14 @@ def test_a_store_that_ends_late_is_taken_back(tmp_path: Path) -> None:
     b = kv_over(tier)
     other = ErasureLog(log)
     published(b, P)
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert tier.waiting == 3
     (first, *_) = b.planner.store.index
     with other.erasing():
         other.publish(keys=[first.key])
     assert reused(b, P) == 0
     tier.work()
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert not frames.frames
     assert reused(b, P) == 0
     b.close()

@@ -243,7 +243,7 @@ def store_that_waits(world: World) -> None:
     with world.held(b):
         world.seen.ask(b, "a")
         world.seen.forget(a, "a")
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     b.flush()
     world.seen.ask(world.cache(), "a")
 
@@ -264,7 +264,7 @@ def store_that_begins(world: World) -> None:
     with world.held(b):
         world.seen.ask(b, "a")
     tier.submit_store = meanwhile
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     world.seen.ask(a, "a")
 
 
@@ -279,7 +279,7 @@ def erased_while_others_store(world: World) -> None:
         for block in list(store.index):
             block.tiers = 0
             store._store_page(block, 0)
-        b.planner.store.drain()
+        b.planner.store.writes.drain()
         before(log, *names, **options)
 
     world.patch.setattr(ErasureLog, "publish", meanwhile)
@@ -305,14 +305,14 @@ def loaded_while_others_erase(world: World) -> None:
 def store_that_ends_late(world: World) -> None:
     b, tier = world.over(Deferred)
     world.seen.ask(b, "a")
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     keys = [block.key for block in b.planner.store.index]
     other = ErasureLog(world.directory / "log")
     with world.seen.erases(pages_of("a")), other.erasing():
         other.publish(keys)
     world.seen.ask(b, "b")
     tier.work()
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     tier.work()
     world.seen.ask(b, "a")
 
@@ -324,12 +324,12 @@ def load_that_ends_late(world: World) -> None:
     world.seen.ask(writer, "a")
     writer.flush()
     old = b.prefetch(PROMPTS["a"])
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     world.seen.forget(writer, "a")
     world.seen.ask(writer, "a")
     writer.flush()
     new = b.prefetch(PROMPTS["a"])
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     assert b.planner.store.stack.mover.lanes[0].schedule.joined == 0, "it follows what was before"
     tier.speak()
     old.cancel()
@@ -340,7 +340,7 @@ def read_from_a_store(world: World) -> None:
     """A frame that is just being stored is read from memory, unless it was erased since."""
     b, tier = world.over(Deferred)
     world.seen.ask(b, "a")
-    b.planner.store.drain()
+    b.planner.store.writes.drain()
     keys = [block.key for block in b.planner.store.index]
     other = ErasureLog(world.directory / "log")
     with world.seen.erases(pages_of("a")), other.erasing():

@@ -271,7 +271,7 @@ def test_a_tier_that_rests_is_tried_once_more_at_the_end(
     published(kv, range(40))
     tier.work("breaker")
     (lane,) = kv.planner.store.stack.mover.lanes
-    assert not kv.flush() and lane.rests and kv.planner.store.unsaved == 5
+    assert not kv.flush() and lane.rests and kv.planner.store.writes.unsaved == 5
     lane.rest(60.0)
     if not works:
         tier.work = lambda reason="": Deferred.work(tier, "breaker")

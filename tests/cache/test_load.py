@@ -133,7 +133,7 @@ def test_policies_know_what_came_before_a_caller_was_interrupted() -> None:
         kv.open([*text, 99])
     store = kv.planner.store
     for _ in range(5):
-        store.drain()
+        store.writes.drain()
     known = set(store.device_places["cpu"].policy.resident())
     there = {block.slot for block in store.index if block.page >= 0}
     assert there and there == known

@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
     def flush(self) -> None:
         written = self.kv.flush(5.0)
         assert written or self.flaky, "only such tiers lose pages"
-        assert not self.kv.planner.store.unsaved
+        assert not self.kv.planner.store.writes.unsaved
 
     # ---- what must hold
 

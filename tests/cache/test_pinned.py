@@ -718,7 +718,7 @@ def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.Monkey
     store = kv.planner.store
     go_on.set()
     while store.stack.mover.lanes[0].overdue:
-        store.drain(0.1)
+        store.writes.drain(0.1)
     store.stack.mover.lanes[0].rest(0.0)  # it is asked again from now on
     for text in [*texts, *texts]:
         with kv.open([*text, 99]) as seq:
@@ -833,7 +833,7 @@ def test_a_tier_that_is_late_keeps_its_rows() -> None:
     assert all(row.unique().tolist() == [7] for row in rows)
     del rows, row
     tier.speak()
-    kv.planner.store.drain()
+    kv.planner.store.writes.drain()
     gc.collect()
     assert copies.staged_bytes() == 0
     kv.close()

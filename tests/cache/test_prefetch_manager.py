@@ -50,7 +50,7 @@ def away(kv: KV, *prompts: list[int]) -> None:
 def empty(kv: KV) -> None:
     with kv.lock:
         while kv.planner.store._give_up(0, 1):
-            kv.planner.store.flush(5.0)
+            kv.planner.store.writes.flush(5.0)
 
 
 def edges(kv: KV, count: int = 3) -> None:
@@ -86,7 +86,7 @@ def test_a_hinted_prompt_is_back_before_it_is_opened(kind: str, tmp_path: Path) 
     for _ in range(200):
         if here(kv, P) == 24:
             break
-        kv.planner.store.drain(0.01)
+        kv.planner.store.writes.drain(0.01)
     assert (here(kv, P), here(kv, Q)) == (24, 0)
     loaded = kv.stats()["tiers"]
     with kv.open([*P, 9]) as seq:
@@ -138,7 +138,7 @@ def test_a_hint_of_a_windowed_model_brings_what_the_window_shows() -> None:
     published(kv, text)
     with kv.lock:
         while kv.planner.store._give_up(0, 1) or kv.planner.store._give_up(1, 1):
-            kv.planner.store.flush(5.0)
+            kv.planner.store.writes.flush(5.0)
     kv.hint(text, 1.0)
     kv.clock.advance(s=1.0)
     edges(kv)

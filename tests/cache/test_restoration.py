@@ -401,7 +401,7 @@ def test_what_is_shared_comes_whatever_becomes_of_who_asked_first(
         finish(kv, [second] if first.closed else [first, second], "prefill")
         toy.check_content(kv, second, prompt[: 5 * PAGE + 1])
         link.release()
-        kv.planner.store.drain()
+        kv.planner.store.writes.drain()
         toy.check_content(kv, second, prompt[: 5 * PAGE + 1])
         if happens in ("cancel", "close", "cancel later"):  # only what it had to itself is lost
             assert _loaded(link).total() <= len(_loaded(link)) + before
@@ -726,10 +726,10 @@ def test_whatever_happens_nothing_wrong_is_attended_to(data: st.DataObject) -> N
         for seq in seqs:
             seq.close()
         link.release()
-        kv.planner.store.drain()
+        kv.planner.store.writes.drain()
         with kv.lock:
             kv.restores.flights.expire()
-            kv.planner.store.drain()
+            kv.planner.store.writes.drain()
         link.trouble, link.per_poll = Trouble(), 100
         with kv.open(prompt) as seq:
             finish(kv, [seq], "prefill", within)

@@ -60,7 +60,7 @@ def test_what_is_called_off_is_asked_of_no_other_tier() -> None:
         with kv.open(prompt, wait=False) as seq:
             assert seq.restoration is not None and len(far.asked) == 1
             seq.restoration.cancel()
-            kv.planner.store.drain()
+            kv.planner.store.writes.drain()
             assert not near.asked and not kv.planner.store._lent
 
 
@@ -125,14 +125,14 @@ def test_a_load_that_hangs_keeps_nothing_from_being_written(closed: bool) -> Non
     with stored(prompt, link, policy=Split(), load_deadline_s=0.5) as kv:
         with kv.open(prompt, wait=False) as seq:
             link.per_poll, link.trouble = 100, Trouble(hang=1.0)
-            kv.planner.store.drain()
+            kv.planner.store.writes.drain()
             if closed:
                 seq.close()
             toy.published(kv, tokens(2 * PAGE, seed=6))
             assert kv.flush(60), "writes wait for demands, but not for overdue ones"
         link.trouble = Trouble()
         link.release()
-        kv.planner.store.drain()
+        kv.planner.store.writes.drain()
         audit(kv)
         assert not kv.planner.store._lent and not len(kv.restores.flights)
 

@@ -240,12 +240,14 @@ def test_nothing_is_stored_of_what_is_private_short_or_not_proven() -> None:
         assert kinds.count("state") == 0
         store = kv.planner.store
         store.stack.provisional.begin()
-        store.confirm()
+        store.writes.confirm()
         assert kv.flush()
         kinds = [header.info.kind for header, _ in tier.frames.values()]
         assert kinds.count("state") == 2  # of 13 tokens and of 12
         published(kv, [9] * 13)
-        assert store.reject() and not store.stack._bodies
+        assert store.stack.provisional.tails
+        store.forget(*store.stack.provisional)
+        assert not store.stack.provisional and not store.stack.provisional.tails
         audit(kv)
 
 
@@ -304,7 +306,7 @@ def test_a_load_that_is_lost_while_room_is_made_for_a_tail_is_lost(computable: b
 
         def answered(*wanted: Any) -> Any:
             held[0] = False  # a tier that answers at that very moment
-            store.drain()
+            store.writes.drain()
             return allocate(*wanted)
 
         store.try_allocate = answered

@@ -60,10 +60,10 @@ def test_a_page_that_leaves_for_memory_still_waits_for_the_tier_that_lasts(earli
     evict_all(kv)
     kv.planner.store.stack.mover.drain()
     assert len(near.frames) == 3 and not disk.frames and all(b.page < 0 for b in blocks(kv))
-    assert store.unsaved == 3 and not store.stack.lost and not dropped(store)
+    assert store.writes.unsaved == 3 and not store.stack.lost and not dropped(store)
     audit(kv)
     back(kv, clock)
-    assert len(disk.frames) == 3 and not store.unsaved and not store.stack.lost
+    assert len(disk.frames) == 3 and not store.writes.unsaved and not store.stack.lost
     audit(kv)
 
 
@@ -73,13 +73,15 @@ def test_what_waits_is_lost_once_memory_gives_it_up_and_not_when_it_is_forgotten
     published(kv, P)
     evict_all(kv)
     store = kv.planner.store
-    store.drain()
+    store.writes.drain()
     *_, last = blocks(kv)
     store.stack.places[HOST].remove(last)
     store.stack._evict(last, HOST, "space")
-    assert store.stack.lost == 1 == store.stack.mover.lanes[-1].dropped and store.unsaved == 2
+    assert (
+        store.stack.lost == 1 == store.stack.mover.lanes[-1].dropped and store.writes.unsaved == 2
+    )
     kv.forget(P)
-    assert store.stack.lost == 1 and not store.unsaved
+    assert store.stack.lost == 1 and not store.writes.unsaved
     back(kv, clock)
     assert not disk.frames and not near.frames
     audit(kv)
@@ -96,7 +98,7 @@ def test_a_page_on_its_way_to_memory_can_be_written_down_too() -> None:
             assert store._store_page(block, HOST)
         store.stack.mover.collect()
         clock.advance(s=61.0)
-        store.write_down(*blocks(kv))
+        store.writes.write_down(*blocks(kv))
         assert {block.going for block in blocks(kv)} == {1 << HOST | 1 << DISK}
         assert all(block.going for block in blocks(kv)) and not near.frames
     assert kv.flush(5.0) and len(disk.frames) == len(near.frames) == 3
@@ -116,9 +118,9 @@ def test_a_block_is_stored_once_in_each_tier_and_named_as_it_lies_there() -> Non
         other = info._replace(codec=1, fidelity=1)
         assert store.stack.store(block, HOST, other, body, lambda: ended.append(2))
         assert ended == [2], "its body is not needed"
-        store.drain()
+        store.writes.drain()
         near.work()
-        store.drain()
+        store.writes.drain()
     assert ended == [2, 1] and block.codec_on(HOST) == 0
     ((header, _),) = near.frames.values()
     assert header.info.codec == 0 and store.stack.mover.lanes[HOST].stored_bytes == 4096
@@ -137,7 +139,7 @@ def test_an_erasure_names_every_tier_that_has_not_answered_a_store() -> None:
     del near.poll, disk.poll
     for tier in (near, disk):
         tier.work()
-    assert kv.flush(5.0) and not kv.planner.store.unsaved
+    assert kv.flush(5.0) and not kv.planner.store.writes.unsaved
     assert not near.frames and not disk.frames
     audit(kv)
 
@@ -152,7 +154,7 @@ def test_what_waits_is_lost_once_if_its_store_fails_for_good() -> None:
         with kv.lock:
             for _ in tiers:
                 evict_all(kv)
-                store.drain()
+                store.writes.drain()
             clock.advance(s=61.0)
             for block in blocks(kv) if tiers else ():
                 store.stack.places[HOST].remove(block)
@@ -161,7 +163,10 @@ def test_what_waits_is_lost_once_if_its_store_fails_for_good() -> None:
             store.stack.mover.drain()
             disk.work("failed")
             store.stack.mover.drain()
-        assert store.stack.lost == 3 == store.stack.mover.lanes[-1].dropped and not store.unsaved
+        assert (
+            store.stack.lost == 3 == store.stack.mover.lanes[-1].dropped
+            and not store.writes.unsaved
+        )
         assert not blocks(kv) and kv.flush(1.0) is False
 
 
@@ -175,7 +180,7 @@ def test_what_is_proven_on_its_way_to_memory_is_written_down() -> None:
         evict_all(kv)
         assert [block.going for block in blocks(kv)] == [1 << HOST] * 3
         store.stack.provisional.begin()
-        store.confirm()
+        store.writes.confirm()
         assert len(store.stack.unwritten) == 3 and not disk.frames
     assert kv.flush(5.0) and len(disk.frames) == 3 and not store.stack.lost
     audit(kv)
@@ -199,13 +204,13 @@ def test_what_cannot_be_written_is_counted(near: Any) -> None:
     store = kv.planner.store
     if near is not None:
         evict_all(kv)
-        store.drain()
-    assert store.unsaved == 3
+        store.writes.drain()
+    assert store.writes.unsaved == 3
     if not isinstance(near, Broken):
         disk.capacity_bytes = 2000
     clock.advance(s=61.0)
     assert kv.flush(1.0) is False
-    assert store.stack.lost == 3 and not store.unsaved and not disk.frames
+    assert store.stack.lost == 3 and not store.writes.unsaved and not disk.frames
     audit(kv)
 
 
@@ -217,7 +222,7 @@ def test_a_drain_reads_memory_only() -> None:
     kv.planner.store.stack.mover.lanes[0].rest(60.0)
     published(kv, P)
     evict_all(kv)
-    kv.planner.store.drain()
+    kv.planner.store.writes.drain()
     assert len(far.frames) == 3
     back(kv, clock)
     assert not far.loads and not disk.frames and kv.planner.store.stack.lost == 3
@@ -232,8 +237,8 @@ def test_pages_that_wait_for_a_tier_that_is_away_cost_nothing() -> None:
         block.tiers = 1 - block.going
         assert store.stack.wait(block)
     store.stack.lacks = lambda block, number: bool(asked.append(block))
-    store.drain()
-    assert not asked and store.unsaved == 1000
+    store.writes.drain()
+    assert not asked and store.writes.unsaved == 1000
     store.stack.unwritten.clear()
 
 
@@ -245,9 +250,9 @@ def test_what_others_erased_is_not_lost() -> None:
     with kv.lock:
         store.stack.mover.lanes[HOST].pump = lambda: 0
         evict_all(kv)
-        assert store.unsaved == 6 and all(block.page < 0 for block in blocks(kv))
+        assert store.writes.unsaved == 6 and all(block.page < 0 for block in blocks(kv))
         store.lose(blocks(kv), -1)
-    assert not store.stack.lost and not store.unsaved and not blocks(kv)
+    assert not store.stack.lost and not store.writes.unsaved and not blocks(kv)
 
 
 @pytest.mark.parametrize("near", [False, True])
@@ -258,7 +263,7 @@ def test_a_page_that_leaves_while_its_tier_rests_is_dropped_and_counted_once(nea
     published(kv, P)
     stack = kv.planner.store.stack
     evict_all(kv)
-    kv.planner.store.drain()
+    kv.planner.store.writes.drain()
     assert bool(stack.lost) is not near and len(blocks(kv)) == 3 * near
     for block in blocks(kv):
         stack.places[HOST].remove(block)
@@ -269,7 +274,7 @@ def test_a_page_that_leaves_while_its_tier_rests_is_dropped_and_counted_once(nea
     back(kv, clock)
     evict_all(kv)
     for block in blocks(kv) if near else ():
-        kv.planner.store.drain()
+        kv.planner.store.writes.drain()
         stack.places[HOST].remove(block)
         stack._evict(block, HOST, "space")
     assert kv.flush(5.0) and len(disk.frames) == 3 and stack.lost == 3
@@ -286,7 +291,7 @@ def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str
         clock.advance(s=61.0)
         for block in blocks(kv):
             assert store._store_page(block, 0)
-        store.drain()
+        store.writes.drain()
         store.stack.mover.lanes[0].rest(60.0)
     disk.writable = reason != "read-only"
     if reason == "policy":
@@ -313,7 +318,7 @@ def test_a_store_that_left_its_tiers_waits_for_nothing() -> None:
     with kv.lock:
         while old._give_up(0, 1):
             pass
-    assert not old.unsaved and not old.flush(5.0)
+    assert not old.writes.unsaved and not old.writes.flush(5.0)
 
 
 def test_a_state_waits_for_the_tier_that_lasts_too() -> None:
@@ -321,7 +326,7 @@ def test_a_state_waits_for_the_tier_that_lasts_too() -> None:
     kv, clock = stacked(near, disk)
     with opened(kv, P) as seq:
         assert kv.save_state(seq, {"h": torch.ones(2)})
-    assert len(near.frames) == 1 and kv.planner.store.unsaved == 4
+    assert len(near.frames) == 1 and kv.planner.store.writes.unsaved == 4
     back(kv, clock)
     assert len(disk.frames) == 4
     audit(kv)
@@ -333,10 +338,10 @@ def test_a_flush_does_not_wait_for_a_tier_that_became_read_only() -> None:
     published(kv, P)
     store, drained = kv.planner.store, list[float]()
     disk.writable = False
-    store.drain = lambda timeout_s=0.0: drained.append(timeout_s)
+    store.writes.drain = lambda timeout_s=0.0: drained.append(timeout_s)
     clock.advance(s=61.0)
     assert kv.flush(0.2) is False and len(drained) == 1
-    del store.drain
+    del store.writes.drain
     disk.writable = True
     assert kv.flush(5.0) and len(disk.frames) == 3
 
@@ -373,7 +378,7 @@ def test_an_erasure_is_not_proven_before_what_was_forgotten_in_flight_has_landed
     assert kv.forget(P, tenant="another") == 0
     del disk.poll
     disk.work()
-    assert kv.forget(P) == 0 and not disk.frames and not store.unsaved
+    assert kv.forget(P) == 0 and not disk.frames and not store.writes.unsaved
     audit(kv)
 
 
@@ -388,16 +393,18 @@ def test_a_page_that_comes_back_does_not_join_the_store_that_was_forgotten(reaso
     with pytest.raises(StoreError, match="lasting has not answered"):
         kv.forget(P)
     published(kv, P, tag=2)
-    store.drain()
+    store.writes.drain()
     del disk.poll
     assert disk.waiting == 3, "the new stores wait for the old ones"
     with kv.lock:
         disk.work(reason)
         store.stack.mover.collect()
         assert (
-            not disk.frames and store.unsaved == 3 and not store.stack.mover.lanes[-1].stored_bytes
+            not disk.frames
+            and store.writes.unsaved == 3
+            and not store.stack.mover.lanes[-1].stored_bytes
         )
-        store.drain()
+        store.writes.drain()
         assert disk.waiting == 3
     assert kv.flush(5.0) and len(disk.frames) == 3 and not dropped(store)
     assert store.stack.mover.lanes[-1].stored_bytes == 3 * 4096
@@ -416,7 +423,7 @@ def test_tails_and_states_that_no_tier_takes_are_counted() -> None:
     stack = kv.planner.store.stack
     with opened(kv, [*P, 1, 2, 3]) as seq:
         assert not kv.save_state(seq, {"h": torch.ones(2)})
-    assert stack.mover.lanes[-1].dropped == stack.lost == 3 and kv.planner.store.unsaved == 3
+    assert stack.mover.lanes[-1].dropped == stack.lost == 3 and kv.planner.store.writes.unsaved == 3
     back(kv, clock)
     assert len(disk.frames) == 3
     capacity, disk.capacity_bytes = disk.capacity_bytes, 2000
@@ -429,6 +436,6 @@ def test_tails_and_states_that_no_tier_takes_are_counted() -> None:
     stack.mover.lanes[0].rest(60.0)
     with kv.lock:
         stack.provisional.begin()
-        kv.planner.store.confirm()
+        kv.planner.store.writes.confirm()
     assert stack.lost == stack.mover.lanes[-1].dropped == 22 and len(disk.frames) == 3
     audit(kv)

@@ -905,7 +905,7 @@ def test_idle_time_proves_pages(late: bool, monkeypatch, tmp_path) -> None:
                 break
             time.sleep(0.01)
         assert not kv.planner.store.stack.provisional
-        kv.planner.store.flush(30.0)
+        kv.planner.store.writes.flush(30.0)
         assert on_disk(kv) > 0
 
 

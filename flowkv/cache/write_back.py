@@ -1,0 +1,260 @@
+"""Write-back: full pages, tails and states are written to the tier that lasts, ahead of eviction.
+
+What that tier cannot take now waits, wherever it lies, and is lost once no place holds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections.abc import Callable, Sequence
+
+from flowkv.cache.index import Block
+from flowkv.cache.mover import CopyMark
+from flowkv.cache.pool import AT_ONCE_BYTES
+from flowkv.cache.tier_stack import TierStack, likely_bytes
+from flowkv.compiled import compiling
+from flowkv.core import interrupts
+from flowkv.core.geometry import CODEC_SHIFT
+from flowkv.observe.events import Warned
+from flowkv.tiers.base import FrameInfo, no_room
+from flowkv.tiers.host import HostTier
+
+Copied = tuple[memoryview, CopyMark]
+"""The bytes of a page in host memory, and the copy that fills them."""
+_HOST_BYTES = 1 << 30
+_LONGEST_S = 0.1
+_MOST_TAILS = 16
+
+
+class WriteBack:
+    """Writer of pages, tails and states to the tier that lasts. Callers hold the KV lock.
+
+    Args:
+        stack: The tiers, and the pages that wait.
+        size: Returns the bytes of a block's device page.
+        copy: Starts copying device pages to host memory, where that is asynchronous.
+        put: Stores a device page, or its copy, in a tier; returns whether the tier takes it.
+
+    Attributes:
+        give_up_late: Gives up overdue loads, so that nothing waits behind them.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        size: Callable[[Block], int],
+        copy: Callable[[Sequence[Block]], dict[Block, Copied]],
+        put: Callable[[Block, int, Copied | None], bool],
+    ) -> None:
+        self._stack, self._size, self._copy, self._put = stack, size, copy, put
+        self.give_up_late: Callable[[], None] = lambda: None
+        self._held_back = False  # until the first page that would not pay
+
+    def write_down(self, *blocks: Block) -> None:
+        """Write full pages to the first persistent tier, in the background.
+
+        While that tier is busy or away, the pages wait. Pages of a prompt that was too short to be
+        worth storing are written as well, once a longer prompt continues them.
+        """
+        stack, number = self._stack, self._stack.writes_to()
+        for block in blocks if number >= 0 else ():
+            if block in stack.provisional or not stack.lacks(block, number):
+                continue
+            if not stack.worth_storing(block, number):
+                self._held_back = True
+                continue
+            chain = [block]
+            while self._held_back:
+                above = stack.index.find(chain[-1].parent)
+                if above is None or not self._may_write(above, number):
+                    break
+                chain.append(above)
+            stack.unwritten |= dict.fromkeys(reversed(chain))
+        if stack.unwritten:
+            self._write_out()
+
+    def confirm(self) -> None:
+        """Write the pages and tails that the finished reading of all weights has proven."""
+        stack, number = self._stack, self._stack.writes_to()
+        for block, tail in stack.provisional.confirm().items():
+            if number < 0:
+                stack.settle(block)
+            elif tail is not None:
+                self._store_or_miss(block, number, *tail)
+            elif block.page >= 0:
+                if self._may_write(block, number):
+                    self.write_down(block)
+            elif stack.lacks(block, number) and stack.worth_storing(block, number):
+                stack.wait(block)
+
+    def _may_write(self, block: Block, number: int) -> bool:
+        """Return whether a page is final, and neither stored on a tier nor queued for it."""
+        stack = self._stack
+        if block in stack.provisional or block in stack.unwritten or block.page < 0:
+            return False
+        sealed = block.page >> CODEC_SHIFT or not stack.forms[block.group].ladder.rungs
+        return bool(sealed or not block.sealable) and stack.lacks(block, number)
+
+    def _write_out(self) -> None:
+        """Store waiting pages in the persistent tier, as far as it takes them now.
+
+        A page that has left its device is read from host memory, one block at a time.
+        """
+        stack, number = self._stack, self._stack.lasting()
+        lane = stack.mover.lanes[number] if number >= 0 else None
+        while stack.unwritten and lane and not lane.rests:
+            waiting, n_bytes = list[Block](), 0
+            for block in stack.unwritten:
+                if stack.lacks(block, number):
+                    if not block.somewhere:
+                        continue  # its copy below is still on the way
+                    own_bytes = self._waiting_bytes(block)
+                    if not lane.takes(own_bytes, n_bytes) or n_bytes > AT_ONCE_BYTES:
+                        break
+                    n_bytes += own_bytes
+                waiting.append(block)
+                if block.page < 0:
+                    break
+            there = [block for block in waiting if block.page >= 0 and stack.lacks(block, number)]
+            copied = self._copy(there)
+            for block in waiting:
+                if stack.lacks(block, number) and not self._write(block, number, copied.get(block)):
+                    if not lane.takes(self._waiting_bytes(block)):
+                        return  # the tier is away by now: the others wait
+                    if block in stack.unwritten and block not in stack.provisional:
+                        stack.miss_out(number)
+                stack.unwritten.pop(block, None)
+            if not waiting or waiting[-1].page < 0:
+                break
+
+    def _write(self, block: Block, number: int, copied: Copied | None) -> bool:
+        """Store a block that waited; return whether its tier takes it."""
+        if block.page >= 0:
+            return self._put(block, number, copied)
+        near = self._stack.tiers[block.nearest].kind == "host"  # others take too long for a request
+        return near and bool(self._stack.copy(block, block.nearest, number))
+
+    def _waiting_bytes(self, block: Block) -> int:
+        return self._size(block) if block.page >= 0 else self._stack.size(block, block.nearest)
+
+    def drain(self, timeout_s: float = 0.0) -> int:
+        """Advance the transfers (see `Mover.drain`) and send waiting pages; return the answers."""
+        stack, handled = self._stack, 0
+        if stack.mover.busy:
+            handled = stack.mover.drain(timeout_s)
+            self.give_up_late()
+        if stack.unwritten:
+            self._write_out()
+        if stack.troubles:
+            self._say_troubles()
+        return handled
+
+    def flush(self, timeout_s: float, now_s: Callable[[], float] = compiling.now_s) -> int:
+        """Wait until no page is being stored or waits to be.
+
+        Pages that wait for a tier which is away keep waiting.
+
+        Args:
+            timeout_s: Longest wait.
+            now_s: Clock of the wait; the default one stands still during compilation.
+
+        Returns:
+            Number of pages that still wait, or are on their way.
+        """
+        stack, end_s = self._stack, now_s() + timeout_s
+        self.drain()
+        while stack.mover.storing or (
+            stack.unwritten and (n := stack.lasting()) >= 0 and not stack.mover.lanes[n].rests
+        ):
+            left_s = end_s - now_s()
+            if left_s <= 0 or interrupts.waiting():
+                break
+            waiting = len(stack.unwritten)
+            self._write_out()
+            if len(stack.unwritten) == waiting:
+                self.drain(min(left_s, _LONGEST_S))
+        return self.unsaved
+
+    @property
+    def unsaved(self) -> int:
+        """Return the number of pages that wait to be written, or are on their way."""
+        return self._stack.mover.storing + len(self._stack.unwritten)
+
+    def store_tail(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
+        """Write a tail to a persistent tier: now, or once its weights are proven; see `confirm`."""
+        provisional = self._stack.provisional
+        provisional.add(block)
+        if block not in provisional:
+            self._store_or_miss(block, number, info, body)
+            return
+        provisional.tails[block] = info, body
+        if len(provisional.tails) > _MOST_TAILS:
+            oldest = next(iter(provisional.tails))
+            self._stack.miss_out(number)
+            self._stack.delete(oldest)
+            self._stack.dismiss(oldest)
+
+    def _store_or_miss(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
+        if not self._stack.store(block, number, info, body):
+            self._stack.miss_out(number)
+        self._stack.settle(block)
+
+    def store_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
+        """Store a state on the nearest tier and the first persistent one.
+
+        Without a writable tier, a host tier of 1 GiB is added for states. Return False if no tier
+        has room.
+        """
+        stack = self._stack
+        stack.provisional.add(block)
+        open_ones = [n for n in range(len(stack.tiers)) if stack.may_store(block, n)]
+        if not open_ones:
+            stack.add(HostTier(_HOST_BYTES, name="states"), states_only=True)
+            open_ones.append(len(stack.tiers) - 1)
+        lasting = [n for n in open_ones if stack.tiers[n].kind != "host"]
+        block.n_bytes = len(body)
+        numbers = sorted({*open_ones[:1], *lasting[:1]})
+        stored = [stack.store(block, number, info, memoryview(body)) for number in numbers]
+        if not stored[-1]:
+            stack.wait(block)
+        stack.settle(block)
+        return any(stored)
+
+    def _say_troubles(self) -> None:
+        """Warn once of each tier that cannot store.
+
+        Called between changes of state, as a warning may raise.
+        """
+        for name, reason in self._stack.troubles.items():
+            if reason:
+                self._stack.troubles[name] = ""
+                code = getattr(errno, reason, None)
+                why = reason if code is None else f"{reason}: {os.strerror(code)}"
+                self._complain(
+                    "store",
+                    f"{name} stores no page now ({why}): what it lacks is computed anew after a"
+                    ' restart. Make room or mend it; kv.stats()["tiers"] counts such pages as'
+                    ' "dropped".',
+                )
+
+    def _complain(self, code: str, message: str) -> None:
+        self._stack.bus.emit(Warned(code=code, message=message))
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+    @property
+    def unproven(self) -> int:
+        """Return the number of pages that wait for proven weights to be written."""
+        return len(self._stack.provisional) if self._stack.writes_to() >= 0 else 0
+
+    def check_room(self) -> None:
+        """Warn of each writable tier that can store no page of this model."""
+        n_bytes = max(map(likely_bytes, self._stack.forms))
+        for tier in self._stack.tiers:
+            if tier.writable and (why := no_room(tier, n_bytes)):
+                self._complain(
+                    "room",
+                    f"{tier.name} can store no page of this model: {why}. Give it more room, a"
+                    " larger size, or leave it out.",
+                )
