@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ending,
         erasure,
         export,
+        listing,
         mover,
         overflow,
         pinned,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         step,
         store,
         swap,
-        tier_stack,
     )
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flowkv.cache.kv import PagedRow, bind, drop_unproven, end, follow, levels, source, warn
     from flowkv.cache.kv import plan as kv_plan
     from flowkv.cache.later import Later
+    from flowkv.cache.listing import Listing
     from flowkv.cache.mover import (
         SHARE,
         IOPriority,

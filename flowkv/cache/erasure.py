@@ -160,7 +160,7 @@ def _learn(store: PageStore, realm: Realm) -> dict[int, str]:
     for number, tier in enumerate(store.stack.tiers):
         if problem := _survey(tier):
             unseen[number] = problem
-        store.stack.list_unknown(number, realm.holds)
+        store.stack.listing.list_unknown(number, realm.holds)
     return unseen
 
 

@@ -626,14 +626,8 @@ class Bundles:
 
     def _find(self, key: bytes, parent: bytes) -> Block:
         with self.guard:
-            self.store.stack.discover(
-                [key],
-                group=GROUP,
-                parent=parent,
-                tenant=self.tenant,
-                namespace=self.namespace,
-                kind="weights",
-            )
+            realm = self.tenant, self.namespace
+            self.store.stack.listing.discover([key], parent, realm, (GROUP, "weights"))
             found = self.store.index.find(key)
             return found if found is not None else Block(-1, key, parent, GROUP, "weights")
 

@@ -180,15 +180,10 @@ class PrefixMatcher:
         return page
 
     def _discover(self, seq: Sequence, group: int, first: int, limit: int) -> None:
-        if first < limit and self.store.stack.watches:
+        if first < limit and self.store.stack.listing.watches:
             keys = [seq.key(group, page) for page in range(first, limit)]
-            self.store.stack.discover(
-                keys,
-                group=group,
-                parent=seq.parent_key(group, first),
-                tenant=seq.tenant,
-                namespace=seq.namespace,
-            )
+            above, realm = seq.parent_key(group, first), (seq.tenant, seq.namespace)
+            self.store.stack.listing.discover(keys, above, realm, (group, "page"))
 
     # ---- attaching
 

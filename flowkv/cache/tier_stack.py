@@ -10,7 +10,7 @@ import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby, islice
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
+from flowkv.cache.listing import Listing
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
@@ -29,7 +30,7 @@ from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.pages import Ladder
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
-from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Tier, TierAnswer
 from flowkv.tiers.erasure_log import ErasureLog
 from flowkv.tiers.remote.erasures import RemoteErasures
 
@@ -275,7 +276,6 @@ class PolicyContext:
 # A block is forgotten when no place holds it any more.
 
 _MOST_LISTED = 1 << 16  # frames of a remote tier listed at start; others are found on demand
-_ADOPTED, _LOOKED_AT = 64, 1 << 12  # other caches' frames per call: most adopted, most examined
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
 _REST_S = 1.0  # rest of a tier that reports that it does not answer now
@@ -326,6 +326,7 @@ class TierStack:
     Attributes:
         tiers: The tiers, nearest first.
         places: The tiers as policies see them, in the same order.
+        listing: What publishes the frames that tiers list.
         mover: Transfers to and from the tiers.
         fidelity: Index of the lossiest codec that is accepted.
         provisional: Blocks that must not leave the process yet.
@@ -356,13 +357,12 @@ class TierStack:
         whole = [one for one in forms if one.whole] or forms
         self._prompt_bytes = sum(map(likely_bytes, whole))  # bytes per page of a long prompt
         self.tiers, self.places = list[Tier](), list[PolicyPlace]()
+        self.listing = Listing(self.tiers, self.index, self.insert)
         self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
         self.behind = False
         self.provisional, self.unwritten = Provisional(), dict[Block, None]()
         self.lost = 0
-        self._quarantined: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
-        self._strangers: dict[int, list[Block]] = {}
         self.troubles: dict[str, str] = {}  # reason why a tier stores nothing; "" once warned
         for tier in tiers:
             self.add(tier)
@@ -396,7 +396,7 @@ class TierStack:
         for entry in listed:  # before kernels are prepared for the forms
             if entry.info.fidelity <= self.fidelity and entry.info.group < len(self.forms):
                 self.forms[entry.info.group].meet(entry.info)
-        self._enter(number, listed)
+        self.listing.publish_frames(number, listed)
 
     @contextmanager
     def _storing(self, log: ErasureLog | RemoteErasures) -> Iterator[bool]:
@@ -412,71 +412,6 @@ class TierStack:
                 return True
         return False
 
-    def _enter(self, number: int, entries: Iterable[Entry]) -> None:
-        """Publish blocks for frames that a tier holds, given the oldest first."""
-        trees, fresh = dict[bytes, list[Block]](), list[list[Block]]()
-        in_use = self._knows(number)
-        for entry in entries:
-            info = entry.info
-            block = self.index.get_or_create(entry.key, info.parent, info.group, info.kind)
-            # Copies may differ in fidelity; the best of them counts.
-            block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
-            block.enter(number, info.codec)
-            if info.kind != "page":
-                block.n_bytes, block.tail = entry.n_bytes, info.tokens
-            block.tenant, block.namespace = info.tenant, info.namespace
-            if not in_use(info.namespace):
-                self._strangers.setdefault(number, []).append(block)
-            if (tree := trees.get(info.parent)) is None:
-                fresh.append(tree := [])
-            trees[entry.key] = tree
-            tree.append(block)
-        # A policy evicts the last block of a call first, as a leaf: so the oldest tree comes last.
-        blocks = [block for tree in reversed(fresh) for block in tree]
-        self.insert(blocks, number)
-
-    def _knows(self, number: int) -> Callable[[bytes], bool]:
-        """Return a cached predicate: whether a tier records a namespace as in use."""
-        known: Callable[[bytes], bool] = getattr(self.tiers[number], "in_use", lambda _: True)
-        return lru_cache(known)
-
-    def _stranger(self, number: int) -> Block | None:
-        """Return a block of a tier in a namespace that is out of use; None if there is none.
-
-        Frames of another version, which named pages differently, are such blocks: they are evicted
-        before all others.
-        """
-        left, in_use = self._strangers.get(number, []), self._knows(number)
-        while left:
-            block = left.pop()
-            free = not (block.gone or block.kept or block.going)
-            if free and block.tiers >> number & 1 and not in_use(block.namespace):
-                return block
-        return None
-
-    def list_unknown(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
-        """Publish the listed frames of a tier that `meant` selects and that are unknown there."""
-        entries = [entry for entry in self.tiers[number].scan() if meant(entry.info)]
-        self._enter(number, [entry for entry in entries if not self._listed(entry.key, number)])
-
-    def _listed(self, key: bytes, number: int) -> bool:
-        known = self.index.find(key)
-        return known is not None and bool((known.tiers | known.going) >> number & 1)
-
-    def adopt(self, number: int) -> int:
-        """Publish the oldest unknown frames of a shared tier; return their number.
-
-        Used where room is needed and no known block may go: the policy then orders the frames of
-        other caches, too.
-        """
-        if not self.tiers[number].shared:
-            return 0
-        seen = islice(self.tiers[number].scan(), _LOOKED_AT)
-        fresh = (entry for entry in seen if not self._listed(entry.key, number))
-        found = [*islice(fresh, _ADOPTED)]
-        self._enter(number, found)
-        return len(found)
-
     def detach(self) -> None:
         """Hand the tiers over to another store; only device pages stay known here."""
         for block in self.index:
@@ -484,7 +419,7 @@ class TierStack:
             self.settle(block)
         self.close_logs()
         self.mover.forget()
-        for book in (self.tiers, self.places, self._strangers, self.unwritten):
+        for book in (self.tiers, self.places, self.unwritten):
             book.clear()
 
     def close_logs(self) -> None:
@@ -493,50 +428,10 @@ class TierStack:
             log.close()
         self.erasure_logs.clear()
 
-    @property
-    def watches(self) -> bool:
-        """Return whether any of the tiers is shared with other writers."""
-        return any(tier.shared for tier in self.tiers)
-
     def locate(self, block: Block) -> int:
         """Return the nearest tier that holds a block, else the nearest storing it; else -1."""
         there = block.tiers or block.going
         return (there & -there).bit_length() - 1
-
-    def discover(
-        self,
-        keys: Sequence[bytes],
-        *,
-        group: int,
-        parent: bytes,
-        tenant: bytes,
-        namespace: bytes,
-        kind: str = "page",
-    ) -> None:
-        """Look up pages on the shared tiers, and publish those that are unknown here.
-
-        Args:
-            keys: Keys of consecutive pages.
-            group: Their layer group.
-            parent: Key above the first one.
-            tenant: Tenant salt.
-            namespace: Namespace digest.
-            kind: Kind of the blocks.
-        """
-        for number, tier in enumerate(self.tiers):
-            if not tier.shared:
-                continue
-            above, fresh = parent, []
-            for key, there in zip(keys, tier.contains(keys), strict=True):
-                known = self.index.find(key)
-                there = there and (number, key) not in self._quarantined
-                if there and (known is None or not known.tiers >> number & 1):
-                    block = self.index.get_or_create(key, above, group, kind)
-                    block.tenant, block.namespace = tenant, namespace
-                    block.enter(number, UNKNOWN)
-                    fresh.append(block)
-                above = key
-            self.insert(fresh, number)
 
     def settle(self, block: Block) -> None:
         """Update a block's protection; forget it if no place holds it and no store is under way."""
@@ -694,14 +589,14 @@ class TierStack:
                 return False
             if self.mover.collect():
                 continue  # frames that have landed count as incoming no more
-            if (stranger := self._stranger(number)) is not None:
+            if (stranger := self.listing.stranger(number)) is not None:
                 place.remove(stranger)
                 self._evict(stranger, number, "unused")
                 continue
             victims = place.evict(self.context.now_ns(), 1)
             if victims is not None:
                 self._evict(self.index.at(int(victims[0])), number, "space")
-            elif not self.adopt(number):
+            elif not self.listing.adopt(number):
                 return False
         return True
 
@@ -877,7 +772,9 @@ class TierStack:
     def quarantine(self, blocks: Iterable[Block]) -> None:
         """Bar read-only tiers' copies of blocks with wrong content from being read again."""
         numbers = [number for number, tier in enumerate(self.tiers) if not tier.writable]
-        self._quarantined |= {(n, b.key) for b in blocks for n in numbers if b.tiers >> n & 1}
+        self.listing.quarantined |= {
+            (n, b.key) for b in blocks for n in numbers if b.tiers >> n & 1
+        }
 
     def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
         """Erase from all tiers the blocks that another cache erased.
@@ -893,7 +790,7 @@ class TierStack:
             if tier.writable:
                 self._wipe(number, keys)
             else:
-                self._quarantined |= {(number, key) for key in keys}
+                self.listing.quarantined |= {(number, key) for key in keys}
         for block in blocks:
             self.unlist_all(block)
 

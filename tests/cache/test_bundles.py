@@ -168,7 +168,7 @@ def test_memory_that_a_late_tier_may_write_to_is_given_to_nobody() -> None:
         far.submit_store([frame])
     assert len(far.poll()) == 3
     with kv.lock:
-        kv.planner.store.stack.list_unknown(1, lambda _: True)
+        kv.planner.store.stack.listing.list_unknown(1, lambda _: True)
     found = kv.fetch("model")
     near.scribble()
     assert found is None or equal(found, given)

@@ -21,6 +21,7 @@ from tests.inside import (
     Erased,
     ErasureLog,
     Lane,
+    Listing,
     PageStore,
     PrefixIndex,
     Schedule,
@@ -370,14 +371,14 @@ def opened_while_others_erase(world: World) -> None:
     a = world.cache()
     world.seen.ask(a, "a")
     a.flush()
-    enter = TierStack._enter
+    enter = Listing.publish_frames
 
-    def meanwhile(store: TierStack, *given: Any) -> None:
-        world.patch.setattr(TierStack, "_enter", enter)
+    def meanwhile(listing: Listing, *given: Any) -> None:
+        world.patch.setattr(Listing, "publish_frames", enter)
         world.seen.forget(a, "a")
-        enter(store, *given)
+        enter(listing, *given)
 
-    world.patch.setattr(TierStack, "_enter", meanwhile)
+    world.patch.setattr(Listing, "publish_frames", meanwhile)
     b = world.cache()
     assert not len(b.planner.store.index) or b.planner.store.stack.outdated(), "nobody tells it"
 
