@@ -104,7 +104,7 @@ class Compactor:
     def _move(self, device: str, **limits: Any) -> int:
         pool, started = self.store.pools[device], time.perf_counter()
         empty = pool.occupancy().empty
-        moves = pool.plan_defragmentation(self.store.lent(device), **limits)
+        moves = pool.plan_defragmentation(pool.lent, **limits)
         if moves:
             n_bytes = sum(pool.size_bytes(page) for page in moves)
             relocate(self.store, self.tables, device, moves)

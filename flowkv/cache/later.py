@@ -82,7 +82,7 @@ class Pending:
             work(False)
             return
         for group, page in pages:
-            self._store.lend(group, page)
+            self._store.pool(group).lend(page)
         self._work.append((self._steps, answer, pages, work))
 
     def end_step(self) -> None:
@@ -102,5 +102,5 @@ class Pending:
         self._work[0][1].result()
         _, _, pages, work = self._work.popleft()
         for group, page in pages:
-            self._store.give_back(group, page)
+            self._store.pool(group).give_back(page)
         work(True)

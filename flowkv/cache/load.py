@@ -297,7 +297,7 @@ class PageLoad:
             self._store.drop(self.block)
         self._unkeep()
         if self._lent >= 0:
-            self._store.awaits(self.group, self._lent, False)
+            self._pool.awaits(self._lent, False)
         self.let_go()
 
     def let_go(self) -> None:
@@ -317,15 +317,15 @@ class PageLoad:
 
     def _lend(self) -> None:
         self._store.coming.setdefault(self.block, []).append(self)
-        self._store.lend(self.group, self.page)
-        self._store.awaits(self.group, self.page, self._awaited)
+        self._pool.lend(self.page)
+        self._pool.awaits(self.page, self._awaited)
         self._pool.release(self.page)
         self._lent = self.page
 
     def _give_back(self) -> None:
         if self._lent >= 0:
             page, self._lent = self._lent, -1
-            self._store.give_back(self.group, page)
+            self._pool.give_back(page)
             self._store.coming[self.block].remove(self)
             if not self._store.coming[self.block]:
                 del self._store.coming[self.block]

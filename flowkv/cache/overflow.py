@@ -389,7 +389,7 @@ class Overflow:
             line, codecs = self.tables.pages[g][seq.row, :full], self.store.forms[g].ladder.rungs
             for page_no in np.flatnonzero(line >= 0)[::-1].tolist():
                 block = seq.blocks[g][page_no]
-                if block is None or block.gone or self.store.is_lent(g, block.page):
+                if block is None or block.gone or block.page in self.store.pool(g).lent:
                     continue
                 stays = block.page >> CODEC_SHIFT > 0 or not codecs or not block.sealable
                 if stays is final:

@@ -120,6 +120,7 @@ class PagePool:
 
     Attributes:
         copies: Copies between pages and pinned memory, where the device is not the CPU.
+        lent: Pages that transfers use, and how often; they neither move nor become free.
 
     Raises:
         CapacityError: Not even two slabs fit, or more bytes than page ids can name.
@@ -158,6 +159,8 @@ class PagePool:
         self._partial: dict[int, dict[int, None]] = {}
         self._vacant: dict[int, int] = {}  # free pages of partial slabs, by size
         self._refs: dict[int, int] = {}
+        self.lent: dict[int, int] = {}
+        self._awaited = set[int]()
         self._used_granules = self._touched = 0
         self.copies: Copies | None = None
         self._touch(0)
@@ -264,6 +267,27 @@ class PagePool:
         del self._refs[page]
         self._vacate(granule_of(page))
         return True
+
+    def lend(self, page: int) -> None:
+        """Lend a page to a transfer: it neither moves nor becomes free until `give_back`."""
+        self.share(page)
+        self.lent[page] = self.lent.get(page, 0) + 1
+
+    def give_back(self, page: int) -> None:
+        """End one `lend` of a page, as its transfer is over."""
+        self.lent[page] -= 1
+        if not self.lent[page]:
+            del self.lent[page]
+            self._awaited.discard(page)
+        self.release(page)
+
+    def awaits(self, page: int, awaited: bool) -> None:
+        """Mark a lent page as awaited by a sequence, thus not leaving; or end that."""
+        (self._awaited.add if awaited else self._awaited.discard)(page)
+
+    def leaving(self) -> int:
+        """Return how many pages become free once transfers give them back."""
+        return sum(self._refs[page] == 1 for page in self.lent.keys() - self._awaited)
 
     def replace(self, old: int, new: int) -> None:
         """Move all references of page `old` to the just allocated page `new`, and free `old`.

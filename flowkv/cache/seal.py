@@ -163,7 +163,7 @@ class Sealer:
     def _in_use(self, group: int, page: int, rows: list[int]) -> bool:
         """Return whether a step may be reading the page, or a transfer uses it."""
         stepping = any(self.tables.state[row] == STEPPING for row in rows)
-        return stepping or self.store.is_lent(group, page)
+        return stepping or page in self.store.pool(group).lent
 
     def _mildest(self, group: int, page_no: int, rows: list[int], codec: int) -> int:
         """Return the mildest of a codec and the codecs that these lines need."""

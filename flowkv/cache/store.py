@@ -228,8 +228,6 @@ class PageStore:
         self.tails: dict[Block, list[int]] = {}
         self.swapped: dict[Block, SwappedCopy] = {}
         self._idle = dict.fromkeys(pools, 0)
-        self._lent: dict[tuple[str, int], int] = {}
-        self._awaited: set[tuple[str, int]] = set()
         self.stack = TierStack(
             self.context,
             tiers,
@@ -426,49 +424,16 @@ class PageStore:
         wanted = dict.fromkeys(self.pools, 0)
         for (g, codec), count in counts.items():
             wanted[self.device(g)] += count * self.forms[g].layouts[codec].granules
-        for device, page in self._lent:
-            wanted[device] -= self.pools[device].size_bytes(page) // GRANULE_BYTES
+        for device, pool in self.pools.items():
+            wanted[device] -= sum(map(pool.size_bytes, pool.lent)) // GRANULE_BYTES
         short = {device: granules - self.room(device) for device, granules in wanted.items()}
         return {device: granules for device, granules in short.items() if granules > 0}
-
-    def lend(self, group: int, page: int) -> None:
-        """Lend a page to a transfer: it neither moves nor becomes free until `give_back`."""
-        self.pool(group).share(page)
-        place = self.device(group), page
-        self._lent[place] = self._lent.get(place, 0) + 1
-
-    def give_back(self, group: int, page: int) -> None:
-        """End one `lend` of a page, as its transfer is over."""
-        place = self.device(group), page
-        self._lent[place] -= 1
-        if not self._lent[place]:
-            del self._lent[place]
-            self._awaited.discard(place)
-        self.pool(group).release(page)
-
-    def awaits(self, group: int, page: int, awaited: bool) -> None:
-        """Mark a lent page as awaited by a sequence, thus not leaving; or end that."""
-        place = self.device(group), page
-        (self._awaited.add if awaited else self._awaited.discard)(place)
-
-    def leaving(self, device: str) -> int:
-        """Return how many pages of a device become free once transfers give them back."""
-        lent = (place for place in self._lent.keys() - self._awaited if place[0] == device)
-        return sum(self.pools[device].references(page) == 1 for _, page in lent)
 
     def join(self) -> None:
         """Order all later computation on the devices after the copies to them."""
         for pool in self.pools.values():
             if pool.copies is not None:
                 pool.copies.join()
-
-    def is_lent(self, group: int, page: int) -> bool:
-        """Return whether a transfer uses a page."""
-        return (self.device(group), page) in self._lent
-
-    def lent(self, device: str) -> set[int]:
-        """Return the pages of a device that transfers use."""
-        return {page for place, page in self._lent if place == device}
 
     def allocate(self, group: int, count: int, codec: int = 0) -> list[int]:
         """Return private pages, evicting idle ones where that is needed.
@@ -515,7 +480,7 @@ class PageStore:
         mover = self.stack.mover
         while (pages := pool.allocate(granules, count, codec)) is None:
             short = count - pool.available(granules)
-            leaving = self.leaving(self.device(group))
+            leaving = pool.leaving()
             if leaving >= short and mover.drain(mover.deadline_s):
                 continue  # enough pages wait only for their stores to end
             if self._give_up(group, max(1, short - leaving)):
@@ -728,17 +693,17 @@ class PageStore:
 
     def _store_page(self, block: Block, number: int, copied: Copied | None = None) -> bool:
         """Store a block's page, or its host copy, in a tier; return whether the tier takes it."""
-        pool, page, (group, n_bytes) = self.pool(block.group), block.page, self._kind(block)
+        pool, page, n_bytes = self.pool(block.group), block.page, self.size(block)
         if pool.copies is not None:
             body, mark = copied or self._copy_out([block])[block]
             return self.stack.store(block, number, self.describe(block), body, mark=mark)
         body = pool.page_bytes(page, n_bytes).cpu().numpy().data
-        self.lend(group, page)
+        pool.lend(page)
         if self.stack.store(
-            block, number, self.describe(block), body, lambda: self.give_back(group, page)
+            block, number, self.describe(block), body, lambda: pool.give_back(page)
         ):
             return True
-        self.give_back(group, page)
+        pool.give_back(page)
         return False
 
     def describe(self, block: Block) -> FrameInfo:

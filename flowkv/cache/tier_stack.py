@@ -600,7 +600,7 @@ class TierStack:
                 return False
         return True
 
-    def codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
+    def _codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
         """Return the codecs that a tier's copy of a page may have; () if it is unreadable."""
         if block.group >= len(self.forms):
             return ()  # a block of another model
@@ -616,7 +616,7 @@ class TierStack:
         moving = self.mover.on_the_way(block.key, number) if block.going >> number & 1 else None
         if moving is not None:
             return moving.store.body.nbytes
-        layouts = [self.forms[block.group].layouts[c] for c in self.codecs_on(block, number)]
+        layouts = [self.forms[block.group].layouts[c] for c in self._codecs_on(block, number)]
         return max((layout.page_bytes for layout in layouts), default=0)
 
     def sources(self, block: Block) -> Iterator[ReadFrom]:
@@ -629,9 +629,9 @@ class TierStack:
             yield ReadFrom(moving.tier, moving.store.info.codec, True)
         for number in range(len(self.tiers)):
             if block.tiers >> number & 1:
-                codecs = self.codecs_on(block, number)
+                codecs = self._codecs_on(block, number)
                 if not codecs:
-                    self.unlist(block, number)
+                    self._unlist(block, number)
                 elif self.mover.lanes[number].answering:
                     for codec in codecs:
                         if block.tiers >> number & 1:
@@ -653,7 +653,7 @@ class TierStack:
         if block.kind == "state" and block.group < len(self.forms):
             wished.append(self.forms[block.group].fingerprints[0])  # the layout of a tail
         if block.kind == "page":
-            codecs = self.codecs_on(block, number)
+            codecs = self._codecs_on(block, number)
             wished = [self.forms[block.group].fingerprints[codec] for codec in codecs]
         for layout in wished:
             body = bytearray(self.body_bytes(block, number))
@@ -680,9 +680,9 @@ class TierStack:
         if answer.reason not in _BENIGN:
             lane.refused += 1
             self.bus.emit(Quarantined(tier=name, key=block.key, reason=answer.reason))
-        self.unlist(block, number)
+        self._unlist(block, number)
 
-    def unlist(self, block: Block, number: int) -> None:
+    def _unlist(self, block: Block, number: int) -> None:
         """Remove a block from a tier's list, as its copy there is absent or unreadable."""
         self.places[number].remove(block)
         block.tiers &= ~(1 << number)
@@ -761,7 +761,7 @@ class TierStack:
             return False
         there = self.tiers[number].contains([block.key])[0]
         if not there:
-            self.unlist(block, number)
+            self._unlist(block, number)
         return there
 
     def supersede(self, block: Block) -> None:

@@ -81,9 +81,9 @@ def audit(kv: KV) -> None:
             refs[store.device(g)][page] += 1
             assert store.pool(g).references(page) == 1 and not page >> CODEC_SHIFT
     audit_suspended(kv)
-    for (device, page), count in store._lent.items():
-        refs[device][page] += count
     for device, pool in store.pools.items():
+        for page, count in pool.lent.items():
+            refs[device][page] += count
         assert dict(refs[device]) == pool._refs
         audit_pool(pool)
     audit_residency(kv, store)
@@ -166,7 +166,8 @@ def audit_empty(kv: KV) -> None:
     assert kv.planner is not None and not kv._open
     store = kv.planner.store
     store.drop_tails()
-    assert len(store.index) == 0 and not store._lent and not store._orphans
+    assert len(store.index) == 0 and not store._orphans
+    assert not any(pool.lent for pool in store.pools.values())
     assert not store.index._children and not store.index._holes
     assert all(pool.used_bytes() == 0 for pool in store.pools.values())
     assert sorted(kv.planner.tables._free) == list(range(kv.planner.tables.max_rows))

@@ -61,7 +61,7 @@ def test_what_is_called_off_is_asked_of_no_other_tier() -> None:
             assert seq.restoration is not None and len(far.asked) == 1
             seq.restoration.cancel()
             kv.planner.store.writes.drain()
-            assert not near.asked and not kv.planner.store._lent
+            assert not near.asked and not any(pool.lent for pool in kv.planner.store.pools.values())
 
 
 def test_a_prompt_that_is_cut_is_not_restored_any_more() -> None:
@@ -134,7 +134,9 @@ def test_a_load_that_hangs_keeps_nothing_from_being_written(closed: bool) -> Non
         link.release()
         kv.planner.store.writes.drain()
         audit(kv)
-        assert not kv.planner.store._lent and not len(kv.restores.flights)
+        assert not any(pool.lent for pool in kv.planner.store.pools.values()) and not len(
+            kv.restores.flights
+        )
 
 
 def test_a_page_that_left_the_line_is_not_put_back() -> None:

@@ -226,12 +226,12 @@ def test_a_tier_that_never_answers_costs_one_deadline_and_keeps_its_pages() -> N
     published(kv, Q)
     assert residency(kv, P)["lasting"] >= 16
     assert reused(kv, P) < 24
-    lent = kv.planner.store.lent("cpu")
+    lent = set(kv.planner.store.pools["cpu"].lent)
     assert lent and memory.loads == 1
     assert reused(kv, P) < 24 and memory.loads == 1, "it is not asked while it owes an answer"
     kv.defragment()
     memory.scribble()
-    assert kv.planner.store.lent("cpu") == lent
+    assert set(kv.planner.store.pools["cpu"].lent) == lent
     seq = opened(kv, [5] * 4)
     check_content(kv, seq, [5] * 4)
     seq.close()
@@ -239,7 +239,7 @@ def test_a_tier_that_never_answers_costs_one_deadline_and_keeps_its_pages() -> N
     kv.flush()
     with kv.lock:
         kv.planner.store.stack.mover.drain()
-    assert not kv.planner.store.lent("cpu")
+    assert not set(kv.planner.store.pools["cpu"].lent)
     audit(kv)
     kv.close()
 
@@ -391,12 +391,12 @@ def test_pages_that_transfers_use_do_not_move() -> None:
     lent = [page for page in pages if page % 16 == 3]
     for page in pages:
         if page % 16 == 3:
-            store.lend(0, page)
+            store.pool(0).lend(page)
         store.pool(0).release(page)
     assert kv.defragment() == 0
     audit(kv)
     for page in lent:
-        store.give_back(0, page)
+        store.pool(0).give_back(page)
     audit_empty(kv)
 
 
