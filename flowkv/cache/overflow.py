@@ -348,7 +348,7 @@ class Overflow:
         """
         refused = set[Block]()  # pages that no tier takes: tiers full, or the model not proven
         while chosen := self._choose(short, refused):
-            below = self.store.put_below(list(chosen), self._serves)
+            below = self.store.writes.put_below(list(chosen), self._serves)
             for block in below:
                 for seq, page_no in chosen[block]:
                     self.store.keep(block)

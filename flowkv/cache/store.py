@@ -592,12 +592,6 @@ class PageStore:
         self.prefetched_unused.end(block, used=False)
         self.pool(block.group).release(page)
 
-    def _alike(self, block: Block, number: int) -> bool:
-        """Return whether a tier has a page in the codec that it has on its device."""
-        return bool(block.tiers >> number & 1) and (
-            block.codec_on(number) == block.page >> CODEC_SHIFT
-        )
-
     def set_down(self, block: Block) -> None:
         """Free the device page of a block that lies on a tier and is not held."""
         self._evicted(1, self.size(block), "overflow")
@@ -610,34 +604,6 @@ class PageStore:
             return "device"
         number = self.stack.locate(block)
         return self.stack.tiers[number].name if number >= 0 else ""
-
-    def put_below(self, blocks: Sequence[Block], serves: Callable[[int], bool]) -> list[Block]:
-        """Write pages to the nearest tiers that take them, and wait for the answers.
-
-        Args:
-            blocks: Pages on their device.
-            serves: Returns whether the tier of a number may be used.
-
-        Returns:
-            The blocks that such a tier holds now as they are encoded on their device.
-        """
-        usable = [number for number in range(len(self.stack.tiers)) if serves(number)]
-        for block in blocks:
-            for number in usable:
-                if block.tiers >> number & 1 and not self._alike(block, number):
-                    continue  # that copy has another codec
-                if self.stack.still_holds(block, number) or self._puts(block, number):
-                    break
-        deadline_s = self.stack.mover.deadline_s
-        while any(block.going for block in blocks) and self.writes.drain(deadline_s):
-            pass
-        return [b for b in blocks if not b.going and any(self._alike(b, n) for n in usable)]
-
-    def _puts(self, block: Block, number: int) -> bool:
-        if self.stack.mover.lanes[number].rests or not self.stack.may_store(block, number):
-            return False
-        self.stack.mover.await_room(number, self.size(block))
-        return self._store_page(block, number)
 
     def expire(self) -> None:
         """Evict blocks from the places where their lease has run out."""

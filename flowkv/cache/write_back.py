@@ -28,6 +28,11 @@ _LONGEST_S = 0.1
 _MOST_TAILS = 16
 
 
+def _alike(block: Block, number: int) -> bool:
+    """Return whether a tier has a page in the codec that it has on its device."""
+    return bool(block.tiers >> number & 1) and (block.codec_on(number) == block.page >> CODEC_SHIFT)
+
+
 class WriteBack:
     """Writer of pages, tails and states to the tier that lasts. Callers hold the KV lock.
 
@@ -138,6 +143,34 @@ class WriteBack:
 
     def _waiting_bytes(self, block: Block) -> int:
         return self._size(block) if block.page >= 0 else self._stack.size(block, block.nearest)
+
+    def put_below(self, blocks: Sequence[Block], serves: Callable[[int], bool]) -> list[Block]:
+        """Write pages to the nearest tiers that take them, and wait for the answers.
+
+        Args:
+            blocks: Pages on their device.
+            serves: Returns whether the tier of a number may be used.
+
+        Returns:
+            The blocks that such a tier holds now as they are encoded on their device.
+        """
+        stack, deadline_s = self._stack, self._stack.mover.deadline_s
+        usable = [number for number in range(len(stack.tiers)) if serves(number)]
+        for block in blocks:
+            for number in usable:
+                if block.tiers >> number & 1 and not _alike(block, number):
+                    continue  # that copy has another codec
+                if stack.still_holds(block, number) or self._puts(block, number):
+                    break
+        while any(block.going for block in blocks) and self.drain(deadline_s):
+            pass
+        return [b for b in blocks if not b.going and any(_alike(b, n) for n in usable)]
+
+    def _puts(self, block: Block, number: int) -> bool:
+        if self._stack.mover.lanes[number].rests or not self._stack.may_store(block, number):
+            return False
+        self._stack.mover.await_room(number, self._size(block))
+        return self._put(block, number, None)
 
     def drain(self, timeout_s: float = 0.0) -> int:
         """Advance the transfers (see `Mover.drain`) and send waiting pages; return the answers."""
