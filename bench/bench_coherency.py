@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flowkv.tiers.shared import SharedTier
 from tests.cache.toy import make_kv, published, simple
-from tests.inside import ErasureLog
+from tests.inside import ErasureLogs
 
 ROUNDS, CALLS = 31, 2000
 
@@ -45,14 +45,15 @@ def test_an_open_with_and_without_it(tmp_path: Path) -> None:
     prompt = [1] * 24
     published(kv, prompt)
     store = kv.planner.store
-    logs: dict[int, ErasureLog] = store.stack.erasure_logs
+    logs = store.stack.erasure_logs
 
-    def ask(some: dict[int, ErasureLog]) -> None:
+    def ask(some: ErasureLogs) -> None:
         store.stack.erasure_logs = some
         kv.open(prompt).close()
 
-    found = rounds({"look": store.stack.outdated, "call": lambda: None}, 20 * CALLS)
-    found |= rounds({"open": lambda: ask(logs), "open without": lambda: ask({})}, CALLS // 20)
+    found = rounds({"look": logs.outdated, "call": lambda: None}, 20 * CALLS)
+    calls = {"open": lambda: ask(logs), "open without": lambda: ask(ErasureLogs())}
+    found |= rounds(calls, CALLS // 20)
     for name, values in found.items():
         show(name, values)
     least = {name: min(values) for name, values in found.items()}

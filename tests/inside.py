@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from flowkv.cache.step import CURRENT, Step
     from flowkv.cache.store import PageStore, Samples, Verdict
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
-    from flowkv.cache.tier_stack import PolicyPlace, TierStack, as_slots
+    from flowkv.cache.tier_stack import ErasureLogs, PolicyPlace, TierStack, as_slots
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.generate import read_prompts

@@ -125,7 +125,7 @@ class Ending:
             for tier in self._store.stack.tiers:
                 if self._given.isdisjoint((id(tier), id(getattr(tier, "inner", tier)))):
                     last.callback(tier.close)
-            last.callback(self._store.stack.close_logs)
+            last.callback(self._store.stack.erasure_logs.close)
             last.callback(self._store.stack.mover.cancel)
             end_s = _now_s() + self.exit_s
             self.begin(end_s)

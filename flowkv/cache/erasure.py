@@ -284,7 +284,7 @@ def hear(store: PageStore, seqs: Iterable[Sequence]) -> int:
     Returns:
         Number of dropped blocks.
     """
-    store.stack.behind, dropped = False, 0
+    store.stack.erasure_logs.behind, dropped = False, 0
     for number, log in store.stack.erasure_logs.items():
         if log.changed() and (erased := log.news()):
             dropped += _drop(store, number, erased)

@@ -337,7 +337,7 @@ def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes | memoryv
         )
         return store.describe(block), content.cpu().numpy().tobytes()
     for number in range(len(store.stack.tiers)):
-        holds = block.tiers >> number & 1 or store.stack.locate(block) == number
+        holds = block.tiers >> number & 1 or block.tier == number
         if holds and not block.gone:
             found = store.stack.load(block, number)
             if found is not None:
@@ -654,7 +654,7 @@ class Bundles:
     def _holds(self, block: Block, number: int) -> bool:
         if block.tiers >> number & 1:
             return self.store.stack.mover.lanes[number].answering
-        return self.store.stack.locate(block) == number
+        return block.tier == number
 
     # ---- names
 

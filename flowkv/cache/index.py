@@ -212,6 +212,16 @@ class Block:
         """Return the number of the nearest tier that holds the block, -1 if none does."""
         return (self.tiers & -self.tiers).bit_length() - 1
 
+    @property
+    def tier(self) -> int:
+        """Return the number of the nearest tier that holds the block, or stores it now, or -1."""
+        there = self.tiers or self.going
+        return (there & -there).bit_length() - 1
+
+    def lacked_by(self, tier: int) -> bool:
+        """Return whether a tier neither has the known block nor is storing it."""
+        return not (self.gone or (self.tiers | self.going) >> tier & 1)
+
     def enter(self, tier: int, codec: int) -> None:
         """Record that a tier holds a copy of this codec."""
         self.tiers |= 1 << tier

@@ -602,7 +602,7 @@ class KV:
         """Drop all pages that other caches erased, then return the planner."""
         planner = self._bound()
         store = planner.store
-        if store.stack.outdated() and erasure.hear(store, list(self._open.values())):
+        if store.stack.erasure_logs.outdated() and erasure.hear(store, list(self._open.values())):
             self._purge()
         return planner
 
@@ -1531,7 +1531,7 @@ class KV:
                 for tier in self.planner.store.stack.tiers if self.planner else self._tiers:
                     last.callback(tier.close)
                 if self.planner:
-                    last.callback(self.planner.store.stack.close_logs)
+                    last.callback(self.planner.store.stack.erasure_logs.close)
                 last.callback(setattr, self, "closed", True)
                 if self.planner:
                     last.callback(self.planner.store.stack.mover.cancel)
@@ -1687,7 +1687,7 @@ def plan(
     """
     kv._alive()
     planner: Any = seqs[0].planner if seqs else kv._bound()
-    if planner.store.stack.behind:  # another cache erased something
+    if planner.store.stack.erasure_logs.behind:  # another cache erased something
         with kv.lock:
             kv._agreed()
     return Step(planner, seqs, np.asarray(counts, np.int64), last)

@@ -192,7 +192,7 @@ class DevicePrefetcher:
             return 1
         store = self._store
         there = block.page >= 0
-        return store.size(block) if there else store.stack.size(block, store.stack.locate(block))
+        return store.size(block) if there else store.stack.size(block, block.tier)
 
     def missing(self, tip: int) -> tuple[int, Slots]:
         """Return the deepest ancestor of `tip` on the device, or -1, and the blocks between.
@@ -215,7 +215,7 @@ class DevicePrefetcher:
         anchor = block.slot if block is not None and block.page >= 0 else -1
         slots, open_tiers = [], dict[int, bool]()
         for one in reversed(path.values()):
-            number = self._store.stack.locate(one)
+            number = one.tier
             if number not in open_tiers:
                 open_tiers[number] = number >= 0 and self._gives(number)
             if not open_tiers[number] or one.fidelity > self._store.stack.fidelity:

@@ -400,7 +400,7 @@ class PrefixMatcher:
     def _worth(self, absent: list[Block], tokens: int) -> bool:
         n_bytes: dict[str, int] = {}
         for block in absent:
-            number = self.store.stack.locate(block)
+            number = block.tier
             tier = self.store.stack.tiers[number].name
             n_bytes[tier] = n_bytes.get(tier, 0) + self.store.stack.body_bytes(block, number)
         return not absent or self.gate.worth(n_bytes, tokens)

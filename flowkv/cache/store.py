@@ -311,7 +311,7 @@ class PageStore:
     def find(self, key: bytes) -> Block | None:
         """Return the block of a key if it is stored or on its way, and exact enough; else None."""
         block = self.index.find(key)
-        if block is None or not (block.page >= 0 or block.tiers or self.stack.locate(block) >= 0):
+        if block is None or not (block.somewhere or block.going):
             return None
         return block if block.fidelity <= self.stack.fidelity else None
 
@@ -602,7 +602,7 @@ class PageStore:
         """Return the name of the nearest place that holds a block or is storing it, else ""."""
         if block.page >= 0:
             return "device"
-        number = self.stack.locate(block)
+        number = block.tier
         return self.stack.tiers[number].name if number >= 0 else ""
 
     def expire(self) -> None:

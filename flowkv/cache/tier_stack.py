@@ -307,6 +307,36 @@ def likely_bytes(forms: PageForms) -> int:
     return forms.layouts[forms.ladder.idle].page_bytes
 
 
+class ErasureLogs(dict[int, ErasureLog | RemoteErasures]):
+    """Erasure logs of the tiers that other caches use too, by tier number.
+
+    Attributes:
+        behind: Whether other caches erased blocks that are not dropped here yet; stores wait.
+    """
+
+    behind = False
+
+    @contextmanager
+    def storing(self, log: ErasureLog | RemoteErasures) -> Iterator[bool]:
+        """Yield whether a tier may store: no erasure runs there, and all past ones are known."""
+        with log.storing() as free:
+            self.behind |= free and log.changed()
+            yield free and not self.behind
+
+    def outdated(self) -> bool:
+        """Return whether other caches erased blocks that are not dropped here yet."""
+        for log in self.values():  # noqa: SIM110 - a microsecond less for each `open`
+            if log.changed():
+                return True
+        return False
+
+    def close(self) -> None:
+        """Close the logs: nothing is stored or looked up here any more."""
+        for log in self.values():
+            log.close()
+        self.clear()
+
+
 class TierStack:
     """The tiers below the devices and the blocks in them. Callers hold the KV lock.
 
@@ -331,8 +361,7 @@ class TierStack:
         fidelity: Index of the lossiest codec that is accepted.
         provisional: Blocks that must not leave the process yet.
         unwritten: Blocks that wait for the persistent tier, in whatever place they lie.
-        erasure_logs: Erasure logs of the tiers that other caches use too, by tier number.
-        behind: Whether other caches erased blocks that are not dropped here yet; stores wait.
+        erasure_logs: Erasure logs of the tiers that other caches use too.
         lost: Dropped pages that the persistent tier should have stored.
         troubles: Reason why a tier stores nothing, by its name; "" once it was warned of.
     """
@@ -358,8 +387,7 @@ class TierStack:
         self._prompt_bytes = sum(map(likely_bytes, whole))  # bytes per page of a long prompt
         self.tiers, self.places = list[Tier](), list[PolicyPlace]()
         self.listing = Listing(self.tiers, self.index, self.insert)
-        self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
-        self.behind = False
+        self.erasure_logs = ErasureLogs()
         self.provisional, self.unwritten = Provisional(), dict[Block, None]()
         self.lost = 0
         self._states_only: set[int] = set()
@@ -388,7 +416,7 @@ class TierStack:
         else:  # opened before the listing, so that no erasure after it is missed
             log = found if isinstance(found, RemoteErasures) else ErasureLog(found)
             self.erasure_logs[number] = log
-            self.mover.add(tier, partial(self._storing, log))
+            self.mover.add(tier, partial(self.erasure_logs.storing, log))
         policy = self._policies(tier.kind, tier.capacity_bytes)
         self.places.append(PolicyPlace(tier.name, tier.kind, policy))
         most = _MOST_LISTED if tier.kind == "remote" else None
@@ -398,40 +426,15 @@ class TierStack:
                 self.forms[entry.info.group].meet(entry.info)
         self.listing.publish_frames(number, listed)
 
-    @contextmanager
-    def _storing(self, log: ErasureLog | RemoteErasures) -> Iterator[bool]:
-        """Yield whether a tier may store: no erasure runs there, and all past ones are known."""
-        with log.storing() as free:
-            self.behind |= free and log.changed()
-            yield free and not self.behind
-
-    def outdated(self) -> bool:
-        """Return whether other caches erased blocks that are not dropped here yet."""
-        for log in self.erasure_logs.values():  # noqa: SIM110 - a microsecond less for each `open`
-            if log.changed():
-                return True
-        return False
-
     def detach(self) -> None:
         """Hand the tiers over to another store; only device pages stay known here."""
         for block in self.index:
             block.tiers = block.going = 0
             self.settle(block)
-        self.close_logs()
+        self.erasure_logs.close()
         self.mover.forget()
         for book in (self.tiers, self.places, self.unwritten):
             book.clear()
-
-    def close_logs(self) -> None:
-        """Close the erasure logs: nothing is stored or looked up here any more."""
-        for log in self.erasure_logs.values():
-            log.close()
-        self.erasure_logs.clear()
-
-    def locate(self, block: Block) -> int:
-        """Return the nearest tier that holds a block, else the nearest storing it; else -1."""
-        there = block.tiers or block.going
-        return (there & -there).bit_length() - 1
 
     def settle(self, block: Block) -> None:
         """Update a block's protection; forget it if no place holds it and no store is under way."""
@@ -731,7 +734,7 @@ class TierStack:
         """
         for rests in (False, True)[: 1 + leaves]:
             for number in range(first, len(self.tiers)):
-                if not self.lacks(block, number):
+                if not block.lacked_by(number):
                     return -1
                 fit = self.mover.lanes[number].rests is rests and self.may_store(block, number)
                 if fit and self.worth_storing(block, number) and self.admits(block, number):
@@ -799,10 +802,6 @@ class TierStack:
         for number, place in enumerate(self.places):
             for slot in chosen(place, self.context.now_ns()):
                 self._evict(self.index.at(slot), number, reason)
-
-    def lacks(self, block: Block, number: int) -> bool:
-        """Return whether a tier neither has a known block nor is storing it."""
-        return not (block.gone or (block.tiers | block.going) >> number & 1)
 
     def writes_to(self) -> int:
         """Return the number of the tier that full pages are written to at once, else -1."""

@@ -65,7 +65,7 @@ class WriteBack:
         """
         stack, number = self._stack, self._stack.writes_to()
         for block in blocks if number >= 0 else ():
-            if block in stack.provisional or not stack.lacks(block, number):
+            if block in stack.provisional or not block.lacked_by(number):
                 continue
             if not stack.worth_storing(block, number):
                 self._held_back = True
@@ -91,7 +91,7 @@ class WriteBack:
             elif block.page >= 0:
                 if self._may_write(block, number):
                     self.write_down(block)
-            elif stack.lacks(block, number) and stack.worth_storing(block, number):
+            elif block.lacked_by(number) and stack.worth_storing(block, number):
                 stack.wait(block)
 
     def _may_write(self, block: Block, number: int) -> bool:
@@ -100,7 +100,7 @@ class WriteBack:
         if block in stack.provisional or block in stack.unwritten or block.page < 0:
             return False
         sealed = block.page >> CODEC_SHIFT or not stack.forms[block.group].ladder.rungs
-        return bool(sealed or not block.sealable) and stack.lacks(block, number)
+        return bool(sealed or not block.sealable) and block.lacked_by(number)
 
     def _write_out(self) -> None:
         """Store waiting pages in the persistent tier, as far as it takes them now.
@@ -112,7 +112,7 @@ class WriteBack:
         while stack.unwritten and lane and not lane.rests:
             waiting, n_bytes = list[Block](), 0
             for block in stack.unwritten:
-                if stack.lacks(block, number):
+                if block.lacked_by(number):
                     if not block.somewhere:
                         continue  # its copy below is still on the way
                     own_bytes = self._waiting_bytes(block)
@@ -122,10 +122,10 @@ class WriteBack:
                 waiting.append(block)
                 if block.page < 0:
                     break
-            there = [block for block in waiting if block.page >= 0 and stack.lacks(block, number)]
+            there = [block for block in waiting if block.page >= 0 and block.lacked_by(number)]
             copied = self._copy(there)
             for block in waiting:
-                if stack.lacks(block, number) and not self._write(block, number, copied.get(block)):
+                if block.lacked_by(number) and not self._write(block, number, copied.get(block)):
                     if not lane.takes(self._waiting_bytes(block)):
                         return  # the tier is away by now: the others wait
                     if block in stack.unwritten and block not in stack.provisional:

@@ -308,12 +308,11 @@ def test_a_step_hears_of_it_where_nobody_opens_prompts(tmp_path: Path) -> None:
     a.forget(P)
     advance(b, [seq], [[9, *[7] * 16]])
     b.planner.store.writes.drain()
-    assert b.planner.store.stack.behind and not list(b.planner.store.stack.tiers[0].scan())
+    stack = b.planner.store.stack
+    assert stack.erasure_logs.behind and not list(stack.tiers[0].scan())
     advance(b, [seq], [[7]])
     b.planner.store.writes.drain()
-    assert (
-        not b.planner.store.stack.behind and len(list(b.planner.store.stack.tiers[0].scan())) == 2
-    )
+    assert not stack.erasure_logs.behind and len(list(stack.tiers[0].scan())) == 2
     seq.close()
     a.close()
     b.close()

@@ -20,6 +20,7 @@ from tests.inside import (
     CELLS,
     Erased,
     ErasureLog,
+    ErasureLogs,
     Lane,
     Listing,
     PageStore,
@@ -380,7 +381,8 @@ def opened_while_others_erase(world: World) -> None:
 
     world.patch.setattr(Listing, "publish_frames", meanwhile)
     b = world.cache()
-    assert not len(b.planner.store.index) or b.planner.store.stack.outdated(), "nobody tells it"
+    store = b.planner.store
+    assert not len(store.index) or store.stack.erasure_logs.outdated(), "nobody tells it"
 
 
 def two_places(world: World) -> None:
@@ -651,11 +653,11 @@ def erases_without_a_lock(patch: Patch) -> None:
 @mutant(store_that_waits)
 def stores_without_looking(patch: Patch) -> None:
     @contextmanager
-    def blind(stack: TierStack, log: ErasureLog) -> Iterator[bool]:
+    def blind(logs: ErasureLogs, log: ErasureLog) -> Iterator[bool]:
         with log.storing() as free:
             yield free
 
-    patch.setattr(TierStack, "_storing", blind)
+    patch.setattr(ErasureLogs, "storing", blind)
 
 
 replaces(
@@ -671,12 +673,12 @@ replaces(
 @mutant(store_that_begins)
 def lets_go_before_it_stores(patch: Patch) -> None:
     @contextmanager
-    def early(stack: TierStack, log: ErasureLog) -> Iterator[bool]:
+    def early(logs: ErasureLogs, log: ErasureLog) -> Iterator[bool]:
         with log.storing() as free:
-            stack.behind |= free and log.changed()
-        yield free and not stack.behind
+            logs.behind |= free and log.changed()
+        yield free and not logs.behind
 
-    patch.setattr(TierStack, "_storing", early)
+    patch.setattr(ErasureLogs, "storing", early)
 
 
 # who erases
@@ -786,10 +788,10 @@ def lets_open_sequences_publish(patch: Patch) -> None:
 
 @mutant(two_places)
 def hears_of_the_first_place_only(patch: Patch) -> None:
-    def first(stack: TierStack) -> bool:
-        return next(iter(stack.erasure_logs.values())).changed()
+    def first(logs: ErasureLogs) -> bool:
+        return next(iter(logs.values())).changed()
 
-    patch.setattr(TierStack, "outdated", first)
+    patch.setattr(ErasureLogs, "outdated", first)
 
 
 @mutant(opened_while_others_erase)

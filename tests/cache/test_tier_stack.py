@@ -14,7 +14,7 @@ from flowkv.tiers import Completion, Load, Outcome
 from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Silent, Wrapped, lasting
 from tests.cache.toy import check_content, make_kv, opened, published, simple
-from tests.inside import ManualClock, StoreError, bind
+from tests.inside import Block, ManualClock, StoreError, bind
 
 P = [1] * 24
 HOST, DISK = 0, 1
@@ -236,8 +236,9 @@ def test_pages_that_wait_for_a_tier_that_is_away_cost_nothing() -> None:
         block.going = n & 1
         block.tiers = 1 - block.going
         assert store.stack.wait(block)
-    store.stack.lacks = lambda block, number: bool(asked.append(block))
-    store.writes.drain()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "lacked_by", lambda block, number: bool(asked.append(block)))
+        store.writes.drain()
     assert not asked and store.writes.unsaved == 1000
     store.stack.unwritten.clear()
 

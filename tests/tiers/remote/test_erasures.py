@@ -65,7 +65,7 @@ def test_other_nodes_hear_of_it_within_the_bound(how: str) -> None:
         assert a.forget(P) == 3
     else:
         assert (a.forget(tenant="") if how == "tenant" else a.invalidate()) == 3
-    wait_for(b.planner.store.stack.outdated)
+    wait_for(b.planner.store.stack.erasure_logs.outdated)
     with b.open([*P, 0]) as seq:
         assert seq.reused == 0
     a.close()
