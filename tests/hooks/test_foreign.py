@@ -61,14 +61,14 @@ class Times(torch.nn.Module):
 
 def times(factor: Callable[[Any], Any], **attributes: Any) -> Model:
     model = models.short()
-    model.model.layers[1].mlp = module = Times(model.model.layers[1].mlp, factor)
+    model.model.layers[0].mlp = module = Times(model.model.layers[0].mlp, factor)
     for name, value in attributes.items():
         setattr(module, name, value)
     return model.eval()
 
 
 def mlp(model: Model) -> Any:
-    return model.model.layers[1].mlp
+    return model.model.layers[0].mlp
 
 
 # An attack gives (make a model in a state, put a model into a state). What is of the process is
@@ -347,6 +347,56 @@ FAR: dict[str, Any] = {
 ATTACKS |= FAR
 
 
+class Marked(Times):
+    """A module whose class has members that code elsewhere reads."""
+
+    level = 1.0
+
+    def factor_of(self) -> float:
+        return 1.0
+
+
+def put_level(value: float) -> None:
+    Marked.level = value
+
+
+def put_method(value: float) -> None:
+    Marked.factor_of = (lambda self: 1.0) if value == 1.0 else (lambda self: -3.0)  # type: ignore[method-assign]
+
+
+def marked(factor: Callable[[Any], Any], put: Callable[[float], None]) -> Any:
+    def made(value: float) -> Model:
+        put(value)
+        model = models.short()
+        layer: Any = model.model.layers[0]
+        layer.mlp = Marked(layer.mlp, factor)
+        return model.eval()
+
+    return made, lambda model, value: put(value)
+
+
+@attack
+def number_of_a_class_that_a_function_reads() -> Any:
+    return marked(lambda module: module.level, put_level)
+
+
+@attack
+def method_of_a_class_that_a_function_calls() -> Any:
+    return marked(lambda module: module.factor_of(), put_method)
+
+
+@attack
+def number_of_a_class_that_a_hook_reads() -> Any:
+    made, put = marked(lambda module: 1.0, put_level)
+
+    def hooked(value: float) -> Model:
+        model = made(value)
+        mlp(model).register_forward_hook(lambda module, args, out: out * module.level)
+        return model
+
+    return hooked, put
+
+
 @attack
 def enum_value() -> Any:
     def put(value: float) -> None:
@@ -426,7 +476,7 @@ def slots_of_a_module() -> Any:
     def made(value: float) -> Model:
         model = times(lambda module: module.scale)
         own = mlp(model)
-        model.model.layers[1].mlp = Held(own.inner, own.factor)
+        model.model.layers[0].mlp = Held(own.inner, own.factor)
         mlp(model).scale = value
         return model.eval()
 
@@ -683,7 +733,7 @@ def of_library(put: Callable[[Any, float], object]) -> Attack:
 
         def made(value: float) -> Model:
             model = models.causal("llama")
-            model.model.layers[1].mlp = module.Tabled(model.model.layers[1].mlp)
+            model.model.layers[0].mlp = module.Tabled(model.model.layers[0].mlp)
             put(module, value)
             return model.eval()
 
@@ -734,7 +784,7 @@ def representation() -> Any:
         TABLE["scale"] = value
         model = times(lambda module: len(str(module)) / 100)
         own = mlp(model)
-        model.model.layers[1].mlp = Told(own.inner, own.factor)
+        model.model.layers[0].mlp = Told(own.inner, own.factor)
         return model.eval()
 
     return made, lambda model, value: TABLE.update(scale=value)
@@ -744,6 +794,8 @@ def representation() -> Any:
 def restored() -> Iterator[None]:
     """What attacks put into the process is taken back."""
     yield
+    put_level(1.0)
+    put_method(1.0)
     put_global(1.0)
     TABLE["scale"] = STEERING.scale = 1.0
     remembered.cache_clear()

@@ -345,3 +345,35 @@ class TestAPromptPassedAgain:
             torch.testing.assert_close(logits[:, -1], theirs, rtol=1e-4, atol=1e-4)
             cache = pair(kv.cache(**inputs))
             assert_same(generate(model, 4, **inputs, past_key_values=cache), run)
+
+
+def test_pages_are_lost_of_a_model_that_another_thread_changes(monkeypatch: Patch) -> None:
+    """The other thread uses the changed model before lost pages are computed."""
+    model, prompt = models.short(), models.prompt(200)
+    frames, todo = stored(model, {"input_ids": prompt}), [True]
+    layer: Any = model.model.layers[0]
+    plan = Rows.plan
+
+    @torch.no_grad()
+    def change() -> None:
+        layer.mlp.down_proj.weight.mul_(-2.0)
+        generate(model, 1, input_ids=models.prompt(20, 9))
+
+    with restoring(model, frames, 0.0) as (_, tier, _):
+
+        def planned(rows: Rows, new: int) -> Any:
+            step = plan(rows, new)
+            if rows.restoring is not None and todo and todo.pop():
+                tier.lose = 1.0
+                thread = threading.Thread(target=change)
+                thread.start()
+                thread.join()
+            return step
+
+        monkeypatch.setattr(Rows, "plan", planned)
+        generate(model, 2, input_ids=prompt)
+        assert tier.lost and not todo
+        with torch.no_grad():
+            layer.mlp.down_proj.weight.div_(-2.0)
+        wanted = generate(models.short(), 2, input_ids=prompt)
+        assert_same(generate(model, 2, input_ids=prompt), wanted)

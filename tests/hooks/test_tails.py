@@ -82,6 +82,36 @@ def test_weights_that_change_within_a_page(back: bool) -> None:
             weight.copy_(was)
 
 
+@pytest.mark.parametrize("kind", ["weights", "setting"])
+def test_a_page_that_fills_behind_a_change_is_kept_nowhere(kind: str, tmp_path) -> None:
+    """Not in the process once the change is undone, and not in a store."""
+    model, plain, prompt, disk = models.short(), models.short(), models.prompt(52), tmp_path / "kv"
+    longer = torch.cat([prompt, models.prompt(9, seed=2), models.prompt(3, seed=3)], 1)
+    wanted = generate(plain, input_ids=longer)
+    layer: Any = model.model.layers[0]
+    weight, was = layer.mlp.down_proj.weight, layer.post_attention_layernorm.variance_epsilon
+
+    @torch.no_grad()
+    def change(factor: float) -> None:
+        if kind == "weights":
+            weight.mul_(factor)
+        else:
+            layer.post_attention_layernorm.variance_epsilon = was if factor == -1.0 else 3.0
+
+    with attached(model, disk=f"{disk}:64MiB"):
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config)
+            model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            change(-1.0 if kind == "weights" else 1.0)
+            model(longer[:, 52:61], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            del cache  # while the model is still another one
+            change(-1.0)
+        assert_same(generate(model, input_ids=longer), wanted)
+    again = models.short()
+    with attached(again, disk=f"{disk}:64MiB"):
+        assert_same(generate(again, input_ids=longer), wanted)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_engines(name: str) -> None:
     model, prompt = models.causal(name), models.prompt(70)
