@@ -859,7 +859,7 @@ def test_a_foreign_model_says_why_once_and_what_to_pass() -> None:
         generate(model, 4, input_ids=PROMPT)
     assert sum("shares nothing" in str(one.message) for one in said) == 1
     why = kv.stats()["foreign"]
-    assert why.startswith("model.model.layers.1.mlp.factor: global the class")
+    assert why.startswith("model.model.layers.0.mlp.factor: global the class")
     assert why in str(kv.explain(PROMPT[0]))
     kv.close()
 
