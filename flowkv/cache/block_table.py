@@ -630,9 +630,10 @@ class Planner:
                 self._leaving.append(seq)
                 return
             try:
-                self.tails.keep(seq)
-                with suppress(MemoryError, RuntimeError):  # torch's error: no memory for the tail
-                    self.tails.save(seq)
+                if self.tails.allowed(seq) and self.tails.vouched(seq):
+                    self.tails.keep(seq)
+                    with suppress(MemoryError, RuntimeError):  # torch's: no memory for the tail
+                        self.tails.save(seq)
                 if self.sealer:
                     self.sealer.retire(seq)
             finally:

@@ -304,6 +304,7 @@ class KV:
         self.namespace, self.private = b"", ""  # private: why no page is shared; "" if pages are
         self._warned: set[str] = set()
         self._detach: list[Callable[[], None]] = []
+        self._vouch: Callable[[], bool] | None = None
         self._proofs: list[Callable[[float], object]] = []
         self._model: Callable[[], object] | None = None  # None where none was attached
         self._ending: Ending | None = None
@@ -402,7 +403,7 @@ class KV:
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = Planner(
             *(store, tables, self.lock, self.gate.computed, prefetches),
-            tails=Tails(store, tables, self._open, self._may_publish),
+            tails=Tails(store, tables, self._open, self._may_publish, self._vouched),
             on_non_finite=self._non_finite,
             on_refusal=self._refused,
         )
@@ -514,6 +515,10 @@ class KV:
     def _may_publish(self, seq: Sequence) -> bool:
         named = seq.namespace == self.namespace and not self.private
         return seq.publishable and named and not self.closed
+
+    def _vouched(self, seq: Sequence) -> bool:
+        """Return whether the model is as named, if tokens came since that was last looked at."""
+        return self._vouch is None or seq.vouched >= seq.length or self._vouch()
 
     def _condemned(self, tier: str, verdict: Verdict) -> None:
         """Warn of a wrong page, after it was forgotten with all pages that continue it."""
@@ -1630,11 +1635,12 @@ def forget_name(kv: KV, namespace: bytes) -> None:
         kv._forget_realm(erasure.Realm(None, namespace))
 
 
-def follow(
+def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     kv: KV,
     *,
     model: Callable[[], object] | None = None,
     prove: Callable[[float], object] | None = None,
+    vouch: Callable[[], bool] | None = None,
     detach: Callable[[], None] | None = None,
     close: Callable[[], None] | None = None,
     forget: Callable[[str], int] | None = None,
@@ -1648,6 +1654,7 @@ def follow(
         model: Returns the model, None once it is gone.
         prove: Proves computed pages, so that they can be kept, until a time of `time.monotonic`;
             returns False if that did not suffice.
+        vouch: Returns whether the model is still as it was named.
         detach: Called by `KV.detach`.
         close: Called by `KV.close` before anything is released.
         forget: Erases data kept beside the pages of a tenant, and counts it.
@@ -1655,6 +1662,7 @@ def follow(
         unlearn: Erases a document, if a prompt to be erased is one, and counts it.
     """
     kv._model = model or kv._model
+    kv._vouch = vouch or kv._vouch
     kv._proofs += [prove] if prove else []
     kv._detach += [detach] if detach else []
     kv._closings += [close] if close else []

@@ -1060,7 +1060,8 @@ class IncomingPages:
         alike = other.planner is planner and min(other.length, other.known) >= end
         alike &= np.array_equal(other.tokens[:end], seq.tokens[:end])
         alike &= other.publishable or not seq.publishable  # else it may depend on more than tokens
-        for g in range(len(self._groups)) if alike else ():
+        # Pages that stay private may come from a model that another thread has changed meanwhile.
+        for g in range(len(self._groups)) if alike and seq.publishable else ():
             alike &= other.key(g, stop - 1) == seq.key(g, stop - 1)
         if not alike:
             raise StateError(

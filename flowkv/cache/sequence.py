@@ -222,6 +222,7 @@ class Sequence:
         state: Snapshot restored with the prefix, for hybrid models; None otherwise.
         restoration: Restore of the cached prefix while it loads, else None. Other modules get it
             from `RestoreJob.of`.
+        vouched: Length up to which the model was known to be as named when it had computed that.
         closed: True after `close`.
         planner: Owner of its pages. Other modules get it from `Planner.of`.
     """
@@ -257,7 +258,7 @@ class Sequence:
         # Per group: keys of the leading full pages that are computed so far.
         self._keys: list[list[bytes]] = [[] for _ in chains]
         self.suspended: Saved | None = None  # saved pages while it is suspended
-        self.publishable = True
+        self.publishable, self.vouched = True, 0
         self.away = 0  # pages on a tier below the device, which attention reads there
         # Attention mass of its pages in watched steps, by group.
         self.importance: dict[int, Importance] = {}
@@ -367,6 +368,7 @@ class Sequence:
         other.first_page, other.published = list(self.first_page), list(self.published)
         other.reused, other.state = self.reused, self.state
         other.fidelity, other.publishable = self.fidelity, self.publishable
+        other.vouched = self.vouched
         other.owner, other.care = self.owner, self.care
         other.importance = deepcopy(self.importance)
 

@@ -47,6 +47,7 @@ class Tails:
         tables: Block tables of all sequences.
         sequences: All open sequences.
         allowed: Returns whether a sequence's pages may be published.
+        vouched: Returns whether the model that computed a sequence is still as it was named.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Tails:
         tables: Tables,
         sequences: Mapping[int, Sequence],
         allowed: Callable[[Sequence], bool],
+        vouched: Callable[[Sequence], bool],
     ) -> None:
         self.store, self.tables, self.page_size = store, tables, store.geometry.page_size
-        self._sequences, self.allowed = sequences, allowed
+        self._sequences, self.allowed, self.vouched = sequences, allowed, vouched
 
     def best_match(self, seq: Sequence, page_no: int, stop: int) -> SharedTokens | None:
         """Return the page with most of a prompt's tokens `[page_no * P, stop)`, or None.

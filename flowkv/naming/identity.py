@@ -160,8 +160,8 @@ class Identity:
         now, other = self._walk.leaves, self._walk.tensors
         found = written | {p for p in before.keys() | now.keys() if before.get(p) != now.get(p)}
         found |= {p for p in tensors.keys() & other.keys() if tensors[p] is not other[p]}
-        if self.namespace == name:
-            return True  # objects were replaced by equal ones
+        if self.namespace == name:  # objects were replaced by equal ones
+            return not any(isinstance(tensors[path], torch.nn.Parameter) for path in written)
         if self._revision:
             self._moved |= {path.partition("[")[0] for path in found}  # a list may grow
             self.read(model)

@@ -212,7 +212,7 @@ def install(
     identity.kept(model)
     name_pages(kv, found.plan, identity)
     door.tried()
-    follow(kv, model=weakref.ref(model), prove=door.proof.finish)
+    follow(kv, model=weakref.ref(model), prove=door.proof.finish, vouch=door.vouches)
     return door
 
 

@@ -972,6 +972,11 @@ class ForwardHook:
         """Return whether the model still has the computation that its name covers."""
         return (self.identity.same if full else self.identity.steady)(self.model)
 
+    def vouches(self) -> bool:
+        """Return whether the model is still as it was named; may be called in a finalizer."""
+        model, identity = self._model(), self.identity
+        return model is not None and identity.same(model) and identity.same_content()
+
     def trusted(self, rows: Rows | None = None) -> bool:
         """Return whether the model still has the name under which pages will be published."""
         model = self.model

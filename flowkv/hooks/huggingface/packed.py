@@ -21,6 +21,7 @@ from flowkv.hooks.huggingface.cache import ModelPlan
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
+from flowkv.hooks.huggingface.rows import vouch
 from flowkv.naming.identity import modes
 
 
@@ -67,6 +68,8 @@ class PackedForward:
         if model.training or odd:
             for seq in step.seqs:
                 seq.publishable = False
+        elif step.fills:
+            vouch(step)
         return found  # type: ignore[no-any-return]
 
 

@@ -40,6 +40,12 @@ def close_all(seqs: list[Sequence]) -> None:
     seqs.clear()
 
 
+def vouch(step: Step) -> None:
+    """Record that the model was as named behind a step that is about to be committed."""
+    for seq, after in zip(step.seqs, step.advance.after.tolist(), strict=True):
+        seq.vouched = after
+
+
 def apart(kv: KV, seqs: list[Sequence]) -> None:
     """Replace repeated sequences in the list by forks, so that every row has its own."""
     taken = set[int]()
@@ -216,8 +222,11 @@ class Rows:
             self.flush()
             # The keys of pages cover only the ids that forwards were given.
             given = step.tokens is not None or self.noted >= self.total
-            if not self.blind and not (given and self.trusted(self)):
-                self.disable_publishing()
+            if not self.blind:
+                if given and self.trusted(self):
+                    vouch(step)
+                else:
+                    self.disable_publishing()
         step.commit()
         self._last = step if self.new == 1 else None
         self.base, self.uneven = self.total, False
