@@ -175,7 +175,7 @@ class WriteBack:
     def drain(self, timeout_s: float = 0.0) -> int:
         """Advance the transfers (see `Mover.drain`) and send waiting pages; return the answers."""
         stack, handled = self._stack, 0
-        if stack.mover.busy:
+        if stack.mover.lanes and stack.mover.busy:
             handled = stack.mover.drain(timeout_s)
             self.give_up_late()
         if stack.unwritten:
