@@ -10,6 +10,7 @@ and the name is a digest of all leaves, the same in every process. Any other obj
 from __future__ import annotations
 
 import builtins
+import dis
 import enum
 import functools
 import hashlib
@@ -94,10 +95,10 @@ _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
 _CLASS_ITEMS = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__
     __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __slots__
-    __match_args__ __dataclass_fields__ __dataclass_params__ __parameters__ __orig_bases__
-    __abstractmethods__ _abc_impl __hash__ __slotnames__ __init__ __new__
-    __init_subclass__ __del__ __reduce__ __reduce_ex__ __getstate__ __setstate__
-    __deepcopy__""".split()
+    __match_args__ __dataclass_fields__ __dataclass_params__ __dataclass_transform__ __parameters__
+    __orig_bases__ __validators__ __class_validators__ __abstractmethods__ _abc_impl __hash__
+    __slotnames__ __init__ __new__ __init_subclass__ __del__ __reduce__ __reduce_ex__ __getstate__
+    __setstate__ __deepcopy__""".split()
 )
 """Attributes of classes that no forward runs."""
 _MARKS = frozenset(
@@ -161,7 +162,9 @@ class Walk:
         self._labels: dict[str, int] = {}
         self._spaces: dict[int, tuple[Any, dict[str, Any]]] = {}  # values of names, by mapping
         self._members: set[tuple[int, frozenset[str]]] = set()
-        self._names: set[str] = set()
+        self._names: set[str] = set()  # that visited code mentions
+        self._said: set[str] = set()  # that the user's code mentions
+        self._owners: dict[Any, str] = {}  # visited classes and their bases, with labels
         self._roots: set[str] = set()
         self._values = 0
         self._passed: list[tuple[Any, str]] = []
@@ -307,8 +310,10 @@ class Walk:
                 get = functools.partial(operator.itemgetter(*present, present[0]), space)
                 values = [*map(meant.get, present), meant[present[0]]]
                 self._keep(self._many, operator.call, get, values)
-            if absent:
+            if absent and isinstance(space, dict):  # one that changes often has no words for this
                 self._watch_one(operator.call, functools.partial(space.keys().isdisjoint, absent))
+            elif absent:
+                self._watch_one(operator.call, functools.partial(_lacks, absent, space))
 
     def _reject(self, path: str, why: str) -> None:
         self.foreign = self.foreign or f"{path}: {why}"
@@ -576,6 +581,8 @@ class Walk:
             self._reject(path, f"a tensor of class {_name(kind)}")
         self.tensors[path] = tensor
         self.leaves[path] = "tensor" if _root(kind) == "torch" else f"tensor {_name(kind)}"
+        for owner in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
+            self._owners.setdefault(owner, f"<{_name(owner)}>")
         beside = tensor.__dict__
         if beside and not self._visited(f"{path}/beside", tensor):
             books = {*transformers().BOOKKEEPING, "streamed_weight", "_wrapped_in"}
@@ -665,6 +672,7 @@ class Walk:
             return
         names = names_of(function.__code__)
         self._names |= names
+        self._said |= names
         barred = names & (_UNSAID | transformers().BOOKKEEPING)
         if barred:
             self._reject(path, f"{label} reads {min(barred)}")
@@ -831,6 +839,8 @@ class Walk:
             return label
         self._watch_one(_LINEAGE, cls)
         lineage = [c for c in cls.__mro__ if not _of_python(c)]
+        for i, owner in enumerate(lineage):
+            self._owners.setdefault(owner, f"{label}/{i}")
         self.leaves[label] = " ".join(_name(c) for c in cls.__mro__)
         todo = {"forward", "__call__"} if issubclass(cls, torch.nn.Module) else set[str]()
         for owner in lineage:
@@ -844,7 +854,6 @@ class Walk:
                 return label
             self.own.append(label)
             todo |= {"extra_repr", "__repr__", "__str__"}
-            self._watch_one(_size, owner)
             todo |= {n for n in vars(owner) if n.startswith("__") and n not in _CLASS_ITEMS}
             todo |= {"__slots__"} & vars(owner).keys()
         named = set[str]().union(*map(vars, lineage)) - (_CLASS_ITEMS - {"__slots__"})
@@ -876,12 +885,37 @@ class Walk:
             self.leaves[label] = f"{type(value).__name__} {found}"
         elif name == "__slots__" and not library:
             self._reject(path, f"slots of the class {_name(home)}")
-        elif library:
-            if type(value) in PLAIN:
-                self.leaves[label] = f"{type(value).__name__} {value!r}"
-        elif name != "__slots__":
+        elif library and type(value) in PLAIN:
+            self.leaves[label] = f"{type(value).__name__} {value!r}"
+        elif name != "__slots__" and not (
+            library and name not in self._said and _as_in_its_file(home, name)
+        ):
             self._value(label, value)
         return mentioned
+
+    def _elsewhere(self) -> None:
+        """Record the members of visited classes that any visited code names, and their absence.
+
+        Those of a library's class that only libraries name are in no leaf if they are as in its
+        file: the release stands for them.
+        """
+        seen, done = (-1, -1), set[tuple[Any, str]]()
+        while seen != (seen := (len(self._names), len(self._owners))):
+            for owner, label in [*self._owners.items()]:
+                held, library, names = vars(owner), self._released(owner), {*self._names}
+                _, known = self._spaces.get(id(owner), (None, {}))
+                if issubclass(owner, torch.nn.Module) or owner.__module__ == "torch.nn.parameter":
+                    names |= {n for n in held if n.startswith("__")}
+                names -= _CLASS_ITEMS
+                for name in sorted(names & held.keys()):
+                    again = library and name in self._said  # all that the user's code reads
+                    new = name not in known and not (library and _as_in_its_file(owner, name))
+                    if (again or new) and (owner, name) not in done:
+                        done.add((owner, name))
+                        self._member(label, f"{label}.{name}", owner, name)
+                self._watch_names(owner, names)
+        for owner in self._owners:
+            self._watch_one(operator.call, functools.partial(_size, vars(owner)))
 
     # ---- packages
 
@@ -912,10 +946,6 @@ class Walk:
             self.leaves[f"release {root}"] = release
             if not release:
                 self._reject(root, "a package without a release")
-        if self.own:  # the user's code may read settings that transformers' code does not
-            for path, config in self._configs:  # the list grows: configurations hold others
-                for name in sorted(vars(config).keys() - _SWITCHED):
-                    self._value(f"{path}.{name}", vars(config)[name])
 
     def _environment(self, model: torch.nn.Module) -> None:
         self.leaves["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -929,6 +959,18 @@ class Walk:
                 self.own.append(f"{kind}/{i}")
                 self._value(f"{kind}/{i}", hook)
             self._watch(functools.partial(list, hooks.values()))
+        library = transformers() if self.pretrained else _NO_TRANSFORMERS
+        for cls in library.CACHES:  # FlowKV's classes replace these
+            for owner in [c for c in cls.__mro__ if "update" in vars(c)]:
+                self._member(_name(cls), f"<{_name(owner)}>.update", owner, "update")
+        for registry, name, function in library.chosen_functions(model):
+            self._value(f"{type(registry).__name__} {name}", function)
+            self._watch_one(registry.get, name)
+        if self.own:  # the user's code may read settings that transformers' code does not
+            for path, config in self._configs:  # the list grows: configurations hold others
+                for name in sorted(vars(config).keys() - _SWITCHED):
+                    self._value(f"{path}.{name}", vars(config)[name])
+        self._elsewhere()
         every = vars(torch.Tensor)
         self._watch_one(len, every)
         named = [n for n in every if n in self._names or n.startswith("__")]
@@ -944,13 +986,6 @@ class Walk:
             self._reject(
                 f"torch.library: {min(overrides)}", "an override of an operator of torch's"
             )
-        library = transformers() if self.pretrained else _NO_TRANSFORMERS
-        for cls in library.CACHES:  # FlowKV's classes replace these
-            for owner in [c for c in cls.__mro__ if "update" in vars(c)]:
-                self._member(_name(cls), f"<{_name(owner)}>.update", owner, "update")
-        for registry, name, function in library.chosen_functions(model):
-            self._value(f"{type(registry).__name__} {name}", function)
-            self._watch_one(registry.get, name)
 
 
 _TENSOR = dict(vars(torch.Tensor))
@@ -1071,6 +1106,50 @@ def _genuine(function: types.FunctionType) -> bool:
     return True
 
 
+def _as_in_its_file(owner: Any, name: str) -> bool:
+    """Return whether a member of a library's class is as the class's file makes it."""
+    value, body = vars(owner)[name], _body(owner.__module__, owner.__qualname__)
+    if functions := [*_functions(value)]:
+        homes = (f"{_name(owner)}.{name}", *_GIVEN)
+        return all(_generated(f) or (_genuine(f) and _holds(f, homes)) for f in functions)
+    if body.get(name) is MISSING or name == "config_class":  # which transformers sets
+        return isinstance(value, _COMPUTED) or value is torch._C._disabled_torch_function_impl
+    same = name in body and type(body[name]) is type(value) and repr(body[name]) == repr(value)
+    return same or isinstance(value, (owner, *_DESCRIPTORS))
+
+
+_GIVEN = (
+    "huggingface_hub.dataclasses.strict.<locals>.wrap.<locals>.validate",
+    "transformers.integrations.moe._default_apply_gate",
+)
+"""Methods that decorators give to classes."""
+_DESCRIPTORS = types.MemberDescriptorType, types.GetSetDescriptorType
+_COMPUTED = (*_CONTAINERS, *_DESCRIPTORS, type)
+"""Types of members that code of a class's body computes."""
+
+
+def _holds(function: types.FunctionType, homes: tuple[str, ...]) -> bool:
+    """Return whether a function, or one that it wraps, was defined at one of some places."""
+    inner = [function, *map(_content_of, function.__closure__ or ())]
+    return any(
+        f"{f.__globals__.get('__name__')}.{f.__code__.co_qualname}" in homes and _genuine(f)
+        for f in inner
+        if isinstance(f, types.FunctionType)
+    )
+
+
+@functools.cache
+def _body(module: str, qualname: str) -> dict[str, Any]:
+    """Return the names that a class's body in its file sets, with constants, or else `MISSING`."""
+    found = dict[str, Any]()
+    for code in _codes_of(module).get(qualname, ()):
+        for before, step in itertools.pairwise(dis.get_instructions(code)):
+            if step.opname == "STORE_NAME":
+                constant = before.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+                found[step.argval] = before.argval if constant else MISSING
+    return found
+
+
 def _generated(function: types.FunctionType) -> bool:
     """Return whether Python generated a method of a class, as for a dataclass."""
     code, space = function.__code__, function.__globals__
@@ -1157,9 +1236,13 @@ def _own_new(cls: type) -> bool:
     return isinstance(new, types.BuiltinFunctionType) and new.__self__ is cls
 
 
-def _size(cls: type) -> int:
+def _size(held: Mapping[str, Any]) -> int:
     """Return the number of a class's attributes, without the `__slotnames__` that copies add."""
-    return len(vars(cls)) - ("__slotnames__" in vars(cls))
+    return len(held) - ("__slotnames__" in held)
+
+
+def _lacks(names: frozenset[str], held: Mapping[str, Any]) -> bool:
+    return held.keys().isdisjoint(names)
 
 
 def _slots(cls: type) -> tuple[str, ...]:

@@ -364,12 +364,29 @@ def put_method(value: float) -> None:
     Marked.factor_of = (lambda self: 1.0) if value == 1.0 else (lambda self: -3.0)  # type: ignore[method-assign]
 
 
-def marked(factor: Callable[[Any], Any], put: Callable[[float], None]) -> Any:
+class Loud(torch.nn.Module):
+    """A class that another one inherits from."""
+
+    loud = 1.0
+
+
+class Mixed(Loud, Marked):
+    """A module with members of two classes."""
+
+
+class Parent(Marked):
+    """A module whose forward reads a member of the class of another one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.inner.level
+
+
+def marked(factor: Callable[[Any], Any], put: Callable[[float], None], kind: Any = Marked) -> Any:
     def made(value: float) -> Model:
         put(value)
         model = models.short()
         layer: Any = model.model.layers[0]
-        layer.mlp = Marked(layer.mlp, factor)
+        layer.mlp = kind(layer.mlp, factor)
         return model.eval()
 
     return made, lambda model, value: put(value)
@@ -395,6 +412,99 @@ def number_of_a_class_that_a_hook_reads() -> Any:
         return model
 
     return hooked, put
+
+
+@attack
+def number_of_a_class_that_a_parent_reads() -> Any:
+    def nested(inner: torch.nn.Module, factor: Any) -> Any:
+        return Parent(Marked(inner, lambda module: 1.0), factor)
+
+    return marked(lambda module: 1.0, put_level, nested)
+
+
+SET: list[tuple[Any, str, Any]] = []
+"""Members that attacks have set on classes, and what was there."""
+ABSENT = object()
+
+
+def member(
+    owner: Any, name: str, read: Callable[[Any], Any], make: Callable[[float], Any] = float
+) -> Attack:
+    """An attack by a member of a class; `ABSENT` takes it from the class."""
+
+    def put(value: float) -> None:
+        SET.append((owner, name, vars(owner).get(name, ABSENT)))
+        if (made := make(value)) is not ABSENT:
+            setattr(owner, name, made)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+    return lambda: marked(read, put, Mixed)
+
+
+def later(module: Any) -> float:
+    try:
+        return module.later_level
+    except AttributeError:
+        return 1.0
+
+
+def quarter(module: Any) -> Any:
+    return module.inner.down_proj.weight.level_of_a_test
+
+
+LLAMA: Any = transformers.models.llama.modeling_llama
+CLASSES: dict[str, Attack] = {
+    "property": member(
+        Marked,
+        "level_of_a_test",
+        lambda m: m.level_of_a_test,
+        lambda v: property((lambda m: 1.0) if v == 1.0 else (lambda m: -3.0)),
+    ),
+    "classmethod": member(
+        Marked,
+        "level_of_a_test",
+        lambda m: m.level_of_a_test(),
+        lambda v: classmethod((lambda cls: 1.0) if v == 1.0 else (lambda cls: -3.0)),
+    ),
+    "tensor_of_a_class": member(
+        Marked, "level_of_a_test", lambda m: m.level_of_a_test, lambda v: torch.tensor([v])
+    ),
+    "base_class": member(Loud, "loud", lambda m: m.loud),
+    "added_later": member(Marked, "later_level", later, lambda v: ABSENT if v == 1.0 else v),
+    "added_later_to_torch": member(
+        torch.nn.Module, "later_level", later, lambda v: ABSENT if v == 1.0 else v
+    ),
+    "class_of_parameters": member(torch.nn.Parameter, "level_of_a_test", quarter),
+    "class_of_a_layer": member(
+        torch.nn.Linear, "level_of_a_test", lambda m: m.inner.down_proj.level_of_a_test
+    ),
+    "class_of_transformers": member(
+        LLAMA.LlamaMLP, "level_of_a_test", lambda m: m.inner.level_of_a_test
+    ),
+    "list_of_transformers": member(
+        LLAMA.LlamaMLP, "level_of_a_test", lambda m: m.inner.level_of_a_test[0], lambda v: [v]
+    ),
+    "list_of_settings": member(
+        transformers.LlamaConfig,
+        "level_of_a_test",
+        lambda m: m.inner.config.level_of_a_test[0],
+        lambda v: [v],
+    ),
+    "operator": member(
+        LLAMA.LlamaMLP,
+        "__mul__",
+        lambda m: m.inner * 1.0,
+        lambda v: (lambda m, o: o) if v == 1.0 else (lambda m, o: o * -3.0),
+    ),
+    "function_of_torch": member(
+        LLAMA.LlamaMLP,
+        "forward",
+        lambda m: 1.0,
+        lambda v, plain=LLAMA.LlamaMLP.forward: plain if v == 1.0 else torch.neg,
+    ),
+}
+ATTACKS |= CLASSES
 
 
 @attack
@@ -794,6 +904,12 @@ def representation() -> Any:
 def restored() -> Iterator[None]:
     """What attacks put into the process is taken back."""
     yield
+    while SET:
+        owner, name, value = SET.pop()
+        if value is not ABSENT:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
     put_level(1.0)
     put_method(1.0)
     put_global(1.0)
