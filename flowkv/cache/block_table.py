@@ -570,6 +570,7 @@ class Planner:
         if self.sealer:
             self.sealer.rewind(seq.row, length // size)
         self.tables.lengths[seq.row] = length
+        seq.vouched = min(seq.vouched, length)
         self.tables.shared[seq.row] = length % size != 0
         seq.published = [min(done, length // size) for done in seq.published]
         if not length:
@@ -617,6 +618,7 @@ class Planner:
             groups: Layer groups; all by default.
         """
         with self.guard:
+            seq.vouched = 0
             for g in range(len(seq.blocks)) if groups is None else groups:
                 self._cut(seq, g, 0)
                 seq.first_page[g] = seq.published[g] = 0

@@ -319,6 +319,7 @@ class Step:
         apart: Whether each new token attends as if it were the only one: the same bits, for any
             other rows in the step and any chunking of a prompt.
         overflows: Whether pages of a row are below the device: only `read` attends over them.
+        vouched: Whether the model was as named behind the forward; a commit records it in the rows.
         planner: Planner of the rows.
         advance: Advance of the rows.
     """
@@ -327,7 +328,7 @@ class Step:
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open planner _started_s _token _batches _singles
         _shared _decodes _writers _most _single _tables _noted _touched _watch advance _waited_s
-        _coming overflows _scans _told __weakref__""".split()
+        _coming overflows _scans _told vouched __weakref__""".split()
     )
 
     def __init__(
@@ -338,7 +339,7 @@ class Step:
         last: Step | None = None,
     ) -> None:
         self.seqs, self.counts = list(seqs), counts
-        self.apart = self._open = False  # until everything is reserved
+        self.apart = self.vouched = self._open = False  # until everything is reserved
         self.tokens: torch.Tensor | None = None
         self._told = True
         self.awaits: Callable[[int], None] | None = None
@@ -761,6 +762,9 @@ class Step:
         with self.planner.guard:
             self._open = False
             self.planner.commit(self.seqs, self.advance, told=self._told)
+            if self.vouched:
+                for seq, length in zip(self.seqs, self.advance.after.tolist(), strict=True):
+                    seq.vouched = length
         if self._watch is not None:
             self._watch.add_mass(self.seqs, self.groups, self.advance)
         # Decode steps do not measure the rate at which a prompt is computed.

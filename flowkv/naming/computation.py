@@ -193,7 +193,7 @@ class Walk:
     def digest(self) -> str:
         """Return the hex digest of all leaves."""
         # 1 named pages that were computed wrongly in place of lost ones (SECURITY.md, advisories).
-        state = hashlib.sha256(b"flowkv.computation/2")
+        state = hashlib.sha256(b"flowkv.computation/3")
         for path, text in sorted(self.leaves.items()):
             line = f"{path}\0{text}".encode("utf-8", "surrogatepass")
             state.update(len(line).to_bytes(4, "little") + line)

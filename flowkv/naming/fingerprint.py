@@ -248,19 +248,23 @@ class Weights:
 
         Memory of this process is compared by a digest that is faster than the sums of the name.
         """
+        reads = self._reads
         if self._glance is None:
             copies: dict[int, list[torch.Tensor]] = {}
-            for key, read in self._reads.items():
+            for key, read in reads.items():
                 if read.streamed is None and all(map(_lies_here, read.parts)):
                     copies[key] = [bytes_of(part).clone() for part in read.parts]
             # Sums and digest are those of one copy, whatever is written meanwhile.
-            if any(sums != self._reads[key].sums for key, sums in _sums(copies).items()):
+            if any(sums != reads[key].sums for key, sums in _sums(copies).items()):
                 return False
-            parts = [part for key in copies for part in self._reads[key].parts]
+            parts = [part for key in copies for part in reads[key].parts]
             memory, held = map(_memory_of, parts), chain(*copies.values())
             addresses = [part.data_ptr() for part in parts]
-            self._glance = _Glance(parts, addresses, [*memory], _digest(map(_memory_of, held)))
-            self._apart = {key: read for key, read in self._reads.items() if key not in copies}
+            glance = _Glance(parts, addresses, [*memory], _digest(map(_memory_of, held)))
+            if reads is not self._reads:  # another thread has read other weights meanwhile
+                return False
+            self._apart = {key: read for key, read in reads.items() if key not in copies}
+            self._glance = glance
         return self._glance.same() and not _differing(self._apart)
 
     @property

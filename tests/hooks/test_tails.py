@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from flowkv import Engine
 from tests.cache.fakes import MemoryTier, Wrapped
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import Identity
 
 
 @pytest.mark.parametrize("length", [5, 16, 17, 70])
@@ -110,6 +114,76 @@ def test_a_page_that_fills_behind_a_change_is_kept_nowhere(kind: str, tmp_path) 
     again = models.short()
     with attached(again, disk=f"{disk}:64MiB"):
         assert_same(generate(again, input_ids=longer), wanted)
+
+
+class Steps:
+    """Forwards over caches of one model, whose first values may be negated."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def run(self, ids: torch.Tensor, cache: Any) -> None:
+        with torch.no_grad():
+            self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def change(self) -> None:
+        with torch.no_grad():
+            self.model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_cut_takes_back_what_was_looked_at(copied: bool, tmp_path) -> None:
+    """A page was filled and cut again before the model changed and wrote to its end."""
+    model, ids = models.short(), models.prompt(45)
+    steps, wanted = Steps(model), generate(models.short(), input_ids=ids[:, :43])
+    options = dict(page_size=16, disk=f"{tmp_path}/kv:64MiB")
+    with attached(model, **options):
+        cache = DynamicCache(config=model.config)
+        steps.run(ids[:, :44], cache)
+        cache = deepcopy(cache) if copied else cache
+        cache.crop(34)
+        steps.change()
+        for at in range(34, 42):
+            steps.run(ids[:, at : at + 1], cache)
+        del cache
+        gc.collect()
+        steps.change()
+        assert_same(generate(model, input_ids=ids[:, :43]), wanted)
+    again = models.short()
+    with attached(again, **options):
+        assert_same(generate(again, input_ids=ids[:, :43]), wanted)
+
+
+def test_rows_that_end_while_their_model_is_named_anew(tmp_path, monkeypatch) -> None:
+    """Between the new name and the end of the old one, the model is not compared with itself."""
+    model, ids, other = models.short(), models.prompt(45), models.prompt(32, seed=2)
+    steps, options = Steps(model), dict(page_size=16, disk=f"{tmp_path}/kv:64MiB")
+    with attached(model, **options):
+        held, beside = (DynamicCache(config=model.config) for _ in range(2))
+        steps.run(ids[:, :36], held)
+        steps.run(other[:, :31], beside)
+        steps.change()
+        for at in range(36, 44):
+            steps.run(ids[:, at : at + 1], held)
+        last = [held]
+        del held
+        read = Identity.read
+
+        def reading(self: Any, *args: Any, **options: Any) -> bool:
+            found = read(self, *args, **options)
+            thread = threading.Thread(target=last.clear)
+            thread.start()
+            thread.join()
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Identity, "read", reading)
+            steps.run(other[:, 31:], beside)  # fills a page
+        assert not last
+        steps.change()
+    again = models.short()
+    with attached(again, **options):
+        assert_same(generate(again, input_ids=ids), generate(models.short(), input_ids=ids))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -87,7 +87,7 @@ class ForwardHook:
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
         _call _graphs _answers
         _attends _reads _verdicts _alike _live _caches _inside _leaving _problem _names_used
-        _doubted _handles __weakref__""".split()
+        _doubted _handles _naming __weakref__""".split()
     )
 
     captures = True  # these hooks work with steps that are captured as graphs
@@ -107,7 +107,7 @@ class ForwardHook:
         self._lock = threading.RLock()
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
-        self._names_used, self._doubted = {kv.namespace}, False
+        self._names_used, self._doubted, self._naming = {kv.namespace}, False, False
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
@@ -975,7 +975,11 @@ class ForwardHook:
     def vouches(self) -> bool:
         """Return whether the model is still as it was named; may be called in a finalizer."""
         model, identity = self._model(), self.identity
-        return model is not None and identity.same(model) and identity.same_content()
+        try:  # another thread may name the model anew meanwhile
+            same = model is not None and identity.same(model) and identity.same_content()
+            return same and not self._naming
+        except Exception:
+            return False
 
     def trusted(self, rows: Rows | None = None) -> bool:
         """Return whether the model still has the name under which pages will be published."""
@@ -986,6 +990,7 @@ class ForwardHook:
             if not self._lock.acquire(blocking=False):  # possibly in a finalizer
                 return False
             try:
+                self._naming = True  # until no open row has the old name
                 blame = rows is None or not rows.forwards or bool(self.identity.own)
                 kept = self.identity.kept(model, blame=blame)
                 self._doubted |= not kept and bool(self.identity.foreign)
@@ -994,6 +999,7 @@ class ForwardHook:
             except UnsupportedModelError as error:
                 self._problem, kept = error.problem, False
             finally:
+                self._naming = False
                 self._lock.release()
             if not kept:
                 return False

@@ -21,7 +21,6 @@ from flowkv.hooks.huggingface.cache import ModelPlan
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
-from flowkv.hooks.huggingface.rows import vouch
 from flowkv.naming.identity import modes
 
 
@@ -68,8 +67,7 @@ class PackedForward:
         if model.training or odd:
             for seq in step.seqs:
                 seq.publishable = False
-        elif step.fills:
-            vouch(step)
+        step.vouched = step.fills and not odd
         return found  # type: ignore[no-any-return]
 
 

@@ -40,12 +40,6 @@ def close_all(seqs: list[Sequence]) -> None:
     seqs.clear()
 
 
-def vouch(step: Step) -> None:
-    """Record that the model was as named behind a step that is about to be committed."""
-    for seq, after in zip(step.seqs, step.advance.after.tolist(), strict=True):
-        seq.vouched = after
-
-
 def apart(kv: KV, seqs: list[Sequence]) -> None:
     """Replace repeated sequences in the list by forks, so that every row has its own."""
     taken = set[int]()
@@ -223,9 +217,8 @@ class Rows:
             # The keys of pages cover only the ids that forwards were given.
             given = step.tokens is not None or self.noted >= self.total
             if not self.blind:
-                if given and self.trusted(self):
-                    vouch(step)
-                else:
+                step.vouched = given and self.trusted(self)
+                if not step.vouched:
                     self.disable_publishing()
         step.commit()
         self._last = step if self.new == 1 else None
@@ -487,6 +480,7 @@ class Rows:
         self.seqs[:] = fresh
         for index, seq in enumerate(old):
             if index not in taken:
+                seq.publishable = False  # no look at the model for what beams drop in each step
                 seq.close()
         self.shifts = self.shifts[list(indices)]
         self._pad([int(self.pads[index]) for index in indices])
