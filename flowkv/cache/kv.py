@@ -517,8 +517,15 @@ class KV:
         return seq.publishable and named and not self.closed
 
     def _vouched(self, seq: Sequence) -> bool:
-        """Return whether the model is as named, if tokens came since that was last looked at."""
-        return self._vouch is None or seq.vouched >= seq.length or self._vouch()
+        """Return whether the model is as named, if tokens came since the last look at it.
+
+        If it is not, all open sequences with tokens since their last look become private.
+        """
+        if self._vouch is None or seq.vouched >= seq.length or self._vouch():
+            return True
+        for other in [*self._open.values()]:  # the change may be undone before they are released
+            other.publishable &= other.vouched >= other.length
+        return False
 
     def _condemned(self, tier: str, verdict: Verdict) -> None:
         """Warn of a wrong page, after it was forgotten with all pages that continue it."""

@@ -873,6 +873,8 @@ class Walk:
         library = self._released(home)
         functions = list(_functions(value))
         mentioned = set[str]()
+        for i, bound in enumerate(_bound(value)):
+            self._value(f"{label}/bound{i}", bound)
         if functions:
             found = []
             for function in functions:
@@ -1250,6 +1252,18 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 _AROUND = (functools.cached_property, functools.partialmethod, functools.partial)
+
+
+def _bound(value: Any) -> Iterator[Any]:
+    """Yield the arguments that partials within a class attribute bind."""
+    if isinstance(value, (staticmethod, classmethod)):
+        yield from _bound(value.__func__)
+    elif isinstance(value, property):
+        for function in (value.fget, value.fset):
+            yield from _bound(function)
+    elif isinstance(value, (functools.partialmethod, functools.partial)):
+        yield from (value.args, value.keywords)
+        yield from _bound(value.func)
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

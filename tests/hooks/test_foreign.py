@@ -507,6 +507,20 @@ CLASSES: dict[str, Attack] = {
 ATTACKS |= CLASSES
 
 
+def put_partial(value: float) -> None:
+    slope = functools.partial(torch.nn.functional.leaky_relu, negative_slope=value)
+    Marked.scaled = staticmethod(slope)  # type: ignore[attr-defined]
+
+
+@attack
+def argument_of_a_partial_on_a_class() -> Any:
+    def made(value: float) -> Model:
+        put_partial(value)
+        return marked(lambda module: module.scaled(-torch.ones(1)), lambda _: None)[0](value)
+
+    return made, lambda model, value: put_partial(value)
+
+
 @attack
 def enum_value() -> Any:
     def put(value: float) -> None:
@@ -917,6 +931,7 @@ def restored() -> Iterator[None]:
             delattr(owner, name)
     put_level(1.0)
     put_method(1.0)
+    put_partial(1.0)
     put_global(1.0)
     TABLE["scale"] = STEERING.scale = 1.0
     remembered.cache_clear()

@@ -154,6 +154,30 @@ def test_a_cut_takes_back_what_was_looked_at(copied: bool, tmp_path) -> None:
         assert_same(generate(again, input_ids=ids[:, :43]), wanted)
 
 
+def test_a_row_that_ends_behind_a_change_takes_others_with_it(tmp_path) -> None:
+    """The change is undone before the others end, and was not counted."""
+    model, ids, other = models.short(), models.prompt(45), models.prompt(32, seed=2)
+    steps, options = Steps(model), dict(page_size=16, disk=f"{tmp_path}/kv:64MiB")
+    values = model.model.layers[0].self_attn.v_proj.weight.data
+    wanted = generate(models.short(), input_ids=ids)
+    with attached(model, **options):
+        held, beside = (DynamicCache(config=model.config) for _ in range(2))
+        steps.run(ids[:, :36], held)
+        steps.run(other[:, :20], beside)
+        values.neg_()
+        steps.run(ids[:, 36:44], held)
+        steps.run(other[:, 20:24], beside)
+        del beside
+        gc.collect()
+        values.neg_()
+        del held
+        gc.collect()
+        assert_same(generate(model, input_ids=ids), wanted)
+    again = models.short()
+    with attached(again, **options):
+        assert_same(generate(again, input_ids=ids), wanted)
+
+
 def test_rows_that_end_while_their_model_is_named_anew(tmp_path, monkeypatch) -> None:
     """Between the new name and the end of the old one, the model is not compared with itself."""
     model, ids, other = models.short(), models.prompt(45), models.prompt(32, seed=2)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.kv import KV
+from flowkv.cache.kv import KV, drop_unproven
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import CapacityError, FlowKVError
@@ -64,6 +64,8 @@ class PackedForward:
         # Checked late: the forward still runs on a GPU, and changes during it are noticed.
         odd = odd or (step.fills and bool(modes(own=False) or not door.trusted()))
         door.retract()
+        if odd:  # rows outside of this step may have been computed by the same changed model
+            drop_unproven(door.kv)
         if model.training or odd:
             for seq in step.seqs:
                 seq.publishable = False
