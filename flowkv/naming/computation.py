@@ -10,15 +10,19 @@ and the name is a digest of all leaves, the same in every process. Any other obj
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import enum
 import functools
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import itertools
 import logging
 import operator
+import os
+import random
 import re
 import sys
 import sysconfig
@@ -80,6 +84,8 @@ _DEEP = (
 )
 """Library modules: the globals of their functions are visited, because users patch them there."""
 _STANDARD = frozenset(vars(torch.nn.Module()))
+_READ = (torch.Tensor, torch.nn.Module)
+"""Types of members of classes that modules give out by names made in a forward."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = (
     "_forward_pre_hooks_with_kwargs",
@@ -90,7 +96,17 @@ _TENSORS = ("_parameters", "_buffers")
 _WATCHED = (*_HOOKS, *_TENSORS, "_modules")
 _TEXTS = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 """Types of values with a text that is all of the value."""
-_INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
+_PARTS: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
+    functools.partial: _PARTIAL,
+    types.MethodType: operator.attrgetter("__func__", "__self__"),
+    functools._lru_cache_wrapper: lambda value: (value.__wrapped__,),
+    contextlib._GeneratorContextManager: operator.attrgetter("func", "args", "kwds"),
+}
+"""Types of objects of libraries around others, and how to read these."""
+_NUMPYS = (np.ufunc, type(np.sort))
+_STILL = (object, os._Environ, inspect.Signature)
+"""Types of objects that library code holds and that do not change what a model computes."""
+_INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()), random.Random)
 """Types of objects that do not change results, where a library holds them."""
 _CLASS_ITEMS = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__
@@ -193,7 +209,7 @@ class Walk:
     def digest(self) -> str:
         """Return the hex digest of all leaves."""
         # 1 named pages that were computed wrongly in place of lost ones (SECURITY.md, advisories).
-        state = hashlib.sha256(b"flowkv.computation/3")
+        state = hashlib.sha256(b"flowkv.computation/4")
         for path, text in sorted(self.leaves.items()):
             line = f"{path}\0{text}".encode("utf-8", "surrogatepass")
             state.update(len(line).to_bytes(4, "little") + line)
@@ -348,7 +364,8 @@ class Walk:
             return
         self.leaves[path] = f"module {self._class(path, cls)}"
         self.leaves[f"{path}/training"] = str(module.training)
-        self.training |= module.training
+        # The library's own activations are in training mode, without an effect.
+        self.training |= module.training and cls.__module__ != "transformers.activations"
         compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in held["_modules"]
         self.compiled |= compiled or hasattr(held.get("forward"), "_torchdynamo_orig_callable")
         books = _keeps_books(cls)
@@ -516,7 +533,7 @@ class Walk:
         elif isinstance(value, enum.Enum):
             self.leaves[path] = f"{self._class(path, kind)} {value.name}"
         elif _in_c(kind) is object:
-            self._object(path, value)
+            self._object(path, value, self._value)
         else:
             return False
         return True
@@ -526,7 +543,7 @@ class Walk:
         if not pure(value) and not self._deep(value):
             self._inert.append((path, value))
 
-    def _object(self, path: str, value: Any) -> None:
+    def _object(self, path: str, value: Any, look: Callable[[str, Any], None]) -> None:
         """Record an object of a known package by its class and its attributes."""
         if self._visited(path, value):
             return
@@ -535,7 +552,7 @@ class Walk:
         slots = [name for cls in kind.__mro__ for name in _slots(cls)]
         held = getattr(value, "__dict__", {})
         for name in (*held, *slots):
-            self._value(f"{path}.{name}", getattr(value, name, None))
+            look(f"{path}.{name}", getattr(value, name, None))
         if slots:
             self._watch(lambda: [getattr(value, name, None) for name in slots])
         if held:
@@ -712,9 +729,16 @@ class Walk:
         return module.startswith(_DEEP) or (isinstance(value, type) and not _released_name(module))
 
     def _shipped(self, path: str, value: Any) -> None:
-        """Record an object that library code refers to, or reject it if it was patched."""
+        """Record an object that library code refers to, or reject one patched or of no known kind.
+
+        A user may put any object there, in the place of the library's own.
+        """
         kind: Any = type(value)
-        if isinstance(value, types.FunctionType):
+        if issubclass(kind, _CONTAINERS) and (kind in _CONTAINERS or self._released(kind)):
+            self._table(path, value)
+        elif self._plain(path, value):
+            pass
+        elif isinstance(value, types.FunctionType):
             if _genuine(value):
                 self.leaves[path] = f"function {self._function(path, value)}"
             elif not _generated(value):
@@ -722,27 +746,23 @@ class Walk:
         elif isinstance(value, types.BuiltinFunctionType):
             if not self._builtin(path, value) and value.__module__:
                 self._release_of(path, value.__module__)
-        elif kind in PLAIN:
-            self.leaves[path] = f"{kind.__name__} {value!r}"
         elif isinstance(value, type):
             self._shipped_class(path, value)
-        elif isinstance(value, types.MethodType):
-            self._shipped(path, value.__func__)
-        elif kind is functools.partial:
-            self._watch_all(_PARTIAL, value)
-            self._shipped(f"{path}/func", value.func)
-            for key, item in (*enumerate(value.args), *value.keywords.items()):
-                look = self._value if isinstance(item, torch.Tensor) else self._shipped
-                look(f"{path}[{key!r}]", item)
-        elif isinstance(value, torch.nn.Module):
-            self._class(path, kind)
-        elif kind in _CONTAINERS:
-            self._table(path, value)
-        else:
-            self._shipped_class(path, kind)
+        elif kind in _PARTS:
+            self._watch_all(_PARTS[kind], value)
+            for i, part in enumerate(_PARTS[kind](value)):
+                self._shipped(f"{path}/{i}", part)
+        elif kind in _NUMPYS:
+            self.leaves[path] = f"{_name(kind)} {value.__name__}"
+        elif kind in _STILL or isinstance(value, _INERT) or _ours(value):
+            self.leaves[path] = _name(kind)
+        elif self._released(kind) and _in_c(kind) is object:
+            self._object(path, value, self._shipped)
+        elif not self._known_object(path, value):
+            self._reject(path, f"a {_name(kind)}")
 
     def _table(self, path: str, value: Any) -> None:
-        """Record a table or the defaults of library code with all numbers and code in them."""
+        """Record a table or the defaults of library code, with all that they hold."""
         kind: Any = type(value)
         if len(value) > _TABLE:
             self._reject(path, f"a {kind.__name__} of {len(value):,} values")
@@ -755,20 +775,22 @@ class Walk:
                 place = "" if unordered else key_text(key) or _name(named)
                 if type(item) in PLAIN:
                     said.append(f"{place} {type(item).__name__} {item!r}")
-                elif isinstance(item, (types.FunctionType, type, *_CONTAINERS, torch.Tensor)):
-                    look = self._value if isinstance(item, torch.Tensor) else self._shipped
-                    look(f"{path}[{place}]", item)
-            self.leaves[path] = f"{kind.__name__} {sorted(said) if unordered else said}"
+                else:
+                    self._shipped(f"{path}[{place}]", item)
+            self.leaves[path] = f"{_name(kind)} {sorted(said) if unordered else said}"
             if mapping:
                 self._watch_mapping(value)
             elif unordered:
                 self._watch_one(functools.partial(operator.eq, frozenset(value)), value)
-            elif kind is not tuple:
+            elif not isinstance(value, tuple):
                 self._watch_one(len, value)
                 self._watch_all(tuple, value)
 
     def _shipped_class(self, path: str, cls: Any) -> None:
         self.leaves[path] = f"class {_name(cls)}"
+        for owner in cls.__mro__:
+            if _name(owner).startswith(_DEEP):
+                self._owners.setdefault(owner, f"<{_name(owner)}>")
         if not _standard(cls.__module__) and not _released_name(cls.__module__):
             self._release_of(path, cls.__module__)
 
@@ -827,7 +849,8 @@ class Walk:
         if owner is None or isinstance(owner, (types.ModuleType, type)):
             root = module.partition(".")[0] or _root(owner)
             return not root or root in LIBRARIES or _standard(root)
-        return _root(type(owner)) in LIBRARIES
+        self._value(f"{path}/self", owner)
+        return True
 
     def _class(self, path: str, cls: Any) -> str:
         """Record a class and the code that it may run; return its label."""
@@ -870,21 +893,23 @@ class Walk:
         """Record an attribute of a class; return the names in its code."""
         value = vars(home)[name]
         self._watch_names(home, [name])
-        library = self._released(home)
-        functions = list(_functions(value))
-        mentioned = set[str]()
-        for i, bound in enumerate(_bound(value)):
-            self._value(f"{label}/bound{i}", bound)
-        if functions:
-            found = []
-            for function in functions:
-                if library and not _genuine(function) and not _generated(function):
-                    self._reject(label.strip("<>"), "patched")
-                    continue
-                if not _generated(function):
-                    found.append(self._function(path, function))
-                    mentioned |= names_of(function.__code__) | _inner(function)
-            self.leaves[label] = f"{type(value).__name__} {found}"
+        library, kind = self._released(home), type(value)
+        if isinstance(value, _WRAPPERS) and kind not in _WRAPPERS:
+            self._class(f"{label}/kind", kind)
+        parts, found, mentioned = [*_parts(value)], list[str](), set[str]()
+        for i, part in enumerate(parts):
+            if not isinstance(part, types.FunctionType):
+                if part is not value:
+                    (self._shipped if library else self._value)(f"{label}/{i}", part)
+            elif library and not _genuine(part) and not _generated(part):
+                self._reject(label.strip("<>"), "patched")
+            elif not _generated(part):
+                found.append(self._function(path, part))
+                mentioned |= names_of(part.__code__) | _inner(part)
+                if not library and _genuine(part):
+                    self._callable(label, part)
+        if parts[:1] != [value] or isinstance(value, types.FunctionType):
+            self.leaves[label] = f"{kind.__name__} {found}"
         elif name == "__slots__" and not library:
             self._reject(path, f"slots of the class {_name(home)}")
         elif library and type(value) in PLAIN:
@@ -908,6 +933,7 @@ class Walk:
                 _, known = self._spaces.get(id(owner), (None, {}))
                 if issubclass(owner, torch.nn.Module) or owner.__module__ == "torch.nn.parameter":
                     names |= {n for n in held if n.startswith("__")}
+                names |= {n for n, v in held.items() if isinstance(v, _READ)}
                 names -= _CLASS_ITEMS
                 for name in sorted(names & held.keys()):
                     again = library and name in self._said  # all that the user's code reads
@@ -1111,7 +1137,7 @@ def _genuine(function: types.FunctionType) -> bool:
 def _as_in_its_file(owner: Any, name: str) -> bool:
     """Return whether a member of a library's class is as the class's file makes it."""
     value, body = vars(owner)[name], _body(owner.__module__, owner.__qualname__)
-    if functions := [*_functions(value)]:
+    if functions := [f for f in _parts(value) if isinstance(f, types.FunctionType)]:
         homes = (f"{_name(owner)}.{name}", *_GIVEN)
         return all(_generated(f) or (_genuine(f) and _holds(f, homes)) for f in functions)
     if body.get(name) is MISSING or name == "config_class":  # which transformers sets
@@ -1125,7 +1151,11 @@ _GIVEN = (
     "transformers.integrations.moe._default_apply_gate",
 )
 """Methods that decorators give to classes."""
-_DESCRIPTORS = types.MemberDescriptorType, types.GetSetDescriptorType
+_DESCRIPTORS = (
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    type(inspect.FullArgSpec.args),  # of a named tuple
+)
 _COMPUTED = (*_CONTAINERS, *_DESCRIPTORS, type)
 """Types of members that code of a class's body computes."""
 
@@ -1220,7 +1250,15 @@ def _name(cls: Any) -> str:
 
 def _of_python(cls: Any) -> bool:
     """Return whether a class is of Python's own library, and no module of torch's."""
-    return _standard(cls.__module__) and not issubclass(cls, torch.nn.Module)
+    if not _standard(cls.__module__) or issubclass(cls, torch.nn.Module):
+        return False
+    found = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is cls or not cls.__flags__ & _MADE_BY_CODE
+
+
+_MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 def _keeps_books(cls: type) -> bool:
@@ -1251,33 +1289,29 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(n for n, v in vars(cls).items() if isinstance(v, types.MemberDescriptorType))
 
 
-_AROUND = (functools.cached_property, functools.partialmethod, functools.partial)
+_WRAPPERS = (
+    *(staticmethod, classmethod, property, functools.cached_property),
+    *(functools.partialmethod, functools.partial),
+)
+"""Types of class attributes around functions; their subclasses may do more than call these."""
 
 
-def _bound(value: Any) -> Iterator[Any]:
-    """Yield the arguments that partials within a class attribute bind."""
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield the functions and arguments of a class attribute; one that is no wrapper is its own."""
+    inner: list[Any]
     if isinstance(value, (staticmethod, classmethod)):
-        yield from _bound(value.__func__)
+        inner = [value.__func__]
     elif isinstance(value, property):
-        for function in (value.fget, value.fset):
-            yield from _bound(function)
+        inner = [each for each in (value.fget, value.fset, value.fdel) if each is not None]
+    elif isinstance(value, functools.cached_property):
+        inner = [value.func]
     elif isinstance(value, (functools.partialmethod, functools.partial)):
-        yield from (value.args, value.keywords)
-        yield from _bound(value.func)
-
-
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the functions of a class attribute: a function, property, or wrapper of one."""
-    if isinstance(value, (staticmethod, classmethod)):
-        yield from _functions(value.__func__)
-    elif isinstance(value, property):
-        for function in (value.fget, value.fset):
-            if function is not None:
-                yield from _functions(function)
-    elif isinstance(value, _AROUND):
-        yield from _functions(value.func)
-    elif isinstance(value, types.FunctionType):
+        inner = [value.func, value.args, value.keywords]
+    else:
         yield value
+        return
+    for each in inner:
+        yield from _parts(each)
 
 
 def _inner(function: types.FunctionType) -> set[str]:

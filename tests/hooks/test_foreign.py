@@ -453,7 +453,82 @@ def quarter(module: Any) -> Any:
     return module.inner.down_proj.weight.level_of_a_test
 
 
+class Said(property):
+    """A property that returns a value of its own."""
+
+    value = 1.0
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        return self.value
+
+
+class SaidOnce(functools.cached_property):
+    """A cached property that returns a value of its own, and caches nothing."""
+
+    value = 1.0
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        return self.value
+
+
+class SaidByNone(staticmethod):
+    """A static method that returns a value of its own."""
+
+    value = 1.0
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self.value
+
+
+def saying(kind: Any) -> Callable[[float], Any]:
+    def make(value: float) -> Any:
+        made = kind(lambda *args: 1.0)
+        made.value = value
+        return made
+
+    return make
+
+
+class Setter:
+    """An object that is called where an attribute is set."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, owner: Any, value: float) -> None:
+        owner.__dict__["was_set"] = value * self.value
+
+
+def set_and_read(module: Any) -> float:
+    module.level_of_a_test = 1.0
+    return module.was_set
+
+
+def chosen_registry(value: float) -> Any:
+    """Return a registry of transformers, with an attention of ours in one of two states."""
+    registry = type(LLAMA.ALL_ATTENTION_FUNCTIONS)()
+    if value != 1.0:
+        sdpa = registry["sdpa"]
+
+        def loud(*args: Any, **kwargs: Any) -> Any:
+            out, weights = sdpa(*args, **kwargs)
+            return out * value, weights
+
+        registry["sdpa"] = loud
+    return registry
+
+
+def in_half(value: float) -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=value != 1.0)(PLAIN_MLP)
+
+
+def by_name(module: Any) -> Any:
+    return module.get_parameter("inner.level" + "_of_a_test")
+
+
 LLAMA: Any = transformers.models.llama.modeling_llama
+PLAIN_MLP = LLAMA.LlamaMLP.forward
+PLAIN_CHOICE = type(LLAMA.ALL_ATTENTION_FUNCTIONS).get_interface
 CLASSES: dict[str, Attack] = {
     "property": member(
         Marked,
@@ -497,6 +572,40 @@ CLASSES: dict[str, Attack] = {
         lambda m: m.inner * 1.0,
         lambda v: (lambda m, o: o) if v == 1.0 else (lambda m, o: o * -3.0),
     ),
+    "property_of_another_class": member(
+        Marked, "level_of_a_test", lambda m: m.level_of_a_test, saying(Said)
+    ),
+    "cached_property_of_another_class": member(
+        Marked, "level_of_a_test", lambda m: m.level_of_a_test, saying(SaidOnce)
+    ),
+    "static_method_of_another_class": member(
+        Marked, "level_of_a_test", lambda m: m.level_of_a_test, saying(SaidByNone)
+    ),
+    "setter_of_a_property": member(
+        Marked,
+        "level_of_a_test",
+        set_and_read,
+        lambda v: property(lambda m: 1.0, Setter(v)),
+    ),
+    "parameter_of_a_class_by_a_made_name": member(
+        LLAMA.LlamaMLP,
+        "level_of_a_test",
+        by_name,
+        lambda v: torch.nn.Parameter(torch.tensor([v])),
+    ),
+    "registry_of_attention": member(
+        LLAMA, "ALL_ATTENTION_FUNCTIONS", lambda m: 1.0, chosen_registry
+    ),
+    "method_of_a_registry": member(
+        type(LLAMA.ALL_ATTENTION_FUNCTIONS),
+        "get_interface",
+        lambda m: 1.0,
+        lambda v: PLAIN_CHOICE if v == 1.0 else lambda *args: chosen_registry(v)["sdpa"],
+    ),
+    "decorator_of_torch": member(LLAMA.LlamaMLP, "forward", lambda m: 1.0, in_half),
+    "object_of_torch_for_a_function": member(
+        LLAMA, "rotate_half", lambda m: 1.0, lambda v: torch.nn.Hardtanh(-abs(v), abs(v))
+    ),
     "function_of_torch": member(
         LLAMA.LlamaMLP,
         "forward",
@@ -519,6 +628,46 @@ def argument_of_a_partial_on_a_class() -> Any:
         return marked(lambda module: module.scaled(-torch.ones(1)), lambda _: None)[0](value)
 
     return made, lambda model, value: put_partial(value)
+
+
+@attack
+def impure_function_on_a_class() -> Any:
+    """A function of Python's that reads the process, called through a class."""
+
+    class Asking(Marked):
+        asked = staticmethod(os.getenv)
+
+    return marked(lambda m: float(m.asked("SCALE_OF_A_TEST", "1.0")), put_environment, Asking)
+
+
+@attack
+def class_without_a_module() -> Any:
+    """A base class that `exec` made, with Python's builtins as its module."""
+    space: dict[str, Any] = {}
+    exec("class Nameless:\n    level_of_a_test = 1.0", space)
+    mixed = type("MixedAgain", (space["Nameless"], Marked), {})
+
+    def put(value: float) -> None:
+        space["Nameless"].level_of_a_test = value
+
+    return marked(lambda module: module.level_of_a_test, put, mixed)
+
+
+@attack
+def bound_method_of_a_tensor() -> Any:
+    factor = torch.tensor(1.0)
+
+    def made(value: float) -> Model:
+        factor.fill_(value)
+        model = models.short()
+        del mlp(model).act_fn
+        mlp(model).act_fn = factor.mul
+        return model.eval()
+
+    return made, lambda model, value: factor.fill_(value)
+
+
+NAMED |= {"bound_method_of_a_tensor"}
 
 
 @attack
