@@ -285,7 +285,8 @@ class KV:
     ) -> None:
         stack = list(tiers) if tiers is not None else None
         if stack is not None:
-            fields["tiers"] = tuple(tier for tier in stack if isinstance(tier, str))
+            places = tuple(tier for tier in stack if isinstance(tier, str))
+            fields["tiers"] = tiers if isinstance(tiers, str) else places
         if isinstance(policy, str):
             fields["policy"] = policy
         if isinstance(namespace, str) and namespace:

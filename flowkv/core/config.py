@@ -288,6 +288,11 @@ def _disk(rest: str, text: str) -> TierConfig:
         _checked_size(size, text)
     if not path or (not size and (path.endswith(":") or _SIZE.fullmatch(path))):
         raise _misplaced(text, "names no directory", "Write disk:./kv:200GiB")
+    first, _, behind = path.partition(":")
+    if not size and behind and _SIZE.fullmatch(first):
+        raise _misplaced(text, "has its size in front", f"Write disk:{behind}:{first}")
+    if behind.startswith((".", "/", "~")) and difflib.get_close_matches(first, LOCAL_KINDS, n=1):
+        raise _misplaced(text, f"has no kind {first}", f"Write disk:{behind}")
     if "\0" in path:
         raise _misplaced(text, "holds a zero byte", "Write an ordinary path")
     return TierConfig("disk", os.path.expanduser(path), size)
@@ -442,6 +447,7 @@ _EITHER: dict[str, tuple[str, ...]] = {
     "durability": ("none", "sync"),
     "integrity": ("xxh3", "aead"),
     "lossless": ("auto", "on", "off"),
+    "prefetch": ("auto", "markov", "off"),
 }
 
 
@@ -551,13 +557,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if (getattr(self, name) or 0) < 0:
                 problem = f"{getattr(self, name)} {name.rpartition('_')[2]}"
                 raise _at(name, problem, "Use 0 or more")
-        for field, allowed in _EITHER.items():
-            if (value := getattr(self, field)) not in allowed:
-                raise _at(field, f"{value!r} is unknown", f"Use {' or '.join(allowed)}")
-        if not isinstance(self.prefetch, dict) and self.prefetch not in ("auto", "markov", "off"):
-            raise _at(
-                "prefetch", f"{self.prefetch!r} is unknown", "Use auto, markov, off, or its fields"
-            )
+        for field in ("tiers", *_EITHER):
+            _check_choice(field, getattr(self, field))
         self._check_policy()
         if not 8 <= self.tokens_per_page <= 256 or self.tokens_per_page % 8:
             raise _at(
@@ -565,8 +566,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"{self.page_size} tokens cannot be a page",
                 "Use a multiple of 8 between 8 and 256",
             )
-        with _blame("graphs"):
+        try:
             self.graph_bytes(0)
+        except ConfigError:
+            raise _at("graphs", f"{self.graphs!r}", "Use auto, off, or a size like 2GiB") from None
         if self.max_rows < 1:
             raise _at("max_rows", f"{self.max_rows} rows", "Use at least 1")
         if not 0 < self.load_deadline_s < float("inf"):
@@ -704,7 +707,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
 
     Raises:
         ConfigError: The file cannot be read, or a field is unknown, of a wrong type or value. The
-            message names the field, such as `$.tiers[1]`.
+            message names the field, such as `tiers[1]`.
     """
     path = path or os.environ.get(ENVIRONMENT) or None
     fields: dict[str, Any] = {}
@@ -739,8 +742,10 @@ def _convert(fields: Mapping[str, Any], where: str = "") -> Config:
     for name in fields:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            remedy = f"Did you mean `$.{close[0]}`" if close else f"Fields are {', '.join(known)}"
-            raise ConfigError(f"{where}`$.{name}` is not a field", remedy)
+            remedy = f"Did you mean `{close[0]}`" if close else f"Fields are {', '.join(known)}"
+            raise ConfigError(f"{where}`{name}` is not a field", remedy)
+    for name, value in fields.items():
+        _check_choice(name, value, where)
     try:
         return msgspec.convert(dict(fields), Config)
     except msgspec.ValidationError as error:
@@ -749,9 +754,25 @@ def _convert(fields: Mapping[str, Any], where: str = "") -> Config:
             raise ConfigError(where + cause.problem, cause.remedy) from None
         problem, _, place = str(error).partition(" - at ")
         raise ConfigError(
-            f"{where}{place or '`$`'}: {problem[:1].lower()}{problem[1:]}",
+            f"{where}{place.replace('$.', '')}: {problem[:1].lower()}{problem[1:]}",
             "See help(Config) for the field's values",
         ) from None
+
+
+def _check_choice(name: str, value: object, where: str = "") -> None:
+    """Check a field that has one of a few values, and that a list of places is one.
+
+    Raises:
+        ConfigError: It has another value; the values are listed.
+    """
+    allowed = _EITHER.get(name)
+    if allowed and value not in allowed and not isinstance(value, dict):
+        remedy = f"Use one of {', '.join(allowed)}"
+        raise ConfigError(f"{where}`{name}`: {value!r} is unknown", remedy)
+    if name == "tiers" and isinstance(value, str):
+        shown = without_secrets(value)
+        remedy = f'Write tiers=["{shown}"]'
+        raise ConfigError(f"{where}`tiers`: {shown!r} is a text, and no list of places", remedy)
 
 
 def _listed(tiers: tuple[str, ...]) -> list[TierConfig]:
@@ -783,7 +804,7 @@ def _shown(value: Any) -> Any:
 
 
 def _at(field: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError(f"`$.{field}`: {problem}", remedy)
+    return ConfigError(f"`{field}`: {problem}", remedy)
 
 
 @contextmanager

@@ -47,11 +47,17 @@ def open_tiers(
     tiers: list[Tier] = []
     try:
         for place in config.places(on_cpu=on_cpu)[1:]:
-            loads = Rates()
+            loads, total_bytes = Rates(), _total_bytes(place)
+            size_bytes = place.size_bytes(total_bytes) or UNBOUNDED
+            if place.kind == "disk" and size_bytes > total_bytes:
+                raise ConfigError(
+                    f"place '{place}' is larger than its file system ({format_size(total_bytes)})",
+                    "Give it less, or a share of the file system like 50%",
+                )
             tier = open_tier(
                 place.kind,
                 path=place.path,
-                capacity_bytes=place.size_bytes(_total_bytes(place)) or UNBOUNDED,
+                capacity_bytes=size_bytes,
                 exclusive=config.exclusive,
                 durability=config.durability,
                 envelope=make_envelope(config, loads) if place.kind != "host" else None,

@@ -225,7 +225,7 @@ def test_a_tier_that_can_store_nothing_says_so_at_once(
 
 
 def test_used_bytes_are_those_of_frames(tmp_path: Path) -> None:
-    with make_kv(simple(), disk=f"{tmp_path}:100GiB") as kv:
+    with make_kv(simple(), disk=f"{tmp_path}:1GiB") as kv:
         (empty,) = kv.stats()["tiers"].values()
         assert empty["used_bytes"] == 0
         published(kv, list(range(40)))
@@ -233,7 +233,7 @@ def test_used_bytes_are_those_of_frames(tmp_path: Path) -> None:
         (found,) = kv.stats()["tiers"].values()
         tier = kv.planner.store.stack.tiers[0]
         assert 5 * 8192 <= found["used_bytes"] <= 5 * tier.frame_bytes(4096)
-        assert found["capacity_bytes"] == 100 << 30
+        assert found["capacity_bytes"] == 1 << 30
 
 
 def test_a_hung_tier_does_not_hold_up_the_collector() -> None:
