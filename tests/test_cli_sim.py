@@ -70,6 +70,19 @@ FIELDS = {
 }
 
 
+def test_a_policy_of_a_file_is_replayed_and_drawn(capsys, tmp_path: Path) -> None:
+    file, page = tmp_path / "mine.py", tmp_path / "r.html"
+    file.write_text(
+        "from flowkv.policy import make_policy\nclass Mine:\n"
+        "    def __new__(cls): return make_policy('lru')\n"
+    )
+    words = [CHAT, "--policy", f"lru,{file}:Mine", "--sizes", "5%"]
+    lru, mine = rows(capsys, "sim", "replay", *words, "--html", str(page))
+    assert mine["policy"] == "Mine" and ">Mine<" in page.read_text()
+    assert mine["prefix_hit_ratio"] == lru["prefix_hit_ratio"] > 0
+    assert "this process only" in refused(capsys, "sim", "replay", *words, "--jobs", "2")
+
+
 def test_replay_gives_a_row_per_policy_and_size(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys, "sim", "replay", CHAT, "--policy", "lru,auto,opt", "--sizes", "1%,10%")
     assert [(row["policy"], row["size"]) for row in found] == [
@@ -203,7 +216,10 @@ def test_files_of_one_name_are_told_apart(
         (["chat:speed=3"], "unknown field 'speed'"),
         (["chat:seed"], "Write options as seed=3"),
         (["chat", "--policy", "magic"], "no policy 'magic'. Use one of"),
+        (["chat", "--policy", "none.py:Mine"], "no policy none.py:Mine (FileNotFoundError"),
+        (["chat", "--policy", f"{__file__}:Mine"], "a class in it, such as mine.py:Sieve"),
         (["chat", "--sizes", "much"], "no share of a trace's blocks. Use"),
+        (["chat", "--sizes", "5"], "Did you mean 5%? For 5 times the blocks write 500%"),
         (["chat:requests=9", "--hints", "-1"], "hints with an error of -1.0"),
         (["chat:requests=9", "--queue", "-1"], "is no time. Use"),
         (["chat", "--html", "/none/r.html"], "no directory for /none/r.html. Make it first"),

@@ -7,6 +7,7 @@ import contextlib
 import math
 import platform
 import re
+import runpy
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def _add_replays(verb: AddVerb) -> None:
     one.add_argument("traces", nargs=1, metavar="TRACE", help=TRACE)
     many = verb("sweep", _sweep, "replay several traces through policies")
     many.add_argument("traces", nargs="+", metavar="TRACE", help=TRACE)
-    several = f"names of the catalogue; default {','.join(POLICIES)}, with --tiers all but opt"
+    several = "names of the catalogue, or classes in files (mine.py:Sieve); default"
+    several += f" {','.join(POLICIES)}, with --tiers all but opt"
     room = "room, as shares of the trace's different blocks; default"
     sure = "the application predicts when each conversation goes on, with an error whose logarithm"
     for parser in (one, many):
@@ -101,12 +103,11 @@ def _option(text: str) -> tuple[str, object]:
 
 
 def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.policy import make_policy
-
     stacks = [[] if tiers == ["none"] else tiers for tiers in given.tiers] or [[]]
     policies = given.policy or [name for name in POLICIES if name != "opt" or not any(stacks)]
-    for name in policies:
-        make_policy(name)  # refuses wrong names before the first replay
+    makers = dict(map(_policy, policies))  # refuses wrong names before the first replay
+    if given.jobs > 1 and not all(isinstance(maker, str) for maker in makers.values()):
+        raise ConfigError("a policy of a file runs in this process only", "Leave out --jobs")
     if given.html is not None:
         if not given.html.absolute().parent.is_dir():
             raise ConfigError(f"there is no directory for {given.html}", "Make it first")
@@ -127,7 +128,7 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         result
         for trace in traces
         for tiers in stacks
-        for result in _results(given, trace, tiers, policies, told, named=len(stacks) > 1)
+        for result in _results(given, trace, tiers, makers, told, named=len(stacks) > 1)
     ]
     for trace in traces:
         own = [result for result in results if result.trace == trace.name]
@@ -153,6 +154,26 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     ]
 
 
+def _policy(text: str) -> tuple[str, Any]:
+    """Return the name of a policy, and that name or the class in a file: "mine.py:Sieve".
+
+    Raises:
+        ConfigError: There is no such policy.
+    """
+    from flowkv.policy import make_policy
+
+    path, _, name = text.rpartition(":")
+    maker: Any = text
+    if path.endswith(".py"):
+        try:
+            maker = runpy.run_path(path)[name]
+        except (OSError, KeyError, SyntaxError) as error:
+            remedy = "Write the path of a Python file and a class in it, such as mine.py:Sieve"
+            raise ConfigError(f"there is no policy {text} ({error!r})", remedy) from None
+    make_policy(text if maker is text else maker())
+    return (text if maker is text else name), maker
+
+
 _UNTOLD = {"hints": None, "queue_s": 0.0, "prefetch": False}  # the bound needs no hints
 
 
@@ -160,7 +181,7 @@ def _results(
     given: argparse.Namespace,
     trace: Trace,
     tiers: Sequence[str],
-    policies: Sequence[str],
+    makers: dict[str, Any],
     told: dict[str, Any],
     *,
     named: bool,
@@ -171,7 +192,7 @@ def _results(
         given: The arguments.
         trace: The trace.
         tiers: The places below the first.
-        policies: Names of policies.
+        makers: Names of policies, with what makes each.
         told: Hints, queue and prefetch options of the policies.
         named: Name the tiers in the results.
     """
@@ -185,8 +206,8 @@ def _results(
     words = {"hints": given.hints is not None, "queue": given.queue > 0, "prefetch": given.prefetch}
     beyond = "".join(f"+{word}" for word, said in words.items() if said)
     below = f"+{','.join(tiers)}" if named and tiers else ""
-    each: Any = {name: _UNTOLD if name == "opt" else told for name in policies}
-    jobs = [(size, name) for size in shares for name in each]
+    each: Any = {make: _UNTOLD if name == "opt" else told for name, make in makers.items()}
+    jobs = [(size, name) for size in shares for name in makers]
     results: list[Result] = []
     with Screen(to_stderr=True).progress("replaying") as tell:
 

@@ -526,7 +526,7 @@ def share_of(size: Any) -> float:
     """Return a share, from 0.01 or "1%".
 
     Raises:
-        ConfigError: If it is neither, not positive or not finite.
+        ConfigError: If it is neither, not positive or not finite, or a text above 1 without "%".
     """
     try:
         text = size.strip() if isinstance(size, str) else size
@@ -537,6 +537,9 @@ def share_of(size: Any) -> float:
         share = math.nan
     if not 0.0 < share < math.inf:
         raise ConfigError(f"{size!r} is no share of a trace's blocks", 'Use 0.01 or "1%"')
+    if share > 1 and isinstance(text, str) and not text.endswith("%"):
+        remedy = f"Did you mean {text}%? For {share:g} times the blocks write {100 * share:g}%"
+        raise ConfigError(f"{text} is more than all blocks of the trace", remedy)
     return share
 
 
