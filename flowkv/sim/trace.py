@@ -85,6 +85,10 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.times_ns)
 
+    def __repr__(self) -> str:
+        blocks = f"{len(self.blocks):,} blocks asked for, {self.unique:,} different"
+        return f"Trace({self.name!r}: {len(self):,} requests, {blocks})"
+
     @property
     def unique(self) -> int:
         """Number of different blocks in the trace."""

@@ -24,6 +24,7 @@ def test_equal_numbers_mean_equal_prefixes(story):
         for i, block in enumerate(chain):
             assert prefix.setdefault(block, tuple(word[: i + 1])) == tuple(word[: i + 1])
     assert len(set(prefix.values())) == len(prefix) == trace.unique
+    assert f"{len(trace):,} requests" in repr(trace) and "\n" not in repr(trace)
 
 
 @given(stories, st.randoms(use_true_random=False))
