@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -53,6 +54,21 @@ def said(command: list[str], cwd: Path, env: dict[str, str] | None = None) -> st
 def counts(line: str) -> list[int]:
     """The whole numbers of a line."""
     return [int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.]*\d)", line)]
+
+
+def test_the_notebook_runs_and_shows_what_it_printed(tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "first_look.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    program = tmp_path / "cells.py"
+    program.write_text("\n".join("".join(cell["source"]) for cell in code))
+    shown = ["".join(out["text"]) for cell in code for out in cell["outputs"]]
+    printed = said(["cells.py"], tmp_path)
+    *answers, bars = shown
+    assert answers.count("identical: True\n") == 2 and sum(map(len, shown)) < 1000
+    assert printed.startswith("".join(answers))
+    names = [line.split("  ")[0].strip() for line in bars.splitlines()]
+    assert [line for line in bars.splitlines() if "█" in line] and "after a restart" in bars
+    assert all(name in printed for name in names)
 
 
 def test_they_are_few_short_and_listed() -> None:
