@@ -110,6 +110,15 @@ def test_the_reference_lists_every_method_of_a_cache() -> None:
     assert set(re.findall(r"`(\w+)`\s\(", rest.split(":::")[0])) == properties
 
 
+def test_the_reference_has_one_entry_for_each_public_name() -> None:
+    public = re.findall(r"^(?:class|def) (flowkv[\w.]+)", (DOCS / "surface.txt").read_text(), re.M)
+    pages = [DOCS / "reference.md", *sorted((DOCS / "reference").glob("*.md"))]
+    entries = [
+        name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
+    ]
+    assert sorted(entries) == sorted(public)
+
+
 def test_the_front_page_reaches_every_page() -> None:
     linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text()))
     assert linked == {page.relative_to(DOCS).as_posix() for page in PAGES[1:]} - {"index.md"}
