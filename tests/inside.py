@@ -11,6 +11,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.clock import ManualClock  # the tests' own implementation of `Clock`
+
 if TYPE_CHECKING:
     from flowkv.cache import (
         ahead,
@@ -68,7 +70,7 @@ if TYPE_CHECKING:
     from flowkv.connect.identity import fingerprint
     from flowkv.core import digest as core_digest
     from flowkv.core import errors, interrupts
-    from flowkv.core.clock import Clock, ManualClock
+    from flowkv.core.clock import Clock
     from flowkv.core.config import (
         ENVIRONMENT,
         TierConfig,
