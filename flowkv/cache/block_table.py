@@ -32,7 +32,7 @@ from flowkv.cache.tail import Tails
 from flowkv.compiled.machine_code import kept
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.operands import Pages, Ragged, sent
 from flowkv.observe.events import Defragmented, StepPlanned
 from flowkv.policy.base import NEVER_NS
 from flowkv.policy.pages import Defragmentation
@@ -674,7 +674,7 @@ class Planner:
         parts = [torch.from_numpy(part) for part in (step.rows, step.ends[group], step.starts)]
         prompts = -1
         if table.device.type != "cpu":  # CPU kernels do not use the count
-            parts = [part.to(table.device) for part in parts]
+            parts = [sent(part, table.device) for part in parts]
             prompts = int(np.count_nonzero(np.diff(step.starts) > 1))
         line, length, start = parts
         return Ragged(table, line, length, start, step.most_new, step.most_length, prompts)

@@ -36,7 +36,7 @@ from flowkv.core.geometry import (
     page_layout,
 )
 from flowkv.core.memory import own_memory
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.operands import Pages, Ragged, sent
 from flowkv.tiers.base import Load, Outcome, TierAnswer
 
 LEAST_BYTES, MOST_BYTES, _SHARE = 1 << 20, 1 << 23, 8
@@ -261,7 +261,7 @@ def _rows_over(batch: Ragged, lines: Items[np.ndarray], lengths: np.ndarray) -> 
     for row, line in zip(table, lines, strict=True):
         row[: len(line)] = line
     device = batch.table.device
-    put = [torch.from_numpy(x).to(device) for x in (table, lengths.astype(np.int32))]
+    put = [sent(torch.from_numpy(x), device) for x in (table, lengths.astype(np.int32))]
     rows = torch.arange(len(lines), dtype=torch.int32, device=device)
     return batch._replace(
         table=put[0], rows=rows, lengths=put[1], most_length=int(lengths.max(initial=0))

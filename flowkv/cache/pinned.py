@@ -17,12 +17,13 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.kernels import dispatch
+from flowkv.kernels.operands import sent
 from flowkv.tiers.slots import SlotPool
 
 # Order of the copies between pinned memory and a device.
@@ -69,7 +70,7 @@ class CudaMark:
 
 
 class CudaStreams:
-    """Copy streams of a CUDA (or ROCm) device, beside the stream that its caller computes on.
+    """Streams of a CUDA (or ROCm) device for copies and encoding, beside its caller's stream.
 
     Args:
         device: The device.
@@ -77,12 +78,23 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._up, self._down = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._up, self._down, self._aside = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
         """Make later copies begin after the work queued on the caller's stream so far."""
         self._up.wait_stream(torch.cuda.current_stream(self.device))
         self._down.wait_stream(self._up)
+
+    @contextlib.contextmanager
+    def encoding(self, pages: torch.Tensor) -> Iterator[None]:
+        """Queue the block's work on a stream of its own, behind the caller's work so far.
+
+        The memory of `pages` is not used for anything else before that work is over.
+        """
+        self._aside.wait_stream(torch.cuda.current_stream(self.device))
+        pages.record_stream(self._aside)
+        with torch.cuda.stream(self._aside):
+            yield
 
     def lead(self) -> None:
         """Make later work on the caller's stream begin after the copies to the device so far."""
@@ -135,8 +147,7 @@ class CudaStreams:
 
     def _places(self, granules: Places, lines: Places) -> tuple[torch.Tensor, torch.Tensor]:
         # The tensor is made on the copy's stream: its memory is not reused before the kernel ran.
-        both = torch.tensor([granules, lines], dtype=torch.int32).pin_memory()
-        there = both.to(self.device, non_blocking=True)
+        there = sent(torch.tensor([granules, lines], dtype=torch.int32, device="cpu"), self.device)
         return there[0], there[1]
 
 

@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from flowkv.core.geometry import (
     page_layout,
 )
 from flowkv.core.memory import own_memory
+from flowkv.kernels.operands import sent
 from flowkv.policy.pages import Ladder, Occupancy, make_ladder
 from flowkv.tiers.base import FrameInfo
 
@@ -449,7 +450,14 @@ class PagePool:
     def granules(self, pages: Sequence[int]) -> torch.Tensor:
         """Return the first granule of each page, int32 on the device, as kernels take them."""
         granules = [granule_of(page) for page in pages]
-        return torch.tensor(granules, dtype=torch.int32, device=self.device)
+        return sent(torch.tensor(granules, dtype=torch.int32, device="cpu"), self.device)
+
+    def encoding(self) -> AbstractContextManager[None]:
+        """Queue work on pages beside the caller's stream, behind its work so far.
+
+        Its pages must be lent, and the host must see its end before they are given back.
+        """
+        return nullcontext() if self.copies is None else self.copies.streams.encoding(self.arena)
 
     def _slab(self, number: int) -> Slab:
         slab = self._slabs[number]

@@ -25,6 +25,7 @@ from flowkv.cache.index import Block, Saved, SwappedCopy
 from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
+from flowkv.kernels.operands import sent
 from flowkv.policy.base import (
     CUT_OFF,
     DEFAULT_RANK,
@@ -440,8 +441,8 @@ class Tables:
     def __init__(self, devices: list[torch.device], max_rows: int, max_pages: int = 64) -> None:
         self.devices, self.max_rows, self.nowhere = devices, max_rows, max_rows
         self.pages: list[NDArray[np.int32]] = []
-        self._device_tables: list[torch.Tensor] = []
-        self._dirty, self.version = True, 0
+        self._device_tables: dict[int, tuple[object, torch.Tensor]] = {}
+        self.version = 0
         self._former: list[list[weakref.ref[NDArray[np.int32]]]] = []
         self.lengths = np.zeros(max_rows + 1, np.int64)
         self.lost = np.zeros((len(devices), max_rows + 1), np.int64)
@@ -491,17 +492,18 @@ class Tables:
 
     def mark_changed(self) -> None:
         """Record that `pages` changed; device copies follow at the next `table`."""
-        self._dirty = True
         self.version += 1
 
     def table(self, group: int) -> torch.Tensor:
-        """Return the group's block table on its device, int32 `[rows, pages]`."""
-        if self._dirty:
-            for g, device in enumerate(self.devices):
-                host = torch.from_numpy(self.pages[g])
-                self._device_tables[g] = host if device.type == "cpu" else host.to(device)
-            self._dirty = False
-        return self._device_tables[group]
+        """Return the group's block table on its device, int32 `[rows, pages]`.
+
+        It is copied on the stream that reads it, and so anew for another stream.
+        """
+        device = self.devices[group]
+        at = self.version, torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if self._device_tables.get(group, (None,))[0] != at:
+            self._device_tables[group] = at, sent(torch.from_numpy(self.pages[group]), device)
+        return self._device_tables[group][1]
 
     def _resize(self, pages: int) -> None:
         # The arrays are new: steps of other threads may still read the old ones, which stay valid.
@@ -514,7 +516,6 @@ class Tables:
             if old:
                 table[:, : old[g].shape[1]] = old[g]
             self.pages.append(table)
-        self._device_tables = [torch.from_numpy(np.empty(0, np.int32)) for _ in self.devices]
         self.mark_changed()
 
 

@@ -26,7 +26,7 @@ from flowkv.core.errors import ConfigError, GeometryError, NonFiniteError, State
 from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
 from flowkv.kernels.cascade import Cascade, shared_prefixes
 from flowkv.kernels.dispatch import is_checking
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.operands import Pages, Ragged, sent
 from flowkv.policy.pages import Importance
 
 # A step split into rows of one new token each, which attend as if they were decoded.
@@ -58,7 +58,7 @@ def singles(batch: Ragged, step: Advance, group: int) -> list[tuple[slice, Ragge
         part = slice(first, min(first + MOST, new))
         starts = np.arange(part.stop - first + 1, dtype=np.int32)
         line, length, start = (
-            torch.from_numpy(each).to(device) for each in (lines[part], lengths[part], starts)
+            sent(torch.from_numpy(each), device) for each in (lines[part], lengths[part], starts)
         )
         found.append((part, Ragged(batch.table, line, length, start, 1, batch.most_length, 0)))
     return found
@@ -270,7 +270,7 @@ def _drop(
     for old, page in decoded.items():
         lines.thaw(group, old, page)
     source = pool.granules([decoded.get(page, page) for page in line])
-    where = torch.from_numpy(keep).to(pool.device)
+    where = sent(torch.from_numpy(keep), pool.device)
     kernels.drop_tokens(pool.arena, source, pool.granules(target), where, layout)
 
 

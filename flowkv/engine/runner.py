@@ -16,6 +16,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import GeometryError
 from flowkv.engine.request import Request
+from flowkv.kernels.operands import sent
 
 
 class Runner(Protocol):
@@ -166,6 +167,6 @@ def own_model(model: Callable[[torch.Tensor | None, torch.Tensor], Any]) -> Forw
                 f"the model returned {tuple(getattr(logits, 'shape', ()))} for {count} tokens",
                 "Return logits [1, tokens, vocabulary], or pass a Runner of your own",
             )
-        return logits[0] if len(last) == count else logits[0, last.to(logits.device)]
+        return logits[0] if len(last) == count else logits[0, sent(last, logits.device)]
 
     return forward

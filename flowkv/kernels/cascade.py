@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import GeometryError
 from flowkv.kernels.dispatch import check_queries, check_scoring, choose, lossiest
-from flowkv.kernels.operands import Pages, Ragged, Scoring
+from flowkv.kernels.operands import Pages, Ragged, Scoring, sent
 from flowkv.kernels.registry import ANY, resolve
 
 # Split of a step into a shared prefix per group of rows, and the rest of each row.
@@ -186,7 +186,7 @@ def _prefix(
 def _suffix(batch: Ragged, skipped: Ints, lengths: Ints, page_size: int) -> Ragged:
     columns = -(-int(lengths.max()) // page_size)
     device = batch.table.device
-    index = torch.from_numpy(skipped).to(device)[:, None] + torch.arange(columns, device=device)
+    index = sent(torch.from_numpy(skipped), device)[:, None] + torch.arange(columns, device=device)
     width = batch.table.shape[1]
     lines = batch.table[batch.rows.long()].gather(1, index.clamp(max=width - 1))
     return batch._replace(
@@ -201,11 +201,11 @@ def _grouped_tokens(batch: Ragged, groups: Sequence[Group], starts: Ints) -> tor
     parts = [np.arange(starts[group.first], starts[group.end]) for group in groups]
     if not parts or sum(map(len, parts)) == starts[-1]:
         return None
-    return torch.from_numpy(np.concatenate(parts)).to(batch.table.device)
+    return sent(torch.from_numpy(np.concatenate(parts)), batch.table.device)
 
 
 def _like(batch: Ragged, values: object) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(values, np.int32)).to(batch.table.device)
+    return sent(torch.from_numpy(np.asarray(values, np.int32)), batch.table.device)
 
 
 Partial = tuple[torch.Tensor, torch.Tensor]

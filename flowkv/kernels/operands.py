@@ -14,6 +14,16 @@ import torch
 from flowkv.core.geometry import PageLayout
 
 
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on a device, without a wait for what is queued there.
+
+    A copy out of memory that is not pinned waits for the caller's stream.
+    """
+    if device.type != "cuda" or host.device.type != "cpu":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 class Pages(NamedTuple):
     """One layer of all pages of one layer group.
 

@@ -7,7 +7,8 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ class FakeStreams:
     Attributes:
         behind: It goes on where something waits for it only.
         waits: How often something did.
-        current: The caller's stream, "compute" or "other".
+        current: The caller's stream, "compute" or "other"; "aside" while it encodes.
     """
 
     name = "fake"
@@ -85,6 +86,7 @@ class FakeStreams:
             "other": [],
             "up": [],
             "down": [],
+            "aside": [],
         }
         self.calls: list[str] = []
 
@@ -120,6 +122,16 @@ class FakeStreams:
     def lead(self) -> None:
         if "lead" not in self.faults:
             self._wait(self.current, self._mark("up"))
+
+    @contextmanager
+    def encoding(self, pages: torch.Tensor) -> Iterator[None]:
+        if "encoding" not in self.faults:
+            self._wait("aside", self._mark(self.current))
+        before, self.current = self.current, "aside"
+        try:
+            yield
+        finally:
+            self.current = before
 
     def after(self, mark: FakeMark) -> None:
         self.calls.append("after")

@@ -21,6 +21,7 @@ from flowkv.hooks.huggingface.cache import ModelPlan
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
+from flowkv.kernels.operands import sent
 from flowkv.naming.identity import modes
 
 
@@ -58,7 +59,7 @@ class PackedForward:
         if found is None:
             keep = last if self._by_index and not every else None
             logits = self._call(step, door.plan, keep)[0]
-            found = logits if every or keep is not None else logits[last.to(logits.device)]
+            found = logits if every or keep is not None else logits[sent(last, logits.device)]
             if every:
                 door.record_step(step, step.tokens, step.positions, logits)
         # Checked late: the forward still runs on a GPU, and changes during it are noticed.

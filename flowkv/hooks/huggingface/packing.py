@@ -19,6 +19,7 @@ from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact, packed_m
 from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PlacedLayer
 from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.versions import Cache, DynamicCache, DynamicLayer
+from flowkv.kernels.operands import sent
 
 
 class PackedLayer(DynamicLayer):  # type: ignore[misc]
@@ -98,13 +99,13 @@ class PackedCall:
         assert model is not None
         device = model.get_input_embeddings().weight.device
         given = {
-            names.ids: step.tokens.to(device),
-            names.positions: step.positions.to(device),
+            names.ids: sent(step.tokens, device),
+            names.positions: sent(step.positions, device),
             names.cache: self._fresh(step, plan),
             "use_cache": True,
         }
         if keep is not None:
-            given["logits_to_keep"] = keep.to(device)
+            given["logits_to_keep"] = sent(keep, device)
         if self._masked:
             if self._mask.shape[2] != count or self._mask.device != device:
                 self._mask = packed_mask(count, None, torch.bool, device)

@@ -26,7 +26,7 @@ from flowkv.cache.step import Step
 from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.inputs import ForwardCall, Notes, usual
 from flowkv.hooks.huggingface.versions import EncoderDecoderCache
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.operands import Pages, Ragged, sent
 
 _CLOSED = attrgetter("closed")
 
@@ -294,7 +294,7 @@ class Rows:
     def _moved_index(self, device: torch.device) -> torch.Tensor:
         assert self._index is not None
         if self._index.device != device:
-            self._index = self._index.to(device)
+            self._index = sent(self._index, device)
         return self._index
 
     @contextmanager
@@ -397,7 +397,7 @@ class Rows:
         left = self._left
         if left is None or left.shape[1] < columns or left.device != mask.device:
             every = torch.arange(2 * columns, device=mask.device)
-            left = self._left = every >= torch.from_numpy(self.pads).to(mask.device)[:, None]
+            left = self._left = every >= sent(torch.from_numpy(self.pads), mask.device)[:, None]
         seen = mask if mask.dtype is torch.bool else mask != 0
         return (seen == left[:, :columns]).all()
 
