@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -604,8 +605,8 @@ class Device:
 
 
 @contextmanager
-def behind(device: Device) -> Iterator[None]:
-    """Steps are replayed by a device that runs behind; what they read of it before is noted."""
+def waiting(device: Device, waits: list[str]) -> Iterator[None]:
+    """Steps are replayed by a device that runs behind; reads of what it has not done are noted."""
 
     class Copy(Later):
         def __init__(self, *values: torch.Tensor | None) -> None:
@@ -617,12 +618,29 @@ def behind(device: Device) -> Iterator[None]:
             return not self.asks
 
         def result(self) -> list[torch.Tensor | None]:
-            if self.asks and self.after > device.done:
-                waits.append("a copy")
+            if self.asks and device.done < self.after == device.given:
+                waits.append("a copy")  # with nothing behind it that the device could do
             return super().result()
 
+    def replay(self: LaunchRecorder) -> None:
+        device.given += 1
+        with torch._C._DisableTorchDispatch():
+            replays(self)
+
+    replays = LaunchRecorder.replay
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (inside.seal, inside.rows):
+            patch.setattr(module, "Later", Copy)
+        patch.setattr(LaunchRecorder, "replay", replay)
+        patch.setattr(inside.door, "modes", partial(inside.door.modes, own=False))
+        yield
+
+
+@contextmanager
+def behind(device: Device) -> Iterator[None]:
+    """What forwards that are replayed read of such a device is noted, forward by forward."""
     waits: list[str] = []
-    replays, hook = LaunchRecorder.replay, inside.door.ForwardHook
+    hook = inside.door.ForwardHook
     own_before, own_after, replayed = hook.before, hook.after, [False]
 
     def before(*given: Any) -> Any:
@@ -639,16 +657,7 @@ def behind(device: Device) -> Iterator[None]:
         if replayed[0]:
             device.waits.append([*waits])
 
-    def replay(self: LaunchRecorder) -> None:
-        device.given += 1
-        with torch._C._DisableTorchDispatch():
-            replays(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (inside.seal, inside.rows):
-            patch.setattr(module, "Later", Copy)
-        patch.setattr(LaunchRecorder, "replay", replay)
-        patch.setattr(inside.door, "modes", partial(inside.door.modes, own=False))
+    with waiting(device, waits), pytest.MonkeyPatch.context() as patch:
         patch.setattr(hook, "before", before)
         patch.setattr(hook, "after", after)
         yield
@@ -670,6 +679,73 @@ def test_a_replayed_step_waits_for_nothing(story: str) -> None:
         generate(model, length, **given)
         blocks = kv.stats()["blocks"]
     assert len(device.waits) == counts(kv)[1] > length - 30 and blocks >= length // 16 - 1
+    assert not any(device.waits), next(filter(None, device.waits))
+
+
+class Reading(Later):
+    """Tokens on their way to an engine: its device has done what was given before, once read."""
+
+    device: Device
+
+    def __init__(self, *values: torch.Tensor | None) -> None:
+        super().__init__(*values)
+        self.after = self.device.given
+
+    def result(self) -> list[torch.Tensor | None]:
+        self.device.done = max(self.device.done, self.after)
+        return super().result()
+
+
+@pytest.mark.thorough
+def test_turns_of_an_engine_wait_for_tokens_alone_while_rows_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows end, others join in the same buckets, pages fill: 300 replays by a handful of graphs.
+
+    A turn may wait for the step before the one that its device was given last.
+    """
+    (model, twin), device = both("llama", "cpu"), Device()
+    prompts = [models.prompt(4 + n % 11, seed=n)[0].tolist() for n in range(72)]
+    lengths = [24 + 7 * n % 37 for n in range(72)]
+    loop, runner = inside.engine_engine.Loop, inside.PackedRunner
+    turn, step, rows, captures = loop.turn, runner.step, list[int](), list[int]()
+    eager, waits = [0], list[str]()
+
+    def watched(self: Any) -> None:
+        given, before = device.given, eager[0]
+        waits.clear()
+        with Watched(waits):
+            turn(self)
+        if device.given > given and eager[0] == before:
+            device.waits.append([*waits])
+            captures.append(counts(kv)[0])
+
+    def stepped(self: Any, some: Any, tokens: Any) -> torch.Tensor:
+        replayed = counts(kv)[1]
+        found = step(self, some, tokens)
+        eager[0] += counts(kv)[1] == replayed
+        rows.append(len(some))
+        return found
+
+    monkeypatch.setattr(Reading, "device", device, raising=False)
+    monkeypatch.setattr(inside.sampling, "Later", Reading)
+    monkeypatch.setattr(inside.engine_engine, "runs_behind", lambda logits: True)
+    monkeypatch.setattr(loop, "turn", watched)
+    monkeypatch.setattr(runner, "step", stepped)
+    with waiting(device, waits), recorded() as made, attached(model) as kv:
+        with flowkv.Engine(model, kv, max_rows=8) as engine:
+            each = zip(prompts, lengths, strict=True)
+            answers = [engine.submit(ids, max_new_tokens=length) for ids, length in each]
+            found = [list(answer.result().tokens) for answer in answers]
+        known = kv.stats()["blocks"]
+    for n in range(0, len(prompts), 6):
+        wanted = generate(twin, lengths[n], input_ids=torch.tensor([prompts[n]])).sequences
+        assert found[n] == wanted[0, len(prompts[n]) :].tolist()
+    assert len(device.waits) >= 300
+    assert sum(a < b for a, b in itertools.pairwise(rows)) >= 20, "rows that join"
+    assert known >= sum((len(p) + n - 1) // 16 for p, n in zip(prompts, lengths, strict=True))
+    middle = captures[len(captures) // 4 : -len(captures) // 4]
+    assert {*middle} == {captures[len(captures) // 2]} and len(made) <= 12, captures
     assert not any(device.waits), next(filter(None, device.waits))
 
 
