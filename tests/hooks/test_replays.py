@@ -1,0 +1,125 @@
+"""Replayed steps of a model of one's own: any rows, lengths and pages, and steps that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flowkv
+from tests.hooks.recorder import recorded
+from tests.hooks.test_graphs import Nano, counts, geometry
+from tests.inside import graphs
+
+Rows = st.lists(st.tuples(st.integers(1, 40), st.integers(2, 24)), min_size=1, max_size=5)
+"""Tokens of a prompt, and of its answer, of each row."""
+
+
+def answers(
+    rows: list[tuple[int, int]], size: int, window: int | None, codec: str, *, graphed: bool
+) -> tuple[list[torch.Tensor], int]:
+    """Logits of all steps, in which rows end one by one, and how many steps were replayed."""
+    model, found = Nano(layers=1), list[torch.Tensor]()
+    options: dict[str, Any] = dict(gpu="8MiB", codec=codec, recent_tokens=0, namespace="nano")
+    shape = geometry(1, size, window)
+    with recorded(), flowkv.KV(shape, **options) as kv, torch.no_grad():
+        run = flowkv.graphed(model, kv) if graphed else model
+        seqs = [kv.open([*range(n, n + length)], reuse=False) for n, (length, _) in enumerate(rows)]
+        for step in kv.prefill(seqs):
+            model(step.tokens, step.positions)
+        for turn in range(max(new for _, new in rows)):
+            live = [seq for seq, (_, new) in zip(seqs, rows, strict=True) if turn < new]
+            with kv.step(live, [[(7 * turn + n) % 60] for n in range(len(live))]) as step:
+                found.append(run(step.tokens, step.positions))
+        for seq in seqs:
+            seq.close()
+        return found, counts(kv)[1]
+
+
+Codecs = st.sampled_from(["raw", "kv8"])
+
+
+@settings(max_examples=12, deadline=None)
+@given(Rows, st.sampled_from([8, 16, 32]), st.sampled_from([None, 20]), Codecs)
+def test_any_rows_lengths_and_pages(
+    rows: list[tuple[int, int]], size: int, window: int | None, codec: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "EAGER_STEPS", 0)
+        found, replayed = answers(rows, size, window, codec, graphed=True)
+    wanted, none = answers(rows, size, window, codec, graphed=False)
+    assert not none and len(found) - replayed <= 9, "a shape is captured once"
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def apart(step: Any) -> None:
+    step.apart = True
+
+
+def audits(step: Any) -> None:
+    step.audits = True
+
+
+def overflows(step: Any) -> None:
+    step.overflows = True
+
+
+def watched(step: Any) -> None:
+    step.watch()
+
+
+def waits(step: Any) -> None:
+    step.awaits = lambda layer: None
+
+
+def plain(step: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", [apart, audits, overflows, watched, waits, plain])
+@pytest.mark.parametrize("after", [0, 8])
+def test_steps_that_differ_in_more_than_integers(kind: Callable[[Any], None], after: int) -> None:
+    """They are neither captured nor replayed, also where a graph of their shape is there."""
+    model = Nano(layers=1)
+    with recorded(), flowkv.KV(geometry(1, 16), gpu="8MiB") as kv, torch.no_grad():
+        run = flowkv.graphed(model, kv)
+        seq = kv.open([*range(9)], reuse=False)
+        for step in kv.prefill([seq]):
+            model(step.tokens, step.positions)
+        for turn in range(after + 6):
+            before = counts(kv)
+            with kv.step([seq], [[turn]]) as step:
+                if turn >= after:
+                    kind(step)
+                run(step.tokens, step.positions)
+            if turn >= after and kind is not plain:
+                assert counts(kv) == before
+        seq.close()
+        assert (counts(kv)[1] > 0) == (after > 0 or kind is plain)
+
+
+def test_rows_that_lost_tokens_and_rows_of_several_are_not_replayed() -> None:
+    model = Nano(layers=1)
+    with recorded(), flowkv.KV(geometry(1, 16), gpu="8MiB") as kv, torch.no_grad():
+        run = flowkv.graphed(model, kv)
+        seq = kv.open([*range(40)], reuse=False)
+        for step in kv.prefill([seq]):
+            model(step.tokens, step.positions)
+        for turn in range(6):
+            with kv.step([seq], [[turn, turn + 1]]) as step:
+                run(step.tokens, step.positions)
+        assert counts(kv) == (0, 0)
+        with kv.step([seq], [[1]]) as step:
+            step.watch()
+            run(step.tokens, step.positions)
+        assert kv.sparsify(seq, budget_tokens=32) > 0
+        for turn in range(6):
+            with kv.step([seq], [[turn]]) as step:
+                run(step.tokens, step.positions)
+        assert counts(kv) == (0, 0)
+        seq.close()
