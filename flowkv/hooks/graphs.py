@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -51,6 +52,19 @@ class StepRecorder(Protocol):
         ...
 
 
+_CAPTURING = threading.Lock()  # a capture takes in all that is queued on its stream
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device's captures; torch's own belongs to the first one's device.
+
+    torch returns a stream again after 32 others of its priority. No stream for copies has this one,
+    so a capture never takes in a copy of another thread.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 class CudaRecorder:
     """Recorder of a CUDA graph.
 
@@ -63,14 +77,13 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Record the work of `run`, after one run before: libraries allocate on first use."""
-        side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.device(self._device):
+        side, current = _capture_stream(self._device), torch.cuda.current_stream(self._device)
+        with _CAPTURING, torch.cuda.device(self._device):
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 run()
             current.wait_stream(side)
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
                 before = torch.cuda.memory_reserved()  # unused memory was given back by now
                 out = run()
             self.n_bytes = max(torch.cuda.memory_reserved() - before, 0)
@@ -228,8 +241,8 @@ class StaticStep(Step):
                     lines[g, :n, : part.shape[1]] = part
                 self._table.copy_(table, non_blocking=True)
                 self._held = held
-        if event is not None:
-            event.record()
+        if event is not None:  # the model may be on another device than the thread's current one
+            event.record(torch.cuda.current_stream(self._buffer.device))
 
     def __exit__(self, *_: object) -> None:
         """Leave the context, without a commit."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 import flowkv
 from tests.hooks.recorder import recorded
 from tests.hooks.test_graphs import Nano, counts, geometry
-from tests.inside import graphs
+from tests.inside import StaticStep, graphs, shape_of
 
 Rows = st.lists(st.tuples(st.integers(1, 40), st.integers(2, 24)), min_size=1, max_size=5)
 """Tokens of a prompt, and of its answer, of each row."""
@@ -101,6 +103,67 @@ def test_steps_that_differ_in_more_than_integers(kind: Callable[[Any], None], af
                 assert counts(kv) == before
         seq.close()
         assert (counts(kv)[1] > 0) == (after > 0 or kind is plain)
+
+
+def test_a_step_is_captured_on_the_device_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own capture stream belongs to the device of the first capture in a process."""
+    said: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: object = "the current", priority: int = 0) -> None:
+            self.device = device
+
+        def wait_stream(self, other: Any) -> None:
+            said.append(f"{self.device} waits for {other.device}")
+
+    @contextmanager
+    def entered(what: str, value: Any) -> Iterator[None]:
+        said.append((what, value))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "device", partial(entered, "device"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: entered("stream", one.device))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda,
+        "graph",
+        lambda graph, stream=None, **_: entered(graph, stream and stream.device),
+    )
+    second = torch.device("cuda:1")
+    graphs._capture_stream.cache_clear()
+    graphs.CudaRecorder(second).record(lambda: torch.zeros(1))
+    graphs._capture_stream.cache_clear()
+    waits = f"{second} waits for {second}"
+    assert said == [("device", second), waits, ("stream", second), waits, ("graph", second)]
+    assert not graphs._CAPTURING.locked()
+
+
+def test_a_buffer_is_written_again_after_the_copy_out_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy runs on the stream of the model's device, whatever device is the thread's own."""
+    said: list[Any] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            said.append("waits")
+
+        def record(self, stream: Any) -> None:
+            said.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    with flowkv.KV(geometry(1, 16), gpu="8MiB") as kv:
+        seq = kv.open([*range(9)], reuse=False)
+        static = StaticStep(kv.planner, shape_of(1, 1, 4), torch.device("cpu"))
+        static._stages = [(*stage[:2], Event()) for stage in static._stages]
+        with kv.step([seq], [[*range(9)]]) as step:
+            static.fill(step, torch.tensor([1]), torch.tensor([2]))
+            step.rollback()
+        seq.close()
+    assert said == ["waits", ("stream of", torch.device("cpu"))]
 
 
 def test_rows_that_lost_tokens_and_rows_of_several_are_not_replayed() -> None:
