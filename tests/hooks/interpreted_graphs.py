@@ -13,18 +13,20 @@ import torch
 import flowkv
 from flowkv import kernels
 from tests.hooks.recorder import launches, recorded
-from tests.hooks.test_graphs import Nano, counts, geometry
+from tests.hooks.test_graphs import Latents, Nano, counts, geometry, latents
 from tests.inside import graphs
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/hooks/test_graphs.py"
 
 
-@pytest.mark.parametrize(("codec", "window"), [("raw", None), ("kv8", 8)])
+@pytest.mark.parametrize(("codec", "window"), [("raw", None), ("kv8", 8), ("latent", None)])
 def test_launches_again(codec: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows in four lines; one of them fills a page, encoded pages stand beside raw ones."""
     monkeypatch.setattr(graphs, "EAGER_STEPS", 0)
     monkeypatch.setattr(kernels, "prepare_decode", lambda *_: None)
     model, shape = Nano(layers=1), geometry(1, 8, window)
+    if codec == "latent":
+        model, shape, codec = Latents(), latents(8), "raw"
     options = dict(gpu="8MiB", codec=codec, recent_tokens=0, namespace="nano")
     with recorded(kernels=False), flowkv.KV(shape, **options) as kv, torch.no_grad():
         run = flowkv.graphed(model, kv)

@@ -247,6 +247,29 @@ class Nano(torch.nn.Module):
         return x @ self.embed.weight.T
 
 
+class Latents(Nano):
+    """The same over latents (MLA): one key for all heads, of which a part is the value."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.query, self.key = torch.nn.Linear(32, 4 * 24), torch.nn.Linear(32, 24)
+        self.value = torch.nn.Linear(4 * 16, 32)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.place(positions)
+        q = self.query(x).view(*x.shape[:2], 4, 24).transpose(1, 2)
+        out = flowkv.attention(q, self.key(x)[:, None], None, layer=0).transpose(1, 2)
+        return (x + self.value(out.reshape(*x.shape[:2], 64))) @ self.embed.weight.T
+
+
+def latents(page_size: int) -> flowkv.Geometry:
+    """That of `Latents`."""
+    group = flowkv.LayerGroup(
+        layers=(0,), kv_heads=1, head_dim=24, value_dim=16, dtype="float32", kind="latent"
+    )
+    return flowkv.Geometry(groups=(group,), page_size=page_size)
+
+
 def geometry(
     layers: int, page_size: int, window: int | None = None, device: str = "cpu"
 ) -> flowkv.Geometry:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import flowkv
 from tests.hooks.recorder import recorded
-from tests.hooks.test_graphs import Nano, counts, geometry
+from tests.hooks.test_graphs import Latents, Nano, counts, geometry, latents
 from tests.inside import StaticStep, graphs, shape_of
 
 Rows = st.lists(st.tuples(st.integers(1, 40), st.integers(2, 24)), min_size=1, max_size=5)
@@ -25,9 +25,10 @@ def answers(
     rows: list[tuple[int, int]], size: int, window: int | None, codec: str, *, graphed: bool
 ) -> tuple[list[torch.Tensor], int]:
     """Logits of all steps, in which rows end one by one, and how many steps were replayed."""
-    model, found = Nano(layers=1), list[torch.Tensor]()
+    model, shape, found = Nano(layers=1), geometry(1, size, window), list[torch.Tensor]()
+    if codec == "latent":
+        model, shape, codec = Latents(), latents(size), "raw"
     options: dict[str, Any] = dict(gpu="8MiB", codec=codec, recent_tokens=0, namespace="nano")
-    shape = geometry(1, size, window)
     with recorded(), flowkv.KV(shape, **options) as kv, torch.no_grad():
         run = flowkv.graphed(model, kv) if graphed else model
         seqs = [kv.open([*range(n, n + length)], reuse=False) for n, (length, _) in enumerate(rows)]
@@ -42,7 +43,7 @@ def answers(
         return found, counts(kv)[1]
 
 
-Codecs = st.sampled_from(["raw", "kv8"])
+Codecs = st.sampled_from(["raw", "kv8", "latent"])
 
 
 @settings(max_examples=12, deadline=None)
