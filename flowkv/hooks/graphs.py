@@ -76,13 +76,10 @@ class CudaRecorder:
         self._device, self._graph, self.n_bytes = device, torch.cuda.CUDAGraph(), 0
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Record the work of `run`, after one run before: libraries allocate on first use."""
-        side, current = _capture_stream(self._device), torch.cuda.current_stream(self._device)
+        """Record the work of `run`, after one run before: libraries and kernels are loaded then."""
+        side = _capture_stream(self._device)
         with _CAPTURING, torch.cuda.device(self._device):
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                run()
-            current.wait_stream(side)
+            run()
             with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
                 before = torch.cuda.memory_reserved()  # unused memory was given back by now
                 out = run()

@@ -15,9 +15,9 @@ from flowkv.core.geometry import PageLayout
 
 
 def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on a device, without a wait for what is queued there.
+    """Return a tensor on a device, copied there without a wait for what is queued there.
 
-    A copy out of memory that is not pinned waits for the caller's stream.
+    A copy out of memory that is not pinned makes the host wait for its stream.
     """
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device)
