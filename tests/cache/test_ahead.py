@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowkv import Geometry
+from flowkv import Geometry, kernels
 from tests.hooks import models
 from tests.hooks.compare import attached, generate
 from tests.inside import ahead, compile_process, dispatch, doctor
@@ -87,7 +87,7 @@ def test_kernels_are_used_as_a_model_uses_them(codec: str, monkeypatch: pytest.M
         return call
 
     monkeypatch.setattr(dispatch, "resolve", resolve)
-    monkeypatch.setattr(dispatch, "prepare_decode", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(kernels, "prepare_decode", lambda *_: None)  # as on a GPU
     monkeypatch.setattr(ahead.Kernels, "mark", marked.append)
     shape = Geometry.uniform(layers=1, kv_heads=2, head_dim=64, page_size=16)
     ahead.main(msgspec.json.encode(ahead.Kernels(shape, codec, 4)).decode())
