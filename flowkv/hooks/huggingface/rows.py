@@ -293,8 +293,7 @@ class Rows:
 
     def _moved_index(self, device: torch.device) -> torch.Tensor:
         assert self._index is not None
-        if self._index.device != device:
-            self._index = sent(self._index, device)
+        self._index = sent(self._index, device)
         return self._index
 
     @contextmanager
