@@ -103,7 +103,11 @@ _PARTS: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
     contextlib._GeneratorContextManager: operator.attrgetter("func", "args", "kwds"),
 }
 """Types of objects of libraries around others, and how to read these."""
-_NUMPYS = (np.ufunc, type(np.sort))
+_IN_C = (
+    *(np.ufunc, type(np.sort), types.WrapperDescriptorType, types.MethodDescriptorType),
+    types.ClassMethodDescriptorType,
+)
+"""Types of functions in C that are all of their name and class."""
 _STILL = (object, os._Environ, inspect.Signature)
 """Types of objects that library code holds and that do not change what a model computes."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()), random.Random)
@@ -752,8 +756,9 @@ class Walk:
             self._watch_all(_PARTS[kind], value)
             for i, part in enumerate(_PARTS[kind](value)):
                 self._shipped(f"{path}/{i}", part)
-        elif kind in _NUMPYS:
-            self.leaves[path] = f"{_name(kind)} {value.__name__}"
+        elif kind in _IN_C:
+            owner = getattr(value, "__objclass__", "")
+            self.leaves[path] = f"{_name(kind)} {owner} {value.__name__}"
         elif kind in _STILL or isinstance(value, _INERT) or _ours(value):
             self.leaves[path] = _name(kind)
         elif self._released(kind) and _in_c(kind) is object:
@@ -917,7 +922,7 @@ class Walk:
         elif name != "__slots__" and not (
             library and name not in self._said and _as_in_its_file(home, name)
         ):
-            self._value(label, value)
+            (self._shipped if library else self._value)(label, value)
         return mentioned
 
     def _elsewhere(self) -> None:

@@ -1159,6 +1159,17 @@ def test_a_revision_names_it(tmp_path) -> None:
             assert bool(reused(kv)) == known
 
 
+def test_an_enum_of_a_quantiser_is_known() -> None:
+    """Such a value lies in the configuration of quantised models; its class has slots in C."""
+    model = models.short()
+    method: Any = transformers.utils.quantization_config.QuantizationMethod
+    model.model.layers[0].mlp.quantised_by = method.TORCHAO
+    with attached(model) as kv:
+        generate(model, 2, input_ids=PROMPT)
+        generate(model, 2, input_ids=PROMPT)
+        assert kv.stats()["foreign"] == "" and reused(kv)
+
+
 def test_a_hook_that_comes_and_goes() -> None:
     """Pages from before are not used while it is there, and are behind it."""
     model, thing = models.short(), Plain()
