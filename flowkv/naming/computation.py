@@ -38,10 +38,11 @@ import msgspec
 import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 
 from flowkv.naming.fingerprint import Weights, readable
 from flowkv.naming.memory_words import TAKE, places_of, pointers_of, versions_of
-from flowkv.naming.simple import BUILTINS, MODULES, codes, names_of, pure, text_of, uses
+from flowkv.naming.simple import BUILTINS, CLASSES, MODULES, codes, names_of, pure, text_of, uses
 
 MISSING: Any = object()
 _Read = Callable[[Any], Any]
@@ -67,6 +68,8 @@ LIBRARIES = frozenset(
 """Packages with a release that stands for their code, while loaded code agrees with their files."""
 _CHECKPOINTS = "transformers_modules"
 """Package in which transformers imports the code of checkpoints."""
+_UNRELEASED = re.compile(r"\.dev\d{0,4}$")
+"""Releases that many commits share, unlike those with a date."""
 _COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
 _OWN = ("transformers", "accelerate", "flowkv")
 """Packages with hooks that only move data and record outputs; their releases are in the name."""
@@ -190,6 +193,7 @@ class Walk:
         self._passed: list[tuple[Any, str]] = []
         self._configs: list[tuple[str, Any]] = []
         self._inert: list[tuple[str, Any]] = []  # objects that only libraries may use
+        self._own_leaves: dict[str, str] = {}  # in the name if code of the user's takes part
         # By reader, and whether the object has words that change with it: the visited objects, and
         # the values that the reader returned, one or several for each. All objects of a reader are
         # read at once, without a line of Python for each.
@@ -245,6 +249,10 @@ class Walk:
             return self._compare(worded=False) is not None
         except Exception:  # a watched object or attribute is gone
             return False
+
+    def untouched(self) -> bool:
+        """Return whether no memory word has changed since `same` compared all objects."""
+        return self._words is not None and np.array_equal(TAKE(self._places), self._words)
 
     def _compare(self, *, worded: bool) -> Callable[[Any, Any], bool] | None:
         """Return how the watched values of objects with words, or of those without, are the same.
@@ -446,7 +454,8 @@ class Walk:
     def _mover(self, path: str, hook: Any) -> None:
         """Record a hook of accelerate's, or reject one that may do more than move data."""
         cls = type(hook)
-        if _root(cls) != "accelerate" or cls.__name__ not in _MOVERS:
+        changed = any(callable(value) for value in vars(hook).values())
+        if _root(cls) != "accelerate" or cls.__name__ not in _MOVERS or changed:
             self._reject(path, f"a hook of class {_name(cls)}")
             return
         self.leaves[path] = f"hook {self._class(path, cls)}"
@@ -474,6 +483,8 @@ class Walk:
                 self.own.append(f"{path}/{kind}/{i}")
                 flags = [flag for flag in _HOOK_FLAGS if key in held[flag]]
                 self.leaves[f"{path}/{kind}/{i}/flags"] = " ".join(flags)
+                for flag in _HOOK_FLAGS:
+                    self._watch_mapping(held[flag])
                 self._value(f"{path}/{kind}/{i}", hook)
 
     # ---- values
@@ -501,6 +512,7 @@ class Walk:
             self._module(path, value)
         elif kind is torch.device:
             self.leaves[path] = "device"  # a model has the same name on every device
+            self._own_leaves[f"{path}/type"] = value.type
         elif kind in _TEXTS:
             self.leaves[path] = str(value)
         elif isinstance(value, transformers().PreTrainedConfig):
@@ -516,6 +528,8 @@ class Walk:
             self.leaves[path] = f"function {self._function(path, value)}"
             if _genuine(value):
                 self._callable(path, value)
+        elif isinstance(value, type) and value in CLASSES:
+            self.leaves[path] = f"class {_name(value)}"
         elif isinstance(value, type):
             self.leaves[path] = f"class {self._class(path, value)}"
             self._callable(path, value)
@@ -574,8 +588,9 @@ class Walk:
         if kind in (set, frozenset):
             if all(type(item) in PLAIN for item in value):
                 self.leaves[path] = f"{kind.__name__} {sorted(map(repr, value))}"
-                first = frozenset(value)
-                self._watch_one(operator.call, lambda: value == first)
+                self._own_leaves[f"{path}/order"] = str([*map(repr, value)])
+                self._watch_one(len, value)
+                self._watch_all(tuple, value)
             else:
                 self._reject(path, f"a {kind.__name__} of objects")
             return
@@ -601,6 +616,7 @@ class Walk:
         if _root(kind) != "torch" and not self._released(kind):
             self._reject(path, f"a tensor of class {_name(kind)}")
         self.tensors[path] = tensor
+        self._own_leaves[f"{path}/kind"] = str(isinstance(tensor, torch.nn.Parameter))
         self.leaves[path] = "tensor" if _root(kind) == "torch" else f"tensor {_name(kind)}"
         for owner in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
             self._owners.setdefault(owner, f"<{_name(owner)}>")
@@ -669,7 +685,10 @@ class Walk:
                 if not library:
                     self._reject(f"{path}: closure", f"{name} is a Python module")
             elif library:
-                look(f"{label}/{name}", content)
+                # A decorator of torch's around a function of the user's.
+                own = home == "torch.utils._contextlib" and isinstance(content, types.FunctionType)
+                own = own and not _genuine(content)
+                (self._value if own else look)(f"{label}/{name}", content)
             else:
                 self._reached(path, "closure over", f"{label}/{name}", content)
         if not library:
@@ -851,7 +870,8 @@ class Walk:
         owner = getattr(value, "__self__", None)
         module = str(getattr(value, "__module__", None) or "")
         self.leaves[path] = f"builtin {module}.{value.__qualname__}"
-        if owner is None or isinstance(owner, (types.ModuleType, type)):
+        made = type(owner).__name__.startswith("pybind11")  # holds what the function is
+        if owner is None or made or isinstance(owner, (types.ModuleType, type)):
             root = module.partition(".")[0] or _root(owner)
             return not root or root in LIBRARIES or _standard(root)
         self._value(f"{path}/self", owner)
@@ -963,6 +983,8 @@ class Walk:
             return
         if root != _CHECKPOINTS:
             self._roots.add(root)
+            if _UNRELEASED.search(_release(root)):
+                self.leaves[f"<{module}>/text"] = _text_of(module)
             return
         commit = _COMMIT.search(module) or _COMMIT.search(str(_file_of(module)))
         if commit is None:
@@ -986,6 +1008,8 @@ class Walk:
         for name, value in _flags()[:-1]:
             self.leaves[f"torch/{name}"] = str(value)
         self._watch_one(operator.call, _flags)
+        if parametrize._cache_enabled:
+            self._reject("torch.nn.utils.parametrize.cached()", "weights of before")
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             hooks = getattr(torch_module, kind)
             for i, hook in enumerate(hook for hook in hooks.values() if _root(hook) not in _OWN):
@@ -1003,6 +1027,10 @@ class Walk:
             for path, config in self._configs:  # the list grows: configurations hold others
                 for name in sorted(vars(config).keys() - _SWITCHED):
                     self._value(f"{path}.{name}", vars(config)[name])
+            self.leaves.update(self._own_leaves)
+            options = torch._tensor_str.PRINT_OPTS
+            self.leaves["torch/print"] = repr(options)
+            self._watch_mapping(vars(options))
         self._elsewhere()
         every = vars(torch.Tensor)
         self._watch_one(len, every)
@@ -1043,6 +1071,7 @@ _FLAGS: dict[str, Callable[[], Any]] = {
     ),
     "dtype": torch.get_default_dtype,
     "deterministic": torch.are_deterministic_algorithms_enabled,
+    "cached": functools.partial(getattr, parametrize, "_cache_enabled"),
     "fill": functools.partial(
         getattr, torch.utils.deterministic, "fill_uninitialized_memory", None
     ),
@@ -1417,13 +1446,11 @@ def _alike(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if type(a) in (tuple, frozenset, dict):
-        if type(a) is tuple:
-            return len(a) == len(b) and all(map(_alike, a, b))
-        if type(a) is dict:  # default values by name
-            return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
-        return bool(a == b)
-    return type(a) in (*PLAIN, *_TEXTS) and (bool(a == b) or repr(a) == repr(b) == "nan")
+    if type(a) is dict:  # default values by name
+        return _alike(tuple(a.items()), tuple(b.items()))
+    if type(a) in (tuple, frozenset):  # equal sets may have other orders
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return repr(a) == repr(b) if type(a) in PLAIN else type(a) in _TEXTS and bool(a == b)
 
 
 def _unswitched(held: Mapping[str, Any]) -> dict[str, Any]:

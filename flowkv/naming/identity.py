@@ -128,11 +128,11 @@ class Identity:
     def steady(self, model: Any) -> bool:
         """Return whether the model still has its name, as far as it is checked in each forward.
 
-        Everything is compared if code of the user's takes part, or hooks have been added since;
-        otherwise the comparison waits until a page is full.
+        Everything is compared if code of the user's takes part, hooks have been added since, or a
+        memory word has changed; otherwise the comparison waits until a page is full.
         """
         count = RemovableHandle.next_id
-        if not self._walk.own and count == self._handles:
+        if not self._walk.own and count == self._handles and self._walk.untouched():
             return True
         self._handles = count
         return self.same(model)

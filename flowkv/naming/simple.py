@@ -41,20 +41,21 @@ _BARRED_STEPS = {
 _BARRED = frozenset(
     """grad data numpy storage untyped_storage data_ptr apply_ map_ grad_fn f_globals f_locals
     gi_frame cr_frame tb_frame func_globals format format_map seed initial_seed share_memory_ set_
-    resize_""".split()
+    resize_ _grad _base _version requires_grad is_leaf storage_offset stride as_strided as_strided_
+    state_dict""".split()
 )
 """Attributes that lead to state outside of any name, or to writes that are not counted."""
 _BARRED_TORCH = frozenset(
     """from_file frombuffer from_dlpack load save seed initial_seed set_rng_state get_rng_state
     set_default_dtype set_default_device set_flush_denormal set_num_threads get_num_threads
     get_num_interop_threads is_grad_enabled is_inference_mode_enabled get_device get_default_dtype
-    is_autocast_enabled""".split()
+    is_autocast_enabled as_strided""".split()
 )
 _TORCH_HOMES = (
     *("torch.functional", "torch.nn.functional", "torch._jit_internal", "torch._VF"),
-    *("torch.fft", "torch.linalg", "torch.special"),
+    *("torch.fft", "torch.linalg", "torch.special", "torch.utils._contextlib"),
 )
-_CLASSES = (
+CLASSES = (
     *(torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device, torch.no_grad),
     *(torch.inference_mode, torch.enable_grad),
 )
@@ -63,7 +64,7 @@ _CLASSES = (
 def pure(value: Any) -> bool:
     """Return whether a function or class of torch or `math` computes from its arguments alone."""
     if isinstance(value, type):
-        return value in _CLASSES or (
+        return value in CLASSES or (
             issubclass(value, torch.nn.Module) and value.__module__.startswith("torch.nn.modules.")
         )
     if isinstance(value, types.FunctionType):

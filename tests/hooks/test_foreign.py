@@ -36,6 +36,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import DynamicCache
 
 import flowkv
 from tests.hooks import models
@@ -117,6 +118,20 @@ def of_process(read: Callable[[Any], Any], put: Callable[[float], Any]):
             return times(read)
 
         return made, lambda model, value: put(value)
+
+    return build
+
+
+def of_module(read: Callable[[Any], Any], put: Callable[[Any, float], Any]):
+    """An attack by an attribute of a module."""
+
+    def build() -> Any:
+        def made(value: float) -> Model:
+            model = times(read, held=0, order=set())
+            put(mlp(model), value)
+            return model
+
+        return made, lambda model, value: put(mlp(model), value)
 
     return build
 
@@ -670,6 +685,53 @@ def bound_method_of_a_tensor() -> Any:
 NAMED |= {"bound_method_of_a_tensor"}
 
 
+def put_order(module: Any, value: float) -> None:
+    module.order.clear()
+    for number in (0, 8) if value == 1.0 else (8, 0):  # equal sets, in another order
+        module.order.add(number)
+
+
+def by_order(module: Any) -> Any:
+    first = 1.0
+    for number in module.order:
+        first = first * 3.0 if number == 0 else first - 4.0
+    return first
+
+
+def put_kind(module: Any, value: float) -> None:
+    module._parameters.pop("extra", None)
+    module._buffers.pop("extra", None)
+    if value == 1.0:
+        module.register_buffer("extra", torch.ones(1))
+    else:
+        module.register_parameter("extra", torch.nn.Parameter(torch.ones(1)))
+
+
+ATTACKS |= {
+    "order_of_a_set": of_module(by_order, put_order),
+    "sign_of_zero": of_module(
+        lambda m: math.copysign(3.0, m.held), lambda m, v: setattr(m, "held", v * 0.0)
+    ),
+    "type_of_a_number": of_module(
+        lambda m: -3.0 if m.held is True else 1.0,
+        lambda m, v: setattr(m, "held", 1 if v == 1.0 else True),
+    ),
+    "kind_of_a_tensor": of_module(lambda m: -3.0 if len([*m.parameters()]) > 3 else 1.0, put_kind),
+    "type_of_a_device": of_module(
+        lambda m: -3.0 if m.held.type == "cuda" else 1.0,
+        lambda m, v: setattr(m, "held", torch.device("cpu" if v == 1.0 else "cuda")),
+    ),
+    "gradients_wanted": of_module(
+        lambda m: -3.0 if m.inner.down_proj.weight.requires_grad else 1.0,
+        lambda m, v: m.inner.down_proj.weight.requires_grad_(v != 1.0),
+    ),
+    "options_of_printing": of_module(
+        lambda m: -3.0 if len(str(m.inner.down_proj.weight)) > 3000 else 1.0,
+        lambda m, v: torch.set_printoptions(profile="full" if v != 1.0 else "default"),
+    ),
+}
+
+
 @attack
 def enum_value() -> Any:
     def put(value: float) -> None:
@@ -1086,6 +1148,7 @@ def restored() -> Iterator[None]:
     remembered.cache_clear()
     torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
+    torch.set_printoptions(profile="default")
     os.environ.pop("SCALE_OF_A_TEST", None)
 
 
@@ -1157,6 +1220,91 @@ def test_a_revision_names_it(tmp_path) -> None:
         with attached(model, disk=f"{tmp_path}/kv:64MiB", revision=revision) as kv:
             generate(model, 4, input_ids=PROMPT)
             assert bool(reused(kv)) == known
+
+
+class Common(torch.nn.Module):
+    """A module with code that many have."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if isinstance(x, torch.Tensor) else x
+
+
+def test_common_code_is_known() -> None:
+    model = models.short()
+    model.model.layers[0].mlp = Common(model.model.layers[0].mlp)
+    with attached(model) as kv:
+        generate(model, 2, input_ids=PROMPT)
+        generate(model, 2, input_ids=PROMPT)
+        assert kv.stats()["foreign"] == "" and reused(kv)
+
+
+@pytest.mark.parametrize("place", ["input_layernorm.variance_epsilon", "self_attn.scaling"])
+def test_a_setting_that_changes_and_comes_back_within_a_page(place: str, tmp_path) -> None:
+    """A model of libraries alone, changed between two steps of one call, and changed back."""
+    part, name = place.split(".")
+
+    def changing(model: Model) -> Any:
+        module, steps = getattr(model.model.layers[0], part), [0]
+        usual = getattr(module, name)
+
+        def process(ids: Any, scores: torch.Tensor) -> torch.Tensor:
+            steps[0] += 1
+            if steps[0] in (10, 15):
+                setattr(module, name, usual if steps[0] == 15 else 5.0)
+            return scores
+
+        return [process]
+
+    model, plain = models.short(), models.short()
+    with attached(model, disk=f"{tmp_path}/kv:64MiB", page_size=16) as kv:
+        said = generate(model, 26, input_ids=PROMPT, logits_processor=changing(model))
+        assert_same(said, generate(plain, 26, input_ids=PROMPT, logits_processor=changing(plain)))
+        for _ in range(2):
+            found = generate(model, 4, input_ids=said.sequences)
+            assert_same(found, generate(plain, 4, input_ids=said.sequences))
+        assert reused(kv)
+
+
+def test_a_trial_uses_up_no_random_numbers() -> None:
+    class Drawing(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            return x + torch.randn_like(x)
+
+    model, plain = models.short(), models.short()
+    with attached(model):
+        generate(model, 2, input_ids=PROMPT)
+        for each in (model, plain):
+            each.model.layers[0].mlp = Drawing(each.model.layers[0].mlp)
+        answers = []
+        for each in (model, plain):
+            torch.manual_seed(3)
+            answers.append(generate(each, 4, input_ids=PROMPT))
+    assert_same(*answers)
+
+
+def test_ids_of_another_class_are_not_shared() -> None:
+    class Shifted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, kinds, args=(), kwargs=None):
+            plain = super().__torch_function__(function, kinds, args, kwargs or {})
+            return plain + 1 if function is torch.nn.functional.embedding else plain
+
+    model, plain = models.short(), models.short()
+    with attached(model), torch.no_grad():
+        first = model(input_ids=PROMPT.as_subclass(Shifted), past_key_values=DynamicCache())
+        own = plain(input_ids=PROMPT.as_subclass(Shifted), past_key_values=DynamicCache())
+        assert torch.equal(first.logits, own.logits)
+        assert_same(*(generate(each, 4, input_ids=PROMPT) for each in (model, plain)))
 
 
 def test_an_enum_of_a_quantiser_is_known() -> None:

@@ -376,14 +376,18 @@ def close(
 
 @contextmanager
 def quiet(model: Any) -> Iterator[None]:
-    """Run a model in evaluation mode without gradients; restore each module's mode afterwards."""
+    """Run a model in evaluation mode without gradients; restore each module's mode afterwards.
+
+    Random numbers that the model draws are not used up.
+    """
     # Modules of frozen TorchScript have no mode.
     modes = [(m, m.training) for m in model.modules() if hasattr(m, "training")]
     modes = modes if any(training for _, training in modes) else []
     try:
         if modes:
             model.eval()
-        with torch.no_grad():
+        gpus = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
+        with torch.random.fork_rng(gpus), torch.no_grad():
             yield
     finally:
         for module, mode in modes:
