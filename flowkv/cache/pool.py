@@ -427,8 +427,6 @@ class PagePool:
 
     def copy(self, source: Sequence[int], target: Sequence[int], granules: int) -> None:
         """Copy pages onto other pages of the same size."""
-        if self.copies is not None:
-            self.copies.reuse()
         kernels.copy_pages(self.arena, self.granules(source), self.granules(target), granules)
 
     def _occupy(self, granule: int) -> None:
@@ -448,7 +446,12 @@ class PagePool:
         return self.arena[first : first + n_bytes]
 
     def granules(self, pages: Sequence[int]) -> torch.Tensor:
-        """Return the first granule of each page, int32 on the device, as kernels take them."""
+        """Return the first granule of each page, int32 on the device, as kernels take them.
+
+        Work queued from now on sees the copies to pages, also those begun on another stream.
+        """
+        if self.copies is not None:
+            self.copies.join()
         granules = [granule_of(page) for page in pages]
         return sent(torch.tensor(granules, dtype=torch.int32, device="cpu"), self.device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,6 +22,7 @@ from tests.cache.toy import (
     keys_values,
     make_kv,
     opened,
+    published,
     write,
 )
 from tests.inside import Copies, CudaStreams, Later, SlotPool, kv_plan, seal
@@ -197,6 +199,37 @@ def test_a_missing_dependency_of_encoding_is_noticed(fault: str) -> None:
         if device.wrong:
             break
     assert encoded and bool(device.wrong) == bool(fault)
+
+
+@pytest.mark.parametrize("second", ["compute", "other"])
+@pytest.mark.parametrize("use", ["encode", "copy"])
+def test_pages_that_are_still_coming_are_used_on_another_stream(
+    use: str, second: str, tmp_path: Path
+) -> None:
+    """Raw pages of a disk are encoded, or cut and copied, where no step joined their copies."""
+    text, wrong = [*range(6 * PAGE)], list[str]()
+    tiers, codec = [f"disk:{tmp_path / 'kv'}:64MiB"], "kv8" if use == "encode" else "raw"
+    kv = make_kv(pages=40, tiers=tiers)
+    published(kv, text)
+    kv.close()
+    for seed in range(6):
+        kv, device = make_kv(pages=40, tiers=tiers, codec=codec, recent_tokens=0), LateDevice(seed)
+        with on(device, kv):
+            seq = kv.open([*text, 99])
+            assert seq.reused == len(text) and device.calls
+            device.current = second
+            if use == "copy":
+                kv.truncate(seq, len(text) - 3)
+                advance(kv, [seq], [[1]])
+                read(device, kv, seq)
+            seq.close()
+            kv.planner.publish_pending()
+            assert (device.encoded > 0) == (use == "encode")
+            with kv.open([*text, 99]) as seq:
+                read(device, kv, seq)
+        wrong += device.wrong
+        kv.close()
+    assert not wrong
 
 
 def test_streams_of_a_gpu_are_asked_for_that_order(monkeypatch: pytest.MonkeyPatch) -> None:
