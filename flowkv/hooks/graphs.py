@@ -77,8 +77,9 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Record the work of `run`, after one run before: libraries and kernels are loaded then."""
-        side = _capture_stream(self._device)
-        with _CAPTURING, torch.cuda.device(self._device):
+        side, own = _capture_stream(self._device), torch.cuda.current_stream(self._device)
+        # torch leaves the thread on the capture's stream if the capture fails: `own` is set again.
+        with _CAPTURING, torch.cuda.device(self._device), torch.cuda.stream(own):
             run()
             with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
                 before = torch.cuda.memory_reserved()  # unused memory was given back by now

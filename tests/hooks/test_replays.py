@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,14 +124,49 @@ def test_a_step_is_captured_on_the_device_of_its_model(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: (device, priority))
     monkeypatch.setattr(torch.cuda, "device", partial(entered, "device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    monkeypatch.setattr(torch.cuda, "stream", partial(entered, "stream"))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream=None, **_: entered(graph, stream))
     second = torch.device("cuda:1")
     graphs._capture_stream.cache_clear()
     graphs.CudaRecorder(second).record(run)
     graphs._capture_stream.cache_clear()
-    assert said == [("device", second), "run", ("graph", (second, -1)), "run"]
+    own = "stream", ("stream of", second)
+    assert said == [("device", second), own, "run", ("graph", (second, -1)), "run"]
     assert not graphs._CAPTURING.locked()
+
+
+def test_a_capture_that_fails_gives_the_stream_of_its_thread_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch itself leaves a thread on the stream of a capture that it cannot end."""
+
+    class Graph:
+        def capture_begin(self, **_: Any) -> None:
+            assert now == ["side"]
+
+        def capture_end(self) -> None:
+            raise RuntimeError("capture was invalidated")
+
+    now = ["own"]
+    stream = {name: SimpleNamespace(name=name, device=0) for name in ("own", "side")}
+    fakes = dict(
+        CUDAGraph=Graph,
+        current_stream=lambda *_: stream[now[0]],
+        set_stream=lambda stream: now.__setitem__(0, stream.name),
+        device=lambda _: nullcontext(),
+        _get_device_index=lambda *_: 0,
+        synchronize=lambda: None,
+        memory_reserved=lambda: 0,
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(graphs, "_capture_stream", lambda _: stream["side"])
+    with pytest.raises(RuntimeError, match="invalidated"):
+        graphs.CudaRecorder(torch.device("cuda:0")).record(lambda: torch.zeros(1))
+    assert now == ["own"]
 
 
 def test_a_buffer_is_written_again_after_the_copy_out_of_it(
