@@ -89,12 +89,17 @@ class CudaStreams:
     def encoding(self, pages: torch.Tensor) -> Iterator[None]:
         """Queue the block's work on a stream of its own, behind the caller's work so far.
 
-        The memory of `pages` is not used for anything else before that work is over.
+        The memory of `pages` is not used for anything else before that work is over. If the block
+        raises, that work is over then.
         """
         self._aside.wait_stream(torch.cuda.current_stream(self.device))
         pages.record_stream(self._aside)
-        with torch.cuda.stream(self._aside):
-            yield
+        try:
+            with torch.cuda.stream(self._aside):
+                yield
+        except BaseException:
+            self._aside.synchronize()
+            raise
 
     def lead(self) -> None:
         """Make later work on the caller's stream begin after the copies to the device so far."""

@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -455,12 +455,22 @@ class PagePool:
         granules = [granule_of(page) for page in pages]
         return sent(torch.tensor(granules, dtype=torch.int32, device="cpu"), self.device)
 
-    def encoding(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def encoding(self, targets: Sequence[int]) -> Iterator[None]:
         """Queue work on pages beside the caller's stream, behind its work so far.
 
         Its pages must be lent, and the host must see its end before they are given back.
+
+        Args:
+            targets: Pages that are written; released if the block raises.
         """
-        return nullcontext() if self.copies is None else self.copies.streams.encoding(self.arena)
+        try:
+            with self.copies.streams.encoding(self.arena) if self.copies else nullcontext():
+                yield
+        except BaseException:
+            for page in targets:
+                self.release(page)
+            raise
 
     def _slab(self, number: int) -> Slab:
         slab = self._slabs[number]

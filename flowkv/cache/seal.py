@@ -192,7 +192,7 @@ class Sealer:
     def _transcode(self, group: int, items: list[_Due], targets: list[int]) -> None:
         pool, forms = self.store.pool(group), self.store.forms[group]
         old, new = forms.layout(items[0].page), forms.layout(targets[0])
-        with pool.encoding():  # `_put` sees its end before any step reads the targets
+        with pool.encoding(targets):  # `_put` sees its end before any step reads the targets
             source, target = pool.granules([item.page for item in items]), pool.granules(targets)
             status = Later(kernels.transcode(pool.arena, source, target, old, new))
         pages = [(group, page) for page in (*(item.page for item in items), *targets)]

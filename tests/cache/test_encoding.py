@@ -244,6 +244,9 @@ def test_streams_of_a_gpu_are_asked_for_that_order(monkeypatch: pytest.MonkeyPat
         def wait_stream(self, other: str) -> None:
             said.append(f"{self.name} waits for {other}")
 
+        def synchronize(self) -> None:
+            said.append(f"the host waits for {self.name}")
+
     class Pages:
         def record_stream(self, stream: Stream) -> None:
             said.append(f"pages are used by {stream.name}")
@@ -251,8 +254,10 @@ def test_streams_of_a_gpu_are_asked_for_that_order(monkeypatch: pytest.MonkeyPat
     @contextmanager
     def stream(one: Stream) -> Iterator[None]:
         said.append(f"on {one.name}")
-        yield
-        said.append("on the caller's")
+        try:
+            yield
+        finally:
+            said.append("on the caller's")
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
@@ -264,6 +269,32 @@ def test_streams_of_a_gpu_are_asked_for_that_order(monkeypatch: pytest.MonkeyPat
         said.append("work")
     order = [f"{name} waits for the caller's", f"pages are used by {name}", f"on {name}", "work"]
     assert said == [*order, "on the caller's"]
+    said.clear()
+    with pytest.raises(MemoryError), streams.encoding(Pages()):  # type: ignore[arg-type]
+        said.append("work")
+        raise MemoryError
+    assert said == [*order, "on the caller's", f"the host waits for {name}"]
+
+
+def test_pages_of_an_encoder_that_fails_become_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence stays as it is, and is encoded once its next page is full."""
+    kv, transcode = make_kv(codec="kv8", recent_tokens=0), kernels.transcode
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    seq, pool = opened(kv, [*range(PAGE - 1)]), next(iter(kv.planner.store.pools.values()))
+    before = pool.used_bytes()
+    monkeypatch.setattr(kernels, "transcode", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        advance(kv, [seq], [[1]])
+    assert pool.used_bytes() == before and seq.length == PAGE
+    monkeypatch.setattr(kernels, "transcode", transcode)
+    advance(kv, [seq], [[*range(PAGE)]])
+    assert {*pool.bytes_by_codec()} == {"kv8"}
+    check_content(kv, seq, seq.tokens.tolist(), within=WITHIN)
+    seq.close()
+    kv.close()
 
 
 @pytest.mark.gpu
