@@ -14,7 +14,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 from time import sleep
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -186,14 +186,32 @@ def behind(
     return output
 
 
-def end(kv: KV, restoration: RestoreJob, *, ok: bool) -> None:
-    """End a restore and count its loaded tokens as reused; an unsettled restore counts none."""
+def end(kv: KV, restoration: RestoreJob, *, ok: bool, computed: int = 0) -> None:
+    """End a restore and count its loaded tokens as reused; an unsettled restore counts none.
+
+    Args:
+        kv: The cache.
+        restoration: The restore.
+        ok: Whether the step that waited for it was committed.
+        computed: Tokens behind its front that were computed because their pages did not load.
+    """
     with kv.lock:
-        settled = restoration.settled
+        settled, seq = restoration.settled, restoration.seq
         restoration.finish(ok=ok)
-        came = max(0, restoration.tokens - restoration.front) if settled else 0
-        restoration.seq.reused += came
-        kv.tokens_reused += came
+        came = max(0, restoration.tokens - restoration.front - computed) if settled else 0
+        if not restoration.tokens:
+            came = -seq.reused  # neither a saved state nor its prefix was used
+        seq.reused += came
+        count_tokens(kv, 0, came)
+
+
+def count_tokens(kv: KV, seen: int, reused: int) -> None:
+    """Add to the statistics of prompt tokens, or subtract what was counted twice for a request."""
+    with kv.lock:
+        kv.seen_most = max(kv.seen_most, kv.tokens_seen)
+        kv.reused_most = max(kv.reused_most, kv.tokens_reused)
+        kv.tokens_seen += seen
+        kv.tokens_reused += reused
 
 
 def levels(kv: KV) -> Iterator[Level]:
@@ -693,8 +711,7 @@ class KV:
                 seq.request = -1
                 self._close(seq)
                 raise
-            self.tokens_seen += len(ids)
-            self.tokens_reused += seq.reused
+            count_tokens(self, len(ids), seq.reused)
             return seq
 
     def _begin(self, seq: Sequence, request: int) -> None:
@@ -1328,7 +1345,7 @@ class KV:
                 planner.vacate(seq)
                 planner.tables.lengths[seq.row] = 0
                 reused = self.restorer.restore(seq, known * self.page_size, pays=True)
-                self.tokens_reused += reused - seq.reused
+                count_tokens(self, 0, reused - seq.reused)
                 seq.reused = reused
         output = None
         for step in self.prefill([seq], chunk=chunk):
@@ -1712,35 +1729,6 @@ def plan(
 # Rows of an engine that consist of a sequence only.
 
 
-class Asked(Protocol):
-    """Options of a request for its row, see `KV.open`."""
-
-    @property
-    def tenant(self) -> str | None:
-        """Tenant that reads and owns the pages."""
-        ...
-
-    @property
-    def salts(self) -> Items[Salt]:
-        """Inputs beside the tokens that K and V depend on."""
-        ...
-
-    @property
-    def session(self) -> str | int | None:
-        """Name or number of the conversation."""
-        ...
-
-    @property
-    def lease(self) -> str | Lease:
-        """Lease of the request's pages."""
-        ...
-
-    @property
-    def retain(self) -> Items[Retain]:
-        """Spans of tokens that are kept longer, or shorter, than others."""
-        ...
-
-
 class PagedRow:
     """Row of an engine that consists of a sequence only, see `engine.runner.OpenRow`.
 
@@ -1765,25 +1753,19 @@ class PagedRow:
         self.seq.close(stop)
 
 
-def open_row(kv: KV, request: Asked, tokens: Tokens, *, wait: bool) -> PagedRow:
+def open_row(kv: KV, request: Any, tokens: Tokens, *, wait: bool) -> PagedRow:
     """Open a row for a request.
 
     Args:
         kv: The cache.
-        request: The request.
+        request: The request, with the attributes `tenant`, `salts`, `session`, `lease` and
+            `retain`, as `open` takes them.
         tokens: Its prompt, and the tokens generated so far.
         wait: See `KV.open`.
 
     Raises:
         CapacityError: Too many sequences are open.
     """
-    seq = kv.open(
-        tokens,
-        tenant=request.tenant,
-        salts=request.salts,
-        session=request.session,
-        lease=request.lease,
-        retain=request.retain,
-        wait=wait,
-    )
-    return PagedRow(kv, seq)
+    names = "tenant", "salts", "session", "lease", "retain"
+    given = {name: getattr(request, name) for name in names}
+    return PagedRow(kv, kv.open(tokens, wait=wait, **given))

@@ -155,8 +155,6 @@ def own_model(model: Callable[[torch.Tensor | None, torch.Tensor], Any]) -> Forw
     """Return the forward of your own `model(tokens [1, N], positions [1, N]) -> [1, N, V]`.
 
     The model's attention calls `flowkv.attention`, or the model runs inside `flowkv.intercept()`.
-
-    Its attention calls `flowkv.attention`, or it runs inside `flowkv.intercept()`.
     """
 
     def forward(step: Step, last: torch.Tensor) -> torch.Tensor:

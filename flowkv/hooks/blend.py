@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 
 from flowkv import kernels
 from flowkv.cache.block_table import Planner
-from flowkv.cache.kv import KV, plan
+from flowkv.cache.kv import KV, count_tokens, plan
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import CURRENT, Step
 from flowkv.core.errors import StateError
-from flowkv.core.geometry import LayerGroup
 from flowkv.core.keys import as_tokens
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.operands import Ragged
 from flowkv.policy.blend import BlendRule
 
 __all__ = ["Blender", "KeyTurn"]
@@ -95,7 +94,7 @@ class Rewrite:
 
     def __init__(self, step: Step, where: NDArray[np.int64], until: int | None = None) -> None:
         assert step.tokens is not None
-        self.step, self.seqs, self.groups = step, step.seqs, step.groups
+        self.step = step
         self.counts, self._until = np.array([len(where)]), until
         self._where = torch.from_numpy(where)
         self.tokens = step.tokens[:, self._where]
@@ -128,17 +127,9 @@ class Rewrite:
     def decode(self, group: int) -> None:
         """Do nothing: no decode is prepared."""
 
-    def dtype(self, layer: int) -> torch.dtype:
-        """Return the dtype of a layer's K and V in pages."""
-        return self.step.dtype(layer)
-
-    def group(self, layer: int) -> LayerGroup:
-        """Return the layer group of a model layer."""
-        return self.step.group(layer)
-
-    def pages(self, layer: int) -> Pages:
-        """Return the pages of a model layer."""
-        return self.step.pages(layer)
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the step, such as its layer groups and pages."""
+        return getattr(self.step, name)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Overwrite K and V of the chosen tokens in pages."""
@@ -363,9 +354,7 @@ class Blender:
                     continue
                 ids = self._stored(document)
                 source = self.kv.open(ids, tenant=seq.owner, salts=seq.salts, limit=len(ids))
-                with self.kv.lock:  # tokens of one prompt count once
-                    self.kv.tokens_seen -= len(ids)
-                    self.kv.tokens_reused -= source.reused
+                count_tokens(self.kv, -len(ids), -source.reused)  # tokens of one prompt count once
                 if source.length < len(ids):  # it may hide a shorter document that is cached
                     unknown.add(id(document))
                     source.close()

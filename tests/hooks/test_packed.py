@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import causal_mask_function
 
 from flowkv import Request
 from flowkv.hooks.huggingface import make_runner_parts
-from flowkv.hooks.huggingface.versions import causal_mask_function
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused

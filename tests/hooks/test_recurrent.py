@@ -127,3 +127,15 @@ def test_drafts_are_taken_back_from_convolutions(name: str, tmp_path: Path) -> N
             for ids, how, want in talks:
                 assert_same(generate(served, 6, input_ids=ids, **how), want, 1e-5)
             assert reused(kv) > 0
+
+
+def test_a_cache_that_left_its_pages_is_in_no_ones_way() -> None:
+    """Its owner holds it, edited, while other prompts begin."""
+    model, twin = models.causal("falcon_h1"), models.causal("falcon_h1")
+    want = generate(twin, 3, input_ids=models.prompt(20, seed=3))
+    with torch.no_grad(), attached(model):
+        held = DynamicCache(config=model.config)
+        model(models.prompt(20), past_key_values=held, logits_to_keep=1)
+        held.layers[0].keys = held.layers[0].keys * 2
+        assert_same(generate(model, 3, input_ids=models.prompt(20, seed=3)), want, 1e-5)
+        assert held.get_seq_length() == 20

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import flowkv
-from flowkv.hooks.huggingface.versions import DynamicCache
 from tests.inside import Fill, ForwardCall, Nested, door_of
 from tests.inside import restore_Part as Part
 

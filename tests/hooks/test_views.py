@@ -13,10 +13,17 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from flowkv.hooks.huggingface.versions import overlay_window
 from tests.hooks import models
 from tests.hooks.compare import attached
-from tests.inside import MaskRecipe, PagedView, mask, place_layers, read_layer
+from tests.inside import (
+    MaskRecipe,
+    PagedView,
+    StateError,
+    mask,
+    overlay_window,
+    place_layers,
+    read_layer,
+)
 
 
 class TestPagedView:
@@ -66,6 +73,56 @@ class TestPagedView:
 
 def _dense(view: PagedView) -> torch.Tensor:
     return view.dense()
+
+
+class TestKeptViews:
+    """Views that a caller keeps are never changed under it."""
+
+    def forwards(self, model: Any, ids: torch.Tensor, kept: list[Any]) -> Any:
+        """Keep the keys and values that each layer gets in the second of two forwards."""
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :18], past_key_values=cache, logits_to_keep=1)
+        for layer in cache.layers:
+            own = layer.update
+            layer.update = lambda *given, own=own: kept.append(own(*given)) or kept[-1]
+        model(ids[:, 18:19], past_key_values=cache, logits_to_keep=1)
+        for layer in cache.layers:
+            del layer.update
+        return cache
+
+    def test_each_layer_has_views_of_its_own(self) -> None:
+        model, ids = models.causal("llama"), models.prompt(20)
+        own, kept = DynamicCache(config=model.config), list[Any]()
+        with torch.no_grad():
+            model(ids[:, :19], past_key_values=own)
+            with attached(model):
+                cache = self.forwards(model, ids, kept)
+                assert len(kept) == len(cache.layers) > 1
+                for pair, layer in zip(kept, own.layers, strict=True):
+                    for view, wanted in zip(pair, (layer.keys, layer.values), strict=True):
+                        assert type(view) is PagedView
+                        assert view.shape == wanted.shape
+                        assert torch.allclose(view.dense(), wanted, atol=1e-5)
+
+    @pytest.mark.parametrize("change", ["forward", "crop", "reorder", "edit"])
+    def test_after_a_change_of_the_cache_they_are_refused(self, change: str) -> None:
+        model, ids, kept = models.causal("llama"), models.prompt(20), list[Any]()
+        with torch.no_grad(), attached(model):
+            cache = self.forwards(model, ids, kept)
+            if change == "forward":
+                model(ids[:, 19:], past_key_values=cache, logits_to_keep=1)
+            elif change == "crop":
+                cache.crop(-1)
+                model(ids[:, 19:], past_key_values=cache, logits_to_keep=1)
+            elif change == "reorder":
+                cache.batch_repeat_interleave(2)
+            else:
+                cache.layers[1].keys = cache.layers[1].keys * 2
+            for view in kept[0]:
+                with pytest.raises(StateError, match="an earlier forward"):
+                    view.dense()
+                with pytest.raises(StateError, match="an earlier forward"):
+                    view + 1
 
 
 class TestMaskRecipe:

@@ -53,7 +53,6 @@ Reads = Literal["auto", "dense"]
 
 _LOCK = threading.Lock()
 _ATTACHED: weakref.WeakKeyDictionary[torch.nn.Module, ForwardHook] = weakref.WeakKeyDictionary()
-_DOORS: weakref.WeakKeyDictionary[KV, weakref.ref[ForwardHook]] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -208,7 +207,6 @@ def install(
         door.read_dense("reads='dense' was asked for")
     if kv.config.overflow:
         _check_overflow(door)
-    _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
     identity.kept(model)
     name_pages(kv, found.plan, identity)
     door.tried()
@@ -257,8 +255,7 @@ def make_cache(
         ConfigError: The cache is attached to no model.
         StateError: The prompt cannot be named by its token ids.
     """
-    found = _DOORS.get(kv)
-    door = found() if found is not None else None
+    door = next((one for one in list(_ATTACHED.values()) if one.kv is kv), None)
     if kv.inherited:
         warn_inherited(kv)
         model = None if door is None else door.model

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from flowkv.cache.step import Step
-from flowkv.core.errors import UnsupportedModelError
+from flowkv.core.errors import StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import (
     ALL_ATTENTION_FUNCTIONS,
@@ -60,11 +60,13 @@ class PagedView(torch.Tensor):
     Attributes:
         layer: The cache layer it belongs to, a `cache.PagedLayer`.
         which: 0 for keys, 1 for values.
+        step: The step in which the layer made it; in later ones the layer shows other tokens.
         gathered: The tensor itself, once the layer has left its pages.
     """
 
     layer: Any
     which: int
+    step: Any
     gathered: torch.Tensor | None
     # Otherwise torch would turn the dense results of operations into views again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -79,12 +81,23 @@ class PagedView(torch.Tensor):
             dtype=like.dtype,
             device=like.device,
         )
-        view.layer, view.which, view.gathered = layer, which, None
+        view.layer, view.which, view.step, view.gathered = layer, which, layer.wrote, None
         return view
 
     def dense(self) -> torch.Tensor:
-        """Return the dense tensor, gathered from pages."""
-        return self.layer.dense()[self.which] if self.gathered is None else self.gathered  # type: ignore[no-any-return]
+        """Return the dense tensor, gathered from pages.
+
+        Raises:
+            StateError: The layer's tokens have changed since the forward that made the view.
+        """
+        if self.gathered is not None:
+            return self.gathered
+        if getattr(self.layer, "wrote", None) is not self.step:
+            raise StateError(
+                "keys or values of an earlier forward are read, and the cache has changed since",
+                "Clone them in their own forward",
+            )
+        return self.layer.dense()[self.which]  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(
@@ -93,6 +106,7 @@ class PagedView(torch.Tensor):
         """Run an operation on the dense tensor, and mark the layer: later views start out dense."""
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, PagedView) and value.gathered is None:
+                value.dense()  # a stale view is refused first
                 value.layer.touched()
         return _touch(func, args, kwargs)
 
@@ -428,7 +442,7 @@ def attend(
         layer = key.layer
         if layer.rows.thinning is not None:
             layer.rows.thinning.observe(layer.index, query, arguments)
-        if value.layer is layer and _plain(layer, attention_mask, arguments, _OBEYED[previous]):
+        if value.layer is layer and _plain(key, attention_mask, arguments, _OBEYED[previous]):
             say = arguments.get
             out = layer.read(query, say("scaling"), say("softcap"), say("s_aux"))
             if out is not None:
@@ -441,13 +455,13 @@ def attend(
 
 
 def _plain(
-    layer: Any,
+    key: PagedView,
     attention_mask: torch.Tensor | None,
     arguments: dict[str, Any],
     obeyed: frozenset[str],
 ) -> bool:
-    rows = layer.rows
-    if not layer.in_step or layer.chunked or rows.wants_weights:
+    layer, rows = key.layer, key.layer.rows
+    if key.step is not rows.step or layer.chunked or rows.wants_weights:
         return False
     new = rows.new
     if _unserved(arguments, obeyed, new):

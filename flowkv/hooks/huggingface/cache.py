@@ -30,7 +30,6 @@ from flowkv.hooks.huggingface.versions import (
     native_layer,
     removed,
 )
-from flowkv.kernels.dispatch import choose
 
 # The layers of a model that can be in pages, from its configuration and one probe.
 
@@ -116,10 +115,9 @@ class PlacedLayer:
             with keys and values itself.
         was_read: Whether FlowKV's attention has read its pages.
         contradicted: Whether the model's mask shows another window than its cache.
-        backend: Kernels that serve it.
     """
 
-    __slots__ = tuple("backend contradicted group in_pages index place shape was_read".split())
+    __slots__ = tuple("contradicted group in_pages index place shape was_read".split())
 
     def __init__(self, index: int, group: int, spec: LayerGroup, *, in_pages: bool = True) -> None:
         self.index, self.group, self.in_pages = index, group, in_pages
@@ -127,7 +125,6 @@ class PlacedLayer:
         self.was_read = self.contradicted = False
         dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
         self.shape = (spec.kv_heads, spec.head_dim, spec.value_dim, dtype, device)
-        self.backend = choose(device, dtype, page_dtype=spec.dtype)
 
 
 class ModelPlan:
@@ -262,7 +259,7 @@ def place_layers(
 
 # Cache layers with K and V in pages, and some with a recurrent state beside them.
 
-PAGED_STATE = frozenset(("rows", "placed", "spec", "decode", "_cache", "_step", "_gathered"))
+PAGED_STATE = frozenset(("rows", "placed", "spec", "decode", "_cache", "wrote", "_gathered"))
 """Attributes that belong to one layer, and are not copied to another."""
 
 
@@ -310,6 +307,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         shape: (Hk, D, Dv, dtype, device) that K and V must have.
         decode: Prepared decode of the step (`Step.decode`), if this layer has used it.
         columns: Columns that the layer shows in the step.
+        wrote: The step that wrote its newest tokens, or None; views of other steps are stale.
 
     Args:
         rows: The sequences of the cache.
@@ -336,7 +334,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.columns, self.record_past = 0, False
         self.dtype, self.device = placed.shape[3:]
         self.decode: Any = None
-        self._step: object = None
+        self.wrote: object = None
         self._gathered: Gathered | None = None
         self.is_initialized = True
 
@@ -353,7 +351,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def in_step(self) -> bool:
         """Return whether the step that wrote its newest tokens is still open."""
-        return self._step is not None and self._step is self.rows.step
+        return self.wrote is not None and self.wrote is self.rows.step
 
     # ---- methods that the model calls
 
@@ -381,8 +379,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not stays or not self._write(key_states, value_states):
             return self.to_native().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows.updated += 1
-        self._step = rows.step
-        return self._given(key_states, value_states)
+        self.wrote = rows.step
+        if rows.base == 0:
+            if rows.thinning is not None:
+                setattr(key_states, OBSERVER, partial(rows.thinning.observe, self.index))
+            return key_states, value_states
+        if not self.placed.in_pages:
+            return self.dense()
+        seen = self.columns
+        views = PagedView(self, 0, key_states, seen), PagedView(self, 1, value_states, seen)
+        rows.views[self.index] = views
+        return views
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Write new tokens into pages; return False if shape, dtype or device do not fit."""
@@ -392,32 +399,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if decode is None or not decode.append(self.placed.place, k, v):
             if not self._expected(k, v):
                 return False
-            decode, backend = None, self.placed.backend
-            pages, batch = step.pages(self.index), step.batch(group)
-            kernels.append(rows.pack(k), rows.pack(v), pages, batch, backend=backend)
+            decode = None
         self._gathered, self.decode = None, decode if rows.new == 1 else None
-        step.appended(self.index)  # may wait for pages of this layer to load
+        if decode is None:
+            step.write(self.index, rows.pack(k), rows.pack(v))
+        else:
+            step.appended(self.index)  # may wait for pages of this layer to load
         self.columns = self._shown(rows.base) + rows.new
         return True
-
-    def _given(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V for the model after a write: the given tensors, views or dense tensors."""
-        rows, group = self.rows, self.placed.group
-        if rows.base == 0:
-            if rows.thinning is not None:
-                setattr(k, OBSERVER, partial(rows.thinning.observe, self.index))
-            return k, v
-        if not self.placed.in_pages:
-            return self.dense()
-        shown = rows.views.setdefault(group, [])
-        # A layer's attention is usually over when the next layer makes its keys. The views then
-        # have no other reference and are reused: making new ones costs more than appending a token.
-        if not shown or sys.getrefcount(shown[-2]) > 2 or sys.getrefcount(shown[-1]) > 2:
-            shown += PagedView(self, 0, k, self.columns), PagedView(self, 1, v, self.columns)
-        keys, values = shown[-2:]
-        keys.layer = values.layer = self
-        keys.gathered = values.gathered = None
-        return keys, values
 
     def read(
         self,
@@ -431,11 +420,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         Returns None if the queries do not fit the rows or the geometry.
         """
         if self.decode is not None:
-            found: torch.Tensor | None = self.decode.attend(
-                self.placed.place, q, scale, softcap, sinks
-            )
+            found = self.decode.attend(self.placed.place, q, scale, softcap, sinks)
             if found is not None:
-                return found
+                return found  # type: ignore[no-any-return]
         (batch, heads, new, dim), rows, step = q.shape, self.rows, self.rows.step
         assert step is not None
         kv_heads, head_dim, _, dtype, device = self.shape
@@ -443,22 +430,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             return None
         if q.dtype is not dtype or q.device != device:
             return None
-        if step.overflows:
-            packed = rows.pack(q)
-            found = step.read(self.index, packed, scale=scale, softcap=softcap, sinks=sinks)
-            return rows.unpack(found)
-        out = kernels.paged_attention(
-            rows.pack(q),
-            step.pages(self.index),
-            step.batch(self.placed.group),
-            scale=scale,
-            window=self.window,
-            softcap=softcap,
-            sinks=sinks,
-            backend=self.placed.backend,
-        )
-        assert isinstance(out, torch.Tensor)
-        return rows.unpack(out)
+        packed = rows.pack(q)
+        return rows.unpack(step.read(self.index, packed, scale=scale, softcap=softcap, sinks=sinks))
 
     def _begun(self) -> bool:
         """Return whether a hook began the step under way, and this layer has no part of it yet.
@@ -471,7 +444,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             rows.alive()
             rows.land()
             refuse_lost(rows)
-        return rows.step is not None and rows.step is not self._step
+        return rows.step is not None and rows.step is not self.wrote
 
     def _expected(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         heads, dim, dim_v, dtype, device = self.shape
@@ -590,9 +563,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         native, held = self.spec.make(), self._gathered
         if self.record_past and hasattr(native, "activate_past_recording"):
             native.activate_past_recording()
-        for view in self.rows.views.get(self.placed.group, ()):
-            if view.layer is self and self.in_step:
-                view.gathered = self.dense()[view.which]
+        for view in self.rows.views.get(self.index, ()):
+            view.gathered = self.dense()[view.which]
         if self.seen:
             native.update(*self.gather(self.seen))
         if held is not None:
@@ -603,9 +575,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
                 native.keys[:, :, -shown.keys.shape[2] :] = shown.keys
                 native.values[:, :, -shown.values.shape[2] :] = shown.values
         self._keep_state(native)
-        self.__dict__.clear()
-        self.__class__ = type(native)
-        self.__dict__.update(native.__dict__)
+        _become(self, type(native), vars(native))
 
     def _keep_state(self, native: Any) -> None:
         """Copy state beside K and V to a native layer; this layer has none."""
@@ -628,7 +598,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             kept: Columns that are left, if the rows were only cut.
         """
-        held, self._step, self._gathered = self._gathered, None, None
+        held, self.wrote, self._gathered = self._gathered, None, None
         if held is not None and held.asked and kept and self.shown is None:
             # As with a native layer, the remaining columns share memory with the caller's tensors.
             keys, values = (x[:, :, :kept] for x in held[:2])
@@ -667,10 +637,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: pages are prefetched by the cache's policies."""
 
 
-class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
+class PagedHybridLayer(PagedLayer, LinearAttentionLayer):  # type: ignore[misc]
     """Layer with attention in pages, and a recurrent state as in transformers."""
 
-    is_compileable = False
+    is_croppable = LinearAttentionLayer.is_croppable
 
     def __init__(self, *given: Any) -> None:
         PagedLayer.__init__(self, *given)
@@ -680,22 +650,6 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
         """Initialize states, which are passed by name; attention needs no initialization."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    def activate_past_recording(self) -> None:
-        """Record the past of both the states and the attention."""
-        LinearAttentionLayer.activate_past_recording(self)
-        PagedLayer.activate_past_recording(self)
-
-    crop, reorder_cache, reset = PagedLayer.crop, PagedLayer.reorder_cache, PagedLayer.reset
-
-    def get_max_length(self) -> int:
-        """Return the window of the attention in columns, -1 if there is none."""
-        return PagedLayer.get_max_length(self)
-
-    @property
-    def is_croppable(self) -> bool:
-        """Return whether the recurrent states can be cropped."""
-        return bool(LinearAttentionLayer.is_croppable.fget(self))
 
     def _keep_state(self, native: Any) -> None:
         for name in vars(LinearAttentionLayer()):
@@ -955,8 +909,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     def take_over(cls, cache: Any, rows: Rows, plan: ModelPlan, door: Any) -> PagedCache:
         """Turn a fresh native cache into a paged one, in place."""
         records = any(getattr(layer, "record_past", False) for layer in cache.layers)
-        cache.__dict__.clear()
-        cache.__class__ = cls
+        _become(cache, cls, {})
         cls.__init__(cache, rows, plan, door)
         if records:  # drafts will be taken back
             cache.activate_past_recording()
@@ -1023,9 +976,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
                 layer.to_native()
         close, own = self.close, self._own
         kept = {name: value for name, value in vars(self).items() if name not in own}
-        self.__dict__.clear()
-        self.__dict__.update(kept, left_pages=True)  # copies inherit the mark
-        self.__class__ = DynamicCache
+        _become(self, DynamicCache, kept | {"left_pages": True})  # copies inherit the mark
         if not rows.kv.inherited:
             rows.abandon()
         close()
@@ -1188,7 +1139,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         own = ("layers", "_made", "rows", "recurrent", "close")
         twin.__dict__.update({k: v for k, v in vars(self).items() if k not in own})
         for old, new in zip(self.layers, twin.layers, strict=True):
-            _copy_layer(old, new)
+            kept = {k: _clone(v) for k, v in vars(old).items() if k not in PAGED_STATE}
+            new.__dict__.update(kept)
         twin.recurrent.mark()
         return twin
 
@@ -1204,6 +1156,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         return _itself, (twin,)
 
 
+def _become(held: Any, cls: type, attributes: Mapping[str, Any]) -> None:
+    """Turn an object that callers hold into one of another class; nothing else of it changes."""
+    held.__dict__.clear()
+    held.__class__ = cls
+    held.__dict__.update(attributes)
+
+
 def _itself(cache: Any) -> Any:
     return cache
 
@@ -1213,13 +1172,6 @@ def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCach
     if placed is None:
         return spec.make()
     return (PagedHybridLayer if spec.hybrid else PagedLayer)(rows, placed, spec, cache)
-
-
-def _copy_layer(old: Any, new: Any) -> None:
-    """Copy a layer's own attributes; tensors are cloned, attributes of its place left out."""
-    for name, value in vars(old).items():
-        if not isinstance(old, PagedLayer) or name not in PAGED_STATE:
-            new.__dict__[name] = _clone(value)
 
 
 def _clone(value: Any) -> Any:

@@ -81,12 +81,13 @@ class ForwardHook:
         proof: The reader that verifies the model's weights, so that pages may be kept.
         sparsifier: The policy that drops tokens of a prompt; None keeps all of them.
         passes: Native caches that were warned of or had pages once: they cause no more warnings.
+        graphs: The captured decode steps; None if none may be captured.
     """
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
-        _call _graphs _answers
-        _attends _reads _verdicts _alike _live _caches _inside _leaving _problem _names_used
+        _call graphs _answers
+        _attends _reads _verdicts _alike _caches _inside _leaving _problem _names_used
         _doubted _handles _naming __weakref__""".split()
     )
 
@@ -102,7 +103,7 @@ class ForwardHook:
     ) -> None:
         self._model = weakref.ref(model)
         self.kv, self.plan, self.identity, self.switch = kv, plan, identity, switch
-        self.names = Names.of(model)
+        self.names = Names(model)
         self._switched: set[tuple[int, int]] = set()
         self._lock = threading.RLock()
         self.proof = Proof(kv, identity, self._lock)
@@ -111,7 +112,6 @@ class ForwardHook:
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
-        self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._inside: set[tuple[int, int]] = set()
         self._leaving, self._problem = False, ""
@@ -120,7 +120,7 @@ class ForwardHook:
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._call = PackedCall(model, self.names, masked=False)
-        self._graphs: GraphedForward | None = None
+        self.graphs: GraphedForward | None = None
         self._answers: type[Any] | None = None  # class of the model's output of a decode step
 
     @property
@@ -155,7 +155,7 @@ class ForwardHook:
             model.__dict__["forward"] = _answering(model.forward, self.names.cache)
             state = partial(_state, weakref.ref(self))
             call = partial(_packed, weakref.ref(self))
-            self._graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed)
+            self.graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed)
         follow(self.kv, close=self.release)
 
     @property
@@ -237,7 +237,7 @@ class ForwardHook:
         model = self.model
         if model is not None:
             self._strip(model.__dict__)
-        self._graphs = None
+        self.graphs = None
 
     def release(self) -> None:
         """Turn all caches that are still held into native ones, before the pages are freed.
@@ -326,9 +326,10 @@ class ForwardHook:
             if cache is not None and not training:
                 warn_inherited(self.kv)
             return None
-        if not self.kv.closed and not self._leaving and self._may_start(model, cache, given):
-            return (), self.start(cache, given)
-        return None
+        problem = None if self.kv.closed or self._leaving else self.decide(model, cache, given)
+        if problem:
+            self._pass(cache, given, problem)
+        return ((), self.start(cache, given)) if problem == "" else None
 
     @interrupts.unbroken
     def after(self, module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
@@ -361,28 +362,34 @@ class ForwardHook:
                     self.retract()
                 self.proof.rest()
 
-    def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
-        """Return whether a forward may turn its cache into a paged one; warn of an obstacle."""
+    def decide(self, module: Any, cache: Any, given: dict[str, Any]) -> str | None:
+        """Return why a forward is left to the model's own cache; changes nothing.
+
+        Args:
+            module: The model.
+            cache: Its cache for the decoder, which is not paged.
+            given: The arguments of the forward.
+
+        Returns:
+            "" if it is served; None if it expects no reuse, so that a warning would be noise.
+        """
         if module.training or given.get("use_cache") is False:
-            return False  # such calls expect no reuse, so they get no warning
+            return None
         keep = given.get("logits_to_keep", 0)
         says = cache is not None and "logits_to_keep" in self.names.parameters
         if says and not (isinstance(keep, int) and keep > 0):
-            return False  # all logits are wanted: no generation
+            return None  # all logits are wanted: no generation
         problem = self._foreign(cache)
         if cache in self.passes or problem is None or getattr(cache, "left_pages", False):
-            return False
-        if not problem and _wants_grad(self, module, given):
-            problem = "gradients are wanted; call it under torch.no_grad()"
-        if not problem and (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")):
-            problem = "it runs under autocast"
+            return None
         if problem:
-            if cache is not None:
-                self.passes.add(cache)
-            self._refuse(problem)
-            return False
+            return problem
+        if torch.is_grad_enabled() and _wants_grad(self, module, given):
+            return "gradients are wanted; call it under torch.no_grad()"
+        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+            return "it runs under autocast"
         whole = given[self.names.cache]
-        return whole is cache or not whole.cross_attention_cache.get_seq_length()
+        return "" if whole is cache or not whole.cross_attention_cache.get_seq_length() else None
 
     def _foreign(self, cache: Any) -> str | None:
         """Return the problem of a cache, "" for none; None for a user's class: no warning then."""
@@ -474,7 +481,7 @@ class ForwardHook:
 
         A replay after the loads takes less time than layers that Python launches beside them.
         """
-        rows, graphs = cache.rows, self._graphs
+        rows, graphs = cache.rows, self.graphs
         if rows.restoring is None or graphs is None or call.columns - rows.base != 1:
             return rows.base
         if graphs.captured(len(rows.seqs), call.columns - int(rows.pads.min())):
@@ -547,7 +554,8 @@ class ForwardHook:
         self, cache: Any, given: dict[str, Any], problem: str, code: str = ""
     ) -> dict[str, Any]:
         """Leave a native cache to the model and warn why; return the arguments unchanged."""
-        self.passes.add(cache)
+        if cache is not None:
+            self.passes.add(cache)
         self._refuse(problem, code)
         return given
 
@@ -688,15 +696,13 @@ class ForwardHook:
             paged.fresh = True
         paged.options = {} if self.names.encoder else call.condition
         paged.load_states(found.states)
-        if paged.recurrent:
-            self._live.add(paged)
         self._caches.add(paged)
         return paged
 
     def _save_states(self) -> None:
         """Save the recurrent states of caches that are in no forward but still referenced."""
-        for cache in list(self._live):
-            if cache.rows.step is None:
+        for cache in list(self._caches):
+            if isinstance(cache, PagedCache) and cache.rows.step is None:
                 cache.recurrent.save()
 
     # ---- later forwards
@@ -794,13 +800,13 @@ class ForwardHook:
 
     def _replay(self, cache: PagedCache, call: ForwardCall) -> None:
         """Compute the logits of a beginning forward by a graph, or note its inputs for `_learn`."""
-        if self._graphs is None or not isinstance(cache, PagedCache):  # the cache became native
+        if self.graphs is None or not isinstance(cache, PagedCache):  # the cache became native
             return
         if not self._repeats(cache, call):
             return
         rows = cache.rows
         assert rows.step is not None and call.ids is not None and call.positions is not None
-        logits = self._graphs.replay(rows.step, call.ids, call.positions)
+        logits = self.graphs.replay(rows.step, call.ids, call.positions)
         if logits is None or self._answers is None:
             cache.decoding = call.ids, call.positions
         elif rows.agree():  # its result was requested before the graph was launched
@@ -811,24 +817,13 @@ class ForwardHook:
     def _learn(self, cache: PagedCache, output: Any) -> None:
         """Record a decode step that the model ran without a graph."""
         decoding, cache.decoding = cache.decoding, None
-        if decoding is None or cache.rows.step is None or self._graphs is None:
+        if decoding is None or cache.rows.step is None or self.graphs is None:
             return
         said = {name for name, value in vars(output).items() if value is not None}
         if said != {"logits", self.names.cache} or output.logits.shape[1] != 1:
             return
         self._answers = type(output)
-        self.record_step(cache.rows.step, *decoding, output.logits[:, 0])
-
-    def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits of a decode step by a graph; see `GraphedForward.replay`."""
-        return None if self._graphs is None else self._graphs.replay(step, ids, positions)
-
-    def record_step(
-        self, step: Step, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
-    ) -> None:
-        """Record a decode step that ran without a graph; see `GraphedForward.record_step`."""
-        if self._graphs is not None:
-            self._graphs.record_step(step, ids, positions, logits)
+        self.graphs.record_step(cache.rows.step, *decoding, output.logits[:, 0])
 
     def _begin(
         self, cache: PagedCache, call: ForwardCall, columns: int, *, whole: bool = True
@@ -1015,9 +1010,7 @@ class ForwardHook:
 
 
 def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether gradients may flow through a forward: pages do not pass them on."""
-    if not torch.is_grad_enabled():
-        return False
+    """Return whether gradients may flow through a forward, if enabled: pages pass none on."""
     given_ones = (v for v in given.values() if isinstance(v, torch.Tensor))
     return (
         door.identity.suspect  # foreign code may hold parameters of its own

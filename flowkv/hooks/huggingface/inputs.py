@@ -376,7 +376,7 @@ _PAST = "past_key_values"
 
 
 class Names:
-    """Names of a model's arguments.
+    """Names of a model's arguments, read from its forward and its configuration.
 
     Attributes:
         parameters: Parameters of its forward, in order, with their defaults.
@@ -390,15 +390,19 @@ class Names:
         counts: Without positions, the model counts on from the length of its cache.
     """
 
-    def __init__(
-        self, parameters: dict[str, Any], encoder: bool, placeholders: dict[str, int]
-    ) -> None:
-        self.parameters, self.encoder, self.placeholders = parameters, encoder, placeholders
-        self.counts = True
+    def __init__(self, model: torch.nn.Module) -> None:
+        config: Any = model.config
+        signature = list(inspect.signature(type(model).forward).parameters.values())[1:]
+        self.parameters = {one.name: one.default for one in signature}
+        encodes = bool(getattr(config, "is_encoder_decoder", False))
+        self.encoder = encodes and "decoder_input_ids" in self.parameters
+        self.placeholders = placeholder_ids(config)
+        # Models with `rope_deltas` count on from the end of whichever prompt they ran last.
+        self.counts = not any("rope_deltas" in vars(module) for module in model.modules())
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
-        whose = "decoder_" if encoder else ""
+        whose = "decoder_" if self.encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
-        renamed = "cache" in parameters and _PAST not in parameters
+        renamed = "cache" in self.parameters and _PAST not in self.parameters
         self.cache = "cache" if renamed else _PAST
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -406,18 +410,6 @@ class Names:
         if self.cache == _PAST or _PAST not in given:
             return given
         return {self.cache if name == _PAST else name: value for name, value in given.items()}
-
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> Names:
-        """Read the argument names of a model's forward."""
-        config: Any = model.config
-        signature = list(inspect.signature(type(model).forward).parameters.values())[1:]
-        parameters = {one.name: one.default for one in signature}
-        encoder = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters
-        names = cls(parameters, bool(encoder), placeholder_ids(config))
-        # Models with `rope_deltas` count on from the end of whichever prompt they ran last.
-        names.counts = not any("rope_deltas" in vars(module) for module in model.modules())
-        return names
 
 
 class Prompt(NamedTuple):
@@ -727,42 +719,25 @@ class Note(NamedTuple):
     positions: NDArray[np.int64] | None
 
 
-class Notes:
-    """Notes of one cache, in order of columns.
+def read_notes(
+    notes: Sequence[tuple[int, Later]], pads: NDArray[np.int64], *, by_column: bool
+) -> tuple[int, NDArray[np.int64], bool]:
+    """Read the ids and positions of a cache's forwards.
 
-    Attributes:
-        told: The first column of each forward, and its ids and positions.
+    Args:
+        notes: The first column of each forward, in order, and its ids and positions; at least one.
+        pads: Padding columns of each row.
+        by_column: Positions are expected to be missing: they count columns.
+
+    Returns:
+        The first column, ids `[B, n]`, and whether all positions are the usual ones.
     """
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, Later]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.told)
-
-    def truncate(self, low: int) -> None:
-        """Drop the notes of columns from `low` on."""
-        self.told = [note for note in self.told if note[0] < low]
-
-    def pop(self, pads: NDArray[np.int64], by_column: bool) -> tuple[int, NDArray[np.int64], bool]:
-        """Return the content of all notes and drop them.
-
-        Args:
-            pads: Padding columns of each row.
-            by_column: Positions are expected to be missing: they count columns.
-
-        Returns:
-            The first column, ids `[B, n]`, and whether all positions are the usual ones.
-        """
-        told, self.told = self.told, []
-        notes = [Note(low, *map(_numbers, later.result()[:2])) for low, later in told]
-        joined = _join(notes)
-        ordinary = all(
-            usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)
-            for note in joined
-        )
-        ids = np.concatenate([note.ids for note in joined], axis=1)
-        return notes[0].low, ids, ordinary
+    read = [Note(low, *map(_numbers, later.result()[:2])) for low, later in notes]
+    ordinary = all(
+        usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)
+        for note in _join(read)
+    )
+    return notes[0][0], np.concatenate([note.ids for note in read], axis=1), ordinary
 
 
 def _numbers(tensor: torch.Tensor | None) -> Any:

@@ -55,13 +55,14 @@ class PackedForward:
         door, model = self._door, self._door.model
         every = len(last) == step.tokens.shape[1]  # all rows decode one token
         odd = not door.unchanged(full=step.fills)
-        found = door.replay(step, step.tokens, step.positions) if every else None
+        graphs = door.graphs if every else None
+        found = None if graphs is None else graphs.replay(step, step.tokens, step.positions)
         if found is None:
             keep = last if self._by_index and not every else None
             logits = self._call(step, door.plan, keep)[0]
             found = logits if every or keep is not None else logits[sent(last, logits.device)]
-            if every:
-                door.record_step(step, step.tokens, step.positions, logits)
+            if graphs is not None:
+                graphs.record_step(step, step.tokens, step.positions, logits)
         # Checked late: the forward still runs on a GPU, and changes during it are noticed.
         odd = odd or (step.fills and bool(modes(own=False) or not door.trusted()))
         door.retract()

@@ -84,7 +84,7 @@ def probe(
         UnsupportedModelError: The model cannot be run so, or its layers cannot be paged.
     """
     specs = read_layers(model.config)
-    names, parts = Names.of(model), _parts(model, long=long)
+    names, parts = Names(model), _parts(model, long=long)
     try:
         with quiet(model):
             cache = native_cache(model)

@@ -18,7 +18,7 @@ import torch
 
 from flowkv.cache.audit import due
 from flowkv.cache.block_table import Planner
-from flowkv.cache.kv import KV
+from flowkv.cache.kv import KV, count_tokens, end
 from flowkv.cache.restore import Late, RestoreJob
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, StateError
@@ -166,7 +166,7 @@ def _align(
             except StateError:
                 return False
             seq.note(prompt.tokens[length:])
-            uncount(kv, 0, seq.reused - length)
+            count_tokens(kv, 0, length - seq.reused)
             seq.reused = length
     return True
 
@@ -178,7 +178,7 @@ def discard(kv: KV, seqs: list[Sequence]) -> list[int]:
         requests.append(seq.request)
         seq.request = -1  # the request continues in another sequence
     own = list(dict.fromkeys(seqs))
-    uncount(kv, sum(len(seq.tokens) for seq in own), sum(seq.reused for seq in own))
+    count_tokens(kv, -sum(len(seq.tokens) for seq in own), -sum(seq.reused for seq in own))
     close_all(own)
     seqs.clear()
     return requests
@@ -189,15 +189,6 @@ def abort(kv: KV, requests: Items[int]) -> None:
     with kv.lock:
         for request in requests:
             kv.visits.abort(request)
-
-
-def uncount(kv: KV, seen: int, reused: int) -> None:
-    """Subtract tokens from the statistics that were counted twice for one request."""
-    with kv.lock:
-        kv.seen_most = max(kv.seen_most, kv.tokens_seen)
-        kv.reused_most = max(kv.reused_most, kv.tokens_reused)
-        kv.tokens_seen -= seen
-        kv.tokens_reused -= reused
 
 
 # Nested forwards: the model runs over a few tokens of known prompts, inside its own forward.
@@ -397,24 +388,19 @@ class _Coming:
         part: Its row.
         restoration: The job that loads it.
         shared: Whether several rows have this prompt.
-        front: Tokens that were in place when only the loads were left.
+        computed: Tokens behind its front that were computed because their pages did not load.
         over: Whether the restoration has been finished.
     """
 
     def __init__(self, part: Part, restoration: RestoreJob, *, shared: bool) -> None:
         self.part, self.restoration, self.shared = part, restoration, shared
-        self.front, self.over = part.seq.length, False
+        self.computed, self.over = 0, False
 
     def finish(self, kv: KV, *, ok: bool) -> None:
-        """End the restoration and count the loaded tokens as reused."""
-        self.restoration.finish(ok=ok)
+        """End the restoration once, and count the loaded tokens as reused."""
         if not self.over:
             self.over = True
-            came = max(0, self.restoration.tokens - self.front)
-            if not self.restoration.tokens:
-                came = -self.part.seq.reused  # neither a saved state nor its prefix was used
-            self.part.seq.reused += came
-            uncount(kv, 0, -came)
+            end(kv, self.restoration, ok=ok, computed=self.computed)
 
 
 class Restoring:
@@ -487,7 +473,6 @@ class Restoring:
             else:
                 one.restoration.meet()
             one.restoration.settle()
-            one.front = one.restoration.front
         for one in self._coming:
             if one.shared:  # a sequence cannot be forked while its pages are loaded
                 one.finish(self._kv, ok=one.restoration.complete())
@@ -558,7 +543,7 @@ class Restoring:
             twin.publishable = seq.publishable
             if twin.restoration is not None:
                 twin.restoration.cancel()
-            one.front += max(0, end - twin.length)
+            one.computed += max(0, end - twin.length)
             while twin.length < end:
                 rest = one.part._replace(seq=twin, count=min(CHUNK, end - twin.length))
                 nested.compute([nested.whole(rest)], self._pump)
@@ -672,7 +657,7 @@ def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
     gained = found.base - rows.base
     if gained <= 0:
         abort(kv, discard(kv, found.seqs))
-        uncount(kv, -len(rows.seqs) * call.columns, 0)
+        count_tokens(kv, len(rows.seqs) * call.columns, 0)
         return call.given
     abort(kv, discard(kv, list(rows.seqs)))
     rows.seqs[:] = found.seqs

@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.block_table import Planner
-from flowkv.cache.kv import KV, plan
+from flowkv.cache.kv import KV, count_tokens, plan
 from flowkv.cache.later import Later
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import StateError
-from flowkv.hooks.huggingface.inputs import ForwardCall, Notes, usual
+from flowkv.hooks.huggingface.inputs import ForwardCall, read_notes, usual
 from flowkv.hooks.huggingface.versions import EncoderDecoderCache
 from flowkv.kernels.operands import Pages, Ragged, sent
 
@@ -46,9 +46,7 @@ def apart(kv: KV, seqs: list[Sequence]) -> None:
     for row, seq in enumerate(seqs):
         if id(seq) in taken:
             seqs[row] = kv.fork(seq)
-            with kv.lock:
-                kv.tokens_seen += len(seq.tokens)
-                kv.tokens_reused += seq.reused
+            count_tokens(kv, len(seq.tokens), seq.reused)
         taken.add(id(seq))
 
 
@@ -77,8 +75,7 @@ class Rows:
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
         lost: Columns that failed to load, and that the caller still counts on.
-        views: By group: views of K and V that layers pass to the model in a step; the last two are
-            passed by one layer after the other.
+        views: By layer: the views of K and V that it passes to the model in the step.
         taken: The caller got K and V of a layer as tensors, and may write to them.
         thinning: A `thin.Thinning` until tokens are removed from the rows, or None.
 
@@ -125,7 +122,8 @@ class Rows:
         self._last: Step | None = None
         self._index: torch.Tensor | None = None
         self._agrees: Later | None = None
-        self._notes, self.noted = Notes(), base
+        self._notes: list[tuple[int, Later]] = []
+        self.noted = base
         self.shifts = np.zeros(len(self.seqs), np.int64)
         self._pad(pads)
 
@@ -239,7 +237,7 @@ class Rows:
             if self.thinning is not None:
                 self.thinning.forget()
             self.total = self.base
-            self._notes.truncate(self.base)
+            self._notes = [note for note in self._notes if note[0] < self.base]
             self.noted = min(self.noted, self.base)
             self.land(wait=False)
 
@@ -331,7 +329,7 @@ class Rows:
         later = Later(ids, positions, padded)
         self._agrees = later if padded is not None else None
         if not self.blind:
-            self._notes.told.append((self.base, later))
+            self._notes.append((self.base, later))
             self.noted = self.base + ids.shape[1]
             if self.base < self._known:
                 self.flush()  # the prompt is known ahead: compare the ids with it now
@@ -341,7 +339,9 @@ class Rows:
         """Append the recorded ids to the sequences; stop publishing if positions are unusual."""
         if not self._notes or self.blind:
             return
-        low, ids, ordinary = self._notes.pop(self.pads - self.shifts, self.by_column)
+        notes, self._notes = self._notes, []
+        pads = self.pads - self.shifts
+        low, ids, ordinary = read_notes(notes, pads, by_column=self.by_column)
         if not ordinary:
             self.disable_publishing()
             return
@@ -370,7 +370,7 @@ class Rows:
     def disable_publishing(self) -> None:
         """Publish no further pages: K and V depend on inputs that keys do not cover."""
         self.blind = True
-        self._notes.told.clear()
+        self._notes.clear()
         for seq in self.seqs:
             seq.publishable = False
 
@@ -507,7 +507,7 @@ class Rows:
         every = range(len(self.seqs))
         seqs = self._forked(every, set(every))
         twin = copy(self)  # no ids are recorded, and no restore is under way
-        twin.seqs, twin._notes, twin._index, twin.wants_weights = seqs, Notes(), None, False
+        twin.seqs, twin._notes, twin._index, twin.wants_weights = seqs, [], None, False
         twin._agrees = None
         twin.views = {}
         twin.thinning = self.thinning and self.thinning.fork()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.kv import KV, Asked, PagedRow, open_row
+from flowkv.cache.kv import KV, PagedRow, open_row
 from flowkv.cache.sequence import STOPS, Sequence
 from flowkv.core.errors import (
     ConfigError,
@@ -101,7 +101,7 @@ class PaddedRunner:
     def __init__(self, model: Any, kv: KV, door: ForwardHook, *, together: bool = True) -> None:
         self._model, self._kv, self._door, self.together = model, kv, door, together
 
-    def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
+    def open(self, request: Any, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
         """Open a row with its known prefix in place, or (`wait=False`) being loaded.
 
         Rows with recurrent states always wait for their prefix.
@@ -111,7 +111,6 @@ class PaddedRunner:
             return open_row(kv, request, tokens, wait=wait)
         stateful = door.plan.stateful
         care = {"session": request.session, "lease": request.lease, "retain": request.retain}
-        care = {name: value for name, value in care.items() if value not in (None, "", ())}
         wait, most = wait or stateful, len(tokens) - 1
         limits = ReuseLimits(most, request.tenant, stateful, care=care, wait=wait)
         found = admit(kv, [Prompt(np.asarray(tokens), 0, list(request.salts))], limits)

@@ -39,41 +39,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = [
-    "ALL_ATTENTION_FUNCTIONS",
-    "ALL_MASK_ATTENTION_FUNCTIONS",
-    "BOOKKEEPING",
-    "CACHES",
-    "MODAL_INPUTS",
-    "PREFILL",
-    "UNIMPORTANT",
-    "AttentionInterface",
-    "AttentionMaskInterface",
-    "Cache",
-    "CacheLayerMixin",
-    "DynamicCache",
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "EncoderDecoderCache",
-    "EosTokenCriteria",
-    "LinearAttentionCacheLayerMixin",
-    "LinearAttentionLayer",
-    "MaxLengthCriteria",
-    "PreTrainedConfig",
-    "PreTrainedModel",
-    "PreTrainedTokenizerBase",
-    "causal_mask_function",
-    "chosen_functions",
-    "lasting",
-    "layer_types",
-    "library_release",
-    "native_layer",
-    "overlay_window",
-    "removed",
-    "settings",
-    "settled",
-]
-
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 """Native classes of caches and layers that keep keys and values of models."""
 
