@@ -18,6 +18,7 @@ from tests.inside import (
     CapacityError,
     ConfigError,
     PackedRunner,
+    StateError,
     TokenError,
     UnsupportedModelError,
     door_of,
@@ -233,3 +234,27 @@ def test_what_a_look_at_the_model_raises_fails_requests_and_not_the_engine(
                 with pytest.raises(UnsupportedModelError, match="cannot be served"):
                     answer.result(90)
         assert engine.submit(PROMPTS[1], max_new_tokens=2).result(90).reason == "length"
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_h1"])
+def test_a_model_that_moves_to_another_dtype_fails_its_rows_and_serves_the_next(name: str) -> None:
+    """In rectangles, and one by one: the rows have pages of the former dtype, and no others."""
+    model, twin = models.causal(name), models.causal(name).to(torch.float64)
+    prompt, calls = models.prompt(20)[0].tolist(), list[int]()
+
+    def move(module: Any, *_: Any) -> None:
+        calls.append(0)
+        if len(calls) == 4:
+            module.to(torch.float64)
+
+    with (
+        flowkv.attach(model, gpu="64MiB", page_size=16, revision="moves") as kv,
+        Engine(model, kv, max_rows=4) as engine,
+    ):
+        handle = model.register_forward_hook(move)
+        with pytest.raises(StateError, match="do not fit the pages"):
+            engine.run([prompt], max_new_tokens=NEW)
+        handle.remove()
+        assert not kv._open, "its row is closed"
+        (done,) = engine.run([prompt], max_new_tokens=NEW)
+        assert done.tokens == alone(twin, prompt)

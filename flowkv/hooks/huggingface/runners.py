@@ -54,6 +54,17 @@ class EngineCache(PagedCache):
 
     damaged = False
 
+    def give_up(self, *, private: bool = False) -> None:
+        """Refuse to become native: rows of an engine have no other cache.
+
+        Raises:
+            StateError: Always; the step fails, and its rows are as before.
+        """
+        raise StateError(
+            "the model's keys and values do not fit the pages of its rows any more",
+            "Submit the requests again",
+        )
+
     def finish(self) -> None:
         """Do nothing: `commit` ends the step, for all of its rows at once."""
 
