@@ -1371,9 +1371,8 @@ class KV:
             retain: See `open`; positions count each row's own tokens, without padding.
             **inputs: The arguments of `generate`.
         """
-        care = {"session": session, "lease": lease, "retain": retain}
-        said = {name: value for name, value in care.items() if value not in (None, "", ())}
-        return above.open_cache(self, *args, tenant=tenant, care=said, **inputs)
+        care = {"tenant": tenant, "session": session, "lease": lease, "retain": retain}
+        return above.open_cache(self, *args, care=care, **inputs)
 
     def learn(self, documents: Items[Tokens], *, tenant: str | None = None) -> int:
         """Register documents for reuse anywhere in a prompt with `attach(..., reuse="blend")`.

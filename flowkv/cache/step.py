@@ -576,8 +576,6 @@ class Step:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Write the new K and V of a layer into pages, the first half of `attend`."""
-        if not self._open:
-            raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("k", k)
         group, place = self.planner.locate(layer)
         decode, pages = writer(self, group), self.pages(layer)
@@ -597,8 +595,6 @@ class Step:
         alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend over the pages of a layer after `write`, the second half of `attend`."""
-        if not self._open:
-            raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("q", q)
         group, place = self.planner.locate(layer)
         plain = window is None and alibi is None
@@ -678,11 +674,14 @@ class Step:
             )
 
     def _fits(self, name: str, x: torch.Tensor) -> None:
-        """Check the number of new tokens, which kernels assume: on a GPU they cannot raise.
+        """Check that the step is open, and the number of new tokens: kernels on a GPU cannot raise.
 
         Raises:
             GeometryError: `x` has another number of tokens than the step.
+            StateError: The step is over.
         """
+        if not self._open:
+            raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         new = self.advance.starts[-1]
         if x.shape[0] != new:
             raise GeometryError(

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import ConfigError, PagedCache, StateError, door_of
+from tests.inside import ConfigError, PagedCache, StateError, door_of, step
 
 PAST = "cache" if hasattr(CausalLMOutputWithPast(), "cache") else "past_key_values"
 """What transformers calls it: from 5.24 on, `cache`."""
@@ -984,3 +984,27 @@ class TestVerify:
         assert not report
         assert "no layer keeps keys and values" in report.reasons[0]
         assert "refused" in report.verdict
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_a_prefix_that_rows_share_is_read_once_for_all(
+    name: str, beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rows of a batch, and by beams; with windows, sinks and caps."""
+    model, twin = models.causal(name), models.causal(name)
+    once, many = models.prompt(200), range(1 if beams > 1 else 3)
+    ids = torch.cat([torch.cat([once, models.prompt(9, seed=n)], 1) for n in many])
+    given = dict(input_ids=ids, attention_mask=torch.ones_like(ids), num_beams=beams)
+    calls, own = list[int](), step.kernels.cascade_attention
+    monkeypatch.setattr(step, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(
+        step.kernels, "cascade_attention", lambda *a, **k: calls.append(0) or own(*a, **k)
+    )
+    wanted = generate(twin, 6, **given)
+    with attached(model) as kv:
+        for known in (False, True):
+            calls.clear()
+            assert_same(generate(model, 6, **given), wanted, 1e-5)
+            assert calls or not (known or beams > 1)
+        assert reused(kv)

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.hooks import models
 from tests.hooks.compare import attached
 from tests.inside import door_of
 
-PAST = "past_key_values"
+PAST = "cache" if hasattr(CausalLMOutputWithPast(), "cache") else "past_key_values"
+"""What transformers calls it: from 5.24 on, `cache`."""
 
 
 class Mine(DynamicCache):

@@ -53,6 +53,7 @@ Reads = Literal["auto", "dense"]
 
 _LOCK = threading.Lock()
 _ATTACHED: weakref.WeakKeyDictionary[torch.nn.Module, ForwardHook] = weakref.WeakKeyDictionary()
+_DOORS: weakref.WeakKeyDictionary[KV, weakref.ref[ForwardHook]] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -207,6 +208,7 @@ def install(
         door.read_dense("reads='dense' was asked for")
     if kv.config.overflow:
         _check_overflow(door)
+    _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
     identity.kept(model)
     name_pages(kv, found.plan, identity)
     door.tried()
@@ -232,13 +234,7 @@ def _check_overflow(door: ForwardHook) -> None:
         )
 
 
-def make_cache(
-    kv: KV,
-    *args: Any,
-    tenant: str | None = None,
-    care: Mapping[str, Any] = NOTHING,
-    **inputs: Any,
-) -> Any:
+def make_cache(kv: KV, *args: Any, care: Mapping[str, Any] = NOTHING, **inputs: Any) -> Any:
     """Make a cache for one call: `generate(**inputs, past_key_values=kv.cache(**inputs))`.
 
     This does what happens by itself in a forward of the attached model, for a tenant of choice. In
@@ -247,15 +243,15 @@ def make_cache(
     Args:
         kv: The cache.
         *args: `input_ids`, if not by name.
-        tenant: Tenant of the pages to reuse and to publish; default the cache's own tenant.
-        care: `session`, `lease` and `retain` for `KV.open`, as far as they are set.
+        care: `tenant`, `session`, `lease` and `retain` for `KV.open`, as far as they are set.
         **inputs: The arguments of `generate`.
 
     Raises:
         ConfigError: The cache is attached to no model.
         StateError: The prompt cannot be named by its token ids.
     """
-    door = next((one for one in list(_ATTACHED.values()) if one.kv is kv), None)
+    found = _DOORS.get(kv)
+    door = found() if found is not None else None
     if kv.inherited:
         warn_inherited(kv)
         model = None if door is None else door.model
@@ -267,8 +263,8 @@ def make_cache(
         )
     if args:
         inputs = {door.names.ids: args[0], **inputs}
-    cache = door.open(inputs, tenant, care)
-    cache.tenant, cache.care = tenant, care
+    cache = door.open(inputs, care)
+    cache.care = care
     return cache
 
 
@@ -484,7 +480,7 @@ def _compare(
     mask = torch.ones_like(ids) if mask is None else mask
     with (door_of(model) or door).aside():
         wanted, logits = _answer(model, door.names, ids, mask, native_cache(model), None)
-    cache = door.open(_inputs(model, door.names, ids, mask), None)
+    cache = door.open(_inputs(model, door.names, ids, mask))
     try:
         reused = cache.reused
         found, others = _answer(model, door.names, ids, mask, cache, wanted)

@@ -574,11 +574,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             else:  # a window that records its past holds more columns than it shows
                 native.keys[:, :, -shown.keys.shape[2] :] = shown.keys
                 native.values[:, :, -shown.values.shape[2] :] = shown.values
-        self._keep_state(native)
+        if isinstance(self, LinearAttentionLayer):
+            for name in vars(LinearAttentionLayer()):
+                setattr(native, name, getattr(self, name))
         _become(self, type(native), vars(native))
-
-    def _keep_state(self, native: Any) -> None:
-        """Copy state beside K and V to a native layer; this layer has none."""
 
     def to_native(self) -> Any:
         """Turn the whole cache into a native one; return this layer, now native."""
@@ -641,19 +640,11 @@ class PagedHybridLayer(PagedLayer, LinearAttentionLayer):  # type: ignore[misc]
     """Layer with attention in pages, and a recurrent state as in transformers."""
 
     is_croppable = LinearAttentionLayer.is_croppable
+    lazy_initialization = LinearAttentionLayer.lazy_initialization
 
     def __init__(self, *given: Any) -> None:
         PagedLayer.__init__(self, *given)
         LinearAttentionLayer.__init__(self, self.spec.arguments.get("number_of_states", 1))
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize states, which are passed by name; attention needs no initialization."""
-        if kwargs:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    def _keep_state(self, native: Any) -> None:
-        for name in vars(LinearAttentionLayer()):
-            setattr(native, name, getattr(self, name))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -871,8 +862,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         plan: Its layers.
         recurrent: Its recurrent layers, if there are any.
         door: The attached model that it serves, or None.
-        tenant: Tenant of its pages; None for the cache's own tenant.
-        care: `session`, `lease` and `retain` of its requests, if given.
+        care: `tenant`, `session`, `lease` and `retain` of its requests, as far as they are set.
         options: Arguments beside token ids that its first forward was given.
         fresh: Whether it looks empty to its owner until its first forward is over.
         audits: Recomputes restored pages after the first forward, or None.
@@ -890,7 +880,6 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         native = set(vars(self))
         self._made = layers
         self.rows, self.plan, self.door = rows, plan, door
-        self.tenant: str | None = None
         self.care: Mapping[str, Any] = {}
         self.options: dict[str, Any] = {}
         self.audits: Any = None  # a `restore.Nested` that recomputes sampled pages
@@ -1153,7 +1142,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         twin: Any = self.__deepcopy__({})
         if isinstance(twin, PagedCache):
             twin.give_up(private=True)
-        return _itself, (twin,)
+        return copy, (twin,)
 
 
 def _become(held: Any, cls: type, attributes: Mapping[str, Any]) -> None:
@@ -1161,10 +1150,6 @@ def _become(held: Any, cls: type, attributes: Mapping[str, Any]) -> None:
     held.__dict__.clear()
     held.__class__ = cls
     held.__dict__.update(attributes)
-
-
-def _itself(cache: Any) -> Any:
-    return cache
 
 
 def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCache]) -> Any:

@@ -40,7 +40,7 @@ from flowkv.hooks.huggingface.restore import (
 from flowkv.hooks.huggingface.rows import (
     Rows,
     check_paired,
-    close_all,
+    closed_on_error,
     refuse_lost,
     without_known,
 )
@@ -247,8 +247,13 @@ class ForwardHook:
         self._leaving, end_s, me = True, time.monotonic() + _PATIENCE_S, threading.get_ident()
         while any(thread != me for thread, _ in list(self._inside)) and time.monotonic() < end_s:
             time.sleep(1e-3)
-        for cache in list(self._caches):
+        for cache in self._held():
             self._let_go(cache)
+
+    def _held(self) -> list[PagedCache]:
+        """Return the caches that are still referenced; some may have become native."""
+        with self._lock:  # another thread may add one
+            return list(self._caches)
 
     def _let_go(self, cache: PagedCache) -> None:
         with self._lock:
@@ -438,22 +443,25 @@ class ForwardHook:
             )
         try:
             most = call.columns - max(call.keep, self._asked) if call.skippable else 0
-            shifted = self._shifted(call, pads)
-            waits = shifted or self._waits(call)
+            shifts = call.shifts(pads)
+            shifted = shifts is not None and bool(shifts.any())  # as positions of M-RoPE are
+            # All known pages are loaded first if rows or spans cannot be computed by themselves.
+            waits = shifted or self.blending is not None or not self._divides(call)
             found, fill = self._admit(call, pads, ReuseLimits(most, wait=waits))
-            restoring = Restoring(self.kv, found.seqs, pads, call.types)
-            # Nested forwards are needed only to compute tokens outside the forward itself.
-            beside = restoring or self.blending is not None or self._overflows
-            nested: Any = None
-            if beside or self.kv.config.audit:
-                nested = Nested(self, call, call.types, fill)
-            if restoring:
-                found = restoring.restore(found, nested)
-            found, blended = self._blended(found, call, nested, most)
-            if not restoring:
-                found = self._stopped(found, call, most)
-            if self._overflows and most and not shifted:
-                found = go_ahead(nested, found, pads, most)
+            with closed_on_error(found.seqs):
+                restoring = Restoring(self.kv, found.seqs, pads, call.types)
+                # Nested forwards are needed only to compute tokens outside the forward itself.
+                beside = restoring or self.blending is not None or self._overflows
+                nested: Any = None
+                if beside or self.kv.config.audit:
+                    nested = Nested(self, call, call.types, fill)
+                if restoring:
+                    found = restoring.restore(found, nested)
+                found, blended = self._blended(found, call, nested, most)
+                if not restoring:
+                    found = self._stopped(found, call, most)
+                if self._overflows and most and not shifted:
+                    found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
         except TypeError as error:
@@ -516,11 +524,7 @@ class ForwardHook:
         special = call.modal or call.types or call.condition
         if self.blending is None or special or not call.skippable:
             return found, False
-        try:
-            return self.blending.apply(found, nested, call.pads(), most)  # type: ignore[no-any-return]
-        except BaseException:
-            close_all(found.seqs)
-            raise
+        return self.blending.apply(found, nested, call.pads(), most)  # type: ignore[no-any-return]
 
     def _stopped(self, found: AdmittedRows, call: ForwardCall, most: int) -> AdmittedRows:
         """Compute the rows of a model with states to their last whole page, and keep the states.
@@ -544,10 +548,8 @@ class ForwardHook:
             states: list[Mapping[str, Any]] = [
                 cache.recurrent.state_of(row) for row in range(call.rows)
             ]
-        except BaseException:
-            rows.abandon()
-            close_all(found.seqs)
-            raise
+        finally:
+            rows.abandon()  # does nothing after a success
         return found._replace(base=stop, states=states)
 
     def _pass(
@@ -559,9 +561,7 @@ class ForwardHook:
         self._refuse(problem, code)
         return given
 
-    def open(
-        self, given: dict[str, Any], tenant: str | None, care: Mapping[str, Any] = NOTHING
-    ) -> PagedCache:
+    def open(self, given: dict[str, Any], care: Mapping[str, Any] = NOTHING) -> PagedCache:
         """Open a paged cache for a prompt that will be passed to `generate`.
 
         Raises:
@@ -581,7 +581,7 @@ class ForwardHook:
             )
         wait = bool(call.modal) or self.plan.stateful
         most = call.columns - max(1, self._asked)
-        limits = ReuseLimits(most, tenant, care=care, wait=wait)
+        limits = ReuseLimits(most, care=care, wait=wait)
         return self._paged(self._admit(call, pads, limits)[0], call, pads)
 
     def _admit(
@@ -633,15 +633,6 @@ class ForwardHook:
         """Return whether rows and spans of tokens of a call can be computed by themselves."""
         plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
         return (plain or self.names.encoder) and self._alike_rows(call) == "alike"
-
-    def _waits(self, call: ForwardCall) -> bool:
-        """Return whether all known pages of a call must be loaded before its forward begins."""
-        return self.blending is not None or not self._divides(call)
-
-    def _shifted(self, call: ForwardCall, pads: list[int]) -> bool:
-        """Return whether the positions of a call differ from the usual ones, as M-RoPE's do."""
-        shifts = call.shifts(pads)
-        return shifts is not None and bool(shifts.any())
 
     def _watch(self, cache: PagedCache) -> None:
         """Note the begin of a forward and the state of torch's generators, to find random draws."""
@@ -696,12 +687,13 @@ class ForwardHook:
             paged.fresh = True
         paged.options = {} if self.names.encoder else call.condition
         paged.load_states(found.states)
-        self._caches.add(paged)
+        with self._lock:
+            self._caches.add(paged)
         return paged
 
     def _save_states(self) -> None:
         """Save the recurrent states of caches that are in no forward but still referenced."""
-        for cache in list(self._caches):
+        for cache in self._held() if self.plan.stateful else ():
             if isinstance(cache, PagedCache) and cache.rows.step is None:
                 cache.recurrent.save()
 

@@ -24,7 +24,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.hooks.huggingface.cache import PagedCache, readable
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Prompt
-from flowkv.hooks.huggingface.rows import apart, close_all
+from flowkv.hooks.huggingface.rows import apart, close_all, closed_on_error
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
 # `admit` opens one sequence per row of a batch so that all rows begin at the same column.
@@ -53,16 +53,14 @@ class ReuseLimits(NamedTuple):
 
     Attributes:
         most: Most columns.
-        tenant: Tenant of the pages; None for the cache's own tenant.
         stateful: The model has recurrent layers: reuse only where all rows have a state.
         fill: The features that fill placeholders, which can be cut between runs only.
-        care: `session`, `lease` and `retain` for `KV.open`, as far as they are set.
+        care: `tenant`, `session`, `lease` and `retain` for `KV.open`, as far as they are set.
         wait: All pages are loaded before the rows are returned; otherwise `Restoring` does the
             rest.
     """
 
     most: int
-    tenant: str | None = None
     stateful: bool = False
     fill: Fill | None = None
     care: Mapping[str, Any] = NOTHING
@@ -107,14 +105,13 @@ def _open(
     seqs: list[Sequence] = []
     slack = 0 if limits.stateful else kv.page_size - 1  # a row may be cut within a page
     most_columns, limit = most
-    try:
+    with closed_on_error(seqs):
         for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             tokens = min(most_columns, limit + slack) - prompt.pad
             seq = _shared(prompts, seqs, row)
             if seq is None:
                 seq = kv.open(
                     prompt.tokens,
-                    tenant=limits.tenant,
                     salts=prompt.salts,
                     limit=max(tokens, 0),
                     reuse=tokens > 0,
@@ -125,9 +122,6 @@ def _open(
                 )
             seqs.append(seq)
             limit = min(limit, prompt.pad + reach(seq))
-    except BaseException:
-        close_all(seqs)
-        raise
     return seqs
 
 
@@ -444,14 +438,10 @@ class Restoring:
         Returns:
             The rows, each with a sequence of its own, and the columns that need no computing.
         """
-        try:
-            self.meet(nested, front=nested.cut)
-            ends = [p + seq.length for p, seq in zip(self._pads, found.seqs, strict=True)]
-            base = nested.fill.cut(min(ends), self._pads)
-            return found._replace(base=base, states=found.states if base == found.base else None)
-        except BaseException:
-            close_all(found.seqs)
-            raise
+        self.meet(nested, front=nested.cut)
+        ends = [p + seq.length for p, seq in zip(self._pads, found.seqs, strict=True)]
+        base = nested.fill.cut(min(ends), self._pads)
+        return found._replace(base=base, states=found.states if base == found.base else None)
 
     def meet(self, nested: Nested, *, front: bool, columns: int = 0) -> None:
         """Compute prefix chunks while loads arrive, then leave the rest of them to the forward.
@@ -578,25 +568,21 @@ def go_ahead(nested: Nested, found: AdmittedRows, pads: Items[int], columns: int
     """
     overflow = Planner.of(found.seqs[0]).overflow
     chunk, base = 0 if overflow is None else overflow.chunk(len(pads)), found.base
-    try:
-        while chunk and columns - base > chunk:
-            parts = []
-            for row, (seq, pad) in enumerate(zip(found.seqs, pads, strict=True)):
-                if (count := base + chunk - pad - seq.length) > 0:
-                    part = nested.whole(Part(row, seq, pad, count))
-                    parts += [part] if pad + seq.length + part.count <= columns else []
-            try:
-                nested.compute(parts)
-            except CapacityError:  # unproven pages may not be written to a disk
-                nested.prove()
-                nested.compute(parts)
-            ends = [pad + seq.length for pad, seq in zip(pads, found.seqs, strict=True)]
-            if (reached := nested.fill.cut(min(ends), list(pads))) <= base:
-                break
-            base = reached
-    except BaseException:
-        close_all(found.seqs)
-        raise
+    while chunk and columns - base > chunk:
+        parts = []
+        for row, (seq, pad) in enumerate(zip(found.seqs, pads, strict=True)):
+            if (count := base + chunk - pad - seq.length) > 0:
+                part = nested.whole(Part(row, seq, pad, count))
+                parts += [part] if pad + seq.length + part.count <= columns else []
+        try:
+            nested.compute(parts)
+        except CapacityError:  # unproven pages may not be written to a disk
+            nested.prove()
+            nested.compute(parts)
+        ends = [pad + seq.length for pad, seq in zip(pads, found.seqs, strict=True)]
+        if (reached := nested.fill.cut(min(ends), list(pads))) <= base:
+            break
+        base = reached
     return found._replace(base=base)
 
 
@@ -645,7 +631,7 @@ def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
     try:
         asked = 0 if rows.thinning is None else rows.thinning.policy.queries
         most = end - max(call.keep, asked)
-        limits = ReuseLimits(most, cache.tenant, cache.plan.stateful, care=cache.care)
+        limits = ReuseLimits(most, cache.plan.stateful, care=cache.care)
         ids = call.ids.cpu().numpy().astype(np.uint32)
         prompts = []  # each row's tokens so far with the chunk's
         for row, (seq, pad) in enumerate(rows.padded):

@@ -40,6 +40,16 @@ def close_all(seqs: list[Sequence]) -> None:
     seqs.clear()
 
 
+@contextmanager
+def closed_on_error(seqs: list[Sequence]) -> Iterator[None]:
+    """Close sequences if the block fails: nothing else refers to them yet."""
+    try:
+        yield
+    except BaseException:
+        close_all(seqs)
+        raise
+
+
 def apart(kv: KV, seqs: list[Sequence]) -> None:
     """Replace repeated sequences in the list by forks, so that every row has its own."""
     taken = set[int]()

@@ -31,7 +31,7 @@ from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.inputs import MODEL_INPUTS, Prompt
 from flowkv.hooks.huggingface.packed import PackedForward, alone_reason, packed_way, try_rows
 from flowkv.hooks.huggingface.restore import ReuseLimits, admit
-from flowkv.hooks.huggingface.rows import close_all
+from flowkv.hooks.huggingface.rows import closed_on_error
 from flowkv.hooks.huggingface.versions import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -121,17 +121,13 @@ class PaddedRunner:
         if self.together:
             return open_row(kv, request, tokens, wait=wait)
         stateful = door.plan.stateful
-        care = {"session": request.session, "lease": request.lease, "retain": request.retain}
+        care = {name: getattr(request, name) for name in ("tenant", "session", "lease", "retain")}
         wait, most = wait or stateful, len(tokens) - 1
-        limits = ReuseLimits(most, request.tenant, stateful, care=care, wait=wait)
+        limits = ReuseLimits(most, stateful, care=care, wait=wait)
         found = admit(kv, [Prompt(np.asarray(tokens), 0, list(request.salts))], limits)
-        try:
+        with closed_on_error(found.seqs):
             cache = self._cache(found.seqs, found.seqs[0].length)
             cache.load_states(found.states)
-        except BaseException:
-            close_all(found.seqs)
-            raise
-        cache.tenant, cache.care = request.tenant, care
         return ApartRow(kv, cache)
 
     def step(self, rows: Items[Any], tokens: Items[Any]) -> torch.Tensor:
