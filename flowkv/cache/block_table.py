@@ -389,8 +389,7 @@ class Planner:
                 taken[g, codec] = self.store.allocate(g, count, codec)
         except CapacityError:
             for (g, _), pages in taken.items():
-                for page in pages:
-                    self.store.pool(g).release(page)
+                self.store.pool(g).release(*pages)
             raise
         return taken
 
@@ -429,13 +428,12 @@ class Planner:
         line[:] = -1
         self.tables.mark_changed()
         seq.blocks[group][first:stop] = [None] * len(blocks)
-        for page, block in zip(pages, blocks, strict=True):
-            if block is not None and page < 0 and self.overflow is not None:
-                self.overflow.let_go(seq, block)
-            elif block is not None:
-                self.store.drop(block)
-            elif page >= 0:
-                pool.release(page)
+        both = [*zip(pages, blocks, strict=True)]
+        if over := self.overflow:
+            for block in [b for page, b in both if b is not None and page < 0]:
+                over.let_go(seq, block)
+        self.store.drop(*[b for page, b in both if b is not None and (page >= 0 or not over)])
+        pool.release(*[page for page, block in both if block is None and page >= 0])
 
     def thaw_tail(self, seq: Sequence) -> None:
         """Make the page that the next token is written to raw: copy it if shared or encoded.

@@ -335,7 +335,7 @@ def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes | memoryv
         content = store.pool(block.group).page_bytes(
             page, store.forms[block.group].layout(page).page_bytes
         )
-        return store.describe(block), content.cpu().numpy().tobytes()
+        return store.describe([block])[0], content.cpu().numpy().tobytes()
     for number in range(len(store.stack.tiers)):
         holds = block.tiers >> number & 1 or block.tier == number
         if holds and not block.gone:
@@ -412,12 +412,13 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
     pool, layout = store.pool(info.group), store.forms[info.group].layouts[info.codec]
     for page in store.free(info.group, 1, info.codec):
         pool.page_bytes(page, layout.page_bytes).copy_(torch.frombuffer(body, dtype=torch.uint8))
-        store.publish(block, page)
+        store.change(block, page)
         store.insert([block])
         store.writes.write_down(block)
         return True
     stack, numbers = store.stack, range(len(store.stack.tiers))
-    placed = any(stack.admits(block, n) and stack.store(block, n, info, body) for n in numbers)
+    frames = [(block, info, body)]
+    placed = any(stack.admitted([block], n) and not stack.store(frames, n) for n in numbers)
     stack.settle(block)
     return placed
 
@@ -551,7 +552,7 @@ class Bundles:
                 block.n_bytes, stripe_bytes = len(body), min(step, len(body))
                 info = block.info(BUNDLE_LAYOUT, tokens=0, stripe_bytes=stripe_bytes)
                 busy = not self.store.stack.mover.lanes[number].takes(len(body))
-                saved = self.store.stack.store(block, number, info, memoryview(body))
+                saved = not self.store.stack.store([(block, info, memoryview(body))], number)
                 self.store.stack.settle(block)
                 if saved or not busy:
                     self.store.writes.drain()

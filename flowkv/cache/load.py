@@ -9,20 +9,20 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flowkv import kernels
 from flowkv.cache.index import Block
 from flowkv.cache.mover import IOPriority, TransferRequest
-from flowkv.cache.pool import AT_ONCE_BYTES
+from flowkv.cache.pool import AT_ONCE_BYTES, PagePool
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore
 from flowkv.cache.tier_stack import ReadFrom
 from flowkv.compiled import compiling
 from flowkv.core.errors import NonFiniteError, StateError
-from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, granule_of
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, GRANULE_MASK
 from flowkv.policy.restore import RestoreLoad
 from flowkv.tiers.base import Load, Outcome, TierAnswer
 
@@ -78,7 +78,7 @@ class PageLoad:
         self._store, self.block, self.page_no, self._awaited = store, block, page_no, awaited
         self._own, self.group = own, block.group
         self._forms, self._pool = store.forms[block.group], store.pool(block.group)
-        self.stripes = self._forms.raw.layers
+        self.stripes = self._forms.layouts[0].layers
         self._allocate = allocate or store.spare
         self.page, self._came = -1, 0
         self.flying: list[LayerSlice] = []
@@ -86,10 +86,16 @@ class PageLoad:
         self.filled = False
         self._line: Sequence | None = None
         self.fidelity, self._kept = 0, awaited and block.page < 0
-        if self._kept:
-            store.keep(block)
-        elif block.page >= 0:
-            self._hold()
+
+    @classmethod
+    def several(
+        cls, store: PageStore, pages: Iterable[tuple[Block, int]], **options: Any
+    ) -> list[PageLoad]:
+        """Return loads of blocks for page numbers; what is on its device is held."""
+        loads = [cls(store, block, page_no, **options) for block, page_no in pages]
+        store.keep(*[one.block for one in loads if one._kept])
+        _hold([one for one in loads if one.block.page >= 0])
+        return loads
 
     # ---- loaded layers
 
@@ -109,11 +115,6 @@ class PageLoad:
 
     # ---- the device page
 
-    def set_page(self, page: int) -> None:
-        """Take a private page, fresh from the pool, as the device page."""
-        self.page = page
-        self._lend()
-
     @property
     def alone(self) -> bool:
         """Return whether the block has no page, and no other load of it is under way."""
@@ -123,8 +124,8 @@ class PageLoad:
         """Hold the block's page if another load has published it; return whether it is held."""
         free = self._line is None and not (self._own or self.flying or self.block.gone)
         if not self.held and free and self.block.page >= 0:
-            self._hold()
-            self._give_back()
+            _hold([self])
+            _give_back([self])
         return self.held
 
     def offers(self, stripe: int, codec: int) -> bool:
@@ -140,8 +141,8 @@ class PageLoad:
         fresh = self._allocate(self.group, 1, codec)
         if not fresh:
             return False
-        self._give_back()
-        self.set_page(fresh[0])
+        _give_back([self])
+        set_pages([self], fresh)
         return True
 
     def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor, bool]:
@@ -190,46 +191,42 @@ class PageLoad:
 
     # ---- arrival, publication, release
 
-    def came(
-        self, first: int, count: int, buffer: torch.Tensor, fidelity: int, *, flush: bool
-    ) -> None:
+    def came(self, first: int, count: int, buffer: torch.Tensor, fidelity: int) -> None:
         """Record that verified layers arrived; `launch` starts their copies to the device now."""
         pool = self._pool
         if pool.copies is not None:
-            stride = self._forms.layout(self.page).stripe_stride_bytes
-            pool.copies.upload(buffer, granule_of(self.page) + first * stride // GRANULE_BYTES)
-            if flush:
-                pool.copies.launch()
+            at = self._forms.layouts[self.page >> CODEC_SHIFT].stripe_stride_bytes * first
+            pool.copies.upload(buffer, (self.page & GRANULE_MASK) + at // GRANULE_BYTES)
         self._came |= ((1 << count) - 1) << first
         self.fidelity = max(self.fidelity, fidelity)
         if self._line is not None:
             self._line.fidelity = max(self._line.fidelity, fidelity)
 
-    def publish(self, source: ReadFrom) -> bool:
-        """Publish a complete page as its block's; return False if it is not, or another one is."""
-        block, store = self.block, self._store
+    def enter(self, source: ReadFrom) -> bool:
+        """Make a complete page its block's; return False if it is not, or another one is.
+
+        The reference of the page's loan is the block's from then on.
+        """
+        block, store, codec = self.block, self._store, self.codec
         if not self.complete or self.held or block.gone or self._own:
             return False
         if self._line is not None and self._at(self._line) != self.page:
             self._line = None  # a step went on without the page, past its window
         if block.page >= 0:
             if self._line is None:  # our own page is unused
-                self._hold()
+                _hold([self])
                 if copies := self._pool.copies:
                     copies.launch()  # no copy may be on its way to a page that becomes free
-                self._give_back()
+                _give_back([self])
             return False
-        block.fidelity = max(self.fidelity, self.codec)
+        block.fidelity, block.page = max(self.fidelity, codec), self.page
         if block.tiers >> source.tier & 1:
-            block.enter(source.tier, self.codec)
-        self._pool.share(self.page)
-        store.publish(block, self.page)
-        store.samples.came(block.key, store.stack.tiers[source.tier].name)
-        self._hold()
+            block.enter(source.tier, codec)
+        if store.samples.share:
+            store.samples.came(block.key, store.stack.tiers[source.tier].name)
         if self._line is not None:
             self._line.blocks[self.group][self.page_no] = block
             self._pool.release(self.page)  # the line's own reference
-        self._give_back()
         return True
 
     def _at(self, line: Sequence) -> int:
@@ -295,40 +292,57 @@ class PageLoad:
         self.wanted = False
         if self.held and self._line is None:
             self._store.drop(self.block)
-        self._unkeep()
+        _unkeep([self])
         if self._lent >= 0:
-            self._pool.awaits(self._lent, False)
+            self._pool.awaits(self._lent, awaited=False)
         self.let_go()
 
     def let_go(self) -> None:
         """Release the page of a dropped load once no tier has an answer left to give."""
         if not self.wanted and not self.flying:
-            self._give_back()
+            _give_back([self])
 
-    def _hold(self) -> None:
-        self._store.hold(self.block)
-        self.held = True
-        self._unkeep()
 
-    def _unkeep(self) -> None:
-        if self._kept:
-            self._kept = False
-            self._store.unkeep(self.block)
+def set_pages(loads: Items[PageLoad], pages: Iterable[int]) -> None:
+    """Make private pages, fresh from the pool, the device pages of loads of one group."""
+    those = [*zip(loads, pages, strict=False)]
+    for one, page in those:
+        one.page = one._lent = page
+        one._store.coming.setdefault(one.block, []).append(one)
+    if those:
+        pool, fresh = loads[0]._pool, [page for _, page in those]
+        pool.lend(*fresh)
+        pool.awaits(*fresh, awaited=loads[0]._awaited)
+        pool.release(*fresh)
 
-    def _lend(self) -> None:
-        self._store.coming.setdefault(self.block, []).append(self)
-        self._pool.lend(self.page)
-        self._pool.awaits(self.page, self._awaited)
-        self._pool.release(self.page)
-        self._lent = self.page
 
-    def _give_back(self) -> None:
-        if self._lent >= 0:
-            page, self._lent = self._lent, -1
-            self._pool.give_back(page)
-            self._store.coming[self.block].remove(self)
-            if not self._store.coming[self.block]:
-                del self._store.coming[self.block]
+def _hold(loads: Items[PageLoad]) -> None:
+    for one in loads:
+        one.held = True
+    if loads:
+        loads[0]._store.hold(*[one.block for one in loads])
+        _unkeep(loads)
+
+
+def _unkeep(loads: Items[PageLoad]) -> None:
+    kept = [one for one in loads if one._kept]
+    for one in kept:
+        one._kept = False
+    if kept:
+        kept[0]._store.unkeep(*[one.block for one in kept])
+
+
+def _give_back(loads: Iterable[PageLoad], release: bool = True) -> None:
+    pages = dict[PagePool, list[int]]()
+    for one in loads:
+        if one._lent >= 0:
+            pages.setdefault(one._pool, []).append(one._lent)
+            one._lent, coming = -1, one._store.coming
+            coming[one.block].remove(one)
+            if not coming[one.block]:
+                del coming[one.block]
+    for pool, those in pages.items():
+        pool.give_back(*those, release=release)
 
 
 # All loads of pages: for a restore's plan, for a caller that waits at once, and for prefetches. A
@@ -424,7 +438,6 @@ class PageLoader:
     def __init__(self, store: PageStore) -> None:
         self._store = store
         self._flights: dict[LoadBatch, None] = {}
-        self._together = False  # several answers are being handled, for one copy to the device
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -457,14 +470,12 @@ class PageLoader:
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
-            for pool in self._store.pools.values():
-                if pool.copies is not None:
-                    pool.copies.launch()
+            self._launch()
             # One call inserts neighbours in chain order, without blocks that have gone meanwhile.
             # This runs after an interrupt, too: a page that no policy knows is never evicted. Later
             # answers insert their blocks one by one.
             there, batch.fresh = set(batch.fresh), None
-            blocks = (one.block for one in loads if one.block in there)
+            blocks = [one.block for one in loads if one.block in there]
             self._store.insert([block for block in blocks if block.page >= 0 and not block.gone])
         return batch
 
@@ -562,7 +573,7 @@ class PageLoader:
                 buffer.copy_(whole[first * at :][: len(buffer)])
                 flight.joined[source.tier] += len(buffer)
                 flight.n_bytes[source.tier] += len(buffer)
-                self._landed(flight, piece, source, buffer, fidelity)
+                self._landed(flight, [(piece, source, buffer, fidelity)])
                 return True
         return False
 
@@ -594,9 +605,8 @@ class PageLoader:
         if is_lent and lent is not None and flight.priority is IOPriority.DEMAND:
             lent.setdefault(source.tier, []).append((trip, load))
             return load.target.nbytes
-        trip.request = self._store.stack.mover.ask(
-            source.tier, load, partial(self._answered, trip), flight.owner, flight.priority
-        )
+        those = partial(self._answered, [trip]), flight.owner, flight.priority
+        trip.request = self._store.stack.mover.ask(source.tier, load, *those)
         trip.joined = trip.request is not None and trip.request.leader is not None
         return load.target.nbytes
 
@@ -611,23 +621,12 @@ class PageLoader:
                 request = self._store.stack.mover.ask_all(
                     tier,
                     [load for _, load in part],
-                    partial(self._answered_together, trips),
+                    partial(self._answered, trips),
                     flight.owner,
                 )
                 for trip in trips:
                     trip.request = request
                 part, n_bytes = [], 0
-
-    def _answered_together(self, trips: list[_Trip], answers: list[TierAnswer]) -> None:
-        self._together = True
-        try:
-            for trip, answer in zip(trips, answers, strict=True):
-                self._answered(trip, answer)
-        finally:
-            self._together = False
-            for pool in self._store.pools.values():
-                if pool.copies is not None:
-                    pool.copies.launch()
 
     def _allow(self, flight: LoadBatch) -> None:
         """Extend a batch's deadline by the time that its tiers need for all their requests."""
@@ -636,47 +635,64 @@ class PageLoader:
             owed = lanes[tier].schedule.flying_bytes + lanes[tier].schedule.queued_bytes
             flight.end_s = max(flight.end_s, now + lanes[tier].patience_s(owed))
 
-    def _answered(self, trip: _Trip, answer: TierAnswer) -> None:
-        store, flight, page_load = self._store, trip.flight, trip.piece.page_load
-        page_load.flying.remove(trip.piece)
-        if not trip.given_up:
+    def _answered(self, trips: Items[_Trip], answers: Items[TierAnswer]) -> None:
+        """Handle the answers to trips of one batch, which were given together."""
+        flight, stack, now_s = trips[0].flight, self._store.stack, time.perf_counter()
+        landed, missed = list[Any](), list[tuple[_Trip, TierAnswer]]()
+        for trip, answer in zip(trips, answers, strict=True):
+            trip.piece.page_load.flying.remove(trip.piece)
+            if trip.given_up:
+                continue
             flight.trips.pop(trip)
-            end_s = trip.asked_s + answer.seconds if answer.seconds else time.perf_counter()
-            flight.ended_s = max(flight.ended_s, min(end_s, time.perf_counter()))
+            end_s = trip.asked_s + answer.seconds if answer.seconds else now_s
+            flight.ended_s = max(flight.ended_s, min(end_s, now_s))
             if answer.outcome is Outcome.HIT and answer.info is not None:
+                tier, n_bytes = trip.source.tier, answer.n_bytes
                 if trip.joined:
-                    flight.joined[trip.source.tier] += answer.n_bytes
+                    flight.joined[tier] += n_bytes
                 else:
-                    store.stack.mover.lanes[trip.source.tier].loaded_bytes += answer.n_bytes
-                flight.n_bytes[trip.source.tier] += answer.n_bytes
+                    stack.mover.lanes[tier].loaded_bytes += n_bytes
+                flight.n_bytes[tier] += n_bytes
                 if trip.buffer is not None:
-                    fidelity = answer.info.fidelity
-                    self._landed(flight, trip.piece, trip.source, trip.buffer, fidelity)
+                    landed.append((trip.piece, trip.source, trip.buffer, answer.info.fidelity))
             else:
-                self._missed(trip, answer)
-            self._less(flight)
-        page_load.let_go()
+                missed.append((trip, answer))
+        self._landed(flight, landed)
+        for trip, answer in missed:
+            self._missed(trip, answer)
+        self._less(flight, sum([not trip.given_up for trip in trips]))
+        for trip in trips:
+            if not trip.piece.page_load.wanted:
+                trip.piece.page_load.let_go()
 
-    def _landed(
-        self,
-        batch: LoadBatch,
-        piece: LayerSlice,
-        source: ReadFrom,
-        buffer: torch.Tensor,
-        fidelity: int,
-    ) -> None:
-        page_load, first, count = piece
-        if not page_load.wanted or page_load.complete:
-            return
-        alone = batch.fresh is None and not self._together
-        page_load.came(first, count, buffer, fidelity, flush=alone)
-        fresh = page_load.publish(source)
-        if page_load.held and (fresh or batch.priority is IOPriority.DEMAND):
-            batch.pages[source.tier, page_load.group] += 1
-        if fresh and batch.fresh is None:
-            self._store.insert([page_load.block])
-        elif fresh and batch.fresh is not None:
-            batch.fresh.append(page_load.block)
+    def _landed(self, batch: LoadBatch, some: Iterable[tuple[Any, ...]]) -> None:
+        """Take verified layers that arrived, and publish the pages that are complete now.
+
+        Args:
+            batch: The batch.
+            some: Layers, the place that they were read from, their bytes, and their fidelity.
+        """
+        arrived = list[tuple[PageLoad, ReadFrom]]()
+        for (page_load, first, count), source, buffer, fidelity in some:
+            if page_load.wanted and not page_load.complete:
+                page_load.came(first, count, buffer, fidelity)
+                arrived.append((page_load, source))
+        if batch.fresh is None or len(arrived) > 1:
+            self._launch()
+        fresh = [one for one, source in arrived if one.enter(source)]
+        _hold(fresh)
+        _give_back(fresh, release=False)
+        for page_load, source in arrived:
+            if page_load.held and (batch.priority is IOPriority.DEMAND or page_load in fresh):
+                batch.pages[source.tier, page_load.group] += 1
+        insert = self._store.insert if batch.fresh is None else batch.fresh.extend
+        insert([page_load.block for page_load in fresh])
+
+    def _launch(self) -> None:
+        """Start the copies to the devices that are queued."""
+        for pool in self._store.pools.values():
+            if pool.copies is not None:
+                pool.copies.launch()
 
     def _missed(self, trip: _Trip, answer: TierAnswer) -> None:
         """Count a miss, and request the slice from its next source."""
@@ -701,9 +717,9 @@ class PageLoader:
             page_load.flying.remove(trip.piece)
             page_load.let_go()
 
-    def _less(self, flight: LoadBatch) -> None:
-        flight.left -= 1
-        if not flight.left:
+    def _less(self, flight: LoadBatch, count: int = 1) -> None:
+        flight.left -= count
+        if not flight.left and count:
             self._flights.pop(flight, None)
             if not flight.called_off:
                 flight.done(flight)
@@ -711,11 +727,16 @@ class PageLoader:
 
 def ways(store: PageStore, loads: Iterable[PageLoad]) -> list[dict[int, int]]:
     """Return for each page its codec on each readable tier, the nearest first."""
-    found = []
+    found, known = list[dict[int, int]](), dict[tuple[int, ...], dict[int, int]]()
     for one in loads:
-        codecs: dict[int, int] = {}
-        for source in store.stack.sources(one.block):
-            codecs.setdefault(source.tier, source.codec)
+        block, alike = one.block, (one.group, one.block.tiers, one.block.codecs)
+        codecs = None if block.going else known.get(alike)
+        if codecs is None:
+            codecs = {}
+            for source in store.stack.sources(block):
+                codecs.setdefault(source.tier, source.codec)
+            if not block.going and block.tiers == alike[1]:  # readable wherever it is listed
+                known[alike] = codecs
         found.append(codecs)
     return found
 
@@ -727,6 +748,5 @@ def reserve(loads: Items[PageLoad], codecs: Items[dict[int, int]], allocate: All
         if way:
             wanted.setdefault((one.group, next(iter(way.values()))), []).append(one)
     for (group, codec), those in wanted.items():
-        for one, page in zip(those, allocate(group, len(those), codec) or (), strict=False):
-            one.set_page(page)
-    return all(one.page >= 0 for one in loads)
+        set_pages(those, allocate(group, len(those), codec) or ())
+    return all([one.page >= 0 for one in loads])

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, IntEnum
-from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 from flowkv.compiled import compiling
@@ -38,7 +37,7 @@ from flowkv.tiers.frame import BadFrame, wanted
 #   them, or pages could never leave a busy device. Only demands earn it a place before a demand.
 # - A frame is loaded once for all requests that overlap in time, and stored once.
 
-Done = Callable[[TierAnswer], object]
+Done = Callable[[list[TierAnswer]], object]
 SHARE = 8
 """Bytes of other transfers that earn one byte of write-back, at any rate of demands."""
 
@@ -72,18 +71,20 @@ class SubmitResult(Enum):
 
 
 class TransferRequest:
-    """One load or store on its way.
+    """One load or store on its way, or several loads that are sent and answered as one.
 
     Args:
-        item: The load or store.
-        done: Called with the answer.
+        items: The load or store, or the loads.
+        done: Called with the answers in the order of the items; for stores with those of all that
+            ended together and have the same `done`.
         priority: Priority of the request.
         owner: Requests of one owner are cancelled together; None for those that never are.
         mark: The copy that fills the body of a store; None for a body that is complete.
+        alone: Whether the request neither follows another one nor has followers.
 
     Attributes:
-        items: The loads or the store, as a sequence.
-        n_bytes: Bytes of the target or body.
+        item: The load or store; of several loads the first.
+        n_bytes: Bytes of the targets or body.
         alike: Equal for requests that one answer may serve, if its span covers theirs.
         span: First byte and end of the loaded part of the body; (0, 0) for a store.
         stores: Whether the request is a store.
@@ -97,48 +98,41 @@ class TransferRequest:
     """
 
     __slots__ = (
-        *("alike", "demanded", "done", "ended", "flying", "followers", "items", "leader"),
-        *("mark", "n_bytes", "owner", "priority", "span", "stale", "stores"),
+        *("alike", "demanded", "done", "ended", "flying", "followers", "item", "items", "leader"),
+        *("mark", "n_bytes", "owner", "priority", "span", "stale", "stores", "_come"),
     )
-    items: Sequence[Load | Store]
 
     def __init__(
         self,
-        item: Load | Store,
+        items: Sequence[Load | Store],
         done: Done,
         priority: IOPriority,
         owner: object = None,
         mark: CopyMark | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        self.items, self.done, self.priority, self.owner = (item,), done, priority, owner
-        self.mark = mark
+        self.items, self.done, self.priority, self.owner = items, done, priority, owner
+        self.item, self.mark, item = items[0], mark, items[0]
         self.demanded = priority is IOPriority.DEMAND
         self.span, self.alike = (0, 0), cast(tuple[object, ...], (item.key,))
         self.stores = isinstance(item, Store)
         if isinstance(item, Load):
-            self.n_bytes, self.alike = item.target.nbytes, (item.key, item.layout, item.fidelity)
-            if item.target.readonly:  # lent memory: no answer to another load is copied there
+            sizes = [one.target.nbytes for one in cast(Sequence[Load], items)]
+            # Lent memory: no answer to another load is copied there.
+            alone |= item.target.readonly
+            self.n_bytes, self.alike = sum(sizes), (item.key, item.layout, item.fidelity)
+            if alone:
                 self.alike = (id(self),)
-            first = item.first * (self.n_bytes // item.stripes) if item.stripes else 0
-            self.span = first, first + self.n_bytes
+            first = item.first * (sizes[0] // item.stripes) if item.stripes else 0
+            self.span = first, first + sizes[0]
         else:
             self.n_bytes = item.body.nbytes
         self.flying = self.ended = False
         self.followers: tuple[TransferRequest, ...] = ()
         self.leader: TransferRequest | None = None
         self.stale: FrameInfo | None = None
-
-    @property
-    def item(self) -> Load | Store:
-        """Return the load or store; of several loads the first."""
-        return self.items[0]
-
-    @property
-    def copying(self) -> bool:
-        """Return whether the body is still being copied from a device."""
-        if self.mark is not None and self.mark.done():
-            self.mark = None
-        return self.mark is not None
+        self._come = dict[int, TierAnswer]()
 
     def serves(self, other: TransferRequest) -> bool:
         """Return whether this request's answer would cover another one with an equal `alike`."""
@@ -148,51 +142,13 @@ class TransferRequest:
 
     def answers(self, item: int, answer: TierAnswer) -> bool:
         """Record the answer to one item; return whether it was the last one."""
-        return True
-
-    def end(self, answer: TierAnswer) -> None:
-        """End the request, and call `done` with the answer."""
-        self.flying, self.ended = False, True
-        self.done(answer)
-
-
-class TransferBatch(TransferRequest):
-    """Demand for several loads, queued, sent and answered as one request.
-
-    A batch neither follows another request nor has followers.
-
-    Args:
-        items: The loads.
-        done: Called once, with the answers in the order of the items.
-        owner: Owner for `cancel`, as for one request.
-    """
-
-    __slots__ = ("_come", "_left")
-
-    def __init__(
-        self,
-        items: Sequence[Load],
-        done: Callable[[list[TierAnswer]], None],
-        owner: object = None,
-    ) -> None:
-        super().__init__(items[0], cast(Done, done), IOPriority.DEMAND, owner)
-        self.items, self.alike = items, (id(self),)
-        self.n_bytes = sum(item.target.nbytes for item in items)
-        self._come: list[TierAnswer | None] = [None] * len(items)
-        self._left = len(items)
-
-    def answers(self, item: int, answer: TierAnswer) -> bool:
-        """Record the answer to one item; return whether it was the last one."""
         self._come[item] = answer
-        self._left -= 1
-        return not self._left
+        return len(self._come) == len(self.items)
 
     def end(self, answer: TierAnswer) -> None:
-        """End the batch, and call `done`; `answer` stands in for missing answers."""
-        self.flying, self.ended = False, True
-        both = zip(self.items, self._come, strict=True)
-        told = [one or answer._replace(key=item.key) for item, one in both]
-        cast(Callable[[list[TierAnswer]], None], self.done)(told)
+        """End the request, and call `done`; `answer` stands in for missing answers."""
+        self.flying, self.ended, come = False, True, self._come
+        self.done([come.get(n) or answer._replace(key=one.key) for n, one in enumerate(self.items)])
 
 
 class Schedule:
@@ -279,7 +235,7 @@ class Schedule:
 
     def ask(self, request: TransferRequest) -> SubmitResult:
         """Queue a request, or let it follow an equal one; refuse it if the queue is full."""
-        if self._joins(request):
+        if request.alike in self._leaders and self._joins(request):
             self.joined += 1
             return SubmitResult.JOINED
         if not self.has_room(request.n_bytes, request.priority):
@@ -297,7 +253,8 @@ class Schedule:
             self._flying[request] = request.priority
             self._flying_bytes[request.priority] += request.n_bytes
             if request.priority is IOPriority.WRITE_BACK:
-                self._spend(request.n_bytes)
+                if any(self._credit):
+                    self._spend(request.n_bytes)
             elif self._queues[IOPriority.WRITE_BACK]:
                 self._credit[request.priority] += request.n_bytes / SHARE
             batch.append(request)
@@ -308,7 +265,10 @@ class Schedule:
 
         Return its followers; later requests for the same bytes start a transfer of their own.
         """
-        self._land(request)
+        self._awaited.discard(request)
+        priority = self._flying.pop(request, None)
+        if priority is not None:
+            self._flying_bytes[priority] -= request.n_bytes
         return self._part(request)
 
     def withdraw(self, request: TransferRequest) -> bool:
@@ -381,12 +341,6 @@ class Schedule:
             self._credit[priority] -= paid
             n_bytes -= paid
 
-    def _land(self, request: TransferRequest) -> None:
-        self._awaited.discard(request)
-        priority = self._flying.pop(request, None)
-        if priority is not None:
-            self._flying_bytes[priority] -= request.n_bytes
-
     @property
     def _demanding(self) -> bool:
         """Return whether a demand is in flight, or a transfer that a demand joined."""
@@ -395,19 +349,19 @@ class Schedule:
     def _next(self) -> TransferRequest | None:
         demands, prefetches, _ = self._queues
         demand, write_back = next(iter(demands), None), self.write_back
-        if write_back is not None and write_back.copying:
-            write_back = None
-        credit = self._credit[IOPriority.DEMAND]
-        if demand is None and not self._demanding:
+        if write_back and write_back.mark is not None and not write_back.mark.done():
+            write_back = None  # its body is still being copied from a device
+        credit, demanding = self._credit[IOPriority.DEMAND], demand is None and self._demanding
+        if demand is None and not demanding:
             credit += self._credit[IOPriority.PREFETCH]
         if write_back is not None and credit >= write_back.n_bytes and self._fits(write_back):
             return write_back
         if demand is not None:
             return demand if self._fits(demand) else None
-        if self._demanding:
+        if demanding:
             return None
         first = next(iter(prefetches), write_back)
-        if first is not None and self._fills_chunk(first):
+        if first is not None and first is not write_back and self._fills_chunk(first):
             first = write_back
         return first if first is not None and self._fits(first) else None
 
@@ -476,6 +430,7 @@ class Lane:
         refused: Frames that the tier returned and that failed verification.
         dropped: Pages that the tier did not store, as it was busy, away or full.
         unpaid: Pages that were not stored, as loading them could never pay.
+        bodies: Frames that are being stored, by key.
     """
 
     def __init__(
@@ -492,7 +447,7 @@ class Lane:
         self.schedule, self.loads, self.stores = Schedule(), loads, Rates()
         self.overdue = self.cancelled = self.loaded_bytes = self.stored_bytes = 0
         self.refused = self.dropped = self.unpaid = self.incoming_bytes = 0
-        self._jobs: dict[int, _Job] = {}
+        self.bodies, self._jobs = dict[bytes, OnTheWay](), dict[int, _Job]()
         self._busy_until_s, self._rests_until_ns = 0.0, 0
 
     # ---- availability
@@ -500,7 +455,7 @@ class Lane:
     @property
     def rests(self) -> bool:
         """Return whether the tier rests, so that nothing is to be sent to it."""
-        return self.clock_ns() < self._rests_until_ns
+        return self._rests_until_ns > 0 and self.clock_ns() < self._rests_until_ns
 
     def rest(self, seconds: float) -> None:
         """Let the tier rest for some seconds, as requests would be late or would fail."""
@@ -509,7 +464,7 @@ class Lane:
     @property
     def answering(self) -> bool:
         """Return whether loads may be sent to the tier: none is overdue, and it does not rest."""
-        return not self.overdue and not self.rests
+        return not self.overdue and not (self._rests_until_ns and self.rests)
 
     def takes(self, n_bytes: int, ahead_bytes: int = 0) -> bool:
         """Return whether the tier takes one more frame, after others of `ahead_bytes`.
@@ -629,21 +584,32 @@ class Lane:
             if self.schedule.barred and timeout_s > 0:
                 time.sleep(min(timeout_s, _PAUSE_S))
             return 0
-        answers = self.tier.poll(timeout_s)
-        for answer in answers:
-            job = self._jobs.get(answer.job)
-            found = job.requests[answer.item] if job else None
-            if job is None or found is None:
-                continue
-            request, number = found
-            job.requests[answer.item] = None
-            job.left -= 1
-            if request.stores:
-                self._measure(job, answer)
-            if not job.left:
-                del self._jobs[answer.job]
-            if request.answers(number, answer):
-                self._answer(request, answer)
+        answers, stored = self.tier.poll(timeout_s), dict[Done, list[TierAnswer]]()
+        try:
+            for answer in answers:
+                job = self._jobs.get(answer.job)
+                found = job.requests[answer.item] if job else None
+                if job is None or found is None:
+                    continue
+                request, number = found
+                job.requests[answer.item] = None
+                job.left -= 1
+                if request.stores:
+                    self._measure(job, answer)
+                if not job.left:
+                    del self._jobs[answer.job]
+                if request.stores and not request.followers:
+                    self.schedule.end(request)
+                    self.cancelled += answer.reason == "cancelled"
+                    request.flying, request.ended = False, True
+                    if answer.key != request.item.key:
+                        answer = answer._replace(key=request.item.key)
+                    stored.setdefault(request.done, []).append(answer)
+                elif request.answers(number, answer):
+                    self._answer(request, answer)
+        finally:
+            for done, ends in stored.items():
+                done(ends)
         return len(answers)
 
     def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
@@ -708,9 +674,9 @@ class Lane:
         self.overdue += 1
         done = request.done
 
-        def late(answer: TierAnswer) -> None:
+        def late(answers: list[TierAnswer]) -> None:
             self.overdue -= 1
-            done(answer)
+            done(answers)
 
         request.done = late
         self._call_off({request})
@@ -770,11 +736,13 @@ class OnTheWay(NamedTuple):
         tier: Number of the tier.
         store: The store request; its body stays intact until the tier answers.
         mark: The copy that fills the body; None for a body that is complete.
+        done: Called with the answers to this store and to others.
     """
 
     tier: int
     store: Store
     mark: CopyMark | None
+    done: Done
 
 
 def files(tiers: Sequence[Tier]) -> list[int]:
@@ -828,7 +796,6 @@ class Mover:
         )
         self.lanes: list[Lane] = []
         self.from_memory = self.storing = 0
-        self._bodies: dict[bytes, list[OnTheWay]] = {}
 
     @property
     def busy(self) -> bool:
@@ -843,7 +810,6 @@ class Mover:
     def forget(self) -> None:
         """Drop all tiers; pending requests get no answer."""
         self.lanes.clear()
-        self._bodies.clear()
         self.storing = 0
 
     # ---- stores
@@ -851,58 +817,56 @@ class Mover:
     def store(
         self,
         tier: int,
-        key: bytes,
-        info: FrameInfo,
-        body: memoryview,
+        items: Iterable[Store],
         done: Done,
         mark: CopyMark | None = None,
-    ) -> bool:
-        """Write a frame in the background; return False if the queue is full.
+    ) -> int:
+        """Write frames in the background; return how many of them, from the first on, are queued.
 
         Args:
             tier: Number in the stack.
-            key: Key of the frame.
-            info: Header of the frame.
-            body: Its bytes; they must stay unchanged until the answer.
-            done: Called with the answer, from a later `drain`.
-            mark: The copy that fills the body; None for a body that is complete.
+            items: The frames; their bodies must stay unchanged until the answer.
+            done: Called with the answers, several at once, from a later `drain`.
+            mark: The copy that fills the bodies; None for bodies that are complete.
         """
-        item = Store(key, info, body)
+        schedule, bodies, count = self.lanes[tier].schedule, self.lanes[tier].bodies, 0
 
-        def answered(answer: TierAnswer) -> None:
-            self.storing -= 1
-            left = [one for one in self._bodies.pop(key, ()) if one.store is not item]
-            if left:
-                self._bodies[key] = left
-            done(answer)
+        def answered(answers: list[TierAnswer]) -> None:
+            self.storing -= len(answers)
+            for answer in answers:
+                if (body := bodies.get(answer.key)) and body.done is done:
+                    del bodies[answer.key]
+            done(answers)
 
-        request = TransferRequest(item, answered, IOPriority.WRITE_BACK, mark=mark)
-        if self.lanes[tier].ask(request) is SubmitResult.REFUSED:
-            return False
-        self.storing += 1
-        self._bodies.setdefault(key, []).append(OnTheWay(tier, item, mark))
-        return True
+        for item in items:
+            request = TransferRequest([item], answered, IOPriority.WRITE_BACK, mark=mark)
+            if schedule.ask(request) is SubmitResult.REFUSED:
+                break
+            self.storing += 1
+            count += 1
+            bodies[item.key] = OnTheWay(tier, item, mark, done)
+        return count
 
     def on_the_way(self, key: bytes, tier: int = -1) -> OnTheWay | None:
         """Return the frame of a key that is being stored in a tier (-1: in any), or None."""
-        found = self._bodies.get(key, ())
-        return next((one for one in found if tier in (-1, one.tier)), None)
+        lanes = self.lanes if tier < 0 else (self.lanes[tier],)
+        return next((lane.bodies[key] for lane in lanes if key in lane.bodies), None)
 
     def retract(self, keys: Collection[bytes]) -> None:
         """Withdraw the stores of these keys; bodies that were sent serve no loads any more."""
         for lane in self.lanes:
             lane.retract(keys)
-        for key in keys:
-            self._bodies.pop(key, None)
+            for key in keys:
+                lane.bodies.pop(key, None)
 
     def drain(self, timeout_s: float = 0.0) -> int:
         """Send requests and handle answers, waiting for a first one; return how many came."""
         busy = [lane for lane in self.lanes if lane.busy]
         return self._wait(busy, timeout_s) if busy else 0
 
-    def await_room(self, tier: int, n_bytes: int) -> None:
-        """Wait until a tier takes a frame of so many bytes, as long as any transfer is answered."""
-        while not self.lanes[tier].takes(n_bytes) and self.drain(self.deadline_s):
+    def await_room(self, tier: int, n_bytes: int, ahead_bytes: int = 0) -> None:
+        """Wait until a tier takes a frame, see `Lane.takes`, while any transfer is answered."""
+        while not self.lanes[tier].takes(n_bytes, ahead_bytes) and self.drain(self.deadline_s):
             pass
 
     def collect(self) -> int:
@@ -936,7 +900,8 @@ class Mover:
         answers, lent = dict[int, TierAnswer](), set[int]()
         requests, n_bytes = list[TransferRequest | None](), Counter[int]()
         for index, (tier, item) in enumerate(wanted):
-            requests.append(self.ask(tier, item, partial(answers.setdefault, index)))
+            done = lambda came, index=index: answers.setdefault(index, *came)  # noqa: E731
+            requests.append(self.ask(tier, item, done))
             n_bytes[tier] += item.target.nbytes
         started = compiling.now_s()
         ends = {tier: started + self.lanes[tier].patience_s(n) for tier, n in n_bytes.items()}
@@ -981,17 +946,17 @@ class Mover:
         held = self.on_the_way(item.key) if self.storing else None
         if held is not None and held.mark is not None and not held.mark.done():
             if priority is not IOPriority.DEMAND:
-                done(TierAnswer(0, 0, item.key, Outcome.FAILED, "busy"))
+                done([TierAnswer(0, 0, item.key, Outcome.FAILED, "busy")])
                 return None
             held.mark.wait()
         answer = from_memory(item, held.store) if held else None
         if answer is not None:
             self.from_memory += 1
-            done(answer)
+            done([answer])
             return None
-        request = TransferRequest(item, done, priority, owner)
+        request = TransferRequest([item], done, priority, owner)
         if self.lanes[tier].ask(request) is SubmitResult.REFUSED:
-            done(TierAnswer(0, 0, item.key, Outcome.FAILED, "busy"))
+            done([TierAnswer(0, 0, item.key, Outcome.FAILED, "busy")])
             return None
         return request
 
@@ -999,7 +964,7 @@ class Mover:
         self,
         tier: int,
         items: Sequence[Load],
-        done: Callable[[list[TierAnswer]], None],
+        done: Done,
         owner: object = None,
     ) -> TransferRequest:
         """Load frames as one demand, answered as a whole; a later `drain` sends it.
@@ -1013,7 +978,7 @@ class Mover:
         Returns:
             The request for `Lane.give_up`.
         """
-        request = TransferBatch(items, done, owner)
+        request = TransferRequest(items, done, IOPriority.DEMAND, owner, alone=True)
         self.lanes[tier].ask(request)
         return request
 

@@ -292,11 +292,12 @@ class Copies:
             self._read.update(dict.fromkeys(granules, (next(self._copies), mark)))
         return rows, mark
 
-    def free(self, granule: int) -> None:
-        """Record that a page is free, although a copy may still read it."""
-        read = self._read.get(granule)
-        if read is not None:
-            self._freed = max(read, self._freed or read)
+    def free(self, *granules: int) -> None:
+        """Record that pages are free, although a copy may still read them."""
+        for granule in granules:
+            read = self._read.get(granule)
+            if read is not None:
+                self._freed = max(read, self._freed or read)
 
     def reuse(self) -> None:
         """Make later work on the caller's stream begin after the copies that read freed pages."""
@@ -338,8 +339,7 @@ class Copies:
         """Copy rows: many small ones by one kernel, others by pieces of adjacent rows."""
         alike = dict[tuple[int, int], list[tuple[int, int]]]()
         whole, first, wholes = queue[0][1], -1, dict[int, torch.Tensor]()
-        for granule, row in sorted(queue, key=lambda one: one[1].data_ptr()):
-            address = row.data_ptr()
+        for address, granule, row in sorted([(row.data_ptr(), at, row) for at, row in queue]):
             if not 0 <= first <= address < first + len(whole):
                 found = self.slots.locate(address)
                 whole = row if found is None else torch.from_numpy(found[0])

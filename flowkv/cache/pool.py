@@ -243,48 +243,55 @@ class PagePool:
                 del partial[number]
         if codec:
             taken = [codec << CODEC_SHIFT | granule for granule in taken]
-        for page in taken:
-            self._refs[page] = 1
+        self._refs |= dict.fromkeys(taken, 1)
         self._change(granules, -count)
         self._used_granules += granules * count
         return taken
 
-    def share(self, page: int) -> None:
-        """Add a reference to a page in use."""
-        self._refs[page] += 1
+    def share(self, *pages: int) -> None:
+        """Add a reference to pages in use."""
+        for page in pages:
+            self._refs[page] += 1
 
-    def release(self, page: int) -> bool:
-        """Drop a reference to a page; return True if that freed the page.
+    def release(self, *pages: int) -> bool:
+        """Drop a reference to pages; return True if that freed all of them.
 
         Raises:
-            StateError: The page is not in use.
+            StateError: A page is not in use.
         """
-        count = self._refs.get(page, 0)
-        if count == 0:
-            raise StateError(f"page {page} is released but not in use", "Report this as a bug")
-        if count > 1:
-            self._refs[page] = count - 1
-            return False
-        del self._refs[page]
-        self._vacate(granule_of(page))
-        return True
+        freed = list[int]()
+        for page in pages:
+            count = self._refs.get(page, 0)
+            if count == 0:
+                raise StateError(f"page {page} is released but not in use", "Report this as a bug")
+            if count > 1:
+                self._refs[page] = count - 1
+            else:
+                del self._refs[page]
+                freed.append(page & GRANULE_MASK)
+        if freed:
+            self._vacate(*freed)
+        return len(freed) == len(pages)
 
-    def lend(self, page: int) -> None:
-        """Lend a page to a transfer: it neither moves nor becomes free until `give_back`."""
-        self.share(page)
-        self.lent[page] = self.lent.get(page, 0) + 1
+    def lend(self, *pages: int) -> None:
+        """Lend pages to a transfer: they neither move nor become free until `give_back`."""
+        self.share(*pages)
+        for page in pages:
+            self.lent[page] = self.lent.get(page, 0) + 1
 
-    def give_back(self, page: int) -> None:
-        """End one `lend` of a page, as its transfer is over."""
-        self.lent[page] -= 1
-        if not self.lent[page]:
-            del self.lent[page]
-            self._awaited.discard(page)
-        self.release(page)
+    def give_back(self, *pages: int, release: bool = True) -> None:
+        """End one `lend` of pages, as their transfer is over; the caller may take the reference."""
+        for page in pages:
+            self.lent[page] -= 1
+            if not self.lent[page]:
+                del self.lent[page]
+                self._awaited.discard(page)
+        if release:
+            self.release(*pages)
 
-    def awaits(self, page: int, awaited: bool) -> None:
-        """Mark a lent page as awaited by a sequence, thus not leaving; or end that."""
-        (self._awaited.add if awaited else self._awaited.discard)(page)
+    def awaits(self, *pages: int, awaited: bool) -> None:
+        """Mark lent pages as awaited by a sequence, thus not leaving; or end that."""
+        (self._awaited.update if awaited else self._awaited.difference_update)(pages)
 
     def leaving(self) -> int:
         """Return how many pages become free once transfers give them back."""
@@ -298,22 +305,23 @@ class PagePool:
         self._refs[new] = self._refs.pop(old)
         self._vacate(granule_of(old))
 
-    def _vacate(self, granule: int) -> None:
+    def _vacate(self, *granules: int) -> None:
         if self.copies is not None:
-            self.copies.free(granule)
-        number = granule // self.slab_granules
-        slab = self._slab(number)
-        slab.free.append(granule)
-        self._used_granules -= slab.granules
-        self._change(slab.granules, 1)
-        partial = self._partial.setdefault(slab.granules, {})
-        if slab.used:
-            partial[number] = None
-        else:
-            partial.pop(number, None)
-            self._change(slab.granules, -slab.pages)
-            self._slabs[number] = None
-            self._free_slabs.append(number)
+            self.copies.free(*granules)
+        for granule in granules:
+            number = granule // self.slab_granules
+            slab = self._slabs[number] or self._slab(number)
+            slab.free.append(granule)
+            self._used_granules -= slab.granules
+            self._vacant[slab.granules] = self._vacant.get(slab.granules, 0) + 1
+            partial = self._partial.setdefault(slab.granules, {})
+            if len(slab.free) < slab.pages:
+                partial[number] = None
+            else:
+                partial.pop(number, None)
+                self._change(slab.granules, -slab.pages)
+                self._slabs[number] = None
+                self._free_slabs.append(number)
 
     def _touch(self, used_bytes: int) -> None:
         """Start a thread that touches memory ahead of the used slabs, which are taken in order."""

@@ -75,7 +75,7 @@ class Prefetch:
         for block in blocks:
             if block.page >= 0:
                 self._told(block, False)
-        loads = [PageLoad(store, b, -1, awaited=False, allocate=allocate) for b in absent]
+        loads = PageLoad.several(store, [(b, -1) for b in absent], awaited=False, allocate=allocate)
         codecs = ways(store, loads)
         reserve(loads, codecs, allocate or store.spare)
         for one in loads:
@@ -337,15 +337,13 @@ class DevicePrefetcher:
     def _carry_out(self, fetch: Fetch) -> None:
         store = self._store
         blocks = [store.index.at(slot) for slot in fetch.slots.tolist()]
-        for block in blocks:  # the victims' write-back may evict other blocks from a tier
-            store.keep(block)
+        store.keep(*blocks)  # the victims' write-back may evict other blocks from a tier
         try:
             store.displace(fetch.victims.tolist())
             if blocks:
                 self._handle(fetch.kind).issue(blocks, store.free)
         finally:
-            for block in blocks:
-                store.unkeep(block)
+            store.unkeep(*blocks)
 
     def _handle(self, kind: int) -> Prefetch:
         """Return the handle for a fetch: a waiting request's own, so that it can cancel it."""

@@ -240,7 +240,7 @@ class PrefixMatcher:
         count = min([stop - first, *(block.tail for block in found if block.tail)])
         if not found or len(found) < len(blocks) or not self._worth(found, count):
             return []
-        loads = [PageLoad(self.store, block, pages, own=True) for block in found]
+        loads = PageLoad.several(self.store, [(block, pages) for block in found], own=True)
         codecs = ways(self.store, loads)
         if all(codecs) and reserve(loads, codecs, self.store.try_allocate):
             return loads
@@ -281,8 +281,7 @@ class PrefixMatcher:
                 seq.fidelity = max(seq.fidelity, found.fidelity)
                 own = []
             for g, fresh in enumerate(own):
-                for page in fresh:
-                    store.pool(g).release(page)
+                store.pool(g).release(*fresh)
         finally:
             for g, page in held:
                 store.pool(g).release(page)
@@ -314,7 +313,7 @@ class PrefixMatcher:
         while pages := self.match(seq, wanted):
             loads = self.loads(seq, 0, pages)
             absent = [one for one in _each(loads) if not one.held]
-            first = min((one.page_no for one in absent), default=pages)
+            first = min([one.page_no for one in absent], default=pages)
             try:
                 stop = self._bring(seq, absent, first, pages, pays=pays)
             except BaseException:
@@ -335,9 +334,10 @@ class PrefixMatcher:
         """
         found: list[dict[int, PageLoad]] = []
         for g in range(len(seq.blocks)):
-            numbers = range(max(first, self.first(g, pages)), pages)
-            blocks = [(page, self.find(seq, g, page)) for page in numbers]
-            found.append({n: PageLoad(self.store, b, n) for n, b in blocks if b is not None})
+            start = max(first, self.first(g, pages))
+            blocks = enumerate(map(self.store.find, seq.keys(g, pages)[start:pages]), start)
+            loads = PageLoad.several(self.store, [(b, n) for n, b in blocks if b is not None])
+            found.append({one.page_no: one for one in loads})
         return found
 
     def _bring(
@@ -353,7 +353,7 @@ class PrefixMatcher:
             return min(away, default=first)
         if absent:
             self._tell(seq, self.loader.load_pages(absent, self))
-        return min((one.page_no for one in absent if not one.held), default=pages)
+        return min([one.page_no for one in absent if not one.held], default=pages)
 
     def _tell(self, seq: Sequence, batch: LoadBatch) -> None:
         """Emit events for a finished batch of loads, and update the measured rates."""
@@ -381,8 +381,7 @@ class PrefixMatcher:
         """Attach the first `pages` pages, all of which are on their device."""
         blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
         for group in blocks:
-            for block in group:
-                self.store.hold(block)
+            self.store.hold(*group)
         self._attach(seq, blocks, pages)
 
     def emit_hits(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
@@ -416,7 +415,7 @@ class PrefixMatcher:
                 if block.tokens is None:  # a block of an earlier process
                     known = seq.tokens[page_no * self.page_size :][: self.page_size].copy()
                     self.store.index.set_tokens(block, known)
-            seq.fidelity = max([seq.fidelity, *(block.fidelity for block in group)])
+            seq.fidelity = max([seq.fidelity, *[block.fidelity for block in group]])
         self.tables.mark_changed()
         self.tables.lengths[seq.row] = pages * self.page_size
 
@@ -992,8 +991,7 @@ class IncomingPages:
         for g in range(len(self._groups)):
             taken.append(store.try_allocate(g, pages))
         for g, fresh in enumerate(taken):
-            for page in fresh or ():
-                store.pool(g).release(page)
+            store.pool(g).release(*fresh or ())
         return None not in taken
 
     def reach(self, first: int, stop: int, good: Callable[[PageLoad], bool]) -> int:

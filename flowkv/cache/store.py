@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
-from flowkv.cache.mover import Mover
+from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
 from flowkv.cache.tier_stack import PolicyContext, PolicyPlace, TierStack, as_slots
-from flowkv.cache.write_back import Copied, WriteBack
+from flowkv.cache.write_back import WriteBack
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
 from flowkv.core.errors import CapacityError
-from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, Geometry, granule_of
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, GRANULE_MASK, Geometry
 from flowkv.core.keys import tenant_salt
 from flowkv.observe.events import Bus, Evicted
 from flowkv.policy.base import Policy
@@ -112,16 +113,23 @@ class Samples:
             self.worst = max(self.worst, verdict.error / verdict.bound)
 
 
-def _codec(block: Block) -> int:
-    """Return the codec of a block's device page."""
-    return block.page >> CODEC_SHIFT
+Frame = tuple[Block, FrameInfo, memoryview]
+Done = Callable[[Iterable[Block]], None]
+
+
+def _by_form(blocks: Iterable[Block]) -> dict[tuple[int, int], list[Block]]:
+    """Return blocks with a device page by their layer group and codec."""
+    found = dict[tuple[int, int], list[Block]]()
+    for block in blocks:
+        found.setdefault((block.group, block.page >> CODEC_SHIFT), []).append(block)
+    return found
 
 
 # Prefetched pages, until they are used or evicted.
 
 
-class PrefetchedUnused:
-    """Prefetched pages that have not been used yet. Callers hold the KV lock.
+class PrefetchedUnused(dict[Block, tuple[int, int]]):
+    """Prefetched pages that have not been used yet, by block. Callers hold the KV lock.
 
     Each use and each unused eviction is reported to the guard of the page's tier of origin, which
     stops prefetching where it costs more than it saves.
@@ -132,19 +140,16 @@ class PrefetchedUnused:
     """
 
     def __init__(self, mover: Mover, on_leave: Callable[[Block], None]) -> None:
+        super().__init__()
         self._mover, self._on_leave = mover, on_leave
-        self._pages: dict[Block, tuple[int, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._pages)
 
     def add(self, block: Block, tier: int, n_bytes: int) -> None:
         """Record a page that a prefetch brought from a tier."""
-        self._pages[block] = tier, n_bytes
+        self[block] = tier, n_bytes
 
     def end(self, block: Block, *, used: bool) -> None:
         """Record the first use of a page, or its unused eviction; ignore pages not prefetched."""
-        tier, n_bytes = self._pages.pop(block, (-1, 0))
+        tier, n_bytes = self.pop(block, (-1, 0))
         if 0 <= tier < len(self._mover.lanes):
             lane = self._mover.lanes[tier]
             (lane.guard.used if used else lane.guard.wasted)(lane.clock_ns(), n_bytes)
@@ -238,32 +243,34 @@ class PageStore:
             sends=sends,
             on_forget=self._let_go,
         )
-        self.writes = WriteBack(self.stack, self.size, self._copy_out, self._store_page)
+        self.writes = WriteBack(self.stack, self.size, self.store_pages)
         self.prefetched_unused = PrefetchedUnused(self.stack.mover, on_unused)
 
     def insert(self, blocks: Sequence[Block]) -> None:
         """Insert blocks that became resident on their devices, see `PolicyContext.insert`."""
-        for group, some in groupby(blocks, lambda block: block.group):
-            self.context.insert(self._places[group], [*some], _codec, self.size)
+        for group, some in groupby(blocks, attrgetter("group")):
+            self.context.insert(self._places[group], some, self.size)
 
     def size(self, block: Block) -> int:
         """Return the bytes of a block's device page."""
         return self.forms[block.group].layout(block.page).page_bytes
 
-    def keep(self, block: Block) -> None:
-        """Protect a block from eviction in every place until `unkeep`."""
-        block.kept += 1
-        self._protect(block)
+    def keep(self, *blocks: Block) -> None:
+        """Protect blocks from eviction in every place until `unkeep`."""
+        for block in blocks:
+            block.kept += 1
+        self._protect(*blocks)
 
-    def unkeep(self, block: Block) -> None:
-        """End one `keep` of a block."""
-        block.kept -= 1
-        self._protect(block)
+    def unkeep(self, *blocks: Block) -> None:
+        """End one `keep` of blocks."""
+        for block in blocks:
+            block.kept -= 1
+        self._protect(*blocks)
 
-    def _protect(self, block: Block) -> None:
-        self.stack.protect(block)
-        if not block.gone and block.group < len(self._places):  # other blocks have no page
-            self._guard(block)
+    def _protect(self, *blocks: Block) -> None:
+        self.stack.protect(*blocks)
+        groups = len(self._places)  # blocks of others have no page
+        self._guard(*[block for block in blocks if not block.gone and block.group < groups])
 
     def _let_go(self, block: Block) -> None:
         if block.group < len(self._places):
@@ -311,7 +318,7 @@ class PageStore:
     def find(self, key: bytes) -> Block | None:
         """Return the block of a key if it is stored or on its way, and exact enough; else None."""
         block = self.index.find(key)
-        if block is None or not (block.somewhere or block.going):
+        if block is None or not (block.page >= 0 or block.tiers or block.going):
             return None
         return block if block.fidelity <= self.stack.fidelity else None
 
@@ -335,25 +342,31 @@ class PageStore:
         known = [*self.index, *self._orphans]
         return [block for block in known if block.page >= 0 and block.group in groups]
 
-    def hold(self, block: Block) -> None:
-        """Hold a block's device page in place until `drop`."""
-        self.pool(block.group).share(block.page)
-        if self.prefetched_unused:
-            self.prefetched_unused.end(block, used=True)
-        block.holds += 1
-        if block.holds == 1 and not block.gone:
-            self._guard(block)
+    def hold(self, *blocks: Block) -> None:
+        """Hold the device pages of blocks in place until `drop`."""
+        unheld = [block for block in blocks if not (block.holds or block.gone)]
+        for block in blocks:
+            self._pools[block.group].share(block.page)
+            if self.prefetched_unused:
+                self.prefetched_unused.end(block, used=True)
+            block.holds += 1
+        self._guard(*unheld)
 
-    def drop(self, block: Block) -> None:
-        """End one `hold` of a block; a forgotten block loses its page with the last one."""
-        block.holds -= 1
-        if not block.holds and not block.gone:
-            self._guard(block)
-        pool, page = self.pool(block.group), block.page
-        if block.gone and not block.holds:
-            self._orphans.discard(block)
-            block.page = -1
-        pool.release(page)
+    def drop(self, *blocks: Block) -> None:
+        """End one `hold` of blocks, each given once; forgotten ones lose their page with the last.
+
+        Args:
+            blocks: The blocks, all of one layer group.
+        """
+        pages = [block.page for block in blocks]
+        for block in blocks:
+            block.holds -= 1
+            if block.gone and not block.holds:
+                self._orphans.discard(block)
+                block.page = -1
+        self._guard(*[block for block in blocks if not (block.holds or block.gone)])
+        if blocks:
+            self.pool(blocks[0].group).release(*pages)
 
     def pin(self, block: Block, pinned: bool) -> None:
         """Pin a block against eviction in every place, or unpin it."""
@@ -361,25 +374,25 @@ class PageStore:
             block.pinned = pinned
             (self.keep if pinned else self.unkeep)(block)
 
-    def _guard(self, block: Block) -> None:
-        place = self._places[block.group]
-        if not (block.holds or block.kept):
-            place.let_go(block.slot)
-            self.recount(block)
-            return
-        place.hold(block.slot)
-        if block.idle:
-            self._idle[self.geometry.groups[block.group].device] -= block.idle
-            block.idle = 0
+    def _guard(self, *blocks: Block) -> None:
+        slots = dict[tuple[int, bool], list[int]]()
+        for block in blocks:
+            held = block.holds > 0 or block.kept > 0
+            slots.setdefault((block.group, held), []).append(block.slot)
+        for (group, held), those in slots.items():
+            place = self._places[group]
+            (place.hold if held else place.let_go)(*those)
+        self.recount(*blocks)
 
-    def recount(self, block: Block) -> None:
-        """Update the count of idle granules after a change of a block's page, holds or pins."""
-        now = 0
-        if block.page >= 0 and not (block.holds or block.kept or block.gone):
-            now = self.forms[block.group].layout(block.page).granules
-        if now != block.idle:
-            self._idle[self.geometry.groups[block.group].device] += now - block.idle
-            block.idle = now
+    def recount(self, *blocks: Block) -> None:
+        """Update the count of idle granules after changes of blocks' pages, holds or pins."""
+        for block in blocks:
+            now = 0
+            if block.page >= 0 and not (block.holds or block.kept or block.gone):
+                now = self.forms[block.group].layouts[block.page >> CODEC_SHIFT].granules
+            if now != block.idle:
+                self._idle[self.geometry.groups[block.group].device] += now - block.idle
+                block.idle = now
 
     def change(self, block: Block, page: int) -> None:
         """Set a block's device page, -1 for none; suspended sequences get a copy of the old one."""
@@ -538,65 +551,72 @@ class PageStore:
         for n in dict.fromkeys((max(short, min(share, _BATCH_PAGES)), short, 1)):
             victims = place.evict(now, n)
             if victims is not None:
-                self._leave_together([*map(self.index.at, victims.tolist())], "space")
+                self.leave(map(self.index.at, victims.tolist()), "space")
                 return True
         return False
 
-    def _leave_together(self, blocks: Sequence[Block], reason: str) -> None:
-        """Evict blocks from their device, copying those that a tier wants a few at a time."""
-        mover = self.stack.mover
-        for (group, n_bytes), some in groupby(blocks, self._kind):
-            copies, left = self.pool(group).copies, [*some]
-            while left:
-                part = left[: max(1, AT_ONCE_BYTES // n_bytes)]
-                del left[: len(part)]
-                takers = {b: -1 if b.going else self.stack.taker(b) for b in part}
-                wanted = [b for b, number in takers.items() if number >= 0]
-                if copies is not None and wanted:
-                    need = len(wanted) * n_bytes
-                    while not copies.has_room(need) and mover.drain(mover.deadline_s):
-                        pass
-                copied = self._copy_out(wanted)
-                for block, number in takers.items():
-                    if number < 0 and not (block.going or block.tiers):
-                        # Its copy below was evicted meanwhile, or there is none.
-                        number = self.stack.taker(block, leaves=True)
-                    if number >= 0 and not self.stack.outlives(number):  # memory makes room fast
-                        mover.await_room(number, n_bytes)
-                    self._take_off(block, number, copied.pop(block, None))
+    def leave(self, blocks: Iterable[Block], reason: str) -> None:
+        """Evict blocks from their device, a few at a time, and store those that a tier wants."""
+        stack, mover = self.stack, self.stack.mover
+        for (group, codec), those in _by_form(blocks).items():
+            n_bytes, copies = self.page_bytes(group, codec), self.pool(group).copies
+            most = max(1, AT_ONCE_BYTES // n_bytes)
+            for part in (those[at : at + most] for at in range(0, len(those), most)):
+                wanted = [b for b in part if not b.going and reason != "lease"]
+                takers = stack.takers(wanted, leaves=[b for b in wanted if not b.tiers])
+                need = n_bytes * sum(map(len, takers.values()))
+                while need and copies and not copies.has_room(need):
+                    if not mover.drain(mover.deadline_s):
+                        break
+                frames = {number: self._frames(some) for number, some in takers.items()}
+                self._free_pages(part)  # a tier that evicts one of them now has its last copy
+                for number, going in frames.items():
+                    self._store_below(number, *going)
+                stack.settle(*part)
                 self._evicted(len(part), n_bytes * len(part), reason)
                 mover.drain()
+
+    def _store_below(
+        self, number: int, frames: list[Frame], done: Done, mark: CopyMark | None
+    ) -> None:
+        """Store pages that left their device in a tier; memory makes room fast enough to wait."""
+        stack, lane, refused = self.stack, self.stack.mover.lanes[number], list[Block]()
+        n_bytes, count = frames[0][2].nbytes, len(frames)
+        waits = not stack.outlives(number)
+        if waits:
+            stack.mover.await_room(number, n_bytes, n_bytes * (count - 1))
+        whole = lane.takes(n_bytes, n_bytes * (count - 1))
+        for part in [frames] if whole else [[one] for one in frames]:
+            if waits:
+                stack.mover.await_room(number, n_bytes)
+            refused += stack.store(part, number, done, mark)
+        done(refused)
+        if pages := count - len(refused):
+            stack.demoted("device", number, n_bytes * pages, pages)
+        for block in refused:
+            if block not in stack.unwritten and not lane.takes(n_bytes):
+                stack.miss_out(number)
 
     def _evicted(self, pages: int, n_bytes: int, reason: str) -> None:
         self.bus.emit(Evicted(tier="device", pages=pages, n_bytes=n_bytes, reason=reason))
 
-    def _leave_device(self, block: Block, reason: str) -> None:
-        saves, n_bytes = reason != "lease" and not block.going, self.size(block)
-        self._take_off(block, self.stack.taker(block, leaves=not block.tiers) if saves else -1)
-        self._evicted(1, n_bytes, reason)
-
-    def _take_off(self, block: Block, number: int, copied: Copied | None = None) -> None:
-        """Evict a block from its device, and store it in a tier unless the number is -1."""
-        if number >= 0:
-            n_bytes, lane = self.size(block), self.stack.mover.lanes[number]
-            if self._store_page(block, number, copied):
-                self.stack.demoted("device", number, n_bytes)
-            elif block not in self.stack.unwritten and not lane.takes(n_bytes):
-                self.stack.miss_out(number)
-        self._free_page(block)
-        self.stack.settle(block)
-
-    def _free_page(self, block: Block) -> None:
-        page = block.page
-        self.change(block, -1)
-        self.prefetched_unused.end(block, used=False)
-        self.pool(block.group).release(page)
+    def _free_pages(self, blocks: Sequence[Block]) -> None:
+        """Free the device pages of blocks of one group."""
+        pages = [block.page for block in blocks]
+        for block in blocks:
+            if self.swapped:
+                self._swap_out(block)
+            if self.prefetched_unused:
+                self.prefetched_unused.end(block, used=False)
+            block.page = -1
+        self.recount(*blocks)
+        self.pool(blocks[0].group).release(*pages)
 
     def set_down(self, block: Block) -> None:
         """Free the device page of a block that lies on a tier and is not held."""
         self._evicted(1, self.size(block), "overflow")
         self._places[block.group].remove(block)
-        self._free_page(block)
+        self._free_pages([block])
 
     def place(self, block: Block) -> str:
         """Return the name of the nearest place that holds a block or is storing it, else ""."""
@@ -616,22 +636,13 @@ class PageStore:
     def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         for place in self.device_places.values():
             for slot in chosen(place, self.context.now_ns()):
-                self._leave_device(self.index.at(slot), reason)
+                self.leave([self.index.at(slot)], reason)
         self.stack.relieve(chosen, reason)
 
     def displace(self, slots: Sequence[int]) -> None:
         """Evict the blocks that the device's policy has chosen to make room for a prefetch."""
         for slot in slots:
-            self._leave_device(self.index.at(slot), "prefetch")
-        self.stack.mover.drain()
-
-    def publish(self, block: Block, page: int) -> None:
-        """Make a private page a block's device page; the store takes over its one reference.
-
-        The caller then inserts all pages of a request into the policy at once (`insert`).
-        """
-        block.page = page
-        self.recount(block)
+            self.leave([self.index.at(slot)], "prefetch")
 
     def publish_held(self, group: int, pages: Mapping[Block, int]) -> None:
         """Publish private pages of a sequence that keeps using them, and hold each for it."""
@@ -643,45 +654,40 @@ class PageStore:
             place.hold(block.slot)
             self.stack.provisional.add(block)
 
-    def _copy_out(self, blocks: Sequence[Block]) -> dict[Block, Copied]:
-        """Start copying pages to host memory, on devices that copy asynchronously."""
-        copied = dict[Block, Copied]()
-        for (group, n_bytes), some in groupby(blocks, self._kind):
-            copies, those = self.pool(group).copies, [*some]
-            if copies is not None:
-                rows, mark = copies.download([granule_of(b.page) for b in those], n_bytes)
-                copied |= {b: (row.numpy().data, mark) for b, row in zip(those, rows, strict=True)}
-        return copied
+    def store_pages(self, blocks: Iterable[Block], number: int) -> list[Block]:
+        """Store device pages in a tier; return those that it refuses."""
+        refused = list[Block]()
+        for those in _by_form(blocks).values():
+            frames, done, mark = self._frames(those)
+            left = self.stack.store(frames, number, done, mark)
+            done(left)
+            refused += left
+        return refused
 
-    def _kind(self, block: Block) -> tuple[int, int]:
-        """Return the group and the bytes of a block's page."""
-        return block.group, self.size(block)
+    def _frames(self, blocks: Sequence[Block]) -> tuple[list[Frame], Done, CopyMark | None]:
+        """Return the frames of device pages of one form, for `TierStack.store`.
 
-    def _store_page(self, block: Block, number: int, copied: Copied | None = None) -> bool:
-        """Store a block's page, or its host copy, in a tier; return whether the tier takes it."""
-        pool, page, n_bytes = self.pool(block.group), block.page, self.size(block)
+        Their bytes are copies under way to host memory; on a CPU the pages themselves, which are
+        lent until they are done.
+        """
+        pool, n_bytes = self.pool(blocks[0].group), self.size(blocks[0])
+        infos = self.describe(blocks)
+        pages = {block: block.page for block in blocks}
         if pool.copies is not None:
-            body, mark = copied or self._copy_out([block])[block]
-            return self.stack.store(block, number, self.describe(block), body, mark=mark)
-        body = pool.page_bytes(page, n_bytes).cpu().numpy().data
-        pool.lend(page)
-        if self.stack.store(
-            block, number, self.describe(block), body, lambda: pool.give_back(page)
-        ):
-            return True
-        pool.give_back(page)
-        return False
+            rows, mark = pool.copies.download([p & GRANULE_MASK for p in pages.values()], n_bytes)
+            bodies = [row.numpy().data for row in rows]
+            return [*zip(blocks, infos, bodies, strict=True)], lambda _: None, mark
+        bodies = [pool.page_bytes(page, n_bytes).cpu().numpy().data for page in pages.values()]
+        pool.lend(*pages.values())
+        done = lambda ended: pool.give_back(*[pages[block] for block in ended])  # noqa: E731
+        return [*zip(blocks, infos, bodies, strict=True)], done, None
 
-    def describe(self, block: Block) -> FrameInfo:
-        """Return the frame header of a block's device page."""
-        forms, codec = self.forms[block.group], block.page >> CODEC_SHIFT
-        layout = forms.layout(block.page)
-        return block.info(
-            forms.fingerprints[codec],
-            tokens=layout.page_size,
-            stripe_bytes=layout.stripe_stride_bytes,
-            codec=codec,
-        )
+    def describe(self, blocks: Sequence[Block]) -> list[FrameInfo]:
+        """Return the frame headers of the device pages of blocks, all of one group and codec."""
+        forms, codec = self.forms[blocks[0].group], blocks[0].page >> CODEC_SHIFT
+        layout, fingerprint = forms.layouts[codec], forms.fingerprints[codec]
+        tokens, step = layout.page_size, layout.stripe_stride_bytes
+        return [b.info(fingerprint, tokens=tokens, stripe_bytes=step, codec=codec) for b in blocks]
 
     def quarantine(self, *blocks: Block) -> None:
         """Forget blocks with wrong content, and bar copies that read-only tiers still hold."""

@@ -262,8 +262,7 @@ def _give_back(lines: Planner, held: list[Block], fresh: dict[tuple[int, int], l
     for block in held:
         lines.store.drop(block)
     for (g, _), pages in fresh.items():
-        for page in pages:
-            lines.store.pool(g).release(page)
+        lines.store.pool(g).release(*pages)
 
 
 def _there(page: Copy | SwappedCopy | None) -> Block | None:

@@ -176,7 +176,7 @@ class Tails:
             if stop > end or few or known or self._hidden(seq, page_no):
                 continue
             above = seq.blocks[0][page_no - 1] if page_no else None
-            if above is None or store.stack.worth_storing(above, number):
+            if above is None or store.stack.worth_storing([above], number):
                 for g in range(len(seq.blocks)):
                     self._save(seq, g, page_no, count, number)
 

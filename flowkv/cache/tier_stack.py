@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
-from typing import NamedTuple, Protocol
+from itertools import compress, islice
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +21,17 @@ from numpy.typing import NDArray
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
 from flowkv.cache.listing import Listing
 from flowkv.cache.mover import CopyMark, Mover
+from flowkv.cache.pool import Forms
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.core.geometry import PageLayout
+from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import ROOT
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
-from flowkv.policy.pages import Ladder
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Tier, TierAnswer
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.erasure_log import ErasureLog
 from flowkv.tiers.remote.erasures import RemoteErasures
 
@@ -104,16 +105,18 @@ class PolicyPlace:
         self._told: dict[int, None] = {}
         self._changed: dict[int, None] = {}
 
-    def hold(self, slot: int) -> None:
-        """Protect a slot, resident or not, until `let_go`."""
-        if slot not in self.held:
-            self.held[slot] = self._changed[slot] = None
+    def hold(self, *slots: int) -> None:
+        """Protect slots, resident or not, until `let_go`."""
+        for slot in slots:
+            if slot not in self.held:
+                self.held[slot] = self._changed[slot] = None
 
-    def let_go(self, slot: int) -> None:
-        """End the protection of a slot."""
-        if slot in self.held:
-            del self.held[slot]
-            self._changed[slot] = None
+    def let_go(self, *slots: int) -> None:
+        """End the protection of slots."""
+        for slot in slots:
+            if slot in self.held:
+                del self.held[slot]
+                self._changed[slot] = None
 
     def remove(self, block: Block) -> None:
         """Remove a block from the policy, which did not choose it as a victim."""
@@ -154,8 +157,7 @@ class PolicyPlace:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget these slots entirely; the numbers may be reused for other blocks."""
-        for slot in slots:
-            self.let_go(slot)
+        self.let_go(*slots)
         self._tell()
         self.policy.forget(as_slots(slots))
 
@@ -235,8 +237,7 @@ class PolicyContext:
     def insert(
         self,
         place: PolicyPlace,
-        blocks: Sequence[Block],
-        codec: Callable[[Block], int],
+        blocks: Iterable[Block],
         n_bytes: Callable[[Block], int],
     ) -> None:
         """Insert blocks that became resident into a place's policy.
@@ -246,26 +247,27 @@ class PolicyContext:
             blocks: Root to leaf, chain after chain. Neighbours of one size, lease and tenant take
                 one call. A policy takes the last block of a call for the deepest, so that chains
                 on a device begin a call each.
-            codec: Index of the codec of a block's copy there.
-            n_bytes: Bytes of that copy.
+            n_bytes: Returns the bytes of a block's copy there.
         """
-        chain, slot, size = 0, self.index.slot, self.page_size
-
-        def kind(block: Block) -> tuple[object, ...]:
-            nonlocal chain
-            chain += place.kind == "gpu" and block.parent == ROOT
-            return chain, block.group, codec(block), block.n_bytes, block.lease, block.tenant
-
-        for _, run in groupby(blocks, kind):
-            alike = [*run]
-            first = alike[0]
-            middle = (first.depth + len(alike) / 2) * size  # a chain: one cost stands for all
+        runs, alike, here = list[list[Block]](), None, place.kind == "gpu"
+        for block in blocks:
+            codec = block.page >> CODEC_SHIFT if here else block.codecs
+            terms = block.group, codec, block.n_bytes, block.lease, block.tenant
+            if terms != alike or (here and block.parent == ROOT):
+                runs.append([])
+            runs[-1].append(block)
+            alike = terms
+        for run in runs:
+            first, last = run[0], run[-1]
+            middle = (first.depth + last.depth + 1) / 2 * self.page_size  # one cost stands for all
+            known, slot = {block.key: block.slot for block in run}, self.index.slot
+            above = [known.get(block.parent) or slot(block.parent) for block in run]
             place.policy.insert(
                 self.now_ns(),
-                as_slots([block.slot for block in alike]),
-                as_slots([slot(block.parent) for block in alike]),
+                as_slots([block.slot for block in run]),
+                as_slots(above),
                 n_bytes=n_bytes(first),
-                cost_ns=round(self.gate.token_s(middle) * size * 1e9),
+                cost_ns=round(self.gate.token_s(middle) * self.page_size * 1e9),
                 lease=first.lease,
                 tenant=self.tenant(first.tenant),
             )
@@ -284,25 +286,7 @@ _AWAY = ("breaker", "closed")  # reasons of a tier that is away now, and may com
 _NO_ROOM = ("full", "remote")
 
 
-class PageForms(Protocol):
-    """Layouts and codecs of one layer group's pages in frames: `flowkv.cache.pool.Forms`."""
-
-    ladder: Ladder
-    layouts: dict[int, PageLayout]
-    whole: bool
-    fingerprints: dict[int, bytes]
-
-    @property
-    def likely(self) -> tuple[int, ...]:
-        """Return the codec indices, the likeliest first."""
-        ...
-
-    def meet(self, info: FrameInfo) -> None:
-        """Add the form of a stored page, if it is readable."""
-        ...
-
-
-def likely_bytes(forms: PageForms) -> int:
+def likely_bytes(forms: Forms) -> int:
     """Return the bytes of a page in the codec that it has below its device, most likely."""
     return forms.layouts[forms.ladder.idle].page_bytes
 
@@ -370,7 +354,7 @@ class TierStack:
         self,
         context: PolicyContext,
         tiers: Sequence[Tier],
-        forms: Sequence[PageForms],
+        forms: Sequence[Forms],
         *,
         policies: Callable[[str, int], Policy],
         bus: Bus,
@@ -436,11 +420,12 @@ class TierStack:
         for book in (self.tiers, self.places, self.unwritten):
             book.clear()
 
-    def settle(self, block: Block) -> None:
-        """Update a block's protection; forget it if no place holds it and no store is under way."""
-        if not (block.somewhere or block.going or block.gone):
-            self.dismiss(block)
-        self.protect(block)
+    def settle(self, *blocks: Block) -> None:
+        """Update the protection of blocks; forget those that no place holds, or is storing."""
+        for block in blocks:
+            if not (block.page >= 0 or block.tiers or block.going or block.gone):
+                self.dismiss(block)
+        self.protect(*blocks)
 
     def dismiss(self, block: Block) -> None:
         """Remove a block from the index; its slot stays reserved while its key is a ghost."""
@@ -452,115 +437,126 @@ class TierStack:
         self.provisional.discard(block)
         self.index.forget(block)
 
-    def protect(self, block: Block) -> None:
-        """Hold a block's slot in all places while the block is kept or being stored."""
-        if block.gone:
-            return  # its slot may be another block's by now
+    def protect(self, *blocks: Block) -> None:
+        """Hold the slots of blocks in all places while the blocks are kept or being stored."""
+        held, free = list[int](), list[int]()
+        for block in blocks:
+            if not block.gone:  # its slot may be another block's by now
+                (held if block.kept or block.going else free).append(block.slot)
         for place in self.places:
-            (place.hold if block.kept or block.going else place.let_go)(block.slot)
+            place.hold(*held)
+            place.let_go(*free)
 
     def insert(self, blocks: Sequence[Block], number: int) -> None:
         """Insert blocks that became resident on a tier into its policy, root to leaf."""
-        codec = lambda block: block.codec_on(number)  # noqa: E731
-        size = lambda block: self.size(block, number)  # noqa: E731
-        self.context.insert(self.places[number], blocks, codec, size)
+        self.context.insert(self.places[number], blocks, partial(self.size, number=number))
 
     def size(self, block: Block, number: int) -> int:
         """Return the bytes of a block's body on a tier (-1: on any) for policies: at least 1."""
         if block.group >= len(self.forms):
             return block.n_bytes or 1  # a block of another model
-        likely = likely_bytes(self.forms[block.group])
-        if number < 0 or (not block.n_bytes and block.codec_on(number) == UNKNOWN):
-            return likely
-        return self.body_bytes(block, number) or likely
+        unknown = number < 0 or (not block.n_bytes and block.codec_on(number) == UNKNOWN)
+        known = 0 if unknown else self.body_bytes(block, number)
+        return known or likely_bytes(self.forms[block.group])
 
     def outlives(self, number: int) -> bool:
         """Return whether a tier is persistent, or shared with other processes."""
         return self.tiers[number].kind != "host" or self.tiers[number].shared
-
-    def _barred(self, block: Block, number: int) -> bool:
-        return block in self.provisional and self.outlives(number)
 
     def miss_out(self, number: int) -> None:
         """Count a page that a tier should have stored and did not."""
         self.mover.lanes[number].dropped += 1
         self.lost += number == self.lasting()
 
-    def worth_storing(self, block: Block, number: int) -> bool:
-        """Return whether a page can ever be worth loading from a tier; count it if not."""
-        if block.kind != "page" or block.group >= len(self.forms):
-            return True
-        name, page, reach = self.tiers[number].name, self._prompt_bytes, self.index.reach
-        size = self.context.page_size
-        if self._sends() or self._gate.pays_to_store(name, page, size, partial(reach, block)):
-            return True
-        self.mover.lanes[number].unpaid += 1
-        return False
+    def worth_storing(self, blocks: Sequence[Block], number: int) -> list[Block]:
+        """Return the pages that can ever be worth loading from a tier; count the others."""
+        name, size, reach = self.tiers[number].name, self.context.page_size, self.index.reach
+        pays = partial(self._gate.pays_to_store, name, self._prompt_bytes, size)
+        groups = 0 if self._sends() else len(self.forms)
+        pages = [block for block in blocks if block.kind == "page" and block.group < groups]
+        poor = [block for block in pages if not pays(partial(reach, block))]
+        self.mover.lanes[number].unpaid += len(poor)
+        return [block for block in blocks if block not in poor]
 
     def store(
         self,
-        block: Block,
+        frames: Sequence[tuple[Block, FrameInfo, memoryview]],
         number: int,
-        info: FrameInfo,
-        body: memoryview,
-        done: Callable[[], None] = lambda: None,
+        done: Callable[[list[Block]], object] = lambda _: None,
         mark: CopyMark | None = None,
-    ) -> bool:
-        """Store a block in a tier in the background; return False if there is no room.
+    ) -> list[Block]:
+        """Store blocks of one form in a tier in the background; return those without room there.
 
         A block with a store under way is not stored a second time.
 
         Args:
-            block: The block.
+            frames: Blocks, each with the header and the bytes of its frame; the bytes must stay
+                unchanged until `done`.
             number: Tier in the stack.
-            info: Header of its frame.
-            body: Its bytes; they must stay unchanged until `done`.
-            done: Called when the tier has answered.
-            mark: The copy that fills the body; None for a body that is complete.
+            done: Called with the others, several at once, when the tier has answered.
+            mark: The copy that fills the bytes; None for bytes that are complete.
         """
-        if block.going >> number & 1:
-            done()
-            return True
-        n_bytes, lane = self.tiers[number].frame_bytes(body.nbytes), self.mover.lanes[number]
-        if self._barred(block, number) or not lane.takes(body.nbytes):
-            return False
-        if not self._make_room(number, n_bytes):
-            return False
+        if going := [block for block, _, _ in frames if block.going >> number & 1]:
+            done(going)
+            frames = [one for one in frames if one[0] not in going]
+        blocks = {block.key: block for block, _, _ in frames}
+        if not blocks:
+            return []
+        lane, n_bytes, count = self.mover.lanes[number], frames[0][2].nbytes, len(frames)
+        each = self.tiers[number].frame_bytes(n_bytes)
+        barred = self.outlives(number) and not self.provisional.keys().isdisjoint(blocks.values())
+        takes = not barred and lane.takes(n_bytes, (count - 1) * n_bytes)
+        if not (takes and self._make_room(number, count * each)):
+            refused = [] if count > 1 else [*blocks.values()]
+            for one in frames if count > 1 else ():
+                refused += self.store([one], number, done, mark)
+                self.mover.drain()  # what has landed may make room for the next one
+            return refused
 
-        def answered(answer: TierAnswer) -> None:
-            lane.incoming_bytes -= n_bytes
-            done()
-            self._stored(block, number, info.codec, answer)
+        def answered(answers: list[TierAnswer]) -> None:
+            lane.incoming_bytes -= each * len(answers)
+            ended = [blocks[answer.key] for answer in answers]
+            done(ended)
+            self._stored(ended, number, frames[0][1].codec, answers)
 
-        if not self.mover.store(number, block.key, info, body, answered, mark):
-            return False
-        lane.incoming_bytes += n_bytes
-        block.going |= 1 << number
-        if number == self.lasting():
+        items = [Store(block.key, info, body) for block, info, body in frames]
+        taken = [*blocks.values()][: self.mover.store(number, items, answered, mark)]
+        lane.incoming_bytes += each * len(taken)
+        for block in taken:
+            block.going |= 1 << number
+        for block in taken if number == self.lasting() else ():
             self.unwritten.pop(block, None)
-        self.protect(block)
-        return True
+        self.protect(*taken)
+        return [*blocks.values()][len(taken) :]
 
-    def _stored(self, block: Block, number: int, codec: int, answer: TierAnswer) -> None:
-        block.going &= ~(1 << number)
-        tier, forgotten = self.tiers[number], block.gone
-        if answer.outcome is not Outcome.STORED:
-            self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
-            if answer.reason in _AWAY:
-                self.mover.lanes[number].rest(_REST_S)
-        elif block.gone:  # the block was forgotten while it was stored
-            self._wipe(number, [block.key])
-        else:
-            # Where others write too, theirs may have been there before.
-            block.enter(number, UNKNOWN if tier.shared else codec)
-            self.insert([block], number)
-            self.mover.lanes[number].stored_bytes += answer.n_bytes
-            self.bus.emit(
-                Stored(tier=tier.name, pages=1, n_bytes=answer.n_bytes, seconds=answer.seconds)
-            )
-        self.settle(block)
-        if answer.outcome is not Outcome.STORED and not forgotten:
-            self._not_stored(block, number, answer.reason)
+    def _stored(
+        self, blocks: list[Block], number: int, codec: int, answers: list[TierAnswer]
+    ) -> None:
+        tier, lane, kept = self.tiers[number], self.mover.lanes[number], list[Block]()
+        n_bytes, seconds, failed, shared = 0, 0.0, dict[Block, str](), tier.shared
+        for block, answer in zip(blocks, answers, strict=True):
+            block.going &= ~(1 << number)
+            if answer.outcome is not Outcome.STORED:
+                self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
+                if answer.reason in _AWAY:
+                    lane.rest(_REST_S)
+                if not block.gone:
+                    failed[block] = answer.reason
+            elif block.gone:  # the block was forgotten while it was stored
+                self._wipe(number, [block.key])
+            else:
+                # Where others write too, theirs may have been there before.
+                block.enter(number, UNKNOWN if shared else codec)
+                kept.append(block)
+                n_bytes, seconds = n_bytes + answer.n_bytes, max(seconds, answer.seconds)
+        if kept:
+            self.insert(sorted(kept, key=attrgetter("depth")), number)
+            lane.stored_bytes += n_bytes
+            told = Stored(tier=tier.name, pages=len(kept), n_bytes=n_bytes, seconds=seconds)
+            self.bus.emit(told)
+        self.settle(*blocks)
+        for block, reason in failed.items():
+            self._not_stored(block, number, reason)
 
     def _not_stored(self, block: Block, number: int, reason: str) -> None:
         """Queue a page again if its tier is away; else count it as dropped."""
@@ -607,7 +603,7 @@ class TierStack:
         """Return the codecs that a tier's copy of a page may have; () if it is unreadable."""
         if block.group >= len(self.forms):
             return ()  # a block of another model
-        forms, codec = self.forms[block.group], block.codec_on(number)
+        forms, codec = self.forms[block.group], block.codecs >> 4 * number & UNKNOWN
         if codec == UNKNOWN:
             return forms.likely
         return (codec,) if codec in forms.layouts else ()
@@ -619,8 +615,10 @@ class TierStack:
         moving = self.mover.on_the_way(block.key, number) if block.going >> number & 1 else None
         if moving is not None:
             return moving.store.body.nbytes
-        layouts = [self.forms[block.group].layouts[c] for c in self._codecs_on(block, number)]
-        return max((layout.page_bytes for layout in layouts), default=0)
+        layouts = self.forms[block.group].layouts
+        if known := layouts.get(block.codecs >> 4 * number & UNKNOWN):
+            return known.page_bytes
+        return max([layouts[c].page_bytes for c in self._codecs_on(block, number)], default=0)
 
     def sources(self, block: Block) -> Iterator[ReadFrom]:
         """Yield the places that a page may be read from now, best first.
@@ -708,9 +706,13 @@ class TierStack:
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
         if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
-            lower = self.taker(block, number + 1, leaves=block.tiers | block.going == 1 << number)
+            last = [block] if block.tiers | block.going == 1 << number else ()
+            lower = next(iter(self.takers([block], number + 1, leaves=last)), -1)
+            lane = self.mover.lanes[lower]
             if lower >= 0 and (copied := self.copy(block, number, lower)):
                 self.demoted(name, lower, copied)
+            elif last and lower >= 0 and not (block in self.unwritten or lane.takes(n_bytes)):
+                self.miss_out(lower)
         self.tiers[number].delete([block.key])
         block.tiers &= ~(1 << number)
         self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
@@ -719,44 +721,54 @@ class TierStack:
     def copy(self, block: Block, source: int, target: int) -> int:
         """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
         found = self.load(block, source)
-        return len(found[1]) if found and self.store(block, target, *found) else 0
+        return len(found[1]) if found and not self.store([(block, *found)], target) else 0
 
-    def taker(self, block: Block, first: int = 0, *, leaves: bool = False) -> int:
-        """Return the nearest tier, from number `first` on, that should store a block.
+    def takers(
+        self, blocks: Iterable[Block], first: int = 0, *, leaves: Collection[Block] = ()
+    ) -> dict[int, list[Block]]:
+        """Return the blocks by the nearest tier, from number `first` on, that should store them.
 
-        Return -1 if no tier should, or a nearer one has the block or is storing it.
+        Blocks are left out that no tier should store, or that a nearer one has or is storing.
 
         Args:
-            block: The block.
+            blocks: The blocks.
             first: Number of the nearest tier to consider.
-            leaves: Whether the block leaves its last place, so that it is dropped, and counted so,
-                if all tiers that should store it rest.
+            leaves: Blocks that leave their last place, so that each is dropped, and counted so, if
+                all tiers that should store it rest.
         """
-        for rests in (False, True)[: 1 + leaves]:
+        found, left = dict[int, list[Block]](), [*blocks]
+        for rests in (False, True):
             for number in range(first, len(self.tiers)):
-                if not block.lacked_by(number):
-                    return -1
-                fit = self.mover.lanes[number].rests is rests and self.may_store(block, number)
-                if fit and self.worth_storing(block, number) and self.admits(block, number):
-                    if rests and block not in self.unwritten:
-                        self.miss_out(number)
-                    return -1 if rests else number
-        return -1
+                left = [b for b in left if not (b.gone or (b.tiers | b.going) >> number & 1)]
+                if left and self.mover.lanes[number].rests is rests:
+                    worth = self.worth_storing(self.storable(left, number), number)
+                    takes = self.admitted(worth, number)
+                    left = [block for block in left if block not in takes]
+                    if takes and not rests:
+                        found[number] = takes
+                    for block in takes if rests else ():
+                        if block not in self.unwritten:
+                            self.miss_out(number)
+            left = [block for block in left if block in leaves]
+        return found
 
-    def admits(self, block: Block, number: int) -> bool:
-        """Return whether a tier may store a block, and its policy admits it."""
-        policy, slots = self.places[number].policy, as_slots([block.slot])
-        return self.may_store(block, number) and bool(policy.admit(self.context.now_ns(), slots)[0])
+    def admitted(self, blocks: Iterable[Block], number: int) -> list[Block]:
+        """Return the blocks that a tier may store, and that its policy admits."""
+        some, policy = self.storable(blocks, number), self.places[number].policy
+        slots = as_slots([block.slot for block in some])
+        return [*compress(some, policy.admit(self.context.now_ns(), slots) if some else ())]
 
-    def demoted(self, source: str, number: int, n_bytes: int) -> None:
-        """Emit the event that a page is on its way down to a tier."""
+    def demoted(self, source: str, number: int, n_bytes: int, pages: int = 1) -> None:
+        """Emit the event that pages are on their way down to a tier."""
         tier = self.tiers[number].name
-        self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=n_bytes))
+        self.bus.emit(Demoted(source=source, tier=tier, pages=pages, n_bytes=n_bytes))
 
-    def may_store(self, block: Block, number: int) -> bool:
-        """Return whether a tier is writable and open to a block, be it resting or not."""
-        states_only = block.kind == "page" and number in self._states_only
-        return self.tiers[number].writable and not (states_only or self._barred(block, number))
+    def storable(self, blocks: Iterable[Block], number: int) -> list[Block]:
+        """Return the blocks that a tier is open to, if it is writable, be it resting or not."""
+        barred = self.provisional if self.outlives(number) else ()
+        pages = number not in self._states_only
+        some = blocks if self.tiers[number].writable else ()
+        return [one for one in some if one not in barred and (pages or one.kind != "page")]
 
     def still_holds(self, block: Block, number: int) -> bool:
         """Return whether a tier that is listed for a page still has it; else unlist the page."""

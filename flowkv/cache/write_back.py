@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from flowkv.cache.index import Block
-from flowkv.cache.mover import CopyMark
 from flowkv.cache.pool import AT_ONCE_BYTES
 from flowkv.cache.tier_stack import TierStack, likely_bytes
 from flowkv.compiled import compiling
@@ -21,8 +20,6 @@ from flowkv.observe.events import Warned
 from flowkv.tiers.base import FrameInfo, no_room
 from flowkv.tiers.host import HostTier
 
-Copied = tuple[memoryview, CopyMark]
-"""The bytes of a page in host memory, and the copy that fills them."""
 _HOST_BYTES = 1 << 30
 _LONGEST_S = 0.1
 _MOST_TAILS = 16
@@ -39,8 +36,7 @@ class WriteBack:
     Args:
         stack: The tiers, and the pages that wait.
         size: Returns the bytes of a block's device page.
-        copy: Starts copying device pages to host memory, where that is asynchronous.
-        put: Stores a device page, or its copy, in a tier; returns whether the tier takes it.
+        put: Stores device pages in a tier; returns those that it refuses.
 
     Attributes:
         give_up_late: Gives up overdue loads, so that nothing waits behind them.
@@ -50,10 +46,9 @@ class WriteBack:
         self,
         stack: TierStack,
         size: Callable[[Block], int],
-        copy: Callable[[Sequence[Block]], dict[Block, Copied]],
-        put: Callable[[Block, int, Copied | None], bool],
+        put: Callable[[Sequence[Block], int], list[Block]],
     ) -> None:
-        self._stack, self._size, self._copy, self._put = stack, size, copy, put
+        self._stack, self._size, self._put = stack, size, put
         self.give_up_late: Callable[[], None] = lambda: None
         self._held_back = False  # until the first page that would not pay
 
@@ -64,12 +59,11 @@ class WriteBack:
         worth storing are written as well, once a longer prompt continues them.
         """
         stack, number = self._stack, self._stack.writes_to()
-        for block in blocks if number >= 0 else ():
-            if block in stack.provisional or not block.lacked_by(number):
-                continue
-            if not stack.worth_storing(block, number):
-                self._held_back = True
-                continue
+        final = [b for b in blocks if number >= 0 and b not in stack.provisional]
+        fresh = [block for block in final if block.lacked_by(number)]
+        worth = stack.worth_storing(fresh, number) if fresh else []
+        self._held_back |= len(worth) < len(fresh)
+        for block in worth:
             chain = [block]
             while self._held_back:
                 above = stack.index.find(chain[-1].parent)
@@ -91,7 +85,7 @@ class WriteBack:
             elif block.page >= 0:
                 if self._may_write(block, number):
                     self.write_down(block)
-            elif block.lacked_by(number) and stack.worth_storing(block, number):
+            elif block.lacked_by(number) and stack.worth_storing([block], number):
                 stack.wait(block)
 
     def _may_write(self, block: Block, number: int) -> bool:
@@ -123,9 +117,9 @@ class WriteBack:
                 if block.page < 0:
                     break
             there = [block for block in waiting if block.page >= 0 and block.lacked_by(number)]
-            copied = self._copy(there)
+            refused = self._put(there, number)
             for block in waiting:
-                if block.lacked_by(number) and not self._write(block, number, copied.get(block)):
+                if block in refused or (block.lacked_by(number) and not self._bring(block, number)):
                     if not lane.takes(self._waiting_bytes(block)):
                         return  # the tier is away by now: the others wait
                     if block in stack.unwritten and block not in stack.provisional:
@@ -134,10 +128,8 @@ class WriteBack:
             if not waiting or waiting[-1].page < 0:
                 break
 
-    def _write(self, block: Block, number: int, copied: Copied | None) -> bool:
-        """Store a block that waited; return whether its tier takes it."""
-        if block.page >= 0:
-            return self._put(block, number, copied)
+    def _bring(self, block: Block, number: int) -> bool:
+        """Copy a block that waited from memory to its tier; return whether the tier takes it."""
         near = self._stack.tiers[block.nearest].kind == "host"  # others take too long for a request
         return near and bool(self._stack.copy(block, block.nearest, number))
 
@@ -167,10 +159,10 @@ class WriteBack:
         return [b for b in blocks if not b.going and any(_alike(b, n) for n in usable)]
 
     def _puts(self, block: Block, number: int) -> bool:
-        if self._stack.mover.lanes[number].rests or not self._stack.may_store(block, number):
+        if self._stack.mover.lanes[number].rests or not self._stack.storable([block], number):
             return False
         self._stack.mover.await_room(number, self._size(block))
-        return self._put(block, number, None)
+        return not self._put([block], number)
 
     def drain(self, timeout_s: float = 0.0) -> int:
         """Advance the transfers (see `Mover.drain`) and send waiting pages; return the answers."""
@@ -230,7 +222,7 @@ class WriteBack:
             self._stack.dismiss(oldest)
 
     def _store_or_miss(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
-        if not self._stack.store(block, number, info, body):
+        if self._stack.store([(block, info, body)], number):
             self._stack.miss_out(number)
         self._stack.settle(block)
 
@@ -242,18 +234,19 @@ class WriteBack:
         """
         stack = self._stack
         stack.provisional.add(block)
-        open_ones = [n for n in range(len(stack.tiers)) if stack.may_store(block, n)]
+        open_ones = [n for n in range(len(stack.tiers)) if stack.storable([block], n)]
         if not open_ones:
             stack.add(HostTier(_HOST_BYTES, name="states"), states_only=True)
             open_ones.append(len(stack.tiers) - 1)
         lasting = [n for n in open_ones if stack.tiers[n].kind != "host"]
         block.n_bytes = len(body)
         numbers = sorted({*open_ones[:1], *lasting[:1]})
-        stored = [stack.store(block, number, info, memoryview(body)) for number in numbers]
-        if not stored[-1]:
+        frame = block, info, memoryview(body)
+        refused = [stack.store([frame], number) for number in numbers]
+        if refused[-1]:
             stack.wait(block)
         stack.settle(block)
-        return any(stored)
+        return not all(refused)
 
     def _say_troubles(self) -> None:
         """Warn once of each tier that cannot store.

@@ -145,8 +145,8 @@ def count_stripes(key: bytes, info: FrameInfo, body_bytes: int) -> int:
         BadFrame: "invalid": a field is out of range, or body and stripes do not fit.
     """
     counts = (info.group, info.tokens, info.rank, info.world, info.head_start, info.head_stop)
-    names = key, info.parent, info.namespace, info.tenant
-    if any(len(name) != KEY_BYTES for name in names) or len(info.layout) != LAYOUT_BYTES:
+    names = {len(key), len(info.parent), len(info.namespace), len(info.tenant)}
+    if names != {KEY_BYTES} or len(info.layout) != LAYOUT_BYTES:
         raise BadFrame("invalid", "a name has not 32 bytes, or a layout fingerprint not 16")
     if info.kind not in KINDS:
         raise BadFrame("invalid", f"kind {info.kind!r} is none of {', '.join(KINDS)}")
@@ -340,9 +340,10 @@ def span(header: Header, first: int, count: int) -> range:
     Raises:
         BadFrame: "stripes": they are not all in the frame.
     """
-    end = first + count if count else header.stripes
-    if not 0 <= first < end <= header.stripes:
-        raise BadFrame("stripes", f"stripes {first} to {end} of {header.stripes}")
+    every = header.stripes
+    end = first + count if count else every
+    if not 0 <= first < end <= every:
+        raise BadFrame("stripes", f"stripes {first} to {end} of {every}")
     return range(first, end)
 
 

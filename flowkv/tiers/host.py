@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -147,11 +147,8 @@ def _asked(header: Header, item: Load, body_at: int = 0) -> range:
         BadFrame: The frame is not the requested one.
     """
     accept(header, item.key, item.layout, item.fidelity)
-    stripes, target, step = (
-        span(header, item.first, item.stripes),
-        item.target,
-        header.info.stripe_bytes,
-    )
+    stripes = span(header, item.first, item.stripes)
+    target, step = item.target, header.info.stripe_bytes
     fits = target.c_contiguous and target.nbytes >= len(stripes) * step
     if fits and target.readonly:
         fits = bool(body_at) and address_of(target) == body_at + stripes.start * step
@@ -171,27 +168,26 @@ SLOT_BYTES = 1 << 16
 """Size from which on bodies go into slots, so that their memory is used again."""
 
 
-_NOTHING = np.empty(0, np.uint8)
-
-
 class KeptFrame(NamedTuple):
     """One frame in the tier.
 
     Attributes:
         header: With the digests that its body must have.
         body: Its bytes.
+        body_at: Address of the body.
         kept_bytes: Bytes that it occupies of the slots; 0 where it has memory of its own.
         reached: Whether a device reaches the body.
-        body_at: Address of the body.
         digests_at: Address of the digests.
+        charge: Bytes charged for the frame.
     """
 
     header: Header
     body: Bytes
+    body_at: int
     kept_bytes: int
     reached: bool
-    body_at: int
     digests_at: int
+    charge: int
 
 
 class HostTier(Immediate):
@@ -232,48 +228,38 @@ class HostTier(Immediate):
         self._frames: dict[bytes, KeptFrame] = {}
         self._used_bytes = self._claimed_bytes = 0  # both include stores under way
 
-    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Copy frames into their targets and verify them; large jobs run in the background.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        if sum(map(_n_bytes, items)) < APART_BYTES or not self._usable():
-            return super().submit_load(items, deadline_s=deadline_s)
-        return self._share_out(items, deadline_s, self._load, self._load_all)
-
-    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Copy bodies into the tier; large jobs run in the background.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        if sum(map(_n_bytes, items)) < TOGETHER_BYTES or not self._usable():
-            return super().submit_store(items, deadline_s=deadline_s)
-        return self._share_out(items, deadline_s, self._store, self._store_all)
+    def _run(
+        self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], TierAnswer]
+    ) -> int:
+        """Run small jobs at once, and large ones in the background."""
+        sizes = [(one.target if isinstance(one, Load) else one.body).nbytes for one in items]
+        stores = bool(items) and isinstance(items[0], Store)
+        if sum(sizes) < (TOGETHER_BYTES if stores else APART_BYTES) or not self._usable():
+            return super()._run(items, deadline_s, answer)
+        many: Any = self._store_all if stores else self._load_all
+        return self._share_out(items, sizes, deadline_s, many)
 
     def _share_out(
         self,
         items: Sequence[Wish],
+        sizes: list[int],
         deadline_s: float,
-        one: Callable[[Wish, int], TierAnswer],
-        many: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
+        answer: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
     ) -> int:
         """Share the items of a job among threads; return the number of the job."""
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         times = start_ns, start_ns + round(min(deadline_s, 1e9) * 1e9)
-        shares, share_bytes = list[tuple[int, Sequence[Wish]]](), 0
-        sizes, first = [*map(_n_bytes, items)], 0
+        shares, share_bytes, first = list[slice](), 0, 0
         least = max(TOGETHER_BYTES, -(-sum(sizes) // THREADS))
         for number, size in enumerate(sizes, 1):
             share_bytes += size
             if share_bytes >= least or number == len(items):
-                shares.append((first, items[first:number]))
+                shares.append(slice(first, number))
                 first, share_bytes = number, 0
         self._waiting[job] = len(shares)
-        for first, part in shares:
-            turns = itertools.count()
-            work = partial(self._carry_out, job, first, part, times, one, many, turns)
+        for part in shares:
+            turns, those = itertools.count(), (part.start, items[part], sizes[part])
+            work = partial(self._carry_out, job, *those, times, answer, turns)
             try:
                 self._apart.submit(work)
             # the tier is closed, which will be the answer, or no thread can start
@@ -286,21 +272,21 @@ class HostTier(Immediate):
         job: int,
         number: int,
         items: Sequence[Wish],
+        sizes: list[int],
         times: tuple[int, int],
-        one: Callable[[Wish, int], TierAnswer],
-        many: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
+        answer: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
         turns: Iterator[int],
     ) -> None:
         """Serve a share of a job; its first item has the given number in the job."""
         if next(turns):  # the share was queued, although no thread could start then
             return
-        (start_ns, end_ns), first, together = times, 0, _compiled()
-        most_bytes = TOGETHER_BYTES if together else 1
+        (start_ns, end_ns), first = times, 0
+        most_bytes = TOGETHER_BYTES if _compiled() else 1
         while first < len(items):
             part, n_bytes = list[Wish](), 0
             while n_bytes < most_bytes and first + len(part) < len(items):
+                n_bytes += sizes[first + len(part)]
                 part.append(items[first + len(part)])
-                n_bytes += _n_bytes(part[-1])
             if self._closed or job not in self._waiting:
                 why = "closed" if self._closed else "cancelled"
                 replies: Sequence[TierAnswer] = [failed(item.key, why) for item in part]
@@ -308,7 +294,7 @@ class HostTier(Immediate):
                 replies = [failed(item.key, "deadline") for item in part]
             else:
                 try:
-                    replies = many(part) if together else [one(item, end_ns) for item in part]
+                    replies = answer(part)
                 except Exception as error:
                     why = f"{type(error).__name__}: {error}"
                     replies = [failed(item.key, why) for item in part]
@@ -380,8 +366,8 @@ class HostTier(Immediate):
         """Yield all frames, oldest store first."""
         with self._lock:
             frames = list(self._frames.items())
-        for key, (header, *_) in frames:
-            yield Entry(key, header.info, _charge(header.body_bytes, header.stripes))
+        for key, frame in frames:
+            yield Entry(key, frame.header.info, frame.charge)
 
     def close(self) -> None:
         """Close the tier and free all memory."""
@@ -412,7 +398,9 @@ class HostTier(Immediate):
             return self._bad(frame, error.reason)
 
     def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
-        """Load many frames in one compiled call that needs no interpreter."""
+        """Load many frames in one compiled call that needs no interpreter, if it is compiled."""
+        if not _compiled():
+            return [self._load(item, 0) for item in items]
         from flowkv.tiers.digest import REASONS, check_known
 
         replies, found, rows = list[TierAnswer](), list[tuple[int, KeptFrame]](), []
@@ -432,7 +420,7 @@ class HostTier(Immediate):
                 replies.append(failed(item.key, "target"))
                 continue
             part = body_at + first * step, count * step, address_of(item.target), step
-            rows.append((digests_at, 0, *part, header.stripes, first, count, 1))
+            rows.append((digests_at, 0, *part, len(frame.body) // step, first, count, 1))
             found.append((number, frame))
             answer = TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, count * step)
             replies.append(answer)
@@ -443,134 +431,114 @@ class HostTier(Immediate):
 
     def _bad(self, frame: KeptFrame, reason: str) -> TierAnswer:
         """Return the answer for a frame that is not the requested one; drop a damaged one."""
-        key = frame.header.key
-        damaged = reason == "digest" and self._discard(key, frame)
-        return missed(key, reason if damaged or reason != "digest" else "")
+        key, damaged = frame.header.key, True
+        if reason == "digest":
+            with self._lock:  # else it was dropped meanwhile, and overwritten
+                damaged = self._frames.get(key) is frame and self._drop(key) is not None
+                self.corrupt += damaged
+        return missed(key, reason if damaged else "")
 
     def _store(self, item: Store, end_ns: int) -> TierAnswer:
-        charge, refused = self._claim(item)
-        if refused is not None:
-            return refused
-        try:
-            # Digests come from the caller's memory: should it change during the copy, against the
-            # contract, then the copy will not match them and never be served.
-            header = describe(item.key, item.info, item.body)
-            source, body = np.frombuffer(item.body, np.uint8), self._memory(item.body)
-            if body.ctypes.data != source.ctypes.data:
-                np.copyto(body, source)
-        except BaseException as error:
-            self._give_back(charge)
-            if isinstance(error, MemoryError):
-                return failed(item.key, "memory")
-            raise
-        return self._keep(header, body, charge)
+        return self._store_all([item])[0]
 
     def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
         """Store many frames: copy and digest them in one compiled call without the interpreter."""
-        from flowkv.tiers.digest import SEAL, seal_frames
-
-        found = dict[int, TierAnswer]()
-        rows, made = list[tuple[int, ...]](), dict[int, tuple[bytearray, Bytes, int]]()
+        found, claimed = self._claim(items)
+        rows, made, compiled = list[tuple[int, ...]](), list[tuple[Any, ...]](), _compiled()
         try:
-            for number, item in enumerate(items):
-                charge, refused = self._claim(item)
-                if refused is not None:
-                    found[number] = refused
-                    continue
-                made[number] = bytearray(), _NOTHING, charge
-                step = item.info.stripe_bytes
-                stripes = item.body.nbytes // step
+            for number, charge in claimed.items():
+                key, info, body = items[number]
+                stripes = body.nbytes // info.stripe_bytes
                 header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
-                body = self._memory(item.body)
-                made[number] = header, body, charge
-                places = address_of(memoryview(header)), address_of(item.body), body.ctypes.data
-                rows.append((places[0], len(header), *places[1:], step, stripes))
-            seal_frames(np.array(rows, SEAL))
+                array, source, at, owned = self._memory(body)
+                if compiled:
+                    places = address_of(memoryview(header)), len(header), source, at
+                    rows.append((*places, info.stripe_bytes, stripes))
+                else:
+                    # Digests come from the caller's memory: should it change during the copy,
+                    # against the contract, then the copy will not match them and never be served.
+                    header[FIXED_BYTES:] = describe(key, info, body).digests
+                    if at != source:
+                        np.copyto(array, np.frombuffer(body, np.uint8))
+                made.append((number, header, array, at, owned, charge))
+            if rows:
+                from flowkv.tiers.digest import SEAL, seal_frames
+
+                seal_frames(np.array(rows, SEAL))
         except BaseException as error:
-            for _, _, charge in made.values():
-                self._give_back(charge)
+            with self._lock:
+                self._used_bytes -= sum(claimed.values())
+                self._claimed_bytes -= sum(claimed.values())
             if isinstance(error, MemoryError):
                 return [found.get(n) or failed(one.key, "memory") for n, one in enumerate(items)]
             raise
-        for number, (header, body, charge) in made.items():
+        for number, header, *memory in made:
             key, info, _ = items[number]
-            digests = bytes(memoryview(header)[FIXED_BYTES:])
-            found[number] = self._keep(Header(key, info, digests), body, charge)
+            found[number] = self._keep(Header(key, info, bytes(header[FIXED_BYTES:])), *memory)
         return [found[number] for number in range(len(items))]
 
-    def _claim(self, item: Store) -> tuple[int, TierAnswer | None]:
-        """Reserve room for a frame; return its charge, and an answer if nothing is to be stored."""
-        key, n_bytes = item.key, item.body.nbytes
-        try:
-            charge = _charge(n_bytes, count_stripes(key, item.info, n_bytes))
-        except BadFrame as error:
-            return 0, failed(key, error.reason)
-        with self._lock:
-            if key in self._frames:
-                return 0, TierAnswer(0, 0, key, Outcome.STORED, "", None, 0)
-            if self._used_bytes + charge > self.capacity_bytes:
-                return 0, failed(key, "full")
-            self._used_bytes += charge
-            self._claimed_bytes += charge
-        return charge, None
+    def _claim(self, items: Sequence[Store]) -> tuple[dict[int, TierAnswer], dict[int, int]]:
+        """Reserve room for frames; return answers where nothing is to be stored, else charges."""
+        found, claimed = dict[int, TierAnswer](), dict[int, int]()
+        for number, (key, info, body) in enumerate(items):
+            try:
+                digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes)
+            except BadFrame as error:
+                found[number] = failed(key, error.reason)
+                continue
+            charge = body.nbytes + digest_bytes + OVERHEAD_BYTES
+            with self._lock:
+                if key in self._frames:
+                    found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, 0)
+                elif self._used_bytes + charge > self.capacity_bytes:
+                    found[number] = failed(key, "full")
+                else:
+                    self._used_bytes += charge
+                    self._claimed_bytes += charge
+                    claimed[number] = charge
+        return found, claimed
 
-    def _give_back(self, charge: int) -> None:
-        with self._lock:
-            self._used_bytes -= charge
-            self._claimed_bytes -= charge
-
-    def _keep(self, header: Header, body: Bytes, charge: int) -> TierAnswer:
-        at = body.ctypes.data, address_of(memoryview(header.digests))
-        owned = self.slots.owns(body.data)
+    def _keep(self, header: Header, body: Bytes, at: int, owned: bool, charge: int) -> TierAnswer:
         kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES * owned
-        frame = KeptFrame(header, body, kept_bytes, owned and self.slots.reaches(body), *at)
+        place = at, kept_bytes, owned and self.slots.reaches(at)
+        frame = KeptFrame(header, body, *place, address_of(memoryview(header.digests)), charge)
         with self._lock:
             self._claimed_bytes -= charge
             new = not self._closed and header.key not in self._frames
             if new:
                 self._frames[header.key] = frame
-                self.slots.kept_bytes += frame.kept_bytes
+                self.slots.kept_bytes += kept_bytes
             else:
                 self._used_bytes -= charge
         n_bytes = len(body) if new else 0
         return TierAnswer(0, 0, header.key, Outcome.STORED, "", None, n_bytes)
 
-    def _memory(self, body: memoryview) -> Bytes:
+    def _memory(self, body: memoryview) -> tuple[Bytes, int, int, bool]:
         """Return memory for a body: the body itself, if it is a slot.
+
+        Returns:
+            The memory, the addresses of the body and of the memory, and whether that is a slot.
 
         Raises:
             MemoryError: There is none.
         """
-        if self.slots.owns(body):
-            return np.frombuffer(body, np.uint8)
-        slot = self.slots.acquire(body.nbytes) if body.nbytes >= SLOT_BYTES else None
-        return np.frombuffer(bytearray(body.nbytes), np.uint8) if slot is None else slot
-
-    def _discard(self, key: bytes, damaged: KeptFrame) -> bool:
-        """Drop a damaged frame; False if it was dropped meanwhile, and overwritten."""
-        with self._lock:
-            found = self._frames.get(key) is damaged and self._drop(key) is not None
-            self.corrupt += found
-            return found
+        source, n_bytes = address_of(body), body.nbytes
+        if self.slots.owns(source, n_bytes):
+            return np.frombuffer(body, np.uint8), source, source, True
+        slot = self.slots.acquire(n_bytes) if n_bytes >= SLOT_BYTES else None
+        array = np.frombuffer(bytearray(n_bytes), np.uint8) if slot is None else slot
+        return array, source, array.ctypes.data, slot is not None
 
     def _drop(self, key: bytes) -> KeptFrame | None:
         """Remove a frame from the table; return it, or None if it is not present."""
         frame = self._frames.pop(key, None)
         if frame is not None:
-            self._used_bytes -= _charge(len(frame.body), frame.header.stripes)
+            self._used_bytes -= frame.charge
             self.slots.kept_bytes -= frame.kept_bytes
         return frame
-
-
-def _n_bytes(item: Load | Store) -> int:
-    return item.target.nbytes if isinstance(item, Load) else item.body.nbytes
 
 
 def _compiled() -> bool:
     """Return whether the compiled batch functions are ready, without a wait for compiling."""
     digest = sys.modules.get("flowkv.tiers.digest")
     return digest is not None and bool(digest.is_compiled())
-
-
-def _charge(body_bytes: int, stripes: int) -> int:
-    return body_bytes + DIGEST_BYTES * stripes + OVERHEAD_BYTES

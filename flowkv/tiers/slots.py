@@ -9,12 +9,12 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
-from flowkv.core.memory import address_of
 from flowkv.tiers.io.engine import Arena, ArenaSlot
 
 Bytes = NDArray[np.uint8]
@@ -44,6 +44,7 @@ class SlotPool:
         self._pin: Callable[[int, int], str] | None = None
         self._unpin: Callable[[int], None] | None = None
         self._chunks: list[_Chunk] = []  # by address
+        self._made_bytes = self._free_bytes = 0  # of all chunks
         self._last: _Chunk | None = None  # the chunk that had room last
         self._ended: deque[ArenaSlot] = deque()  # slots without arrays; a finalizer may only append
         self._sizes: dict[int, int] = {}  # bytes of each taken slot, by address
@@ -101,6 +102,7 @@ class SlotPool:
             if found is None:
                 return None
             chunk, slot = found
+            self._free_bytes -= slot.taken_bytes
             self._make_ahead()
         array = np.frombuffer(slot.view, np.uint8)
         self._sizes[slot.address] = n_bytes
@@ -109,13 +111,13 @@ class SlotPool:
         weakref.finalize(array, _end, slot, chunk, *books).atexit = False
         return array
 
-    def owns(self, view: memoryview) -> bool:
-        """Return whether memory is a slot of this pool."""
-        return bool(view.nbytes) and self._sizes.get(address_of(view)) == view.nbytes
+    def owns(self, address: int, n_bytes: int) -> bool:
+        """Return whether so many bytes at an address are a slot of this pool."""
+        return self._sizes.get(address) == n_bytes
 
-    def reaches(self, array: Bytes) -> bool:
-        """Return whether a device reaches the memory of an array."""
-        chunk = self._chunk_of(array.ctypes.data)
+    def reaches(self, address: int) -> bool:
+        """Return whether a device reaches the memory at an address."""
+        chunk = self._chunk_of(address)
         return chunk is not None and chunk.pinned
 
     def locate(self, address: int) -> tuple[Bytes, int] | None:
@@ -132,7 +134,7 @@ class SlotPool:
         """Return the bytes of all taken slots."""
         with self._lock:
             self._collect()
-            return sum(chunk.arena.n_bytes - chunk.arena.free_bytes for chunk in self._chunks)
+            return self._made_bytes - self._free_bytes
 
     def close(self) -> None:
         """Release all memory; a chunk goes with the last array that refers to it."""
@@ -140,7 +142,7 @@ class SlotPool:
             self._closed = True
             self._open.clear()
             self._ended.clear()  # each slot holds the memory of its chunk
-            self._chunks, self._last = [], None
+            self._chunks, self._last, self._made_bytes, self._free_bytes = [], None, 0, 0
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.join()
@@ -156,7 +158,7 @@ class SlotPool:
 
     def _chunk_of(self, address: int) -> _Chunk | None:
         chunks = self._chunks
-        at = bisect(chunks, address, key=lambda chunk: chunk.address) - 1
+        at = bisect(chunks, address, key=attrgetter("address")) - 1
         found = at >= 0 and address - chunks[at].address < chunks[at].arena.n_bytes
         return chunks[at] if found else None
 
@@ -165,13 +167,11 @@ class SlotPool:
             slot = self._ended.popleft()
             with suppress(StateError):  # the arena is closed
                 slot.arena.give_back(slot)
-
-    def _made_bytes(self) -> int:
-        return sum(chunk.arena.n_bytes for chunk in self._chunks)
+                self._free_bytes += slot.taken_bytes
 
     def _make(self, n_bytes: int = 0) -> _Chunk | None:
         """Return a new registered chunk of at least that many bytes; None if none can be made."""
-        left = self.n_bytes - self._made_bytes()
+        left = self.n_bytes - self._made_bytes
         size = left if self._pin is None else min(left, max(CHUNK_BYTES, n_bytes))
         if size < max(n_bytes, 1):
             return None
@@ -191,7 +191,9 @@ class SlotPool:
 
     def _add(self, chunk: _Chunk | None) -> None:
         if chunk is not None:
-            self._chunks = sorted([*self._chunks, chunk], key=lambda one: one.address)
+            self._chunks = sorted([*self._chunks, chunk], key=attrgetter("address"))
+            self._made_bytes += chunk.arena.n_bytes
+            self._free_bytes += chunk.arena.n_bytes
 
     def _next(self, n_bytes: int) -> _Chunk | None:
         """Return the chunk made ahead, or else a new one of at least that many bytes."""
@@ -211,8 +213,7 @@ class SlotPool:
                 return
             self._add(self._ahead.made)
             self._ahead = None
-        made = self._made_bytes()
-        free = sum(chunk.arena.free_bytes for chunk in self._chunks)
+        made, free = self._made_bytes, self._free_bytes
         if made < self.n_bytes and free < max(AHEAD_BYTES, made - free):
             making = _Making(self._make)
             with suppress(RuntimeError):  # no thread can start: the chunk is made when it is needed

@@ -117,7 +117,7 @@ def evict(kv: KV, keep: int = 0) -> None:
             seen[block.group] = seen.get(block.group, 0) + 1
             if seen[block.group] > keep:
                 store.device_places[store.device(block.group)].policy.remove(as_slots([block.slot]))
-                store._leave_device(block, "space")
+                store.leave([block], "space")
 
 
 def forward(step: Step, within: float = 0.0) -> int:

@@ -97,6 +97,20 @@ def stored(tier: MemoryTier, *numbers: int) -> None:
         tier.poll()
 
 
+def store(
+    mover: Mover,
+    tier: int,
+    number: int,
+    told: list[Completion] | None = None,
+    body: bytes = BODY,
+    mark: Any = None,
+) -> bool:
+    """Stores a frame in the background; False if there is no room in the queue."""
+    told = [] if told is None else told
+    item = Store(key_of(number), INFO, memoryview(body))
+    return bool(mover.store(tier, [item], told.extend, mark))
+
+
 def flushed(mover: Mover, timeout_s: float) -> bool:
     """Waits until nothing is being stored; False if that took too long."""
     end = time.monotonic() + timeout_s
@@ -116,7 +130,7 @@ def load_of(number: int) -> tuple[Load, bytearray]:
 def test_a_load_takes_what_is_being_stored_from_memory() -> None:
     tier = Slow(MemoryTier())
     mover, answers = mover_over(tier), list[Completion]()
-    assert mover.store(0, key_of(1), INFO, memoryview(BODY), answers.append)
+    assert store(mover, 0, 1, answers)
     load, target = load_of(1)
     (answer,), lent = mover.load([(0, load)])
     assert answer.outcome is Outcome.HIT and answer.info == INFO and target == BODY
@@ -135,7 +149,7 @@ def test_a_load_takes_what_is_being_stored_from_memory() -> None:
 )
 def test_memory_gives_only_what_was_asked_for(change: dict[str, Any]) -> None:
     mover = mover_over(Slow(MemoryTier()))
-    mover.store(0, key_of(1), INFO, memoryview(BODY), lambda _: None)
+    store(mover, 0, 1)
     if "target" in change:
         change = {"target": memoryview(change["target"])}
     wanted = load_of(1)[0]._replace(**change)
@@ -162,13 +176,13 @@ def test_a_store_is_sent_once_its_body_has_come() -> None:
     """Who waits for stores waits no longer than was asked; a prefetch waits for no copy."""
     tier, answers = Deferred(MemoryTier()), list[Completion]()
     mover, mark = mover_over(tier), Coming()
-    assert mover.store(0, key_of(1), INFO, memoryview(BODY), answers.append, mark)
+    assert store(mover, 0, 1, answers, mark=mark)
     assert not mover.drain() and not mover.drain(0.25) and mark.waited == [0.25]
     assert not tier.waiting and mover.storing == 1
     load, target = load_of(1)
-    assert mover.ask(0, load, answers.append, priority=IOPriority.PREFETCH) is None
+    assert mover.ask(0, load, answers.extend, priority=IOPriority.PREFETCH) is None
     assert answers.pop().reason == "busy" and mark.waited == [0.25]
-    assert mover.ask(0, load, answers.append) is None and mark.over
+    assert mover.ask(0, load, answers.extend) is None and mark.over
     assert answers.pop().outcome is Outcome.HIT and target == BODY
     assert mover.drain(1.0) == 1 and answers.pop().outcome is Outcome.STORED
 
@@ -182,15 +196,16 @@ def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
     store, calls = kv.planner.store, list[int]()
     save = store.stack.store
 
-    def going(*given: Any, **how: Any) -> bool:
-        calls.append(1)
-        if len(calls) == 2:
-            store.stack.mover.lanes[0].rest(1.0)
-        return not store.stack.mover.lanes[0].rests and save(*given, **how)
+    def going(frames: Sequence[Any], *given: Any) -> list[Any]:
+        monkeypatch.setattr(store.stack, "store", save)
+        calls.append(len(frames))
+        refused = save(frames[:1], *given)
+        store.stack.mover.lanes[0].rest(1.0)
+        return [*refused, *(block for block, _, _ in frames[1:])]
 
     monkeypatch.setattr(store.stack, "store", going)
     published(kv, P)
-    assert len(calls) == 2 and len(store.stack.unwritten) == 2
+    assert calls == [2] and len(store.stack.unwritten) == 2
     clock.advance(s=2.0)
     assert kv.flush(60) and len(disk.frames) == 3
     audit(kv)
@@ -199,7 +214,7 @@ def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
 def test_a_part_is_given_from_memory_too() -> None:
     mover = mover_over(Slow(MemoryTier()))
     two = bytes(4096) + BODY
-    mover.store(0, key_of(1), INFO, memoryview(two), lambda _: None)
+    store(mover, 0, 1, body=two)
     load, target = load_of(1)
     (answer,), _ = mover.load([(0, load._replace(first=1, stripes=1))])
     assert answer.outcome is Outcome.HIT and answer.n_bytes == 4096 and target == BODY
@@ -225,7 +240,7 @@ def test_the_same_frame_is_loaded_once() -> None:
     stored(tier.inner, 1)
     mover, told = mover_over(tier), list[Completion]()
     first, one = load_of(1)
-    assert mover.ask(0, first, told.append, "owner", IOPriority.PREFETCH)
+    assert mover.ask(0, first, told.extend, "owner", IOPriority.PREFETCH)
     mover.drain()
     second, two = load_of(1)
     tier.allowed = 9
@@ -239,7 +254,7 @@ def test_who_waits_with_another_asks_anew_when_that_fails() -> None:
     stored(tier.inner, 1)
     mover, told = mover_over(tier), list[Completion]()
     first, _ = load_of(1)
-    mover.ask(0, first, told.append, "owner", IOPriority.PREFETCH)
+    mover.ask(0, first, told.extend, "owner", IOPriority.PREFETCH)
     mover.drain()
     second, two = load_of(1)
 
@@ -261,7 +276,7 @@ def test_a_cancelled_prefetch_is_answered_and_its_job_called_off() -> None:
     mover, told = mover_over(tier), list[Completion]()
     for owner in "ab":
         for number in (0, 1) if owner == "a" else (2, 3):
-            mover.ask(0, load_of(number)[0], told.append, owner, IOPriority.PREFETCH)
+            mover.ask(0, load_of(number)[0], told.extend, owner, IOPriority.PREFETCH)
     mover.drain()
     assert tier.jobs == [("load", 2)] * 2, "those of two owners are two jobs"
     assert mover.cancel("a") == 2 and tier.cancelled == [1]
@@ -275,7 +290,7 @@ def test_what_somebody_waits_for_is_not_called_off() -> None:
     tier = Slow(MemoryTier())
     stored(tier.inner, 1)
     mover, told = mover_over(tier), list[Completion]()
-    mover.ask(0, load_of(1)[0], told.append, "owner", IOPriority.PREFETCH)
+    mover.ask(0, load_of(1)[0], told.extend, "owner", IOPriority.PREFETCH)
     lane, (load, target) = mover.lanes[0], load_of(1)
 
     def cancelling(timeout_s: float = 0.0) -> list[Completion]:
@@ -326,7 +341,7 @@ def test_loads_asked_together_are_answered_once_all_have_come() -> None:
     mover = mover_over(tier)
     request, told = batch(mover, 1, 2, 3)
     other, alone = load_of(1), list[Completion]()
-    mover.ask(0, other[0], alone.append)
+    mover.ask(0, other[0], alone.extend)
     for allowed in (1, 1, 0):
         mover.wait([0], 0.0)
         assert not told and not request.ended
@@ -393,7 +408,7 @@ def test_a_closed_tier_fails_what_it_is_asked() -> None:
         submit_store = submit_load
 
     mover, told = mover_over(Closed(MemoryTier())), list[Completion]()
-    mover.store(0, key_of(1), INFO, memoryview(BODY), told.append)
+    store(mover, 0, 1, told)
     (answer,), lent = mover.load([(0, load_of(2)[0])])
     assert answer.reason == told[0].reason == "closed" and not lent and not mover.storing
 
@@ -405,7 +420,7 @@ def test_stores_are_measured_and_bound_what_is_in_flight() -> None:
 
     mover = mover_over(Timed())
     for number in range(12):
-        mover.store(0, key_of(number), INFO, memoryview(BODY), lambda _: None)
+        store(mover, 0, number)
     mover.drain()
     lane = mover.lanes[0]
     assert lane.stores.bytes_per_s == pytest.approx(12 * 4096 / 0.5)
@@ -641,7 +656,7 @@ def test_two_disks_are_waited_for_at_once(tmp_path: Path) -> None:
     disks = [DiskTier(tmp_path / name, 4 << 20, name=name) for name in ("near", "far")]
     mover, told = mover_over(*disks), list[Completion]()
     for number in range(8):
-        mover.store(number % 2, key_of(number), INFO, memoryview(BODY), told.append)
+        store(mover, number % 2, number, told)
     assert flushed(mover, 20.0) and len(told) == 8
     loads = {number: load_of(number) for number in range(8)}
     wanted = [(number % 2, load) for number, (load, _) in loads.items()]
@@ -680,8 +695,8 @@ def test_what_is_asked_for_anew_keeps_it_busy() -> None:
     tier, answers = Slow(MemoryTier()), list[Completion]()
     stored(tier.inner, 0)
     mover = mover_over(tier)
-    mover.ask(0, load_of(0)[0], lambda answer: (mover.drain(), None)[1])
-    mover.ask(0, load_of(0)[0], answers.append)
+    mover.ask(0, load_of(0)[0], lambda _: (mover.drain(), None)[1])
+    mover.ask(0, load_of(0)[0], answers.extend)
     mover.drain()
     tier.cancel(1)
     mover.drain()

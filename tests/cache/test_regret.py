@@ -52,7 +52,7 @@ def latencies(arrivals: Sequence[tuple[int, int, int, bool]], chunk: int) -> dic
             now, key, n_bytes, demanded = waiting.popleft()
             priority = IOPriority.DEMAND if demanded else IOPriority.PREFETCH
             load = Load(key_of(key), MEMORY[:n_bytes], LAYOUT)
-            wish = TransferRequest(load, lambda _: None, priority, "owner")
+            wish = TransferRequest([load], lambda _: None, priority, "owner")
             born[wish] = number, now
             schedule.ask(wish)
         else:
@@ -174,7 +174,7 @@ def ask(mover: Mover, numbers: Sequence[int], n_bytes: int) -> tuple[int, list[C
     told, taken = list[Completion](), 0
     for number in numbers:
         load = Load(key_of(number), memoryview(bytearray(n_bytes)), LAYOUT)
-        if mover.ask(0, load, told.append, "owner", IOPriority.PREFETCH) is None:
+        if mover.ask(0, load, told.extend, "owner", IOPriority.PREFETCH) is None:
             assert told.pop().reason == "busy"
             break
         taken += 1

@@ -26,8 +26,8 @@ def wish(
 ) -> TransferRequest:
     part = MEMORY[: kib * KIB]
     if priority is IOPriority.WRITE_BACK:
-        return TransferRequest(Store(key_of(number), INFO, part), lambda _: None, priority, owner)
-    return TransferRequest(Load(key_of(number), part, bytes(16)), lambda _: None, priority, owner)
+        return TransferRequest([Store(key_of(number), INFO, part)], lambda _: None, priority, owner)
+    return TransferRequest([Load(key_of(number), part, bytes(16))], lambda _: None, priority, owner)
 
 
 def small() -> Schedule:
@@ -274,7 +274,7 @@ def test_what_prefetches_earn_takes_no_write_back_before_a_demand() -> None:
 
 def layers(first: int, count: int, priority: IOPriority = IOPriority.DEMAND) -> TransferRequest:
     load = Load(key_of(1), MEMORY[: 4 * count * KIB], bytes(16), 0, first, count)
-    return TransferRequest(load, lambda _: None, priority)
+    return TransferRequest([load], lambda _: None, priority)
 
 
 def test_who_wants_a_part_follows_and_the_widest_goes_in_place_of_one_that_was_withdrawn() -> None:

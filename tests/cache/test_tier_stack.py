@@ -55,7 +55,7 @@ def test_a_page_that_leaves_for_memory_still_waits_for_the_tier_that_lasts(earli
     published(kv, P)
     store = kv.planner.store
     for block in blocks(kv) if earlier else ():
-        assert store._store_page(block, HOST)
+        assert not store.store_pages([block], HOST)
     store.stack.mover.drain()
     evict_all(kv)
     kv.planner.store.stack.mover.drain()
@@ -95,7 +95,7 @@ def test_a_page_on_its_way_to_memory_can_be_written_down_too() -> None:
     store.stack.unwritten.clear()
     with kv.lock:
         for block in blocks(kv):
-            assert store._store_page(block, HOST)
+            assert not store.store_pages([block], HOST)
         store.stack.mover.collect()
         clock.advance(s=61.0)
         store.writes.write_down(*blocks(kv))
@@ -113,10 +113,10 @@ def test_a_block_is_stored_once_in_each_tier_and_named_as_it_lies_there() -> Non
     store, ended = kv.planner.store, list[int]()
     block, body = blocks(kv)[0], memoryview(bytes(4096))
     with kv.lock:
-        info = store.describe(block)
-        assert store.stack.store(block, HOST, info, body, lambda: ended.append(1))
+        (info,) = store.describe([block])
+        assert not store.stack.store([(block, info, body)], HOST, lambda _: ended.append(1))
         other = info._replace(codec=1, fidelity=1)
-        assert store.stack.store(block, HOST, other, body, lambda: ended.append(2))
+        assert not store.stack.store([(block, other, body)], HOST, lambda _: ended.append(2))
         assert ended == [2], "its body is not needed"
         store.writes.drain()
         near.work()
@@ -133,7 +133,7 @@ def test_an_erasure_names_every_tier_that_has_not_answered_a_store() -> None:
     kv = make_kv(simple(), pages=16, tiers=[near, disk], load_deadline_s=0.05)
     published(kv, P)
     for block in blocks(kv):
-        assert kv.planner.store._store_page(block, HOST)
+        assert not kv.planner.store.store_pages([block], HOST)
     with pytest.raises(StoreError, match=r"near has not answered.*lasting has not answered"):
         kv.forget(P)
     del near.poll, disk.poll
@@ -291,7 +291,7 @@ def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str
     if reason == "held below":
         clock.advance(s=61.0)
         for block in blocks(kv):
-            assert store._store_page(block, 0)
+            assert not store.store_pages([block], 0)
         store.writes.drain()
         store.stack.mover.lanes[0].rest(60.0)
     disk.writable = reason != "read-only"
@@ -305,7 +305,7 @@ def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str
     with kv.lock:
         for block in blocks(kv) if reason == "lease" else ():
             store._places[0].remove(block)
-            store._leave_device(block, "lease")
+            store.leave([block], "lease")
     evict_all(kv)
     assert not store.stack.lost and not dropped(store)
     assert len(blocks(kv)) == 3 * (reason == "held below")

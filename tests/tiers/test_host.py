@@ -348,7 +348,7 @@ def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "APART_BYTES", 1)
     monkeypatch.setattr(host, "_compiled", lambda: False)
     tier = HostTier(1 << 20)
-    monkeypatch.setattr(tier, "_load_all", None)
+    monkeypatch.setattr("flowkv.tiers.digest.check_known", None)
     loads = load_all(tier, ["a", "b", "c"], 8192, damaged="b")
     found = outcomes(answers(tier, tier.submit_load(loads), 3))
     assert found == [("hit", ""), ("miss", "digest"), ("hit", "")]

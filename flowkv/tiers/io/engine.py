@@ -740,13 +740,15 @@ class ArenaSlot:
         arena: The arena.
         address: Start of the slot, a multiple of 4096.
         n_bytes: Requested bytes.
+        taken_bytes: Bytes that the slot occupies, whole pages.
         view: The memory.
     """
 
-    __slots__ = ("_state", "address", "arena", "n_bytes", "view")
+    __slots__ = ("_state", "address", "arena", "n_bytes", "taken_bytes", "view")
 
     def __init__(self, arena: Arena, address: int, view: memoryview) -> None:
         self.arena, self.address, self.view, self.n_bytes = arena, address, view, len(view)
+        self.taken_bytes = max(1, -(-self.n_bytes // PAGE_BYTES)) * PAGE_BYTES
         self._state = "taken"
 
     def __repr__(self) -> str:
@@ -756,11 +758,6 @@ class ArenaSlot:
     def retired(self) -> bool:
         """Return whether its operation is overdue."""
         return self._state == "retired"
-
-    @property
-    def _pages(self) -> int:
-        """Return the number of pages that the slot occupies."""
-        return max(1, -(-self.n_bytes // PAGE_BYTES))
 
 
 class Arena:
@@ -840,7 +837,7 @@ class Arena:
         """
         with self._lock:
             self._become(slot, "taken", "retired")
-            self._retired_bytes += slot._pages * PAGE_BYTES
+            self._retired_bytes += slot.taken_bytes
 
     def revive(self, slot: ArenaSlot) -> None:
         """Free a retired slot: its operation has ended after all.
@@ -850,7 +847,7 @@ class Arena:
         """
         with self._lock:
             self._become(slot, "retired", "free")
-            self._retired_bytes -= slot._pages * PAGE_BYTES
+            self._retired_bytes -= slot.taken_bytes
             self._free(slot)
 
     def close(self) -> None:
@@ -875,4 +872,5 @@ class Arena:
         slot._state = after
 
     def _free(self, slot: ArenaSlot) -> None:
-        self._extents.free((slot.address - self.address) // PAGE_BYTES, slot._pages)
+        first = (slot.address - self.address) // PAGE_BYTES
+        self._extents.free(first, slot.taken_bytes // PAGE_BYTES)
