@@ -102,7 +102,7 @@ _TEXTS = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 _PARTS: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
     functools.partial: _PARTIAL,
     types.MethodType: operator.attrgetter("__func__", "__self__"),
-    functools._lru_cache_wrapper: lambda value: (value.__wrapped__,),
+    functools._lru_cache_wrapper: operator.attrgetter("__wrapped__", "__name__"),
     contextlib._GeneratorContextManager: operator.attrgetter("func", "args", "kwds"),
 }
 """Types of objects of libraries around others, and how to read these."""
@@ -166,6 +166,8 @@ class Walk:
         compiled: Parts are compiled by `torch.compile`.
         training: Submodules are in training mode.
         pretrained: Submodules are of transformers; their results depend on its release.
+        places: Addresses of memory words that change with the watched objects, for `TAKE`.
+        words: Their values when `same` compared all objects; None if some had changed since.
 
     Args:
         model: The model.
@@ -207,10 +209,10 @@ class Walk:
         self._releases()
         self._watch_spaces()
         self._keep(self._ones, any, self._empty, [False])
-        self._places = places_of([*dict.fromkeys(versions), *(at for at, _ in pointers)])
+        self.places = places_of([*dict.fromkeys(versions), *(at for at, _ in pointers)])
         self._held = np.array([value for _, value in pointers], np.int64)
         del self._versions, self._pointers
-        self._words: Any = None  # while all words are these, the worded objects are the same
+        self.words: Any = None  # while all words are these, the worded objects are the same
         self._columns = [self._column(worded) for worded in (False, True)]
 
     @property
@@ -235,9 +237,9 @@ class Walk:
     def same(self) -> bool:
         """Return whether all watched objects are the same; the content of tensors is not read."""
         try:
-            words = TAKE(self._places)
-            if self._words is None or not np.array_equal(words, self._words):
-                self._words = None
+            words = TAKE(self.places)
+            if self.words is None or not np.array_equal(words, self.words):
+                self.words = None
                 alike = self._compare(worded=True)
                 if alike is None:
                     return False
@@ -245,14 +247,10 @@ class Walk:
                 # words stand for an object that is equal only, for it may change unseen.
                 if alike is operator.is_:
                     words[len(words) - len(self._held) :] = self._held
-                    self._words = words
+                    self.words = words
             return self._compare(worded=False) is not None
         except Exception:  # a watched object or attribute is gone
             return False
-
-    def untouched(self) -> bool:
-        """Return whether no memory word has changed since `same` compared all objects."""
-        return self._words is not None and np.array_equal(TAKE(self._places), self._words)
 
     def _compare(self, *, worded: bool) -> Callable[[Any, Any], bool] | None:
         """Return how the watched values of objects with words, or of those without, are the same.
@@ -285,7 +283,7 @@ class Walk:
 
     def forget(self) -> None:
         """Release all visited objects, after the model is gone."""
-        self._places, self._words = places_of([]), None  # before the objects there
+        self.places, self.words = places_of([]), None  # before the objects there
         held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
         for each in (*held, self._columns, self.tensors):
             each.clear()

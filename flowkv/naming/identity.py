@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
@@ -28,6 +29,7 @@ from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
 from flowkv.naming.computation import Walk, transformers
 from flowkv.naming.fingerprint import Weights
+from flowkv.naming.memory_words import TAKE
 
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""
@@ -131,8 +133,9 @@ class Identity:
         Everything is compared if code of the user's takes part, hooks have been added since, or a
         memory word has changed; otherwise the comparison waits until a page is full.
         """
-        count = RemovableHandle.next_id
-        if not self._walk.own and count == self._handles and self._walk.untouched():
+        count, walk = RemovableHandle.next_id, self._walk
+        alone = not walk.own and count == self._handles
+        if alone and np.array_equal(TAKE(walk.places), walk.words):
             return True
         self._handles = count
         return self.same(model)
