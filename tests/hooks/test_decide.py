@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str | None, Change]] = {
         "",
         lambda _, given: given | {PAST: _crossed(given[PAST], filled=False)},
     ),
+    "labels": (None, lambda _, given: given | {"labels": given["input_ids"]}),
     "a filled cross attention": (
         None,
         lambda _, given: given | {PAST: _crossed(given[PAST], filled=True)},

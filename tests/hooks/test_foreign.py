@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
 import contextvars
 import ctypes
 import dataclasses
@@ -1305,6 +1306,20 @@ def test_ids_of_another_class_are_not_shared() -> None:
         own = plain(input_ids=PROMPT.as_subclass(Shifted), past_key_values=DynamicCache())
         assert torch.equal(first.logits, own.logits)
         assert_same(*(generate(each, 4, input_ids=PROMPT) for each in (model, plain)))
+
+
+def test_activations_that_wrap_tensors_stay_in_the_models_cache() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    answers = []
+    for attach in (attached, lambda model: contextlib.nullcontext()):
+        model = models.short()
+        weight = model.model.layers[0].self_attn.k_proj.weight
+        wrapped = torch.nn.Parameter(TwoTensor(weight.data, weight.data), requires_grad=False)
+        model.model.layers[0].self_attn.k_proj.weight = wrapped
+        with attach(model):
+            answers.append(generate(model, 4, input_ids=PROMPT))
+    assert torch.equal(*(answer.sequences for answer in answers))
 
 
 def test_an_enum_of_a_quantiser_is_known() -> None:

@@ -392,9 +392,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return views
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Write new tokens into pages; return False if shape, dtype or device do not fit."""
+        """Write new tokens into pages; return False if class, shape, dtype or device do not fit."""
         rows, step, group = self.rows, self.rows.step, self.placed.group
         assert step is not None
+        if type(k) is not torch.Tensor:  # kernels read the memory of a tensor itself
+            return False
         decode = writer(step, group)
         if decode is None or not decode.append(self.placed.place, k, v):
             if not self._expected(k, v):

@@ -378,7 +378,7 @@ class ForwardHook:
         Returns:
             "" if it is served; None if it expects no reuse, so that a warning would be noise.
         """
-        if module.training or given.get("use_cache") is False:
+        if module.training or given.get("use_cache") is False or given.get("labels") is not None:
             return None
         keep = given.get("logits_to_keep", 0)
         says = cache is not None and "logits_to_keep" in self.names.parameters
