@@ -22,6 +22,8 @@ from .compare import assert_same, attached, generate
 from .test_encoder_decoder import pair, text
 from .test_restore import Slow, on, restoring, stored
 
+pytestmark = pytest.mark.usefixtures("all_is_loaded")
+"""On a busy machine computing may be faster than the slow tier, and would be chosen."""
 Patch = pytest.MonkeyPatch
 Last = Callable[..., torch.Tensor]
 
