@@ -142,7 +142,7 @@ def test_time_to_live_is_told_place_by_place() -> None:
         ({"policy_options": {"device": {"tau_s": 1}}}, "Did you mean 'gpu'"),
         ({"policy": "lfu"}, "Did you mean 'lru'"),
         ({"policy": "lru:x"}, "tau_s=30"),
-        ({"quotas": {"alice": "3GiB:1GiB"}}, r"`\$\.quotas\['alice'\]`"),
+        ({"quotas": {"alice": "3GiB:1GiB"}}, r"`quotas\['alice'\]`"),
         ({"quotas": {"alice": {"gpus": "1GiB"}}}, "Did you mean 'gpu'"),
         ({"policy": LRU, "policy_options": {"lease_s": 5}}, "beside a callable"),
     ],
