@@ -70,8 +70,11 @@ class Tracer:
 
 
 def run(story: Callable[[], object], tracer: Tracer) -> bool:
-    """Runs a story with an interrupt in it; whether that came."""
-    before = sys.gettrace()
+    """Runs a story with an interrupt in it; whether that came.
+
+    Python drops an exception in a callback of its garbage collector, such as Hypothesis has one.
+    """
+    before, callbacks, gc.callbacks[:] = sys.gettrace(), gc.callbacks[:], []
     try:
         sys.settrace(tracer)
         try:
@@ -82,6 +85,8 @@ def run(story: Callable[[], object], tracer: Tracer) -> bool:
             time.sleep(1e-4)
     except KeyboardInterrupt:
         return True
+    finally:
+        gc.callbacks[:] = callbacks
     return False
 
 
