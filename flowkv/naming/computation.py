@@ -42,7 +42,17 @@ from torch.nn.utils import parametrize
 
 from flowkv.naming.fingerprint import Weights, readable
 from flowkv.naming.memory_words import TAKE, places_of, pointers_of, versions_of
-from flowkv.naming.simple import BUILTINS, CLASSES, MODULES, codes, names_of, pure, text_of, uses
+from flowkv.naming.simple import (
+    BUILTINS,
+    CLASSES,
+    MODULES,
+    codes,
+    iterates,
+    names_of,
+    pure,
+    text_of,
+    uses,
+)
 
 MISSING: Any = object()
 _Read = Callable[[Any], Any]
@@ -68,7 +78,7 @@ LIBRARIES = frozenset(
 """Packages with a release that stands for their code, while loaded code agrees with their files."""
 _CHECKPOINTS = "transformers_modules"
 """Package in which transformers imports the code of checkpoints."""
-_UNRELEASED = re.compile(r"\.dev\d{0,4}$")
+_UNRELEASED = re.compile(r"(dev|a)\d{0,5}$")
 """Releases that many commits share, unlike those with a date."""
 _COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
 _OWN = ("transformers", "accelerate", "flowkv")
@@ -183,6 +193,7 @@ class Walk:
         self.compiled = self.training = self.pretrained = False
         self._passing, self._offloads = passing, offloaded
         self._seen: dict[int, str] = {}
+        self._firsts: dict[int, str] = {}  # paths of tensors
         self._kept: list[Any] = []  # keeps visited objects alive, so that ids stay unique
         self._labels: dict[str, int] = {}
         self._spaces: dict[int, tuple[Any, dict[str, Any]]] = {}  # values of names, by mapping
@@ -196,6 +207,8 @@ class Walk:
         self._configs: list[tuple[str, Any]] = []
         self._inert: list[tuple[str, Any]] = []  # objects that only libraries may use
         self._own_leaves: dict[str, str] = {}  # in the name if code of the user's takes part
+        self._orders: dict[str, str] = {}  # of sets of texts, too, if that code iterates
+        self._iterates = False
         # By reader, and whether the object has words that change with it: the visited objects, and
         # the values that the reader returned, one or several for each. All objects of a reader are
         # read at once, without a line of Python for each.
@@ -389,6 +402,8 @@ class Walk:
             for name, tensor in held[kind].items():
                 if name not in free:
                     self._stored(f"{path}.{name}", module, name, tensor)
+        stored = [" ".join(held[kind]) for kind in _TENSORS]
+        self._own_leaves[f"{path}/tensors"] = "; ".join(stored)
         self._hooks(path, held)
         self._watch_module(path, module, own, free)
         for name, child in held["_modules"].items():
@@ -457,6 +472,8 @@ class Walk:
             self._reject(path, f"a hook of class {_name(cls)}")
             return
         self.leaves[path] = f"hook {self._class(path, cls)}"
+        if hasattr(hook, "hooks"):
+            self._watch_one(operator.attrgetter("hooks"), hook)
         for i, one in enumerate(getattr(hook, "hooks", ())):
             self._mover(f"{path}[{i}]", one)
 
@@ -476,7 +493,7 @@ class Walk:
 
     def _hooks(self, path: str, held: Mapping[str, Any]) -> None:
         for kind in _HOOKS:
-            others = [(key, hook) for key, hook in held[kind].items() if _root(hook) not in _OWN]
+            others = [(key, hook) for key, hook in held[kind].items() if not _moves(hook)]
             for i, (key, hook) in enumerate(others):
                 self.own.append(f"{path}/{kind}/{i}")
                 flags = [flag for flag in _HOOK_FLAGS if key in held[flag]]
@@ -586,7 +603,9 @@ class Walk:
         if kind in (set, frozenset):
             if all(type(item) in PLAIN for item in value):
                 self.leaves[path] = f"{kind.__name__} {sorted(map(repr, value))}"
-                self._own_leaves[f"{path}/order"] = str([*map(repr, value)])
+                texts = any(isinstance(item, (str, bytes)) for item in value)
+                order = self._orders if texts else self._own_leaves
+                order[f"{path}/order"] = str([*map(repr, value)])
                 self._watch_one(len, value)
                 self._watch_all(tuple, value)
             else:
@@ -615,6 +634,7 @@ class Walk:
             self._reject(path, f"a tensor of class {_name(kind)}")
         self.tensors[path] = tensor
         self._own_leaves[f"{path}/kind"] = str(isinstance(tensor, torch.nn.Parameter))
+        self._own_leaves[f"{path}/first"] = self._firsts.setdefault(id(tensor), path)
         self.leaves[path] = "tensor" if _root(kind) == "torch" else f"tensor {_name(kind)}"
         for owner in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
             self._owners.setdefault(owner, f"<{_name(owner)}>")
@@ -711,6 +731,7 @@ class Walk:
         names = names_of(function.__code__)
         self._names |= names
         self._said |= names
+        self._iterates |= iterates(function.__code__)
         barred = names & (_UNSAID | transformers().BOOKKEEPING)
         if barred:
             self._reject(path, f"{label} reads {min(barred)}")
@@ -794,7 +815,8 @@ class Walk:
             said = list[str]()
             for key, item in list(entries):
                 named = key if isinstance(key, type) else type(key)
-                place = "" if unordered else key_text(key) or _name(named)
+                place = getattr(item, "__qualname__", "") if unordered else key_text(key)
+                place = place or _name(named)
                 if type(item) in PLAIN:
                     said.append(f"{place} {type(item).__name__} {item!r}")
                 else:
@@ -1010,7 +1032,7 @@ class Walk:
             self._reject("torch.nn.utils.parametrize.cached()", "weights of before")
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             hooks = getattr(torch_module, kind)
-            for i, hook in enumerate(hook for hook in hooks.values() if _root(hook) not in _OWN):
+            for i, hook in enumerate(hook for hook in hooks.values() if not _moves(hook)):
                 self.own.append(f"{kind}/{i}")
                 self._value(f"{kind}/{i}", hook)
             self._watch(functools.partial(list, hooks.values()))
@@ -1025,7 +1047,7 @@ class Walk:
             for path, config in self._configs:  # the list grows: configurations hold others
                 for name in sorted(vars(config).keys() - _SWITCHED):
                     self._value(f"{path}.{name}", vars(config)[name])
-            self.leaves.update(self._own_leaves)
+            self.leaves.update(self._own_leaves | (self._orders if self._iterates else {}))
             options = torch._tensor_str.PRINT_OPTS
             self.leaves["torch/print"] = repr(options)
             self._watch_mapping(vars(options))
@@ -1239,6 +1261,27 @@ def _root(value: Any) -> str:
     return module.partition(".")[0]
 
 
+def _moves(hook: Any) -> bool:
+    """Return whether a hook is of `_OWN` packages, with all functions and objects within it."""
+    todo, seen = [hook], set[int]()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, functools.partial):
+            todo += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, types.FunctionType):
+            if not _genuine(each):
+                return False
+            todo += map(_content_of, each.__closure__ or ())
+        elif isinstance(each, types.MethodType):
+            todo += [each.__func__, each.__self__]
+        elif not _released_name((each if isinstance(each, type) else type(each)).__module__):
+            return False
+    return _root(hook) in _OWN
+
+
 def _ours(value: Any) -> bool:
     """Return whether a value is a part of a cache, which does not change a model's results."""
     kind: Any = type(value)
@@ -1342,6 +1385,7 @@ def _parts(value: Any) -> Iterator[Any]:
     else:
         yield value
         return
+    yield type(value).__name__
     for each in inner:
         yield from _parts(each)
 

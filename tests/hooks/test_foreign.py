@@ -699,6 +699,17 @@ def by_order(module: Any) -> Any:
     return first
 
 
+def put_tied(module: Any, value: float) -> None:
+    module.first = torch.nn.Parameter(torch.ones(1))
+    module.second = module.first if value != 1.0 else torch.nn.Parameter(torch.ones(1))
+
+
+def put_tensors(module: Any, value: float) -> None:
+    module._buffers.clear()
+    for name in ("one", "two") if value == 1.0 else ("two", "one"):
+        module.register_buffer(name, torch.tensor([1.0 if name == "one" else -3.0]))
+
+
 def put_kind(module: Any, value: float) -> None:
     module._parameters.pop("extra", None)
     module._buffers.pop("extra", None)
@@ -718,6 +729,8 @@ ATTACKS |= {
         lambda m, v: setattr(m, "held", 1 if v == 1.0 else True),
     ),
     "kind_of_a_tensor": of_module(lambda m: -3.0 if len([*m.parameters()]) > 3 else 1.0, put_kind),
+    "tied_or_equal": of_module(lambda m: -3.0 if m.first is m.second else 1.0, put_tied),
+    "order_of_buffers": of_module(lambda m: [*m.buffers(recurse=False)][-1], put_tensors),
     "type_of_a_device": of_module(
         lambda m: -3.0 if m.held.type == "cuda" else 1.0,
         lambda m, v: setattr(m, "held", torch.device("cpu" if v == 1.0 else "cuda")),
@@ -731,6 +744,29 @@ ATTACKS |= {
         lambda m, v: torch.set_printoptions(profile="full" if v != 1.0 else "default"),
     ),
 }
+
+
+def deprecated(hook: Any) -> Any:
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    return deprecate_kwarg("of_old", version="99.0.0")(hook)
+
+
+@attack
+def hook_in_a_decorator_of_transformers() -> Any:
+    def hook_of(value: float) -> Any:
+        return deprecated((lambda m, a, out: out) if value == 1.0 else (lambda m, a, out: out * -3))
+
+    def put(model: Model, value: float) -> None:
+        mlp(model)._forward_hooks.clear()
+        mlp(model).register_forward_hook(hook_of(value))
+
+    def made(value: float) -> Model:
+        model = models.short()
+        put(model, value)
+        return model.eval()
+
+    return made, put
 
 
 @attack
@@ -1308,15 +1344,26 @@ def test_ids_of_another_class_are_not_shared() -> None:
         assert_same(*(generate(each, 4, input_ids=PROMPT) for each in (model, plain)))
 
 
-def test_activations_that_wrap_tensors_stay_in_the_models_cache() -> None:
+def test_a_set_of_texts_that_is_only_asked_is_the_same_in_every_process() -> None:
+    def name(kinds: set[str]) -> Any:
+        model = times(lambda module: 1.0 if "up" in module.kinds else 2.0, kinds=kinds)
+        return Identity(model).namespace
+
+    texts = [f"layer{n}" for n in range(9)]
+    assert name({"up", *texts}) == name({*reversed(texts), "up"})
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+def test_activations_that_wrap_tensors_stay_in_the_models_cache(part: str) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     answers = []
     for attach in (attached, lambda model: contextlib.nullcontext()):
         model = models.short()
-        weight = model.model.layers[0].self_attn.k_proj.weight
+        layer = getattr(model.model.layers[0].self_attn, part)
+        weight = layer.weight
         wrapped = torch.nn.Parameter(TwoTensor(weight.data, weight.data), requires_grad=False)
-        model.model.layers[0].self_attn.k_proj.weight = wrapped
+        layer.weight = wrapped
         with attach(model):
             answers.append(generate(model, 4, input_ids=PROMPT))
     assert torch.equal(*(answer.sequences for answer in answers))

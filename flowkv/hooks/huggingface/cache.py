@@ -395,7 +395,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write new tokens into pages; return False if class, shape, dtype or device do not fit."""
         rows, step, group = self.rows, self.rows.step, self.placed.group
         assert step is not None
-        if type(k) is not torch.Tensor:  # kernels read the memory of a tensor itself
+        if not type(k) is type(v) is torch.Tensor:  # kernels read the memory of a tensor itself
             return False
         decode = writer(step, group)
         if decode is None or not decode.append(self.placed.place, k, v):
