@@ -1275,8 +1275,8 @@ def _moves(hook: Any) -> bool:
             if not _genuine(each):
                 return False
             todo += map(_content_of, each.__closure__ or ())
-        elif isinstance(each, types.MethodType):
-            todo += [each.__func__, each.__self__]
+        elif isinstance(each, types.MethodType):  # one of a door may be counted or traced
+            todo += () if _root(each) == "flowkv" else (each.__func__, each.__self__)
         elif not _released_name((each if isinstance(each, type) else type(each)).__module__):
             return False
     return _root(hook) in _OWN
