@@ -80,6 +80,11 @@ def test_a_policy_of_a_file_is_replayed_and_drawn(capsys, tmp_path: Path) -> Non
     lru, mine = rows(capsys, "sim", "replay", *words, "--html", str(page))
     assert mine["policy"] == "Mine" and ">Mine<" in page.read_text()
     assert mine["prefix_hit_ratio"] == lru["prefix_hit_ratio"] > 0
+    other = file.with_name("other.py")
+    other.write_text(file.read_text())
+    both = f"{file}:Mine,{other}:Mine,{file}:Mine"
+    found = rows(capsys, "sim", "replay", CHAT, "--policy", both, "--sizes", "5%")
+    assert [row["policy"] for row in found] == ["Mine", f"{other}:Mine"]
     assert "this process only" in refused(capsys, "sim", "replay", *words, "--jobs", "2")
 
 
@@ -216,7 +221,10 @@ def test_files_of_one_name_are_told_apart(
         (["chat:speed=3"], "unknown field 'speed'"),
         (["chat:seed"], "Write options as seed=3"),
         (["chat", "--policy", "magic"], "no policy 'magic'. Use one of"),
-        (["chat", "--policy", "none.py:Mine"], "no policy none.py:Mine (FileNotFoundError"),
+        (
+            ["chat", "--policy", "none.py:Mine"],
+            "none.py:Mine cannot be made (FileNotFoundError",
+        ),
         (["chat", "--policy", f"{__file__}:Mine"], "a class in it, such as mine.py:Sieve"),
         (["chat", "--sizes", "much"], "no share of a trace's blocks. Use"),
         (["chat", "--sizes", "5"], "Did you mean 5%? For 5 times the blocks write 500%"),

@@ -105,7 +105,10 @@ def _option(text: str) -> tuple[str, object]:
 def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     stacks = [[] if tiers == ["none"] else tiers for tiers in given.tiers] or [[]]
     policies = given.policy or [name for name in POLICIES if name != "opt" or not any(stacks)]
-    makers = dict(map(_policy, policies))  # refuses wrong names before the first replay
+    makers = dict[str, Any]()
+    for text in dict.fromkeys(policies):  # refuses wrong names before the first replay
+        name, maker = _policy(text)
+        makers[text if name in makers else name] = maker
     if given.jobs > 1 and not all(isinstance(maker, str) for maker in makers.values()):
         raise ConfigError("a policy of a file runs in this process only", "Leave out --jobs")
     if given.html is not None:
@@ -158,20 +161,21 @@ def _policy(text: str) -> tuple[str, Any]:
     """Return the name of a policy, and that name or the class in a file: "mine.py:Sieve".
 
     Raises:
-        ConfigError: There is no such policy.
+        ConfigError: There is no such policy, or it cannot be made.
     """
     from flowkv.policy import make_policy
 
     path, _, name = text.rpartition(":")
-    maker: Any = text
-    if path.endswith(".py"):
-        try:
-            maker = runpy.run_path(path)[name]
-        except (OSError, KeyError, SyntaxError) as error:
-            remedy = "Write the path of a Python file and a class in it, such as mine.py:Sieve"
-            raise ConfigError(f"there is no policy {text} ({error!r})", remedy) from None
-    make_policy(text if maker is text else maker())
-    return (text if maker is text else name), maker
+    if not path.endswith(".py"):
+        make_policy(text)
+        return text, text
+    try:
+        maker = runpy.run_path(path)[name]
+        make_policy(maker())
+    except Exception as error:
+        remedy = "Write the path of a Python file and a class in it, such as mine.py:Sieve"
+        raise ConfigError(f"policy {text} cannot be made ({error!r})", remedy) from error
+    return name, maker
 
 
 _UNTOLD = {"hints": None, "queue_s": 0.0, "prefetch": False}  # the bound needs no hints

@@ -287,12 +287,13 @@ def _disk(rest: str, text: str) -> TierConfig:
     if size:
         _checked_size(size, text)
     if not path or (not size and (path.endswith(":") or _SIZE.fullmatch(path))):
-        raise _misplaced(text, "names no directory", "Write disk:./kv:200GiB")
+        raise _misplaced(text, "names no directory", "Write disk:./kv:20GiB")
     first, _, behind = path.partition(":")
     if not size and behind and _SIZE.fullmatch(first):
         raise _misplaced(text, "has its size in front", f"Write disk:{behind}:{first}")
     if behind.startswith((".", "/", "~")) and difflib.get_close_matches(first, LOCAL_KINDS, n=1):
-        raise _misplaced(text, f"has no kind {first}", f"Write disk:{behind}")
+        problem = "names its kind twice" if first == "disk" else f"has no kind {first}"
+        raise _misplaced(text, problem, f"Write disk:{behind}")
     if "\0" in path:
         raise _misplaced(text, "holds a zero byte", "Write an ordinary path")
     return TierConfig("disk", os.path.expanduser(path), size)
@@ -569,7 +570,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         try:
             self.graph_bytes(0)
         except ConfigError:
-            raise _at("graphs", f"{self.graphs!r}", "Use auto, off, or a size like 2GiB") from None
+            problem = f"{self.graphs!r} is neither auto, off nor a size"
+            raise _at("graphs", problem, "Write a size like 2GiB") from None
         if self.max_rows < 1:
             raise _at("max_rows", f"{self.max_rows} rows", "Use at least 1")
         if not 0 < self.load_deadline_s < float("inf"):
@@ -772,7 +774,7 @@ def _check_choice(name: str, value: object, where: str = "") -> None:
     if name == "tiers" and isinstance(value, str):
         shown = without_secrets(value)
         remedy = f'Write tiers=["{shown}"]'
-        raise ConfigError(f"{where}`tiers`: {shown!r} is a text, and no list of places", remedy)
+        raise ConfigError(f"{where}`tiers`: {shown!r} is one text, but a list is needed", remedy)
 
 
 def _listed(tiers: tuple[str, ...]) -> list[TierConfig]:

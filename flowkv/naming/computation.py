@@ -14,6 +14,7 @@ import contextlib
 import dis
 import enum
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -47,7 +48,6 @@ from flowkv.naming.simple import (
     CLASSES,
     MODULES,
     codes,
-    iterates,
     names_of,
     pure,
     text_of,
@@ -62,7 +62,6 @@ _CONTENT = operator.attrgetter("cell_contents")
 _VALUES = operator.methodcaller("values")
 _INSTANCE = operator.attrgetter("__class__", "__dict__")
 _LINEAGE = operator.attrgetter("__mro__")
-_PARTIAL = operator.attrgetter("func", "args", "keywords")
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 """Types of values that are compared by value, not by identity."""
 MOST_VALUES = 4096
@@ -79,7 +78,7 @@ LIBRARIES = frozenset(
 _CHECKPOINTS = "transformers_modules"
 """Package in which transformers imports the code of checkpoints."""
 _UNRELEASED = re.compile(r"(dev|a)\d{0,5}$")
-"""Releases that many commits share, unlike those with a date."""
+"""End of a version that many commits share, such as `2.6.0a0`; nightly ones end with a date."""
 _COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
 _OWN = ("transformers", "accelerate", "flowkv")
 """Packages with hooks that only move data and record outputs; their releases are in the name."""
@@ -98,7 +97,7 @@ _DEEP = (
 """Library modules: the globals of their functions are visited, because users patch them there."""
 _STANDARD = frozenset(vars(torch.nn.Module()))
 _READ = (torch.Tensor, torch.nn.Module)
-"""Types of members of classes that modules give out by names made in a forward."""
+"""Types of class members that a forward may find by a name that it builds (`get_parameter`)."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = (
     "_forward_pre_hooks_with_kwargs",
@@ -109,18 +108,24 @@ _TENSORS = ("_parameters", "_buffers")
 _WATCHED = (*_HOOKS, *_TENSORS, "_modules")
 _TEXTS = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 """Types of values with a text that is all of the value."""
-_PARTS: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
-    functools.partial: _PARTIAL,
+
+
+def _cached(value: Any) -> list[Any]:
+    """Return the function of an `lru_cache`, if its `__wrapped__`, which may be set, says so."""
+    return [inner for inner in gc.get_referents(value) if inner is value.__wrapped__]
+
+
+_PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
+    functools._lru_cache_wrapper: _cached,
+    functools.partial: operator.attrgetter("func", "args", "keywords"),
     types.MethodType: operator.attrgetter("__func__", "__self__"),
-    functools._lru_cache_wrapper: operator.attrgetter("__wrapped__", "__name__"),
     contextlib._GeneratorContextManager: operator.attrgetter("func", "args", "kwds"),
 }
 """Types of objects of libraries around others, and how to read these."""
-_IN_C = (
-    *(np.ufunc, type(np.sort), types.WrapperDescriptorType, types.MethodDescriptorType),
-    types.ClassMethodDescriptorType,
-)
-"""Types of functions in C that are all of their name and class."""
+_SLOTS_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
+"""Types of functions in C that are fully identified by their class and name."""
+_OF_NUMPY = (np.ufunc, type(np.sort))
+"""Types of numpy's functions; a user may make others, of Python code."""
 _STILL = (object, os._Environ, inspect.Signature)
 """Types of objects that library code holds and that do not change what a model computes."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()), random.Random)
@@ -176,8 +181,6 @@ class Walk:
         compiled: Parts are compiled by `torch.compile`.
         training: Submodules are in training mode.
         pretrained: Submodules are of transformers; their results depend on its release.
-        places: Addresses of memory words that change with the watched objects, for `TAKE`.
-        words: Their values when `same` compared all objects; None if some had changed since.
 
     Args:
         model: The model.
@@ -206,9 +209,7 @@ class Walk:
         self._passed: list[tuple[Any, str]] = []
         self._configs: list[tuple[str, Any]] = []
         self._inert: list[tuple[str, Any]] = []  # objects that only libraries may use
-        self._own_leaves: dict[str, str] = {}  # in the name if code of the user's takes part
-        self._orders: dict[str, str] = {}  # of sets of texts, too, if that code iterates
-        self._iterates = False
+        self._own_leaves: dict[str, str] = {}  # leaves of models in which user code takes part
         # By reader, and whether the object has words that change with it: the visited objects, and
         # the values that the reader returned, one or several for each. All objects of a reader are
         # read at once, without a line of Python for each.
@@ -222,10 +223,10 @@ class Walk:
         self._releases()
         self._watch_spaces()
         self._keep(self._ones, any, self._empty, [False])
-        self.places = places_of([*dict.fromkeys(versions), *(at for at, _ in pointers)])
+        self._places = places_of([*dict.fromkeys(versions), *(at for at, _ in pointers)])
         self._held = np.array([value for _, value in pointers], np.int64)
         del self._versions, self._pointers
-        self.words: Any = None  # while all words are these, the worded objects are the same
+        self._words: Any = None  # while all words are these, the worded objects are the same
         self._columns = [self._column(worded) for worded in (False, True)]
 
     @property
@@ -250,9 +251,9 @@ class Walk:
     def same(self) -> bool:
         """Return whether all watched objects are the same; the content of tensors is not read."""
         try:
-            words = TAKE(self.places)
-            if self.words is None or not np.array_equal(words, self.words):
-                self.words = None
+            words = TAKE(self._places)
+            if self._words is None or not np.array_equal(words, self._words):
+                self._words = None
                 alike = self._compare(worded=True)
                 if alike is None:
                     return False
@@ -260,7 +261,7 @@ class Walk:
                 # words stand for an object that is equal only, for it may change unseen.
                 if alike is operator.is_:
                     words[len(words) - len(self._held) :] = self._held
-                    self.words = words
+                    self._words = words
             return self._compare(worded=False) is not None
         except Exception:  # a watched object or attribute is gone
             return False
@@ -296,7 +297,7 @@ class Walk:
 
     def forget(self) -> None:
         """Release all visited objects, after the model is gone."""
-        self.places, self.words = places_of([]), None  # before the objects there
+        self._places, self._words = places_of([]), None  # before the objects there
         held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
         for each in (*held, self._columns, self.tensors):
             each.clear()
@@ -498,9 +499,9 @@ class Walk:
                 self.own.append(f"{path}/{kind}/{i}")
                 flags = [flag for flag in _HOOK_FLAGS if key in held[flag]]
                 self.leaves[f"{path}/{kind}/{i}/flags"] = " ".join(flags)
-                for flag in _HOOK_FLAGS:
-                    self._watch_mapping(held[flag])
                 self._value(f"{path}/{kind}/{i}", hook)
+            for flag in _HOOK_FLAGS if others else ():
+                self._watch_mapping(held[flag])
 
     # ---- values
 
@@ -551,13 +552,10 @@ class Walk:
         elif isinstance(value, types.BuiltinFunctionType):
             self._callable(path, value)
             return self._builtin(path, value)
-        elif isinstance(value, types.MethodType):
-            self._value(f"{path}/function", value.__func__)
-            self._value(f"{path}/self", value.__self__)
-        elif kind is functools.partial:
-            self._watch_all(_PARTIAL, value)
-            for name in ("func", "args", "keywords"):
-                self._value(f"{path}/{name}", getattr(value, name))
+        elif kind in (types.MethodType, functools.partial):
+            self._watch_all(_PARTS[kind], value)
+            for i, part in enumerate(_PARTS[kind](value)):
+                self._value(f"{path}/{i}", part)
         elif isinstance(value, _INERT) or _ours(value):
             self.leaves[path] = _name(kind)
             self._inert.append((path, value))
@@ -573,8 +571,15 @@ class Walk:
 
     def _callable(self, path: str, value: Any) -> None:
         """Note an impure function or class of a library's, which the user's code may not call."""
-        if not pure(value) and not self._deep(value):
+        inner = _decorated(value)
+        own = isinstance(inner, types.FunctionType) and not _genuine(inner)  # visited by itself
+        if not own and not self._allowed(inner):
             self._inert.append((path, value))
+
+    def _allowed(self, value: Any) -> bool:
+        """Return whether the user's code may call a library's function or class."""
+        known = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
+        return known and (pure(value) or self._deep(value))
 
     def _object(self, path: str, value: Any, look: Callable[[str, Any], None]) -> None:
         """Record an object of a known package by its class and its attributes."""
@@ -603,9 +608,7 @@ class Walk:
         if kind in (set, frozenset):
             if all(type(item) in PLAIN for item in value):
                 self.leaves[path] = f"{kind.__name__} {sorted(map(repr, value))}"
-                texts = any(isinstance(item, (str, bytes)) for item in value)
-                order = self._orders if texts else self._own_leaves
-                order[f"{path}/order"] = str([*map(repr, value)])
+                self._own_leaves[f"{path}/order"] = str([*map(repr, value)])
                 self._watch_one(len, value)
                 self._watch_all(tuple, value)
             else:
@@ -633,7 +636,8 @@ class Walk:
         if _root(kind) != "torch" and not self._released(kind):
             self._reject(path, f"a tensor of class {_name(kind)}")
         self.tensors[path] = tensor
-        self._own_leaves[f"{path}/kind"] = str(isinstance(tensor, torch.nn.Parameter))
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        self._own_leaves[f"{path}/kind"] = f"{isinstance(tensor, torch.nn.Parameter)} {strides}"
         self._own_leaves[f"{path}/first"] = self._firsts.setdefault(id(tensor), path)
         self.leaves[path] = "tensor" if _root(kind) == "torch" else f"tensor {_name(kind)}"
         for owner in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
@@ -731,7 +735,6 @@ class Walk:
         names = names_of(function.__code__)
         self._names |= names
         self._said |= names
-        self._iterates |= iterates(function.__code__)
         barred = names & (_UNSAID | transformers().BOOKKEEPING)
         if barred:
             self._reject(path, f"{label} reads {min(barred)}")
@@ -759,8 +762,9 @@ class Walk:
             self._watch_names(vars(value), [chain[0]])
             said, value, chain = f"{home}.{chain[0]}", vars(value)[chain[0]], chain[1:]
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            library = not isinstance(value, types.FunctionType) or _genuine(value)
-            if library and not pure(value) and not self._deep(value):
+            inner = _decorated(value)
+            library = not isinstance(inner, types.FunctionType) or _genuine(inner)
+            if library and not self._allowed(inner):
                 self._reject(path, f"{label} uses {said}")
                 return
         self._reached(path, "global", f"{label}:{said}", value)
@@ -791,10 +795,8 @@ class Walk:
         elif isinstance(value, type):
             self._shipped_class(path, value)
         elif kind in _PARTS:
-            self._watch_all(_PARTS[kind], value)
-            for i, part in enumerate(_PARTS[kind](value)):
-                self._shipped(f"{path}/{i}", part)
-        elif kind in _IN_C:
+            self._wrapper(path, value)
+        elif kind in _SLOTS_IN_C or (kind in _OF_NUMPY and vars(np).get(value.__name__) is value):
             owner = getattr(value, "__objclass__", "")
             self.leaves[path] = f"{_name(kind)} {owner} {value.__name__}"
         elif kind in _STILL or isinstance(value, _INERT) or _ours(value):
@@ -803,6 +805,17 @@ class Walk:
             self._object(path, value, self._shipped)
         elif not self._known_object(path, value):
             self._reject(path, f"a {_name(kind)}")
+
+    def _wrapper(self, path: str, value: Any) -> None:
+        """Record the objects that an object of a library is around."""
+        read = _PARTS[type(value)]
+        parts = [*read(value)]
+        if not parts:
+            self._reject(path, "a cached function with the __wrapped__ of another one")
+        if read is not _cached:  # whose function stays the same
+            self._watch_all(read, value)
+        for i, part in enumerate(parts):
+            self._shipped(f"{path}/{i}", part)
 
     def _table(self, path: str, value: Any) -> None:
         """Record a table or the defaults of library code, with all that they hold."""
@@ -813,10 +826,10 @@ class Walk:
             mapping, unordered = issubclass(kind, dict), kind in (set, frozenset)
             entries: Iterable[tuple[Any, Any]] = value.items() if mapping else enumerate(value)
             said = list[str]()
-            for key, item in list(entries):
+            for i, (key, item) in enumerate([*entries]):
                 named = key if isinstance(key, type) else type(key)
                 place = getattr(item, "__qualname__", "") if unordered else key_text(key)
-                place = place or _name(named)
+                place = place or f"{_name(named)}#{i}"
                 if type(item) in PLAIN:
                     said.append(f"{place} {type(item).__name__} {item!r}")
                 else:
@@ -939,7 +952,7 @@ class Walk:
         value = vars(home)[name]
         self._watch_names(home, [name])
         library, kind = self._released(home), type(value)
-        if isinstance(value, _WRAPPERS) and kind not in _WRAPPERS:
+        if isinstance(value, tuple(_WRAPPERS)) and kind not in _WRAPPERS:
             self._class(f"{label}/kind", kind)
         parts, found, mentioned = [*_parts(value)], list[str](), set[str]()
         for i, part in enumerate(parts):
@@ -1029,7 +1042,7 @@ class Walk:
             self.leaves[f"torch/{name}"] = str(value)
         self._watch_one(operator.call, _flags)
         if parametrize._cache_enabled:
-            self._reject("torch.nn.utils.parametrize.cached()", "weights of before")
+            self._reject("torch.nn.utils.parametrize.cached()", "it may keep old weights")
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             hooks = getattr(torch_module, kind)
             for i, hook in enumerate(hook for hook in hooks.values() if not _moves(hook)):
@@ -1047,7 +1060,7 @@ class Walk:
             for path, config in self._configs:  # the list grows: configurations hold others
                 for name in sorted(vars(config).keys() - _SWITCHED):
                     self._value(f"{path}.{name}", vars(config)[name])
-            self.leaves.update(self._own_leaves | (self._orders if self._iterates else {}))
+            self.leaves.update(self._own_leaves)
             options = torch._tensor_str.PRINT_OPTS
             self.leaves["torch/print"] = repr(options)
             self._watch_mapping(vars(options))
@@ -1261,6 +1274,16 @@ def _root(value: Any) -> str:
     return module.partition(".")[0]
 
 
+def _decorated(value: Any) -> Any:
+    """Return the function inside decorators of torch's such as `torch.no_grad()`, or the value."""
+    while isinstance(value, types.FunctionType) and "func" in value.__code__.co_freevars:
+        if value.__globals__.get("__name__") != "torch.utils._contextlib":
+            break
+        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        value = _content_of(cells["func"])
+    return value
+
+
 def _moves(hook: Any) -> bool:
     """Return whether a hook is of `_OWN` packages, with all functions and objects within it."""
     todo, seen = [hook], set[int]()
@@ -1269,16 +1292,20 @@ def _moves(hook: Any) -> bool:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, functools.partial):
-            todo += [each.func, *each.args, *each.keywords.values()]
-        elif isinstance(each, types.FunctionType):
+        if isinstance(each, types.FunctionType):
             if not _genuine(each):
                 return False
             todo += map(_content_of, each.__closure__ or ())
-        elif isinstance(each, types.MethodType):  # one of a door may be counted or traced
-            todo += () if _root(each) == "flowkv" else (each.__func__, each.__self__)
+        elif type(each) in _PARTS and _root(each) != "flowkv":  # a door may be counted or traced
+            if not (parts := _PARTS[type(each)](each)):
+                return False
+            todo += parts
         elif not _released_name((each if isinstance(each, type) else type(each)).__module__):
             return False
+        elif isinstance(each, _CONTAINERS):
+            todo += each.values() if isinstance(each, dict) else each
+        elif not isinstance(each, (type, types.ModuleType, *_READ)):
+            todo += getattr(each, "__dict__", {}).values()
     return _root(hook) in _OWN
 
 
@@ -1327,10 +1354,12 @@ def _of_python(cls: Any) -> bool:
     """Return whether a class is of Python's own library, and no module of torch's."""
     if not _standard(cls.__module__) or issubclass(cls, torch.nn.Module):
         return False
+    if not cls.__flags__ & _MADE_BY_CODE:
+        return True
     found = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         found = getattr(found, name, None)
-    return found is cls or not cls.__flags__ & _MADE_BY_CODE
+    return found is cls
 
 
 _MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -1343,7 +1372,8 @@ def _keeps_books(cls: type) -> bool:
 
 def _in_c(cls: type) -> Any:
     """Return the first base class in C, in which objects may hold more than attributes."""
-    return next((c for c in cls.__mro__ if _own_new(c)), object)
+    python = (c for c in cls.__mro__ if not c.__flags__ & _MADE_BY_CODE or _own_new(c))
+    return next(python, object)
 
 
 def _own_new(cls: type) -> bool:
@@ -1364,30 +1394,27 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(n for n, v in vars(cls).items() if isinstance(v, types.MemberDescriptorType))
 
 
-_WRAPPERS = (
-    *(staticmethod, classmethod, property, functools.cached_property),
-    *(functools.partialmethod, functools.partial),
-)
+_WRAPPERS: dict[Any, tuple[str, ...]] = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    functools.cached_property: ("func",),
+    functools.partialmethod: ("func", "args", "keywords"),
+    functools.partial: ("func", "args", "keywords"),
+}
 """Types of class attributes around functions; their subclasses may do more than call these."""
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the functions and arguments of a class attribute; one that is no wrapper is its own."""
-    inner: list[Any]
-    if isinstance(value, (staticmethod, classmethod)):
-        inner = [value.__func__]
-    elif isinstance(value, property):
-        inner = [each for each in (value.fget, value.fset, value.fdel) if each is not None]
-    elif isinstance(value, functools.cached_property):
-        inner = [value.func]
-    elif isinstance(value, (functools.partialmethod, functools.partial)):
-        inner = [value.func, value.args, value.keywords]
-    else:
+    """Yield the functions and arguments inside a class attribute, or itself if it wraps nothing."""
+    kind = next((kind for kind in type(value).__mro__ if kind in _WRAPPERS), None)
+    if kind is None:
         yield value
         return
     yield type(value).__name__
-    for each in inner:
-        yield from _parts(each)
+    for name in _WRAPPERS[kind]:
+        if (inner := getattr(value, name)) is not None:
+            yield from _parts(inner)
 
 
 def _inner(function: types.FunctionType) -> set[str]:

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
@@ -29,7 +28,6 @@ from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
 from flowkv.naming.computation import Walk, transformers
 from flowkv.naming.fingerprint import Weights
-from flowkv.naming.memory_words import TAKE
 
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""
@@ -130,12 +128,10 @@ class Identity:
     def steady(self, model: Any) -> bool:
         """Return whether the model still has its name, as far as it is checked in each forward.
 
-        Everything is compared if code of the user's takes part, hooks have been added since, or a
-        memory word has changed; otherwise the comparison waits until a page is full.
+        Of a model of libraries alone, weights are compared once a page is full.
         """
         count, walk = RemovableHandle.next_id, self._walk
-        alone = not walk.own and count == self._handles
-        if alone and np.array_equal(TAKE(walk.places), walk.words):
+        if not walk.own and count == self._handles and walk.same():
             return True
         self._handles = count
         return self.same(model)
@@ -221,8 +217,12 @@ class Identity:
             return False
 
     def state(self, model: torch.nn.Module) -> object:
-        """Return an object that stands for the unchanged, `plain` model; else None."""
-        return self._walk if self.plain and self.same(model) else None
+        """Return an object that stands for a `plain` model, whose forward `steady` looked at.
+
+        None if its weights have changed.
+        """
+        same = self._steps == _STEPS[0] and self._weights.counted()
+        return self._walk if self.plain and same else None
 
     def same_content(self) -> bool:
         """Return whether small weights have the same content; larger ones are read by `roll`."""

@@ -41,7 +41,7 @@ _BARRED_STEPS = {
 _BARRED = frozenset(
     """grad data numpy storage untyped_storage data_ptr apply_ map_ grad_fn f_globals f_locals
     gi_frame cr_frame tb_frame func_globals format format_map seed initial_seed share_memory_ set_
-    resize_ _grad _base _version requires_grad is_leaf storage_offset stride as_strided as_strided_
+    resize_ _grad _base _version requires_grad is_leaf storage_offset as_strided as_strided_
     state_dict is_inference is_shared is_set_to is_pinned""".split()
 )
 """Attributes that lead to state outside of any name, or to writes that are not counted."""
@@ -53,7 +53,7 @@ _BARRED_TORCH = frozenset(
 )
 _TORCH_HOMES = (
     *("torch.functional", "torch.nn.functional", "torch._jit_internal", "torch._VF"),
-    *("torch.fft", "torch.linalg", "torch.special", "torch.utils._contextlib"),
+    *("torch.fft", "torch.linalg", "torch.special"),
 )
 CLASSES = (
     *(torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device, torch.no_grad),
@@ -127,16 +127,6 @@ def names_of(code: types.CodeType) -> frozenset[str]:
         found.update(part.co_names)
         found.update(c for c in part.co_consts if isinstance(c, str) and c.isidentifier())
     return frozenset(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def iterates(code: types.CodeType) -> bool:
-    """Return whether code may see the order of a container."""
-    steps = (step.opname for part in codes(code) for step in dis.get_instructions(part))
-    return "GET_ITER" in steps or not _ORDERS.isdisjoint(names_of(code))
-
-
-_ORDERS = frozenset("list tuple map filter zip enumerate iter reversed max min join".split())
 
 
 @functools.lru_cache(maxsize=4096)

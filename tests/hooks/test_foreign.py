@@ -18,6 +18,7 @@ import enum
 import functools
 import importlib.util
 import io
+import itertools
 import logging
 import math
 import operator
@@ -37,12 +38,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate.utils.operations import convert_outputs_to_fp32
 from transformers import DynamicCache
+from transformers.models.llama import modeling_llama
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.quantization_config import QuantizationMethod
 
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import Identity, computation
+from tests.inside import Identity, computation, memory_words
 
 pytestmark = pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
 Model = Any
@@ -346,6 +351,12 @@ FAR: dict[str, Any] = {
     "getenv_partial": of_process(
         functools.partial(
             lambda get, m: float(get()), functools.partial(os.getenv, "SCALE_OF_A_TEST")
+        ),
+        put_environment,
+    ),
+    "getenv_without_gradients": of_process(
+        functools.partial(
+            lambda get, m: float(get("SCALE_OF_A_TEST", "1")), torch.no_grad()(os.getenv)
         ),
         put_environment,
     ),
@@ -692,6 +703,21 @@ def put_order(module: Any, value: float) -> None:
         module.order.add(number)
 
 
+def collide() -> tuple[str, str]:
+    """Two texts whose order in a set is that in which they were added."""
+    texts = [f"text{n}" for n in range(64)]
+    return next(
+        pair for pair in itertools.combinations(texts, 2) if [*set(pair)] != [*set(pair[::-1])]
+    )
+
+
+def put_texts(module: Any, value: float) -> None:
+    pair = collide()
+    module.held, module.order = pair[0], set()
+    for text in pair if value == 1.0 else pair[::-1]:
+        module.order.add(text)
+
+
 def by_order(module: Any) -> Any:
     first = 1.0
     for number in module.order:
@@ -721,6 +747,13 @@ def put_kind(module: Any, value: float) -> None:
 
 ATTACKS |= {
     "order_of_a_set": of_module(by_order, put_order),
+    "order_of_texts": of_module(
+        lambda m: 1.0 if m.held == next(iter(m.order)) else -3.0, put_texts
+    ),
+    "step_between_rows": of_module(
+        lambda m: float(len(m.matrix.stride()) + m.matrix.stride()[0]) - 2.0,
+        lambda m, v: setattr(m, "matrix", torch.ones(1, 9 if v != 1.0 else 1)[:, :1]),
+    ),
     "sign_of_zero": of_module(
         lambda m: math.copysign(3.0, m.held), lambda m, v: setattr(m, "held", v * 0.0)
     ),
@@ -746,27 +779,26 @@ ATTACKS |= {
 }
 
 
-def deprecated(hook: Any) -> Any:
-    from transformers.utils.deprecation import deprecate_kwarg
-
-    return deprecate_kwarg("of_old", version="99.0.0")(hook)
-
-
-@attack
-def hook_in_a_decorator_of_transformers() -> Any:
-    def hook_of(value: float) -> Any:
-        return deprecated((lambda m, a, out: out) if value == 1.0 else (lambda m, a, out: out * -3))
+def hook_within(decorator: Any) -> Attack:
+    """An attack by a hook within code of a package whose own hooks only move data."""
 
     def put(model: Model, value: float) -> None:
+        hook = (lambda m, a, out: out) if value == 1.0 else (lambda m, a, out: out * -3)
         mlp(model)._forward_hooks.clear()
-        mlp(model).register_forward_hook(hook_of(value))
+        mlp(model).register_forward_hook(decorator(hook))
 
     def made(value: float) -> Model:
         model = models.short()
         put(model, value)
         return model.eval()
 
-    return made, put
+    return lambda: (made, put)
+
+
+ATTACKS |= {
+    "hook_in_a_decorator_of_transformers": hook_within(deprecate_kwarg("of_old", version="99.0.0")),
+    "hook_in_an_object_of_accelerate": hook_within(convert_outputs_to_fp32),
+}
 
 
 @attack
@@ -1060,12 +1092,18 @@ def louder(plain: Any) -> Any:
     return lambda *args, **kwargs: plain(*args, **kwargs) * -3.0
 
 
+def cached_by_another(plain: Any) -> Any:
+    """A cached function that says that it wraps the plain one."""
+    return functools.wraps(plain)(functools.lru_cache(louder(plain)))
+
+
 PATCHES: dict[str, Attack] = {
     "sqrt": patched(math, "sqrt", louder),
     "silu": patched(torch.nn.functional, "silu", louder),
     "linear": patched(torch.nn.Linear, "forward", louder),
     "call": patched(torch.nn.Module, "_call_impl", functools.partialmethod),
     "transpose": patched(torch.Tensor, "transpose", louder),
+    "rotate_half": patched(modeling_llama, "rotate_half", cached_by_another),
 }
 ATTACKS |= PATCHES
 
@@ -1073,8 +1111,6 @@ ATTACKS |= PATCHES
 @attack
 def recompiled() -> Any:
     """A function whose code somebody replaces by code of the same file."""
-    from transformers.models.llama import modeling_llama
-
     plain, other = modeling_llama.rotate_half.__code__, modeling_llama.repeat_kv.__code__
     del other
 
@@ -1089,8 +1125,6 @@ def recompiled() -> Any:
 
 @attack
 def swapped_in_its_file() -> Any:
-    from transformers.models.llama import modeling_llama
-
     plain, other = modeling_llama.LlamaMLP.forward, torch.nn.Identity.forward
 
     def put(value: float) -> None:
@@ -1280,19 +1314,60 @@ def test_common_code_is_known() -> None:
         assert kv.stats()["foreign"] == "" and reused(kv)
 
 
-@pytest.mark.parametrize("place", ["input_layernorm.variance_epsilon", "self_attn.scaling"])
-def test_a_setting_that_changes_and_comes_back_within_a_page(place: str, tmp_path) -> None:
+def an_attribute_of(part: str, name: str) -> Callable[[Model], Callable[[bool], None]]:
+    def changes(model: Model) -> Callable[[bool], None]:
+        module = getattr(model.model.layers[0], part)
+        usual = getattr(module, name)
+        return lambda back: setattr(module, name, usual if back else 5.0)
+
+    return changes
+
+
+def the_configuration(model: Model) -> Callable[[bool], None]:
+    layers = model.config.num_hidden_layers
+    return lambda back: setattr(model.config, "num_hidden_layers", layers if back else 1)
+
+
+WITHIN_A_PAGE = {
+    "variance_epsilon": an_attribute_of("input_layernorm", "variance_epsilon"),
+    "scaling": an_attribute_of("self_attn", "scaling"),
+    "configuration": the_configuration,
+}
+
+
+def test_functions_that_numpy_makes_are_foreign(monkeypatch) -> None:
+    made = np.frompyfunc(lambda number: number * -3.0, 1, 1)
+    monkeypatch.setattr(modeling_llama, "rotate_half", made)
+    assert "rotate_half" in Identity(models.short()).foreign
+
+
+def test_tables_by_objects_of_a_library_have_names_by_their_order(monkeypatch) -> None:
+    model, plain, factors = models.short(), modeling_llama.rotate_half, torch.ones(2).unbind()
+    factors[1].fill_(-3.0)
+    names = set()
+    for values in (factors, factors[::-1]):
+        table = dict(zip(QuantizationMethod, values, strict=False))
+        monkeypatch.setattr(modeling_llama, "rotate_half", functools.partial(plain, table))
+        names.add(Identity(model).namespace)
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("words", [True, False])
+@pytest.mark.parametrize("place", WITHIN_A_PAGE)
+def test_a_setting_that_changes_and_comes_back_within_a_page(
+    place: str, words: bool, tmp_path, monkeypatch
+) -> None:
     """A model of libraries alone, changed between two steps of one call, and changed back."""
-    part, name = place.split(".")
+    if not words:  # as on releases of Python whose memory has another form
+        monkeypatch.setattr(memory_words, "SUPPORTED", False)
 
     def changing(model: Model) -> Any:
-        module, steps = getattr(model.model.layers[0], part), [0]
-        usual = getattr(module, name)
+        change, steps = WITHIN_A_PAGE[place](model), [0]
 
         def process(ids: Any, scores: torch.Tensor) -> torch.Tensor:
             steps[0] += 1
             if steps[0] in (10, 15):
-                setattr(module, name, usual if steps[0] == 15 else 5.0)
+                change(steps[0] == 15)
             return scores
 
         return [process]
@@ -1342,15 +1417,6 @@ def test_ids_of_another_class_are_not_shared() -> None:
         own = plain(input_ids=PROMPT.as_subclass(Shifted), past_key_values=DynamicCache())
         assert torch.equal(first.logits, own.logits)
         assert_same(*(generate(each, 4, input_ids=PROMPT) for each in (model, plain)))
-
-
-def test_a_set_of_texts_that_is_only_asked_is_the_same_in_every_process() -> None:
-    def name(kinds: set[str]) -> Any:
-        model = times(lambda module: 1.0 if "up" in module.kinds else 2.0, kinds=kinds)
-        return Identity(model).namespace
-
-    texts = [f"layer{n}" for n in range(9)]
-    assert name({"up", *texts}) == name({*reversed(texts), "up"})
 
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])

@@ -15,6 +15,7 @@ from transformers.masking_utils import (
 
 from tests.hooks import models
 from tests.hooks.compare import attached
+from tests.hooks.recorder import recorded
 from tests.inside import (
     MaskRecipe,
     PagedView,
@@ -123,6 +124,29 @@ class TestKeptViews:
                     view.dense()
                 with pytest.raises(StateError, match="an earlier forward"):
                     view + 1
+
+    def test_after_a_replayed_step_they_are_refused(self) -> None:
+        model, ids, kept = models.causal("llama"), models.prompt(44), list[Any]()
+        with torch.no_grad(), recorded(), attached(model) as kv:
+            cache = self.forwards(model, ids, [])
+            layer = cache.layers[0]
+            update = layer.update
+            layer.update = lambda *given: kept.append(update(*given)) or kept[-1]
+            for i in range(19, 44):  # the first steps of a shape call each layer
+                before, replays = len(kept), kv.stats()["graphs"]["replayed"]
+                model(
+                    ids[:, i : i + 1],
+                    position_ids=torch.tensor([[i]]),
+                    past_key_values=cache,
+                    logits_to_keep=1,
+                )
+                if len(kept) > before:
+                    continue
+                assert kv.stats()["graphs"]["replayed"] == replays + 1
+                for view in kept[-1]:
+                    with pytest.raises(StateError, match="an earlier forward"):
+                        view.dense()
+            assert replays > 5
 
 
 class TestMaskRecipe:

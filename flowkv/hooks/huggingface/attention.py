@@ -61,12 +61,14 @@ class PagedView(torch.Tensor):
         layer: The cache layer it belongs to, a `cache.PagedLayer`.
         which: 0 for keys, 1 for values.
         step: The step in which the layer made it; in later ones the layer shows other tokens.
+        total: Columns of the rows in that step; steps that graphs compute do not call the layer.
         gathered: The tensor itself, once the layer has left its pages.
     """
 
     layer: Any
     which: int
     step: Any
+    total: int
     gathered: torch.Tensor | None
     # Otherwise torch would turn the dense results of operations into views again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -81,7 +83,8 @@ class PagedView(torch.Tensor):
             dtype=like.dtype,
             device=like.device,
         )
-        view.layer, view.which, view.step, view.gathered = layer, which, layer.wrote, None
+        view.layer, view.which, view.gathered = layer, which, None
+        view.step, view.total = layer.wrote, layer.rows.total
         return view
 
     def dense(self) -> torch.Tensor:
@@ -92,10 +95,11 @@ class PagedView(torch.Tensor):
         """
         if self.gathered is not None:
             return self.gathered
-        if getattr(self.layer, "wrote", None) is not self.step:
+        stale = getattr(self.layer, "wrote", None) is not self.step
+        if stale or self.layer.rows.total != self.total:
             raise StateError(
-                "keys or values of an earlier forward are read, and the cache has changed since",
-                "Clone them in their own forward",
+                "these keys or values are from an earlier forward, and the cache has changed since",
+                "Copy them with .clone() before the next forward",
             )
         return self.layer.dense()[self.which]  # type: ignore[no-any-return]
 

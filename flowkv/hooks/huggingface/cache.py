@@ -981,6 +981,9 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         if not self.stays(computed=True):
             return
         try:
+            if self.rows.step is not None and self.rows.updated != self.rows.layers:
+                self.give_up(private=True)  # from now on, layers that it skipped have fewer tokens
+                return
             self.rows.finish()
         except StateError:
             self.fail()

@@ -706,7 +706,8 @@ class ForwardHook:
         if rows.step is not None or not rows.forwards:
             cache.fail()
         cache.audits = cache.decoding = cache.answer = None
-        if not rows.blind and not self.identity.steady(self._model()):
+        steady = self.identity.steady(self._model())
+        if not steady and not rows.blind:
             rows.disable_publishing()  # the model has changed: new pages would need another name
         self._watch(cache)
         call = ForwardCall(self.names, given, cache.form)
@@ -735,6 +736,7 @@ class ForwardHook:
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
         odd = (
             training
+            or not steady
             or not (call.form or filled or call.continues)
             or (call.positions is None and call.unplaced and rows.base and not whole)
             or not (

@@ -519,7 +519,7 @@ class ForwardCall:
         if ids is None or ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:
             return "there are no token ids"
         if type(ids) is not torch.Tensor:
-            return f"the token ids are a {type(ids).__name__}"
+            return f"the token ids have the class {type(ids).__name__}, not torch.Tensor"
         if not self.rows or not self.columns:
             return "there are no tokens"
         if self.given.get("cache_position") is not None:

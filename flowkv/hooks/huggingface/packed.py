@@ -56,7 +56,7 @@ class PackedForward:
         every = len(last) == step.tokens.shape[1]  # all rows decode one token
         odd = not door.unchanged(full=step.fills)
         graphs = door.graphs if every else None
-        found = None if graphs is None else graphs.replay(step, step.tokens, step.positions)
+        found = None if graphs is None or odd else graphs.replay(step, step.tokens, step.positions)
         if found is None:
             keep = last if self._by_index and not every else None
             logits = self._call(step, door.plan, keep)[0]

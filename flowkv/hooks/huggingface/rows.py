@@ -217,8 +217,6 @@ class Rows:
         if self.restoring is not None and not self.restoring.complete():
             raise StateError("past_key_values that were on their way did not come", "Try again")
         self.step = None
-        if self.updated != self.layers:
-            self.disable_publishing()  # a layer was skipped: its part of new pages is not written
         full = self.total >= self._next_full
         if full and not self.blind:
             self.flush()
