@@ -220,9 +220,8 @@ if TYPE_CHECKING:
     )
     from flowkv.observe.metrics import (
         COUNT_BUCKETS,
-        ERROR,
-        LEAST,
         NAMES,
+        NEWEST,
         OTHERS,
         RULES,
         SECONDS_BUCKETS,
@@ -233,7 +232,6 @@ if TYPE_CHECKING:
         Spread,
         Tenancy,
     )
-    from flowkv.observe.metrics import MOST as metrics_MOST
     from flowkv.observe.otel import Bridge
     from flowkv.observe.prometheus import Exporter
     from flowkv.observe.recording import Writer

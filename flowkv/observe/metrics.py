@@ -9,6 +9,7 @@ import bisect
 import functools
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
@@ -575,151 +576,53 @@ def _add(cells: dict[int, tuple[float, float]], cell: int, more: tuple[float, fl
     cells[cell] = total + more[0], weights + more[1]
 
 
-# Quantiles of streams of any length, in bounded memory, within 1 % of the true ones.
-#
-# Values are counted in buckets with bounds that grow by a constant factor, as in DDSketch (Masson,
-# Rim and Lee, VLDB 2019): every value of a bucket is within `ERROR` of its middle, and so is every
-# quantile of any distribution.
-
-ERROR = 0.01
-"""Greatest relative error of a quantile."""
-
-LEAST, MOST = 1e-9, 1e9
-"""Bounds that other values are clipped to; values not above zero are counted apart, exactly."""
+NEWEST = 65_536
+"""Values of a distribution that quantiles are of."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 """Quantiles in summaries."""
 
-_GROWTH = math.log1p(ERROR) - math.log1p(-ERROR)  # logarithm of the ratio of bucket bounds
-_BUCKETS = math.ceil(math.log(MOST / LEAST) / _GROWTH) + 1
-_FOLD = 512  # values that are counted together, in less than a microsecond each
-
-
-class Bucket(NamedTuple):
-    """Bucket of values between two bounds.
-
-    Attributes:
-        low: Lower bound.
-        high: Upper bound.
-        held: Number of values.
-    """
-
-    low: float
-    high: float
-    held: int
-
 
 class Spread:
-    """Distribution of values of at least zero. Not thread-safe.
+    """Distribution of a stream of values. Not thread-safe.
 
     Attributes:
+        newest: The newest values, for quantiles; older ones are dropped.
         count: Values so far.
         total: Their sum.
         least: The smallest; 0.0 without any.
         most: The largest; 0.0 without any.
     """
 
-    __slots__ = ("_counts", "_least", "_most", "_total", "_waiting", "_zeros")
-
     def __init__(self, values: Iterable[float] = ()) -> None:
-        self._counts = np.zeros(_BUCKETS, np.int64)
-        self._zeros, self._total, self._least, self._most = 0, 0.0, math.inf, -math.inf
-        self._waiting: list[float] = []
+        self.newest = deque[float](maxlen=NEWEST)
+        self.count, self.total, self.least, self.most = 0, 0.0, 0.0, 0.0
         self.extend(values)
 
     def add(self, value: float) -> None:
         """Count a value; NaN is ignored."""
-        self._waiting.append(value)
-        if len(self._waiting) >= _FOLD:
-            self._fold()
+        self.extend((value,))
 
     def extend(self, values: Iterable[float]) -> None:
         """Count several values; NaN is ignored."""
-        self._waiting.extend(values)
-        if len(self._waiting) >= _FOLD:
-            self._fold()
-
-    @property
-    def count(self) -> int:
-        """Return the number of values so far."""
-        self._fold()
-        return self._zeros + int(self._counts.sum())
-
-    @property
-    def total(self) -> float:
-        """Return the sum of the values."""
-        self._fold()
-        return self._total
-
-    @property
-    def least(self) -> float:
-        """Return the smallest value; 0.0 without any."""
-        self._fold()
-        return self._least if self._most >= self._least else 0.0
-
-    @property
-    def most(self) -> float:
-        """Return the largest value; 0.0 without any."""
-        self._fold()
-        return self._most if self._most >= self._least else 0.0
-
-    @property
-    def mean(self) -> float:
-        """Return the mean of the values; 0.0 without any."""
-        count = self.count
-        return self._total / count if count else 0.0
+        for value in values:
+            if not math.isnan(value):
+                self.least = min(self.least, value) if self.count else value
+                self.most = max(self.most, value) if self.count else value
+                self.count, self.total = self.count + 1, self.total + value
+                self.newest.append(value)
 
     def quantile(self, q: float) -> float:
-        """Return the value below which a share `q` of all values lies; 0.0 without any.
-
-        The result is within `ERROR` of the value of rank `ceil(q * count)`.
-        """
-        count = self.count
-        rank = min(max(1, math.ceil(q * count)), count)
-        if rank <= self._zeros:
-            return self.least
-        behind = np.cumsum(self._counts)
-        number = int(np.searchsorted(behind, rank - self._zeros))
-        middle = LEAST * math.exp(number * _GROWTH) * (1 - ERROR)
-        return min(max(middle, self.least), self.most)
+        """Return the value of rank `ceil(q * n)` of the newest `n` values; 0.0 without any."""
+        if not self.newest:
+            return 0.0
+        return float(np.quantile(self.newest, q, method="inverted_cdf"))
 
     def summary(self) -> dict[str, float]:
         """Return plain numbers: count, mean, p50, p90, p95, p99 and max."""
         quantiles = {name: self.quantile(q) for name, q in QUANTILES.items()}
-        return {"count": self.count, "mean": self.mean, **quantiles, "max": self.most}
-
-    def buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets that hold any value above zero, ascending."""
-        self._fold()
-        for number in np.flatnonzero(self._counts).tolist():
-            high = LEAST * math.exp(number * _GROWTH)
-            yield Bucket(high * math.exp(-_GROWTH), high, int(self._counts[number]))
-
-    @property
-    def zeros(self) -> int:
-        """Return the number of values that were not above zero."""
-        self._fold()
-        return self._zeros
-
-    def _fold(self) -> None:
-        if not self._waiting:
-            return
-        values = np.array(self._waiting, np.float64)
-        self._waiting.clear()
-        values = values[~np.isnan(values)]
-        if not len(values):
-            return
-        self._total += float(values.sum())
-        self._least = min(self._least, float(values.min()))
-        self._most = max(self._most, float(values.max()))
-        above = values[values > 0]
-        self._zeros += len(values) - len(above)
-        if len(above):
-            numbers = np.ceil(np.log(np.clip(above, LEAST, MOST) / LEAST) / _GROWTH)
-            self._counts += np.bincount(numbers.astype(np.int64), minlength=_BUCKETS)
-
-    def __repr__(self) -> str:
-        return f"<Spread of {self.count}: p50 {self.quantile(0.5):.3g}, max {self.most:.3g}>"
+        mean = self.total / self.count if self.count else 0.0
+        return {"count": self.count, "mean": mean, **quantiles, "max": self.most}
 
 
 # Hit and missed tokens by tenant, for a bounded number of tenants.

@@ -513,7 +513,7 @@ class Serving(Closing):
         """Return plain numbers, ready for JSON.
 
         Each of `LATENCIES` is {"count", "mean", "p50", "p90", "p95", "p99", "max"} in seconds,
-        quantiles being within 1 % of the true ones. `tokens_per_s` counts new tokens from the
+        with quantiles of the newest 65,536 values. `tokens_per_s` counts new tokens from the
         beginning of the first step to the end of the last one. The means of `rows` and
         `kv_utilisation` are over the time of steps, weighted by duration. `beside` has counts of
         units `asked` for and `found`, and `read_bytes`, of results, embeddings and weights.

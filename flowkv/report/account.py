@@ -175,7 +175,7 @@ def serving_sections(
     return [Section(title, text, parts, source) for title, text, parts in drawn if parts]
 
 
-_LATENCIES = "Bars count requests, or tokens, over a logarithmic axis; quantiles are within 1%."
+_LATENCIES = "Bars count requests, or tokens, over a logarithmic axis: the newest 65,536."
 _REQUESTS = "A row per request, in order of submission; below, how many there were at a time."
 _MEMORY = "Bytes in use by place. Pages that are merely remembered give way when room is needed."
 _AUDITS = "Restored pages that were computed again and compared; a mismatch is never served again."

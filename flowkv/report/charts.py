@@ -389,7 +389,7 @@ def _draw_spread(axes: Axes, spread: Spread, colour: str) -> None:
     axes.grid(visible=False)
     bars = axes.bar(edges[:-1], held, np.diff(edges) * 0.88, align="edge", color=colour, alpha=0.85)
     for bar, count in zip(bars, held, strict=True):
-        _say(bar, f"{count:,} of {spread.count:,}")
+        _say(bar, f"{count:,} of {len(spread.newest):,}")
     axes.set_yticks([])
     many = high / low > 100
     axes.xaxis.set_major_locator(LogLocator(subs=(1,) if many else (1, 2, 5), numticks=9))
@@ -402,8 +402,8 @@ def _draw_spread(axes: Axes, spread: Spread, colour: str) -> None:
 
 def spread_ends(spread: Spread) -> tuple[float, float]:
     """Return the bounds of an axis, at least a factor of three apart: noise must not fill it."""
-    first = next(spread.buckets(), None)
-    low = max(first.low if first else 1e-9, spread.most * 1e-6, 1e-9)
+    first = min((value for value in spread.newest if value > 0), default=0.0)
+    low = max(first, spread.most * 1e-6, 1e-9)
     high = max(spread.most, low) * 1.02
     if high / low < 3:
         middle = math.sqrt(low * high)
@@ -412,12 +412,10 @@ def spread_ends(spread: Spread) -> tuple[float, float]:
 
 
 def spread_bars(spread: Spread, low: float, high: float) -> tuple[list[int], np.ndarray]:
-    """Return the values per bar, and the bars' edges; values below the axis are in the first."""
-    edges, buckets = np.geomspace(low, high, _BARS + 1), list(spread.buckets())
-    middles = np.clip([math.sqrt(bucket.low * bucket.high) for bucket in buckets], low, high)
-    held, _ = np.histogram(middles, edges, weights=[bucket.held for bucket in buckets])
-    held[0] += spread.zeros
-    return [round(count) for count in held.tolist()], edges
+    """Return the newest values per bar, and the bars' edges; values below are in the first bar."""
+    edges = np.geomspace(low, high, _BARS + 1)
+    held, _ = np.histogram(np.clip(spread.newest, edges[0], edges[-1]), edges)
+    return held.tolist(), edges
 
 
 # Charts over time.
