@@ -672,19 +672,18 @@ class PageLoader:
             batch: The batch.
             some: Layers, the place that they were read from, their bytes, and their fidelity.
         """
-        arrived = list[tuple[PageLoad, ReadFrom]]()
+        arrived = dict[PageLoad, ReadFrom]()  # once each, though two slices may complete a page
         for (page_load, first, count), source, buffer, fidelity in some:
             if page_load.wanted and not page_load.complete:
                 page_load.came(first, count, buffer, fidelity)
-                arrived.append((page_load, source))
+                arrived[page_load] = source
         if batch.fresh is None or len(arrived) > 1:
             self._launch()
-        fresh = [one for one, source in arrived if one.enter(source)]
+        fresh = [one for one, source in arrived.items() if one.enter(source)]
         _hold(fresh)
         _give_back(fresh, release=False)
-        for page_load, source in arrived:
-            if page_load.held and (batch.priority is IOPriority.DEMAND or page_load in fresh):
-                batch.pages[source.tier, page_load.group] += 1
+        for page_load in arrived if batch.priority is IOPriority.DEMAND else fresh:
+            batch.pages[arrived[page_load].tier, page_load.group] += page_load.held
         insert = self._store.insert if batch.fresh is None else batch.fresh.extend
         insert([page_load.block for page_load in fresh])
 

@@ -8,15 +8,28 @@ from typing import Any
 import pytest
 
 from flowkv import KV
+from flowkv.policy.restore import Span
 from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Outcome
 from tests.cache.audit import audit
-from tests.cache.fakes import Deferred, Wrapped, lasting
+from tests.cache.fakes import Deferred, Halves, Wrapped, lasting
 from tests.cache.test_pinned import behind_a_bus
 from tests.cache.toy import check_content, make_kv, published, simple
 from tests.inside import Block, Demoted, Failed, HostTier, Stored
 
 TEXT = [*range(48)]  # six pages
+
+
+def leave_all(kv: KV) -> list[Block]:
+    """Take all pages off the device in one batch; return their blocks, root to leaf."""
+    store = kv.planner.store
+    with kv.lock:
+        store.drop_tails()
+        blocks = sorted(store.index, key=lambda block: block.depth)
+        for block in blocks:
+            store.device_places["cpu"].remove(block)
+        store.leave(blocks[::-1], "space")
+    return blocks
 
 
 def departing(tier: Any, *, bus: bool = False, **options: Any) -> tuple[KV, list[Block], list[Any]]:
@@ -26,13 +39,7 @@ def departing(tier: Any, *, bus: bool = False, **options: Any) -> tuple[KV, list
         behind_a_bus(kv)
     published(kv, TEXT)
     kv.bus.subscribe(told.append, Stored, Failed, Demoted)
-    store = kv.planner.store
-    store.drop_tails()
-    with kv.lock:
-        blocks = sorted(store.index, key=lambda block: block.depth)
-        for block in blocks:
-            store.device_places["cpu"].remove(block)
-        store.leave(blocks[::-1], "space")
+    blocks = leave_all(kv)
     assert all(block.page < 0 for block in blocks)
     return kv, blocks, told
 
@@ -164,13 +171,7 @@ def test_a_queue_that_is_short_takes_them_one_by_one(seed: int) -> None:
     schedule.queue_bytes = 4096 * rng.randint(1, 5)
     schedule.background_bytes = 4096 * rng.randint(1, 5)
     published(kv, TEXT)
-    store = kv.planner.store
-    with kv.lock:
-        store.drop_tails()
-        blocks = sorted(store.index, key=lambda block: block.depth)
-        for block in blocks:
-            store.device_places["cpu"].remove(block)
-        store.leave(blocks[::-1], "space")
+    leave_all(kv)
     whole, lost = kv.flush(60), kv.stats()["tiers"][near.name]["dropped"]
     assert whole or lost
     assert len(near.frames) + lost == 6 and (not seed % 2 or not lost)
@@ -182,16 +183,41 @@ def test_what_leaves_memory_for_a_tier_that_is_busy_is_counted() -> None:
     near, far = MemoryTier(name="near"), lasting()
     kv = make_kv(simple(), pages=16, tiers=[near, far], write_back=False)
     published(kv, TEXT)
-    store = kv.planner.store
+    blocks, store = leave_all(kv), kv.planner.store
     with kv.lock:
-        store.drop_tails()
-        blocks = sorted(store.index, key=lambda block: block.depth)
-        for block in blocks:
-            store.device_places["cpu"].remove(block)
-        store.leave(blocks[::-1], "space")
         store.stack.mover.drain()
         store.stack.mover.lanes[1].takes = lambda *_: False
         store.stack.places[0].remove(blocks[-1])
         store.stack._evict(blocks[-1], 0, "space")
     assert blocks[-1].gone and kv.stats()["tiers"]["lasting"]["dropped"] == 1
+    audit(kv)
+
+
+def test_layers_of_a_page_that_arrive_together_hold_it_once() -> None:
+    """A restore has asked for the first layer: so another request's load is cut in two."""
+
+    class FirstLayer(Halves):
+        def next_load(self, state: Any, tier: str) -> Any:
+            found = super().next_load(state, tier)
+            return found and found._replace(layers=Span(0, 1))
+
+    near = HostTier(1 << 22, name="near")
+    kv = make_kv(simple(layers=2, head_dim=1024), pages=40, tiers=[near])
+    kv.restores.policy = FirstLayer(0.0)
+    behind_a_bus(kv)
+    published(kv, TEXT)
+    blocks = leave_all(kv)
+    assert kv.flush(60)
+    near.poll = lambda timeout_s=0.0: []  # type: ignore[method-assign]
+    with kv.open([*TEXT, 99], wait=False):
+        with kv.lock:
+            kv.restores.pump()
+        coming = kv.planner.store.coming
+        assert {len(one.flying) for (one,) in coming.values()} == {1} and len(coming) == 6
+        del near.poll
+        with kv.open([*TEXT, 98]) as second:
+            assert second.reused == 48
+            check_content(kv, second, TEXT)
+    pool = kv.planner.store.pool(0)
+    assert {(block.holds, pool.references(block.page)) for block in blocks} == {(0, 1)}
     audit(kv)
