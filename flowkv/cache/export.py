@@ -528,8 +528,7 @@ class Bundles:
         table, root = _describe(tensors, flat), self._key(_encoded(name))
         with self.guard:
             old = self.store.index.find(root)
-            for block in [*self.store.index.children(root), *([old] if old else [])]:
-                self.store.forget(block)
+            self.store.forget(*self.store.index.children(root), *([old] if old else ()))
             writable = (n for n, tier in enumerate(self.store.stack.tiers) if tier.writable)
             if (number := self.store.stack.lasting()) < 0:
                 number = next(writable, -1)

@@ -618,12 +618,8 @@ class PageLoader:
             n_bytes += one[1].target.nbytes
             if n_bytes >= AT_ONCE_BYTES or number == len(those):
                 trips = [trip for trip, _ in part]
-                request = self._store.stack.mover.ask_all(
-                    tier,
-                    [load for _, load in part],
-                    partial(self._answered, trips),
-                    flight.owner,
-                )
+                loads, done = [load for _, load in part], partial(self._answered, trips)
+                request = self._store.stack.mover.ask_all(tier, loads, done, flight.owner)
                 for trip in trips:
                     trip.request = request
                 part, n_bytes = [], 0
@@ -683,7 +679,8 @@ class PageLoader:
         _hold(fresh)
         _give_back(fresh, release=False)
         for page_load in arrived if batch.priority is IOPriority.DEMAND else fresh:
-            batch.pages[arrived[page_load].tier, page_load.group] += page_load.held
+            if page_load.held:
+                batch.pages[arrived[page_load].tier, page_load.group] += 1
         insert = self._store.insert if batch.fresh is None else batch.fresh.extend
         insert([page_load.block for page_load in fresh])
 

@@ -621,9 +621,8 @@ class Lane:
             return
         failed = answer.outcome is Outcome.FAILED
         again = [one for one in followers if (request.stale if one.stores else failed)]
-        given = [
-            self._given(request, answer, one) for one in followers
-        ]  # copied before the request's memory is reused
+        # Copied before the request's memory is reused.
+        given = [self._given(request, answer, one) for one in followers]
         for one, its in zip((request, *followers), (answer, *given), strict=True):
             if one not in again:
                 one.end(its)
@@ -789,11 +788,8 @@ class Mover:
         rates: dict[str, Rates] | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.deadline_s, self.rates, self._clock_ns = (
-            deadline_s,
-            {} if rates is None else rates,
-            clock_ns,
-        )
+        self.deadline_s, self._clock_ns = deadline_s, clock_ns
+        self.rates = {} if rates is None else rates
         self.lanes: list[Lane] = []
         self.from_memory = self.storing = 0
 
@@ -815,11 +811,7 @@ class Mover:
     # ---- stores
 
     def store(
-        self,
-        tier: int,
-        items: Iterable[Store],
-        done: Done,
-        mark: CopyMark | None = None,
+        self, tier: int, items: Iterable[Store], done: Done, mark: CopyMark | None = None
     ) -> int:
         """Write frames in the background; return how many of them, from the first on, are queued.
 
@@ -961,11 +953,7 @@ class Mover:
         return request
 
     def ask_all(
-        self,
-        tier: int,
-        items: Sequence[Load],
-        done: Done,
-        owner: object = None,
+        self, tier: int, items: Sequence[Load], done: Done, owner: object = None
     ) -> TransferRequest:
         """Load frames as one demand, answered as a whole; a later `drain` sends it.
 

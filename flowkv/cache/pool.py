@@ -476,8 +476,7 @@ class PagePool:
             with self.copies.streams.encoding(self.arena) if self.copies else nullcontext():
                 yield
         except BaseException:
-            for page in targets:
-                self.release(page)
+            self.release(*targets)
             raise
 
     def _slab(self, number: int) -> Slab:

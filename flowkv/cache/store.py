@@ -6,7 +6,8 @@ slots. `TierStack` manages the tiers below the devices, and `WriteBack` writes p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -115,6 +116,7 @@ class Samples:
 
 Frame = tuple[Block, FrameInfo, memoryview]
 Done = Callable[[Iterable[Block]], None]
+Frames = tuple[list[Frame], Done, CopyMark | None]
 
 
 def _by_form(blocks: Iterable[Block]) -> dict[tuple[int, int], list[Block]]:
@@ -556,67 +558,66 @@ class PageStore:
         return False
 
     def leave(self, blocks: Iterable[Block], reason: str) -> None:
-        """Evict blocks from their device, a few at a time, and store those that a tier wants."""
-        stack, mover = self.stack, self.stack.mover
-        for (group, codec), those in _by_form(blocks).items():
-            n_bytes, copies = self.page_bytes(group, codec), self.pool(group).copies
-            most = max(1, AT_ONCE_BYTES // n_bytes)
-            for part in (those[at : at + most] for at in range(0, len(those), most)):
-                wanted = [b for b in part if not b.going and reason != "lease"]
-                takers = stack.takers(wanted, leaves=[b for b in wanted if not b.tiers])
-                need = n_bytes * sum(map(len, takers.values()))
-                while need and copies and not copies.has_room(need):
-                    if not mover.drain(mover.deadline_s):
-                        break
-                frames = {number: self._frames(some) for number, some in takers.items()}
-                self._free_pages(part)  # a tier that evicts one of them now has its last copy
-                for number, going in frames.items():
-                    self._store_below(number, *going)
-                stack.settle(*part)
-                self._evicted(len(part), n_bytes * len(part), reason)
-                mover.drain()
+        """Evict blocks from their device, a few at a time, and store those that a tier wants.
 
-    def _store_below(
-        self, number: int, frames: list[Frame], done: Done, mark: CopyMark | None
-    ) -> None:
-        """Store pages that left their device in a tier; memory makes room fast enough to wait."""
-        stack, lane, refused = self.stack, self.stack.mover.lanes[number], list[Block]()
-        n_bytes, count = frames[0][2].nbytes, len(frames)
-        waits = not stack.outlives(number)
-        if waits:
-            stack.mover.await_room(number, n_bytes, n_bytes * (count - 1))
-        whole = lane.takes(n_bytes, n_bytes * (count - 1))
-        for part in [frames] if whole else [[one] for one in frames]:
-            if waits:
-                stack.mover.await_room(number, n_bytes)
-            refused += stack.store(part, number, done, mark)
-        done(refused)
-        if pages := count - len(refused):
-            stack.demoted("device", number, n_bytes * pages, pages)
-        for block in refused:
-            if block not in stack.unwritten and not lane.takes(n_bytes):
-                stack.miss_out(number)
+        Room in memory is waited for only if the reason is "space". A page stays if a load holds it
+        by then, or if an error ends the call first.
+        """
+        blocks, mover, waits = [*blocks], self.stack.mover, reason == "space"
+        try:
+            for those in _by_form(blocks).values():
+                n_bytes, copies = self.size(those[0]), self.pool(those[0].group).copies
+                most = max(1, AT_ONCE_BYTES // n_bytes)
+                for part in (those[at : at + most] for at in range(0, len(those), most)):
+                    need = n_bytes * sum([not (b.tiers | b.going) & 1 for b in part])
+                    while waits and need and copies and not copies.has_room(need):
+                        waits &= mover.drain(mover.deadline_s) > 0
+                    if still := [b for b in part if b.page >= 0 and not b.holds]:
+                        self._leave_together(still, reason)
+                    mover.drain()
+        finally:
+            self.insert([block for block in blocks if block.page >= 0 and not block.gone])
 
-    def _evicted(self, pages: int, n_bytes: int, reason: str) -> None:
-        self.bus.emit(Evicted(tier="device", pages=pages, n_bytes=n_bytes, reason=reason))
+    def _leave_together(self, blocks: list[Block], reason: str) -> None:
+        """Evict blocks of one form from their device."""
+        stack, n_bytes = self.stack, self.size(blocks[0])
+        wanted = [b for b in blocks if not b.going and reason != "lease"]
+        takers = stack.takers(wanted, leaves={b for b in wanted if not b.tiers})
+        leaving = {block for some in takers.values() for block in some}
+        stack.leaving |= leaving
+        try:
+            with ExitStack() as over:
+                going = {n: over.enter_context(self._frames(some, n)) for n, some in takers.items()}
+                self._free_pages(blocks, reason)  # what a tier evicts of them is their last copy
+                for number, (frames, done, mark) in going.items():
+                    waits = reason == "space" and not stack.outlives(number)  # memory is fast
+                    refused = stack.store(frames, number, done, mark, waits=waits)
+                    if pages := len(frames) - len(refused):
+                        stack.demoted("device", number, n_bytes * pages, pages)
+                    busy = not stack.mover.lanes[number].takes(n_bytes)
+                    for _ in [b for b in refused if busy and b not in stack.unwritten]:
+                        stack.miss_out(number)
+        finally:
+            stack.leaving -= leaving
+            stack.settle(*blocks)
 
-    def _free_pages(self, blocks: Sequence[Block]) -> None:
-        """Free the device pages of blocks of one group."""
-        pages = [block.page for block in blocks]
+    def _free_pages(self, blocks: Sequence[Block], reason: str) -> None:
+        """Free the device pages of blocks of one form."""
+        pages, n_bytes = [block.page for block in blocks], len(blocks) * self.size(blocks[0])
+        for block in blocks if self.swapped else ():
+            self._swap_out(block)
         for block in blocks:
-            if self.swapped:
-                self._swap_out(block)
             if self.prefetched_unused:
                 self.prefetched_unused.end(block, used=False)
             block.page = -1
         self.recount(*blocks)
         self.pool(blocks[0].group).release(*pages)
+        self.bus.emit(Evicted(tier="device", pages=len(pages), n_bytes=n_bytes, reason=reason))
 
     def set_down(self, block: Block) -> None:
         """Free the device page of a block that lies on a tier and is not held."""
-        self._evicted(1, self.size(block), "overflow")
         self._places[block.group].remove(block)
-        self._free_pages([block])
+        self._free_pages([block], "overflow")
 
     def place(self, block: Block) -> str:
         """Return the name of the nearest place that holds a block or is storing it, else ""."""
@@ -635,14 +636,12 @@ class PageStore:
 
     def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         for place in self.device_places.values():
-            for slot in chosen(place, self.context.now_ns()):
-                self.leave([self.index.at(slot)], reason)
+            self.leave(map(self.index.at, chosen(place, self.context.now_ns())), reason)
         self.stack.relieve(chosen, reason)
 
     def displace(self, slots: Sequence[int]) -> None:
         """Evict the blocks that the device's policy has chosen to make room for a prefetch."""
-        for slot in slots:
-            self.leave([self.index.at(slot)], "prefetch")
+        self.leave(map(self.index.at, slots), "prefetch")
 
     def publish_held(self, group: int, pages: Mapping[Block, int]) -> None:
         """Publish private pages of a sequence that keeps using them, and hold each for it."""
@@ -658,29 +657,34 @@ class PageStore:
         """Store device pages in a tier; return those that it refuses."""
         refused = list[Block]()
         for those in _by_form(blocks).values():
-            frames, done, mark = self._frames(those)
-            left = self.stack.store(frames, number, done, mark)
-            done(left)
-            refused += left
+            with self._frames(those, number) as (frames, done, mark):
+                refused += self.stack.store(frames, number, done, mark)
         return refused
 
-    def _frames(self, blocks: Sequence[Block]) -> tuple[list[Frame], Done, CopyMark | None]:
-        """Return the frames of device pages of one form, for `TierStack.store`.
+    @contextmanager
+    def _frames(self, blocks: Sequence[Block], number: int) -> Iterator[Frames]:
+        """Yield the frames of device pages of one form, for a `TierStack.store` in the block.
 
         Their bytes are copies under way to host memory; on a CPU the pages themselves, which are
-        lent until they are done.
+        lent until `done` is called, or the block ends without a store under way.
         """
         pool, n_bytes = self.pool(blocks[0].group), self.size(blocks[0])
-        infos = self.describe(blocks)
-        pages = {block: block.page for block in blocks}
+        pages, mark = {block: block.page for block in blocks}, None
         if pool.copies is not None:
             rows, mark = pool.copies.download([p & GRANULE_MASK for p in pages.values()], n_bytes)
+            pages.clear()
+        else:
+            rows = [pool.page_bytes(page, n_bytes).cpu() for page in pages.values()]
+            pool.lend(*pages.values())
+
+        def done(ended: Iterable[Block]) -> None:
+            pool.give_back(*[pages.pop(block) for block in ended if block in pages])
+
+        try:
             bodies = [row.numpy().data for row in rows]
-            return [*zip(blocks, infos, bodies, strict=True)], lambda _: None, mark
-        bodies = [pool.page_bytes(page, n_bytes).cpu().numpy().data for page in pages.values()]
-        pool.lend(*pages.values())
-        done = lambda ended: pool.give_back(*[pages[block] for block in ended])  # noqa: E731
-        return [*zip(blocks, infos, bodies, strict=True)], done, None
+            yield [*zip(blocks, self.describe(blocks), bodies, strict=True)], done, mark
+        finally:
+            done([block for block in blocks if not block.going >> number & 1])
 
     def describe(self, blocks: Sequence[Block]) -> list[FrameInfo]:
         """Return the frame headers of the device pages of blocks, all of one group and codec."""

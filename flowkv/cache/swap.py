@@ -240,8 +240,7 @@ def resume(lines: Planner, seq: Sequence) -> None:
         raise StateError("the sequence is not suspended", "Resume suspended sequences only")
     known = [[_there(page) for page in pages] for pages in saved]
     held = [block for blocks in known for block in blocks if block is not None]
-    for block in held:  # before room is made, which might take them
-        lines.store.hold(block)
+    lines.store.hold(*held)  # before room is made, which might take them
     fresh: dict[tuple[int, int], list[int]] = {}
     try:
         fresh = lines.allocate(_wanted(saved))

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, islice
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -124,10 +123,8 @@ class PolicyPlace:
 
     def evict(self, now_ns: int, n: int) -> Slots | None:
         """Return `n` victims of the policy, or None."""
-        if not self._counts:
-            return self.policy.evict(now_ns, n, self.held)
         self._tell()
-        return self.policy.evict(now_ns, n)
+        return self.policy.evict(now_ns, n, () if self._counts else self.held)
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Return up to `n` absent ends of chains that are worth prefetching here, best first."""
@@ -135,10 +132,9 @@ class PolicyPlace:
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """Return up to `n` victims that are worth less than a prefetch."""
-        if not self._counts:
-            return self.policy.displace(now_ns, n, rate, {*self.held, *protected})
         self._tell()
-        return self.policy.displace(now_ns, n, rate, protected)
+        held = () if self._counts else self.held
+        return self.policy.displace(now_ns, n, rate, {*held, *protected})
 
     def expired(self, now_ns: int) -> list[int]:
         """Remove and return the unprotected slots of which the lease has run out here."""
@@ -235,10 +231,7 @@ class PolicyContext:
         return self.tenants.setdefault(salt, len(self.tenants))
 
     def insert(
-        self,
-        place: PolicyPlace,
-        blocks: Iterable[Block],
-        n_bytes: Callable[[Block], int],
+        self, place: PolicyPlace, blocks: Iterable[Block], n_bytes: Callable[[Block], int]
     ) -> None:
         """Insert blocks that became resident into a place's policy.
 
@@ -284,6 +277,21 @@ _REST_S = 1.0  # rest of a tier that reports that it does not answer now
 _AWAY = ("breaker", "closed")  # reasons of a tier that is away now, and may come back
 # Reason and kind of a full remote engine; on a local tier, "full" is a passing state.
 _NO_ROOM = ("full", "remote")
+
+
+def _chains(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Return blocks as chains, each from root to leaf and behind the one that it branches off."""
+    below, known = dict[bytes, list[Block]](), {block.key for block in blocks}
+    for block in reversed(blocks):
+        below.setdefault(block.parent if block.parent in known else ROOT, []).append(block)
+    left, chains = below.pop(ROOT, []), list[list[Block]]()
+    while left:
+        block = left.pop()
+        if not chains or block.parent != chains[-1][-1].key:
+            chains.append([])
+        chains[-1].append(block)
+        left += below.get(block.key, ())
+    return chains
 
 
 def likely_bytes(forms: Forms) -> int:
@@ -345,6 +353,7 @@ class TierStack:
         fidelity: Index of the lossiest codec that is accepted.
         provisional: Blocks that must not leave the process yet.
         unwritten: Blocks that wait for the persistent tier, in whatever place they lie.
+        leaving: Blocks between their device and the tier that is to store them.
         erasure_logs: Erasure logs of the tiers that other caches use too.
         lost: Dropped pages that the persistent tier should have stored.
         troubles: Reason why a tier stores nothing, by its name; "" once it was warned of.
@@ -373,7 +382,7 @@ class TierStack:
         self.listing = Listing(self.tiers, self.index, self.insert)
         self.erasure_logs = ErasureLogs()
         self.provisional, self.unwritten = Provisional(), dict[Block, None]()
-        self.lost = 0
+        self.lost, self.leaving = 0, set[Block]()
         self._states_only: set[int] = set()
         self.troubles: dict[str, str] = {}  # reason why a tier stores nothing; "" once warned
         for tier in tiers:
@@ -423,7 +432,8 @@ class TierStack:
     def settle(self, *blocks: Block) -> None:
         """Update the protection of blocks; forget those that no place holds, or is storing."""
         for block in blocks:
-            if not (block.page >= 0 or block.tiers or block.going or block.gone):
+            lies = block.page >= 0 or block.tiers or block.going
+            if not (lies or block.gone or block in self.leaving):
                 self.dismiss(block)
         self.protect(*blocks)
 
@@ -474,7 +484,7 @@ class TierStack:
         pays = partial(self._gate.pays_to_store, name, self._prompt_bytes, size)
         groups = 0 if self._sends() else len(self.forms)
         pages = [block for block in blocks if block.kind == "page" and block.group < groups]
-        poor = [block for block in pages if not pays(partial(reach, block))]
+        poor = {block for block in pages if not pays(partial(reach, block))}
         self.mover.lanes[number].unpaid += len(poor)
         return [block for block in blocks if block not in poor]
 
@@ -484,32 +494,38 @@ class TierStack:
         number: int,
         done: Callable[[list[Block]], object] = lambda _: None,
         mark: CopyMark | None = None,
+        *,
+        waits: bool = False,
     ) -> list[Block]:
         """Store blocks of one form in a tier in the background; return those without room there.
 
-        A block with a store under way is not stored a second time.
+        A block with a store under way is not stored a second time, nor is a forgotten one.
 
         Args:
             frames: Blocks, each with the header and the bytes of its frame; the bytes must stay
-                unchanged until `done`.
+                unchanged until `done` is called with the block.
             number: Tier in the stack.
-            done: Called with the others, several at once, when the tier has answered.
+            done: Called with blocks that are not returned, several at once: those stored before, at
+                once, and the others when the tier has answered.
             mark: The copy that fills the bytes; None for bytes that are complete.
+            waits: Whether to wait while the tier is busy.
         """
-        if going := [block for block, _, _ in frames if block.going >> number & 1]:
-            done(going)
-            frames = [one for one in frames if one[0] not in going]
+        if late := dict.fromkeys(b for b, *_ in frames if b.gone or b.going >> number & 1):
+            done([*late])
+            frames = [one for one in frames if one[0] not in late]
         blocks = {block.key: block for block, _, _ in frames}
         if not blocks:
             return []
         lane, n_bytes, count = self.mover.lanes[number], frames[0][2].nbytes, len(frames)
         each = self.tiers[number].frame_bytes(n_bytes)
+        if waits:
+            self.mover.await_room(number, n_bytes, (count - 1) * n_bytes)
         barred = self.outlives(number) and not self.provisional.keys().isdisjoint(blocks.values())
         takes = not barred and lane.takes(n_bytes, (count - 1) * n_bytes)
         if not (takes and self._make_room(number, count * each)):
             refused = [] if count > 1 else [*blocks.values()]
             for one in frames if count > 1 else ():
-                refused += self.store([one], number, done, mark)
+                refused += self.store([one], number, done, mark, waits=waits)
                 self.mover.drain()  # what has landed may make room for the next one
             return refused
 
@@ -550,7 +566,8 @@ class TierStack:
                 kept.append(block)
                 n_bytes, seconds = n_bytes + answer.n_bytes, max(seconds, answer.seconds)
         if kept:
-            self.insert(sorted(kept, key=attrgetter("depth")), number)
+            for chain in _chains(kept):
+                self.insert(chain, number)
             lane.stored_bytes += n_bytes
             told = Stored(tier=tier.name, pages=len(kept), n_bytes=n_bytes, seconds=seconds)
             self.bus.emit(told)
@@ -706,7 +723,8 @@ class TierStack:
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
         if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
-            last = [block] if block.tiers | block.going == 1 << number else ()
+            alone = block.tiers | block.going == 1 << number and block not in self.leaving
+            last = [block] if alone else ()
             lower = next(iter(self.takers([block], number + 1, leaves=last)), -1)
             lane = self.mover.lanes[lower]
             if lower >= 0 and (copied := self.copy(block, number, lower)):
@@ -742,10 +760,10 @@ class TierStack:
                 left = [b for b in left if not (b.gone or (b.tiers | b.going) >> number & 1)]
                 if left and self.mover.lanes[number].rests is rests:
                     worth = self.worth_storing(self.storable(left, number), number)
-                    takes = self.admitted(worth, number)
+                    takes = dict.fromkeys(self.admitted(worth, number))
                     left = [block for block in left if block not in takes]
                     if takes and not rests:
-                        found[number] = takes
+                        found[number] = [*takes]
                     for block in takes if rests else ():
                         if block not in self.unwritten:
                             self.miss_out(number)

@@ -117,9 +117,12 @@ class WriteBack:
                 if block.page < 0:
                     break
             there = [block for block in waiting if block.page >= 0 and block.lacked_by(number)]
-            refused = self._put(there, number)
+            refused = {*self._put(there, number)}
             for block in waiting:
-                if block in refused or (block.lacked_by(number) and not self._bring(block, number)):
+                lacked = block.lacked_by(number)
+                if lacked and block.page >= 0 and block not in refused:
+                    continue  # an answer has come, which has counted it, or queued it again
+                if lacked and not (block.page < 0 and self._bring(block, number)):
                     if not lane.takes(self._waiting_bytes(block)):
                         return  # the tier is away by now: the others wait
                     if block in stack.unwritten and block not in stack.provisional:

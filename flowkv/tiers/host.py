@@ -443,9 +443,10 @@ class HostTier(Immediate):
 
     def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
         """Store many frames: copy and digest them in one compiled call without the interpreter."""
-        found, claimed = self._claim(items)
+        found, claimed = dict[int, TierAnswer](), dict[int, int]()
         rows, made, compiled = list[tuple[int, ...]](), list[tuple[Any, ...]](), _compiled()
         try:
+            found = self._claim(items, claimed)
             for number, charge in claimed.items():
                 key, info, body = items[number]
                 stripes = body.nbytes // info.stripe_bytes
@@ -477,9 +478,9 @@ class HostTier(Immediate):
             found[number] = self._keep(Header(key, info, bytes(header[FIXED_BYTES:])), *memory)
         return [found[number] for number in range(len(items))]
 
-    def _claim(self, items: Sequence[Store]) -> tuple[dict[int, TierAnswer], dict[int, int]]:
-        """Reserve room for frames; return answers where nothing is to be stored, else charges."""
-        found, claimed = dict[int, TierAnswer](), dict[int, int]()
+    def _claim(self, items: Sequence[Store], claimed: dict[int, int]) -> dict[int, TierAnswer]:
+        """Reserve room for frames, and add their charges; return answers to the others."""
+        found = dict[int, TierAnswer]()
         for number, (key, info, body) in enumerate(items):
             try:
                 digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes)
@@ -496,7 +497,7 @@ class HostTier(Immediate):
                     self._used_bytes += charge
                     self._claimed_bytes += charge
                     claimed[number] = charge
-        return found, claimed
+        return found
 
     def _keep(self, header: Header, body: Bytes, at: int, owned: bool, charge: int) -> TierAnswer:
         kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES * owned
