@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flowkv.cache.kv import plan as kv_plan
     from flowkv.cache.later import Later
     from flowkv.cache.listing import Listing
+    from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
     from flowkv.cache.mover import (
         SHARE,
         IOPriority,

@@ -239,7 +239,8 @@ class PolicyContext:
             place: The place.
             blocks: Root to leaf, chain after chain. Neighbours of one size, lease and tenant take
                 one call. A policy takes the last block of a call for the deepest, so that chains
-                on a device begin a call each.
+                on a device begin a call each. A call has one cost: that of its middle page, in
+                tiers of the middle of all parts of 16 pages that it touches.
             n_bytes: Returns the bytes of a block's copy there.
         """
         runs, alike, here = list[list[Block]](), None, place.kind == "gpu"
@@ -252,7 +253,8 @@ class PolicyContext:
             alike = terms
         for run in runs:
             first, last = run[0], run[-1]
-            middle = (first.depth + last.depth + 1) / 2 * self.page_size  # one cost stands for all
+            more = 0 if here else _ALIKE - 1
+            middle = ((first.depth & ~more) + (last.depth | more) + 1) / 2  # one cost for all
             known, slot = {block.key: block.slot for block in run}, self.index.slot
             above = [known.get(block.parent) or slot(block.parent) for block in run]
             place.policy.insert(
@@ -260,7 +262,7 @@ class PolicyContext:
                 as_slots([block.slot for block in run]),
                 as_slots(above),
                 n_bytes=n_bytes(first),
-                cost_ns=round(self.gate.token_s(middle) * self.page_size * 1e9),
+                cost_ns=round(self.gate.token_s(middle * self.page_size) * self.page_size * 1e9),
                 lease=first.lease,
                 tenant=self.tenant(first.tenant),
             )
@@ -270,6 +272,7 @@ class PolicyContext:
 #
 # A block is forgotten when no place holds it any more.
 
+_ALIKE = 16  # pages that follow each other in a prompt have one cost in tiers, however they come
 _MOST_LISTED = 1 << 16  # frames of a remote tier listed at start; others are found on demand
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
@@ -280,14 +283,14 @@ _NO_ROOM = ("full", "remote")
 
 
 def _chains(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Return blocks as chains, each from root to leaf and behind the one that it branches off."""
+    """Return blocks as parts of chains, root to leaf, each behind the part that it continues."""
     below, known = dict[bytes, list[Block]](), {block.key for block in blocks}
     for block in reversed(blocks):
         below.setdefault(block.parent if block.parent in known else ROOT, []).append(block)
     left, chains = below.pop(ROOT, []), list[list[Block]]()
     while left:
         block = left.pop()
-        if not chains or block.parent != chains[-1][-1].key:
+        if not chains or block.parent != chains[-1][-1].key or not block.depth % _ALIKE:
             chains.append([])
         chains[-1].append(block)
         left += below.get(block.key, ())
@@ -526,7 +529,8 @@ class TierStack:
             refused = [] if count > 1 else [*blocks.values()]
             for one in frames if count > 1 else ():
                 refused += self.store([one], number, done, mark, waits=waits)
-                self.mover.drain()  # what has landed may make room for the next one
+                # What has landed may make room for the next one.
+                self.mover.wait([number], waits * self.mover.deadline_s)
             return refused
 
         def answered(answers: list[TierAnswer]) -> None:
@@ -723,9 +727,8 @@ class TierStack:
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
         if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
-            alone = block.tiers | block.going == 1 << number and block not in self.leaving
-            last = [block] if alone else ()
-            lower = next(iter(self.takers([block], number + 1, leaves=last)), -1)
+            last = block.tiers | block.going == 1 << number and block not in self.leaving
+            lower = next(iter(self.takers([block], number + 1, leaves=[block] * last)), -1)
             lane = self.mover.lanes[lower]
             if lower >= 0 and (copied := self.copy(block, number, lower)):
                 self.demoted(name, lower, copied)

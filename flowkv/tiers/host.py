@@ -466,6 +466,10 @@ class HostTier(Immediate):
                 from flowkv.tiers.digest import SEAL, seal_frames
 
                 seal_frames(np.array(rows, SEAL))
+            for number, header, *memory in made:
+                digests = bytes(header[FIXED_BYTES:])
+                found[number] = self._keep(Header(*items[number][:2], digests), *memory)
+                del claimed[number]
         except BaseException as error:
             with self._lock:
                 self._used_bytes -= sum(claimed.values())
@@ -473,9 +477,6 @@ class HostTier(Immediate):
             if isinstance(error, MemoryError):
                 return [found.get(n) or failed(one.key, "memory") for n, one in enumerate(items)]
             raise
-        for number, header, *memory in made:
-            key, info, _ = items[number]
-            found[number] = self._keep(Header(key, info, bytes(header[FIXED_BYTES:])), *memory)
         return [found[number] for number in range(len(items))]
 
     def _claim(self, items: Sequence[Store], claimed: dict[int, int]) -> dict[int, TierAnswer]:

@@ -227,25 +227,36 @@ def test_many_bytes_are_stored_by_threads(threads: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
-@pytest.mark.parametrize("where", ["seal_frames", "_memory", "address_of"])
+@pytest.mark.parametrize(
+    "where", ["count_stripes", "seal_frames", "_memory", "address_of", "_keep"]
+)
 def test_a_store_that_raises_occupies_nothing(
     where: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "TOGETHER_BYTES", 1)
+    monkeypatch.setattr(host, "TOGETHER_BYTES", 3 << 17)
     monkeypatch.setattr(host, "_compiled", lambda: True)
     tier = HostTier(1 << 20)
     stored(tier, ["a"], 1 << 17)
     before = tier.used_bytes(), tier.slots.used_bytes, tier.slots.kept_bytes
 
-    def failing(*args: object) -> None:
+    place = {"seal_frames": tiers_digest, "_memory": tier, "_keep": tier}.get(where, host)
+    real, calls = getattr(place, where), list[int]()
+
+    def failing(*args: object) -> object:
+        calls.append(1)
+        if where in ("count_stripes", "_keep") and len(calls) < 3:
+            return real(*args)
         raise error("odd")
 
     with monkeypatch.context() as patch:
-        place = {"seal_frames": tiers_digest, "_memory": tier}.get(where, host)
         patch.setattr(place, where, failing)
         said = outcomes(answers(tier, tier.submit_store(many("bcd")), 3))
-    assert {outcome for outcome, _ in said} == {"failed"}
+    kept = 2 * (where == "_keep" and error is MemoryError)
+    assert [outcome for outcome, _ in said] == ["stored"] * kept + ["failed"] * (3 - kept)
+    tier.delete([key_of("b"), key_of("c")])
+    gc.collect()
     assert (tier.used_bytes(), tier.slots.used_bytes, tier.slots.kept_bytes) == before
+    assert (tier._used_bytes, tier._claimed_bytes) == (tier.used_bytes(), 0)
     assert outcomes(answers(tier, tier.submit_store(many("bcd")), 3)) == [("stored", "")] * 3
     assert hits(tier, "abcd", 1 << 17) == 4
     tier.close()
