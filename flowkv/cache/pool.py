@@ -280,7 +280,12 @@ class PagePool:
             self.lent[page] = self.lent.get(page, 0) + 1
 
     def give_back(self, *pages: int, release: bool = True) -> None:
-        """End one `lend` of pages, as their transfer is over; the caller may take the reference."""
+        """End one `lend` of pages.
+
+        Args:
+            pages: Pages of which a transfer is over.
+            release: Drop the references of the loan, too; otherwise they pass to the caller.
+        """
         for page in pages:
             self.lent[page] -= 1
             if not self.lent[page]:
@@ -467,7 +472,7 @@ class PagePool:
     def encoding(self, targets: Sequence[int]) -> Iterator[None]:
         """Queue work on pages beside the caller's stream, behind its work so far.
 
-        Its pages must be lent, and the host must see its end before they are given back.
+        All its pages stay lent until the host has seen the end of the work.
 
         Args:
             targets: Pages that are written; released if the block raises.

@@ -355,10 +355,13 @@ class PageStore:
         self._guard(*unheld)
 
     def drop(self, *blocks: Block) -> None:
-        """End one `hold` of blocks, each given once; forgotten ones lose their page with the last.
+        """End one `hold` of blocks; a forgotten block loses its page with the last one.
 
         Args:
-            blocks: The blocks, all of one layer group.
+            blocks: The blocks, all of one layer group, and each of them once.
+
+        Raises:
+            StateError: A block has no page.
         """
         pages = [block.page for block in blocks]
         for block in blocks:
@@ -560,8 +563,12 @@ class PageStore:
     def leave(self, blocks: Iterable[Block], reason: str) -> None:
         """Evict blocks from their device, a few at a time, and store those that a tier wants.
 
-        Room in memory is waited for only if the reason is "space". A page stays if a load holds it
-        by then, or if an error ends the call first.
+        A page stays that a load holds when its turn comes, or that has no turn after an error.
+
+        Args:
+            blocks: Blocks with a device page that their policy does not order any more.
+            reason: Reason in the event `Evicted`. For "space" room in memory is waited for; for
+                "lease" nothing is stored.
         """
         blocks, mover, waits = [*blocks], self.stack.mover, reason == "space"
         try:
@@ -588,7 +595,8 @@ class PageStore:
         try:
             with ExitStack() as over:
                 going = {n: over.enter_context(self._frames(some, n)) for n, some in takers.items()}
-                self._free_pages(blocks, reason)  # what a tier evicts of them is their last copy
+                # Before tiers make room, so that they pass on what they evict of these blocks.
+                self._free_pages(blocks, reason)
                 for number, (frames, done, mark) in going.items():
                     waits = reason == "space" and not stack.outlives(number)  # memory is fast
                     refused = stack.store(frames, number, done, mark, waits=waits)

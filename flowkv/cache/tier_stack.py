@@ -508,8 +508,8 @@ class TierStack:
             frames: Blocks, each with the header and the bytes of its frame; the bytes must stay
                 unchanged until `done` is called with the block.
             number: Tier in the stack.
-            done: Called with blocks that are not returned, several at once: those stored before, at
-                once, and the others when the tier has answered.
+            done: Called with blocks that are not returned, several together: now with those that
+                are not stored again, and later with those that the tier has answered.
             mark: The copy that fills the bytes; None for bytes that are complete.
             waits: Whether to wait while the tier is busy.
         """

@@ -116,7 +116,7 @@ class Audited(Event, frozen=True, kw_only=True):
 
 
 class Stored(Event, frozen=True, kw_only=True):
-    """Pages were written to a tier."""
+    """Pages were written to a tier, which answered for all of them together."""
 
     tier: str
     pages: int
@@ -147,7 +147,7 @@ class Promoted(Event, frozen=True, kw_only=True):
 
 
 class Demoted(Event, frozen=True, kw_only=True):
-    """Pages were moved to a slower tier to make room."""
+    """Pages were moved to a slower tier to make room, as one batch."""
 
     source: str
     tier: str

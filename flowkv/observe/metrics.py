@@ -121,7 +121,7 @@ encodings_total | c | source target | Encoded | Encodings of full pages
 encoded_pages_total | c | source target | Encoded.pages | Encoded pages
 encoded_source_bytes_total | c | source target | Encoded.n_bytes_before | Page bytes before encoding
 encoded_bytes_total | c | source target | Encoded.n_bytes | Page bytes after encoding
-stores_total | c | tier | Stored | Writes to a tier
+stores_total | c | tier | Stored | Answers of a tier that it has stored pages
 stored_pages_total | c | tier | Stored.pages | Pages written
 stored_bytes_total | c | tier | Stored.n_bytes | Bytes written
 store_seconds | h | tier | Stored.seconds | From the beginning of a write to its end
@@ -132,7 +132,7 @@ evicted_bytes_total | c | tier reason | Evicted.n_bytes | Bytes of evicted pages
 promotions_total | c | source tier | Promoted | Copies of pages to a faster tier
 promoted_pages_total | c | source tier | Promoted.pages | Pages copied to a faster tier
 promoted_bytes_total | c | source tier | Promoted.n_bytes | Bytes copied to a faster tier
-demotions_total | c | source tier | Demoted | Moves of pages to a slower tier to make room
+demotions_total | c | source tier | Demoted | Batches of pages moved to a slower tier to make room
 demoted_pages_total | c | source tier | Demoted.pages | Pages moved to a slower tier
 demoted_bytes_total | c | source tier | Demoted.n_bytes | Bytes moved to a slower tier
 defragmentations_total | c | device | Defragmented | Defragmentations of a pool

@@ -467,8 +467,9 @@ class HostTier(Immediate):
 
                 seal_frames(np.array(rows, SEAL))
             for number, header, *memory in made:
-                digests = bytes(header[FIXED_BYTES:])
-                found[number] = self._keep(Header(*items[number][:2], digests), *memory)
+                key, info, _ = items[number]
+                kept = Header(key, info, bytes(header[FIXED_BYTES:]))
+                found[number] = self._keep(kept, *memory)
                 del claimed[number]
         except BaseException as error:
             with self._lock:
