@@ -226,7 +226,7 @@ def _erase(
     for number, lane in enumerate(store.stack.mover.lanes):
         problem = _erase_from(store, number, keys, meant)
         # Any store of the realm that was forgotten in flight may be one of the prompt's pages.
-        if not problem and any(one.stale and realm.holds(one.stale) for one in lane.schedule):
+        if not problem and any(map(realm.holds, lane.stale.values())):
             problem = f"{lane.tier.name} has not answered yet whether it stored some"
         if problem:
             problems[number] = problem

@@ -35,7 +35,7 @@ from flowkv.tiers.frame import BadFrame, wanted
 #   at most.
 # - Yet write-back has a fair share: for every eight bytes of others, one of its own goes ahead of
 #   them, or pages could never leave a busy device. Only demands earn it a place before a demand.
-# - A frame is loaded once for all requests that overlap in time, and stored once.
+# - A frame is loaded once for all requests that overlap in time.
 
 Done = Callable[[list[TierAnswer]], object]
 SHARE = 8
@@ -71,35 +71,34 @@ class SubmitResult(Enum):
 
 
 class TransferRequest:
-    """One load or store on its way, or several loads that are sent and answered as one.
+    """Loads or stores on their way, which are sent together; loads are answered as one.
 
     Args:
-        items: The load or store, or the loads.
+        items: The loads or stores.
         done: Called with the answers in the order of the items; for stores with those of all that
             ended together and have the same `done`.
         priority: Priority of the request.
         owner: Requests of one owner are cancelled together; None for those that never are.
-        mark: The copy that fills the body of a store; None for a body that is complete.
-        alone: Whether the request neither follows another one nor has followers.
+        mark: The copy that fills the bodies of stores; None for bodies that are complete.
+        alone: Whether the request neither follows another one nor has followers, as with stores.
 
     Attributes:
-        item: The load or store; of several loads the first.
-        n_bytes: Bytes of the targets or body.
+        item: The first load or store.
+        n_bytes: Bytes of the targets or bodies.
+        left: Keys of the items, without those of answered stores.
         alike: Equal for requests that one answer may serve, if its span covers theirs.
-        span: First byte and end of the loaded part of the body; (0, 0) for a store.
-        stores: Whether the request is a store.
+        span: First byte and end of the loaded part of the body; (0, 0) for stores.
+        stores: Whether the items are stores.
         demanded: Whether it was submitted as a demand.
         flying: Whether the tier has it and has not answered.
         ended: Whether it was answered.
         followers: Requests for the same bytes, answered with this one.
         leader: The request that this one follows.
-        stale: Header of a store in flight with content that was forgotten since; else None. Stores
-            of the key wait behind it, and are then sent themselves.
     """
 
     __slots__ = (
         *("alike", "demanded", "done", "ended", "flying", "followers", "item", "items", "leader"),
-        *("mark", "n_bytes", "owner", "priority", "span", "stale", "stores", "_come"),
+        *("left", "mark", "n_bytes", "owner", "priority", "span", "stores", "_come"),
     )
 
     def __init__(
@@ -115,23 +114,21 @@ class TransferRequest:
         self.items, self.done, self.priority, self.owner = items, done, priority, owner
         self.item, self.mark, item = items[0], mark, items[0]
         self.demanded = priority is IOPriority.DEMAND
-        self.span, self.alike = (0, 0), cast(tuple[object, ...], (item.key,))
+        self.span, self.alike = (0, 0), cast(tuple[object, ...], (id(self),))
         self.stores = isinstance(item, Store)
         if isinstance(item, Load):
             sizes = [one.target.nbytes for one in cast(Sequence[Load], items)]
             # Lent memory: no answer to another load is copied there.
-            alone |= item.target.readonly
-            self.n_bytes, self.alike = sum(sizes), (item.key, item.layout, item.fidelity)
-            if alone:
-                self.alike = (id(self),)
+            if not (alone or item.target.readonly):
+                self.alike = (item.key, item.layout, item.fidelity)
             first = item.first * (sizes[0] // item.stripes) if item.stripes else 0
             self.span = first, first + sizes[0]
         else:
-            self.n_bytes = item.body.nbytes
+            sizes = [one.body.nbytes for one in cast(Sequence[Store], items)]
+        self.n_bytes, self.left = sum(sizes), {one.key for one in items}
         self.flying = self.ended = False
         self.followers: tuple[TransferRequest, ...] = ()
         self.leader: TransferRequest | None = None
-        self.stale: FrameInfo | None = None
         self._come = dict[int, TierAnswer]()
 
     def serves(self, other: TransferRequest) -> bool:
@@ -232,6 +229,23 @@ class Schedule:
         """Return whether a request of `n_bytes` fits the queue, after others of `ahead_bytes`."""
         queued = self._queued_bytes[priority] + ahead_bytes
         return priority is IOPriority.DEMAND or not queued or queued + n_bytes <= self.queue_bytes
+
+    def fitting(self, sizes: Sequence[int]) -> int:
+        """Return how many write-backs of these bytes fit the queue, from the first one on."""
+        queued, count = self._queued_bytes[IOPriority.WRITE_BACK], 0
+        while count < len(sizes) and (not queued or queued + sizes[count] <= self.queue_bytes):
+            queued, count = queued + sizes[count], count + 1
+        return count
+
+    def shorten(self, request: TransferRequest, items: Sequence[Store]) -> None:
+        """Leave only some of the stores of a request that was not sent."""
+        if not items:
+            self.withdraw(request)
+            return
+        before, request.items, request.item = request.n_bytes, items, items[0]
+        request.n_bytes = sum(one.body.nbytes for one in items)
+        request.left = {one.key for one in items}
+        self._queued_bytes[request.priority] += request.n_bytes - before
 
     def ask(self, request: TransferRequest) -> SubmitResult:
         """Queue a request, or let it follow an equal one; refuse it if the queue is full."""
@@ -392,6 +406,8 @@ _BACKGROUND_S = 0.1
 _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 27
 """Limits of the background bytes in flight: the time that writes ahead of a demand may take, and
 the least and most bytes of them."""
+_PARTS = 8
+"""Least number of requests of stores that fill the background bytes in flight."""
 
 
 class _Job:
@@ -431,6 +447,8 @@ class Lane:
         dropped: Pages that the tier did not store, as it was busy, away or full.
         unpaid: Pages that were not stored, as loading them could never pay.
         bodies: Frames that are being stored, by key.
+        stale: Headers of frames that are being stored and were forgotten since, by key.
+        behind: Stores of keys with another store under way, sent once that is answered.
     """
 
     def __init__(
@@ -448,6 +466,7 @@ class Lane:
         self.overdue = self.cancelled = self.loaded_bytes = self.stored_bytes = 0
         self.refused = self.dropped = self.unpaid = self.incoming_bytes = 0
         self.bodies, self._jobs = dict[bytes, OnTheWay](), dict[int, _Job]()
+        self.stale, self.behind = dict[bytes, FrameInfo](), dict[bytes, list[TransferRequest]]()
         self._busy_until_s, self._rests_until_ns = 0.0, 0
 
     # ---- availability
@@ -511,17 +530,27 @@ class Lane:
 
         Requests for these keys in flight serve no others any more: they may have old content.
         """
-        known = [one for request in self.schedule for one in (request, *request.followers)]
-        for request in known:
-            if keys is not None and request.item.key not in keys:
+        ends = list[tuple[Done, list[TierAnswer]]]()
+        for request in [*self.schedule]:
+            mine = {key for key in request.left if keys is None or key in keys}
+            if not mine or not (request.stores or request.flying):
                 continue
-            if request.stores and self.schedule.withdraw(request):
-                request.end(TierAnswer(0, 0, request.item.key, Outcome.FAILED, reason))
-            elif request.flying and keys is not None:
-                if isinstance(request.item, Store):
-                    request.stale = request.item.info
-                else:
-                    self.schedule.stand_alone(request)
+            if request.flying and keys is None:
+                continue
+            if not request.stores:
+                self.schedule.stand_alone(request)
+            elif request.flying:
+                sent = cast(Sequence[Store], request.items)
+                self.stale |= {one.key: one.info for one in sent if one.key in mine}
+            else:
+                stores = [one for one in cast(Sequence[Store], request.items) if one.key not in mine]
+                gone = [one.key for one in request.items if one.key in mine]
+                self.schedule.shorten(request, stores)
+                ends.append((request.done, [_failed(key, reason) for key in gone]))
+        for key in [key for key in self.behind if keys is None or key in keys]:
+            ends += [(one.done, [_failed(key, reason)]) for one in self.behind.pop(key)]
+        for done, answers in ends:
+            done(answers)
 
     def _send_all(self) -> int:
         batch, jobs = self.schedule.take(), dict[tuple[bool, int], list[TransferRequest]]()
@@ -543,7 +572,7 @@ class Lane:
                 job = self.tier.submit_load(loads, deadline_s=patience_s)
         except FlowKVError:  # the tier is closed, or was opened before a fork: a miss
             for request in requests:
-                self._answer(request, TierAnswer(0, 0, request.item.key, Outcome.FAILED, "closed"))
+                self._answer(request, _failed(request.item.key, "closed"))
         else:
             self._jobs[job] = _Job(requests, sent_s)
 
@@ -594,19 +623,26 @@ class Lane:
                 request, number = found
                 job.requests[answer.item] = None
                 job.left -= 1
-                if request.stores:
-                    self._measure(job, answer)
                 if not job.left:
                     del self._jobs[answer.job]
-                if request.stores and not request.followers:
+                if not request.stores:
+                    if request.answers(number, answer):
+                        self._answer(request, answer)
+                    continue
+                if answer.outcome is Outcome.STORED and answer.n_bytes:
+                    self._measure(job, answer)
+                key = request.items[number].key
+                request.left.discard(key)
+                if not request.left:
                     self.schedule.end(request)
-                    self.cancelled += answer.reason == "cancelled"
                     request.flying, request.ended = False, True
-                    if answer.key != request.item.key:
-                        answer = answer._replace(key=request.item.key)
-                    stored.setdefault(request.done, []).append(answer)
-                elif request.answers(number, answer):
-                    self._answer(request, answer)
+                self.cancelled += answer.reason == "cancelled"
+                self.stale.pop(key, None)
+                if answer.key != key:
+                    answer = answer._replace(key=key)
+                stored.setdefault(request.done, []).append(answer)
+                if key in self.behind:
+                    self._follow(key)
         finally:
             for done, ends in stored.items():
                 done(ends)
@@ -619,8 +655,7 @@ class Lane:
         if not followers:
             request.end(answer)
             return
-        failed = answer.outcome is Outcome.FAILED
-        again = [one for one in followers if (request.stale if one.stores else failed)]
+        again = followers if answer.outcome is Outcome.FAILED else ()
         # Copied before the request's memory is reused.
         given = [self._given(request, answer, one) for one in followers]
         for one, its in zip((request, *followers), (answer, *given), strict=True):
@@ -638,15 +673,20 @@ class Lane:
         cast(Load, one.item).target.cast("B")[:n_bytes] = given
         return answer._replace(n_bytes=n_bytes)
 
+    def _follow(self, key: bytes) -> None:
+        """Queue the next store of a key with a store under way that was answered."""
+        first, *others = self.behind.pop(key)
+        if others:
+            self.behind[key] = others
+        self._ask_again([first])
+
     def _ask_again(self, requests: Iterable[TransferRequest]) -> None:
         for request in requests:
             if self.schedule.ask(request) is SubmitResult.REFUSED:
-                request.end(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "busy"))
+                request.end(_failed(request.item.key, "busy"))
 
     def _measure(self, job: _Job, answer: TierAnswer) -> None:
         """Measure the rate of stores; awaited loads are measured where they are awaited."""
-        if answer.outcome is not Outcome.STORED or not answer.n_bytes:
-            return
         job.bytes += answer.n_bytes
         job.seconds = max(job.seconds, answer.seconds)
         if not job.left:  # jobs in flight at one time share the tier
@@ -691,7 +731,7 @@ class Lane:
         for request in mine:
             if self.schedule.withdraw(request):
                 self.cancelled += 1
-                request.end(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "cancelled"))
+                request.end(_failed(request.item.key, "cancelled"))
             elif not request.followers:
                 flying.add(request)
         self._call_off(flying)
@@ -703,6 +743,10 @@ class Lane:
             left = {found[0] for found in job.requests if found is not None}
             if left <= requests and left:
                 self.tier.cancel(number)
+
+
+def _failed(key: bytes, reason: str) -> TierAnswer:
+    return TierAnswer(0, 0, key, Outcome.FAILED, reason)
 
 
 def from_memory(load: Load, store: Store) -> TierAnswer | None:
@@ -811,7 +855,7 @@ class Mover:
     # ---- stores
 
     def store(
-        self, tier: int, items: Iterable[Store], done: Done, mark: CopyMark | None = None
+        self, tier: int, items: Sequence[Store], done: Done, mark: CopyMark | None = None
     ) -> int:
         """Write frames in the background; return how many of them, from the first on, are queued.
 
@@ -821,7 +865,7 @@ class Mover:
             done: Called with the answers, several at once, from a later `drain`.
             mark: The copy that fills the bodies; None for bodies that are complete.
         """
-        schedule, bodies, count = self.lanes[tier].schedule, self.lanes[tier].bodies, 0
+        lane, schedule, bodies = self.lanes[tier], self.lanes[tier].schedule, self.lanes[tier].bodies
 
         def answered(answers: list[TierAnswer]) -> None:
             self.storing -= len(answers)
@@ -830,13 +874,23 @@ class Mover:
                     del bodies[answer.key]
             done(answers)
 
-        for item in items:
-            request = TransferRequest([item], answered, IOPriority.WRITE_BACK, mark=mark)
-            if schedule.ask(request) is SubmitResult.REFUSED:
-                break
-            self.storing += 1
-            count += 1
+        count = schedule.fitting([item.body.nbytes for item in items])
+        schedule.refused += count < len(items)
+        most, part, n_bytes = schedule.background_bytes // _PARTS, list[Store](), 0
+        for item in items[:count]:
+            if item.key in bodies or item.key in lane.stale:
+                request = TransferRequest([item], answered, IOPriority.WRITE_BACK, mark=mark)
+                lane.behind.setdefault(item.key, []).append(request)
+            else:
+                if part and n_bytes + item.body.nbytes > most:
+                    schedule.ask(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
+                    part, n_bytes = [], 0
+                part.append(item)
+                n_bytes += item.body.nbytes
             bodies[item.key] = OnTheWay(tier, item, mark, done)
+        if part:
+            schedule.ask(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
+        self.storing += count
         return count
 
     def on_the_way(self, key: bytes, tier: int = -1) -> OnTheWay | None:
