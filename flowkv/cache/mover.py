@@ -543,7 +543,9 @@ class Lane:
                 sent = cast(Sequence[Store], request.items)
                 self.stale |= {one.key: one.info for one in sent if one.key in mine}
             else:
-                stores = [one for one in cast(Sequence[Store], request.items) if one.key not in mine]
+                stores = [
+                    one for one in cast(Sequence[Store], request.items) if one.key not in mine
+                ]
                 gone = [one.key for one in request.items if one.key in mine]
                 self.schedule.shorten(request, stores)
                 ends.append((request.done, [_failed(key, reason) for key in gone]))
@@ -865,7 +867,11 @@ class Mover:
             done: Called with the answers, several at once, from a later `drain`.
             mark: The copy that fills the bodies; None for bodies that are complete.
         """
-        lane, schedule, bodies = self.lanes[tier], self.lanes[tier].schedule, self.lanes[tier].bodies
+        lane, schedule, bodies = (
+            self.lanes[tier],
+            self.lanes[tier].schedule,
+            self.lanes[tier].bodies,
+        )
 
         def answered(answers: list[TierAnswer]) -> None:
             self.storing -= len(answers)

@@ -213,10 +213,11 @@ class Copies:
         self._reclaim()
         rows = list[torch.Tensor]()
         while len(rows) < count:
-            array = self.slots.acquire(n_bytes, pinned=True)
-            if array is not None:
-                rows.append(torch.from_numpy(array))
-            elif (self._coming or self._leaving) and self.slots.pinned:
+            arrays = self.slots.acquire_all(count - len(rows), n_bytes, pinned=True)
+            rows += map(torch.from_numpy, arrays)
+            if len(rows) == count:
+                break
+            if (self._coming or self._leaving) and self.slots.pinned:
                 (self._coming or self._leaving)[0][0].wait()
                 self._reclaim()
             else:

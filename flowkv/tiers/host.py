@@ -158,8 +158,8 @@ def _asked(header: Header, item: Load, body_at: int = 0) -> range:
 APART_BYTES = 1 << 20
 """Loads from this size on take longer than waking a thread for them."""
 TOGETHER_BYTES = 4 << 20
-"""Bytes that a thread copies at once, before it looks whether the job was cancelled. Smaller stores
-run during their submission."""
+"""Least bytes of a thread's share of a job; smaller stores run during their submission. After four
+times as much a thread looks whether the job was cancelled."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Number of threads that share a job: one core copies and digests about 8 GB/s."""
 OVERHEAD_BYTES = 1024
@@ -281,7 +281,7 @@ class HostTier(Immediate):
         if next(turns):  # the share was queued, although no thread could start then
             return
         (start_ns, end_ns), first = times, 0
-        most_bytes = TOGETHER_BYTES if _compiled() else 1
+        most_bytes = 4 * TOGETHER_BYTES if _compiled() else 1
         while first < len(items):
             part, n_bytes = list[Wish](), 0
             while n_bytes < most_bytes and first + len(part) < len(items):
@@ -451,7 +451,7 @@ class HostTier(Immediate):
                 key, info, body = items[number]
                 stripes = body.nbytes // info.stripe_bytes
                 header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
-                array, source, at, owned = self._memory(body)
+                array, source, at, reached = self._memory(body)
                 if compiled:
                     places = address_of(memoryview(header)), len(header), source, at
                     rows.append((*places, info.stripe_bytes, stripes))
@@ -461,7 +461,7 @@ class HostTier(Immediate):
                     header[FIXED_BYTES:] = describe(key, info, body).digests
                     if at != source:
                         np.copyto(array, np.frombuffer(body, np.uint8))
-                made.append((number, header, array, at, owned, charge))
+                made.append((number, header, array, at, reached, charge))
             if rows:
                 from flowkv.tiers.digest import SEAL, seal_frames
 
@@ -501,9 +501,11 @@ class HostTier(Immediate):
                     claimed[number] = charge
         return found
 
-    def _keep(self, header: Header, body: Bytes, at: int, owned: bool, charge: int) -> TierAnswer:
-        kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES * owned
-        place = at, kept_bytes, owned and self.slots.reaches(at)
+    def _keep(
+        self, header: Header, body: Bytes, at: int, reached: bool | None, charge: int
+    ) -> TierAnswer:
+        kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES * (reached is not None)
+        place = at, kept_bytes, bool(reached)
         frame = KeptFrame(header, body, *place, address_of(memoryview(header.digests)), charge)
         with self._lock:
             self._claimed_bytes -= charge
@@ -516,21 +518,26 @@ class HostTier(Immediate):
         n_bytes = len(body) if new else 0
         return TierAnswer(0, 0, header.key, Outcome.STORED, "", None, n_bytes)
 
-    def _memory(self, body: memoryview) -> tuple[Bytes, int, int, bool]:
+    def _memory(self, body: memoryview) -> tuple[Bytes, int, int, bool | None]:
         """Return memory for a body: the body itself, if it is a slot.
 
         Returns:
-            The memory, the addresses of the body and of the memory, and whether that is a slot.
+            The memory, the addresses of the body and of the memory, and whether a device reaches
+            it; None if that is no slot.
 
         Raises:
             MemoryError: There is none.
         """
         source, n_bytes = address_of(body), body.nbytes
-        if self.slots.owns(source, n_bytes):
-            return np.frombuffer(body, np.uint8), source, source, True
+        reached = self.slots.reaches(source, n_bytes)
+        if reached is not None:
+            return np.frombuffer(body, np.uint8), source, source, reached
         slot = self.slots.acquire(n_bytes) if n_bytes >= SLOT_BYTES else None
-        array = np.frombuffer(bytearray(n_bytes), np.uint8) if slot is None else slot
-        return array, source, array.ctypes.data, slot is not None
+        if slot is None:
+            array = np.frombuffer(bytearray(n_bytes), np.uint8)
+            return array, source, array.ctypes.data, None
+        at = slot.ctypes.data
+        return slot, source, at, self.slots.reaches(at, n_bytes)
 
     def _drop(self, key: bytes) -> KeptFrame | None:
         """Remove a frame from the table; return it, or None if it is not present."""

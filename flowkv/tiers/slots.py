@@ -47,7 +47,7 @@ class SlotPool:
         self._made_bytes = self._free_bytes = 0  # of all chunks
         self._last: _Chunk | None = None  # the chunk that had room last
         self._ended: deque[ArenaSlot] = deque()  # slots without arrays; a finalizer may only append
-        self._sizes: dict[int, int] = {}  # bytes of each taken slot, by address
+        self._taken: dict[int, tuple[int, _Chunk]] = {}  # bytes and chunk of each slot, by address
         self._wiped: set[int] = set()  # addresses of slots to overwrite
         self._lock, self._closed = threading.Lock(), False
         self._open = {True}  # emptied on close: then no slot is collected any more
@@ -88,42 +88,46 @@ class SlotPool:
             n_bytes: Size of the slot; it occupies multiples of 4096.
             pinned: Return memory that the device reaches, or None.
         """
+        return next(iter(self.acquire_all(1, n_bytes, pinned=pinned)), None)
+
+    def acquire_all(self, count: int, n_bytes: int, *, pinned: bool = False) -> list[Bytes]:
+        """Return so many slots of one size, or as many as there is room for; see `acquire`."""
+        found = list[tuple[_Chunk, ArenaSlot]]()
         with self._lock:
             if self._closed or n_bytes < 1:
-                return None
+                return []
             self._collect()
-            found = self._find(n_bytes, pinned)
-            while found is None and not (pinned and (self.why or self._pin is None)):
-                chunk = self._next(n_bytes)
+            while len(found) < count:
+                if one := self._find(n_bytes, pinned):
+                    found.append(one)
+                    self._free_bytes -= one[1].taken_bytes
+                    continue
+                chunk = None if pinned and (self.why or not self._pin) else self._next(n_bytes)
                 if chunk is None:
                     break
                 self._add(chunk)
-                found = self._find(n_bytes, pinned)
-            if found is None:
-                return None
-            chunk, slot = found
-            self._free_bytes -= slot.taken_bytes
-            self._make_ahead()
-        array = np.frombuffer(slot.view, np.uint8)
-        self._sizes[slot.address] = n_bytes
-        books = self._ended, self._open, self._sizes, self._wiped
-        # The chunk stays registered and mapped until the last of its arrays is gone.
-        weakref.finalize(array, _end, slot, chunk, *books).atexit = False
-        return array
+            if found:
+                self._make_ahead()
+        arrays = [np.frombuffer(slot.view, np.uint8) for _, slot in found]
+        books = self._ended, self._open, self._taken, self._wiped
+        for (chunk, slot), array in zip(found, arrays, strict=True):
+            self._taken[slot.address] = n_bytes, chunk
+            # The chunk stays registered and mapped until the last of its arrays is gone.
+            weakref.finalize(array, _end, slot, chunk, *books).atexit = False
+        return arrays
 
-    def owns(self, address: int, n_bytes: int) -> bool:
-        """Return whether so many bytes at an address are a slot of this pool."""
-        return self._sizes.get(address) == n_bytes
-
-    def reaches(self, address: int) -> bool:
-        """Return whether a device reaches the memory at an address."""
-        chunk = self._chunk_of(address)
-        return chunk is not None and chunk.pinned
+    def reaches(self, address: int, n_bytes: int) -> bool | None:
+        """Return whether a device reaches a slot of this pool; None for other memory."""
+        size, chunk = self._taken.get(address, (0, None))
+        return chunk.pinned if chunk is not None and size == n_bytes else None
 
     def locate(self, address: int) -> tuple[Bytes, int] | None:
         """Return the whole chunk of an address, and the offset in it; None for other memory."""
-        chunk = self._chunk_of(address)
-        return None if chunk is None else (chunk.whole, address - chunk.address)
+        chunks = self._chunks
+        at = bisect(chunks, address, key=attrgetter("address")) - 1
+        if at < 0 or address - chunks[at].address >= chunks[at].arena.n_bytes:
+            return None
+        return chunks[at].whole, address - chunks[at].address
 
     def wipe(self, array: Bytes) -> None:
         """Overwrite a slot with zeros once no array refers to its bytes."""
@@ -155,12 +159,6 @@ class SlotPool:
                     self._last = chunk
                     return chunk, slot
         return None
-
-    def _chunk_of(self, address: int) -> _Chunk | None:
-        chunks = self._chunks
-        at = bisect(chunks, address, key=attrgetter("address")) - 1
-        found = at >= 0 and address - chunks[at].address < chunks[at].arena.n_bytes
-        return chunks[at] if found else None
 
     def _collect(self) -> None:
         while self._ended:
@@ -253,12 +251,12 @@ def _end(
     _: _Chunk,
     ended: deque[ArenaSlot],
     is_open: set[bool],
-    sizes: dict[int, int],
+    taken: dict[int, tuple[int, _Chunk]],
     wiped: set[int],
 ) -> None:
     if slot.address in wiped:
         ctypes.memset(slot.address, 0, slot.n_bytes)
         wiped.discard(slot.address)
-    sizes.pop(slot.address, None)
+    taken.pop(slot.address, None)
     if is_open:
         ended.append(slot)
