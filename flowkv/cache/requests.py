@@ -234,13 +234,14 @@ class DevicePrefetcher:
         self._settle(now_ns)
         window = self._windows[group]
         chain = slots if window is None else slots[-window:]
-        hits, demanded = 0, 0
+        hits, away = 0, list[Block]()
         for at, slot in enumerate(chain.tolist()):
             block = self._store.index.get(slot)
             if block is not None and block.page >= 0:
                 hits += hits == at
             elif block is not None and block.tiers:
-                demanded += self._size(block)
+                away.append(block)
+        demanded = sum(self._store.stack.nearest_bytes(away).values())
         self._queued.pop(request, None)
         self.prefetcher.accessed(now_ns, chain, hits, demanded, request)
         self._plan_ahead(now_ns)

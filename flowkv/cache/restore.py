@@ -397,11 +397,8 @@ class PrefixMatcher:
         return [block for block in map(self.store.find, keys) if block is not None]
 
     def _worth(self, absent: list[Block], tokens: int) -> bool:
-        n_bytes: dict[str, int] = {}
-        for block in absent:
-            number = block.tier
-            tier = self.store.stack.tiers[number].name
-            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.stack.body_bytes(block, number)
+        stack = self.store.stack
+        n_bytes = {stack.tiers[at].name: n for at, n in stack.nearest_bytes(absent).items()}
         return not absent or self.gate.worth(n_bytes, tokens)
 
     def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:

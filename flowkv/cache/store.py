@@ -347,11 +347,14 @@ class PageStore:
     def hold(self, *blocks: Block) -> None:
         """Hold the device pages of blocks in place until `drop`."""
         unheld = [block for block in blocks if not (block.holds or block.gone)]
+        pages = dict[int, list[int]]()
         for block in blocks:
-            self._pools[block.group].share(block.page)
+            pages.setdefault(block.group, []).append(block.page)
             if self.prefetched_unused:
                 self.prefetched_unused.end(block, used=True)
             block.holds += 1
+        for group, those in pages.items():
+            self._pools[group].share(*those)
         self._guard(*unheld)
 
     def drop(self, *blocks: Block) -> None:

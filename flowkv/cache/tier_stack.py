@@ -472,6 +472,17 @@ class TierStack:
         known = 0 if unknown else self.body_bytes(block, number)
         return known or likely_bytes(self.forms[block.group])
 
+    def nearest_bytes(self, blocks: Iterable[Block]) -> dict[int, int]:
+        """Return the bytes of blocks in the nearest tier of each, by the tier's number."""
+        found, known = dict[int, int](), dict[tuple[int, ...], tuple[int, int]]()
+        for block in blocks:
+            form = block.group, block.tiers, block.codecs, block.n_bytes
+            if block.going or form not in known:
+                known[form] = block.tier, self.size(block, block.tier)
+            number, n_bytes = known.pop(form) if block.going else known[form]
+            found[number] = found.get(number, 0) + n_bytes
+        return found
+
     def outlives(self, number: int) -> bool:
         """Return whether a tier is persistent, or shared with other processes."""
         return self.tiers[number].kind != "host" or self.tiers[number].shared
