@@ -6,9 +6,12 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowkv import KV
 from flowkv.testing import MemoryTier
@@ -425,6 +428,80 @@ def test_stores_are_measured_and_bound_what_is_in_flight() -> None:
     lane = mover.lanes[0]
     assert lane.stores.bytes_per_s == pytest.approx(12 * 4096 / 0.5)
     assert lane.schedule.background_bytes == 1 << 23, "a slow tier gets no less than this"
+
+
+# ---- stores of many frames
+
+
+class OneAtATime(Slow):
+    """Checks that no key has two stores under way, which a tier may carry out in any order."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.sent: list[Any] = []
+
+    def _take(self, kind: str, items: Sequence[Any]) -> int:
+        keys = [item.key for _, _, item in self.waiting] + [item.key for item in items]
+        assert len(set(keys)) == len(keys)
+        self.sent += [item.body.obj for item in items]
+        return super()._take(kind, items)
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 30))
+@settings(max_examples=80, deadline=None)
+def test_stores_that_are_taken_back_and_repeated(rng: Random, most: int) -> None:
+    """Each is answered once, and sent once unless it was taken back before."""
+    tier = OneAtATime(MemoryTier())
+    mover = mover_over(tier)
+    (lane,) = mover.lanes
+    lane.schedule.queue_bytes = most * len(BODY)
+    lane.schedule.background_bytes = rng.randint(1, 20) * len(BODY)
+    answers, bodies = list[tuple[bytes, int]](), dict[tuple[bytes, int], bytearray]()
+    newest = dict[bytes, tuple[bytes, int]]()  # of each key what was stored last, unless taken back
+
+    def answered(came: list[Completion], count: int) -> None:
+        for answer in came:
+            one = answer.key, count
+            assert one in bodies and one not in answers
+            answers.append(one)
+            was_sent = any(bodies[one] is body for body in tier.sent)
+            assert was_sent == (answer.outcome is Outcome.STORED)
+            if newest.get(answer.key) == one:
+                del newest[answer.key]
+
+    for count in range(rng.randint(3, 30)):
+        action = rng.randrange(4)
+        keys = [key_of(n) for n in rng.sample(range(12), rng.randint(1, 9))]
+        if action <= 1:
+            keys = [key for key in keys if key not in newest]  # a stack stores no frame twice
+            given = [bytearray(len(BODY)) for _ in keys]
+            items = [
+                Store(key, INFO, memoryview(body)) for key, body in zip(keys, given, strict=True)
+            ]
+            room = most - lane.schedule.queued_bytes // len(BODY)
+            taken = mover.store(0, items, lambda came, n=count: answered(came, n))
+            assert taken == min(len(items), room), "as many as the queue has room for"
+            for key, body in [*zip(keys, given, strict=True)][:taken]:
+                bodies[key, count] = body
+                newest[key] = key, count
+        elif action == 2:
+            mover.retract(keys)
+            for key in keys:
+                newest.pop(key, None)
+                assert mover.on_the_way(key) is None
+        else:
+            tier.allowed = rng.randrange(12)
+            mover.drain()
+        assert mover.storing == len(bodies) - len(answers)
+        for key, one in newest.items():
+            found = mover.on_the_way(key)
+            assert found is not None and found.store.body.obj is bodies[one]
+    tier.allowed = 1000
+    while mover.storing:
+        assert mover.drain()
+    assert set(answers) == set(bodies) and len(answers) == len(bodies)
+    assert len({*map(id, tier.sent)}) == len(tier.sent)
+    assert not (lane.stale or lane.behind or lane.bodies or lane.busy)
 
 
 # ---- with pages
