@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         Lane,
         Mover,
         Schedule,
-        SubmitResult,
         TransferRequest,
     )
     from flowkv.cache.pinned import Copies, CudaStreams, open_copies

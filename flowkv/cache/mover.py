@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NamedTuple, Protocol, cast
 
 from flowkv.compiled import compiling
@@ -60,14 +60,6 @@ class IOPriority(IntEnum):
     DEMAND = 0
     PREFETCH = 1
     WRITE_BACK = 2
-
-
-class SubmitResult(Enum):
-    """Result of submitting a request."""
-
-    QUEUED = "queued"
-    JOINED = "joined"
-    REFUSED = "refused"
 
 
 class TransferRequest:
@@ -247,16 +239,16 @@ class Schedule:
         request.left = {one.key for one in items}
         self._queued_bytes[request.priority] += request.n_bytes - before
 
-    def ask(self, request: TransferRequest) -> SubmitResult:
-        """Queue a request, or let it follow an equal one; refuse it if the queue is full."""
+    def ask(self, request: TransferRequest) -> bool:
+        """Queue a request, or let it follow an equal one; return False if the queue is full."""
         if request.alike in self._leaders and self._joins(request):
             self.joined += 1
-            return SubmitResult.JOINED
-        if not self.has_room(request.n_bytes, request.priority):
+        elif self.has_room(request.n_bytes, request.priority):
+            self._queue(request)
+        else:
             self.refused += 1
-            return SubmitResult.REFUSED
-        self._queue(request)
-        return SubmitResult.QUEUED
+            return False
+        return True
 
     def take(self) -> list[TransferRequest]:
         """Remove from the queues and return the requests to send now; they are then in flight."""
@@ -495,13 +487,16 @@ class Lane:
 
     # ---- submission
 
-    def ask(self, request: TransferRequest) -> SubmitResult:
-        """Queue a request for `pump` to send. A prefetch is refused unless the guard allows it."""
+    def ask(self, request: TransferRequest) -> bool:
+        """Queue a request for `pump` to send; return False if it is refused, see `Schedule.ask`.
+
+        A prefetch is refused unless the guard allows it.
+        """
         if request.priority is IOPriority.DEMAND:
             self.guard.demanded(self.clock_ns(), request.n_bytes, self.schedule.in_the_way())
         elif request.priority is IOPriority.PREFETCH and not self.guard.allows(self.clock_ns()):
             self.schedule.refused += 1
-            return SubmitResult.REFUSED
+            return False
         return self.schedule.ask(request)
 
     def pump(self) -> int:
@@ -684,7 +679,7 @@ class Lane:
 
     def _ask_again(self, requests: Iterable[TransferRequest]) -> None:
         for request in requests:
-            if self.schedule.ask(request) is SubmitResult.REFUSED:
+            if not self.schedule.ask(request):
                 request.end(_failed(request.item.key, "busy"))
 
     def _measure(self, job: _Job, answer: TierAnswer) -> None:
@@ -1007,7 +1002,7 @@ class Mover:
             done([answer])
             return None
         request = TransferRequest([item], done, priority, owner)
-        if self.lanes[tier].ask(request) is SubmitResult.REFUSED:
+        if not self.lanes[tier].ask(request):
             done([TierAnswer(0, 0, item.key, Outcome.FAILED, "busy")])
             return None
         return request
