@@ -15,14 +15,13 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, groupby, islice
 from pathlib import Path
 from queue import SimpleQueue
-from types import MappingProxyType
 from typing import Any
 
 from flowkv.compiled.compiling import SystemClock
@@ -542,14 +541,13 @@ class Keeper(Closing):
             level.pump.start()
         return job
 
-    def _loaded(self, level: _Level, item: _Item, answer: TierAnswer, copy: bytes | None) -> None:
+    def _loaded(self, level: _Level, item: _Item, answer: TierAnswer) -> None:
         key, number = item.operation.key, self._levels.index(level)
         level.left[answer.job] -= 1
         if answer.outcome is Outcome.HIT:
             level.hit_bytes[answer.job] += answer.n_bytes
-            current = self._open and item.news == self._news
-            if copy is not None and answer.info is not None and current:
-                self._refill(number, Store(key, answer.info, memoryview(copy)))
+            if self._open and item.news == self._news:
+                self._refill(number, item.operation, answer)
         elif answer.outcome is Outcome.FAILED:
             self.bus.emit(Failed(tier=level.tier.name, operation="load", reason=answer.reason))
         else:
@@ -570,13 +568,18 @@ class Keeper(Closing):
             del level.left[answer.job]
             level.loads.add(level.hit_bytes.pop(answer.job, 0), answer.seconds)
 
-    def _refill(self, below: int, store: Store) -> None:
-        """Store a frame that was found in one tier in the faster ones."""
-        levels = [level for level in self._levels[:below] if level.tier.writable]
-        now, best = self._clock.now_ns(), TierAnswer(0, 0, store.key, Outcome.MISS)
-        item = _Item(None, store, best, now, now + round(HOLD_S * 1e9), self._news)
-        self._refill_bytes += store.body.nbytes
-        self._store([item], [level for level in levels if not level.has(store.key)])
+    def _refill(self, below: int, load: Load, answer: TierAnswer) -> None:
+        """Store a whole frame that was loaded from one tier in the faster ones that lack it."""
+        faster = [level for level in self._levels[:below] if level.tier.writable]
+        lacking = [level for level in faster if not level.has(load.key)]
+        fits = self._refill_bytes + answer.n_bytes <= _REFILL_BYTES
+        if not (lacking and fits and answer.info) or load.first or load.stripes:
+            return
+        body = memoryview(bytes(load.target.cast("B")[: answer.n_bytes]))
+        now, best = self._clock.now_ns(), TierAnswer(0, 0, load.key, Outcome.MISS)
+        store, end_ns = Store(load.key, answer.info, body), now + round(HOLD_S * 1e9)
+        self._refill_bytes += body.nbytes
+        self._store([_Item(None, store, best, now, end_ns, self._news)], lacking)
 
     # ---- look-ups
 
@@ -628,11 +631,19 @@ class Keeper(Closing):
 
     # ---- answers
 
-    def _take(self, level: _Level, answers: list[TierAnswer]) -> None:
-        """Handle the answers of a tier, copying loaded frames for faster tiers."""
-        copies = {} if level is self._levels[0] else self._copies(level, answers)
-        with self._lock:
-            self._settle(level, answers, copies)
+    def _settle(self, level: _Level, answers: Iterable[TierAnswer]) -> None:
+        """Pass a tier's answers to their callers, or the operations to another tier."""
+        for answer in answers:
+            with self._lock:  # for one answer at a time, as copies of large frames take long
+                flight = level.flights.pop((answer.job, answer.item), None)
+                if flight is None:
+                    continue
+                if isinstance(flight.item.operation, Load):
+                    self._loaded(level, flight.item, answer)
+                elif answer.reason == "full" and self._again(level, flight):
+                    self._send(level, [flight])
+                else:
+                    self._ended(level, flight, answer)
 
     def _fail_rest(self, level: _Level) -> None:
         """Fail all unanswered operations of a closed tier."""
@@ -642,38 +653,6 @@ class Keeper(Closing):
                 for at, flight in level.flights.items()
             ]
             self._settle(level, rest)
-
-    def _copies(self, level: _Level, answers: Iterable[TierAnswer]) -> dict[_Item, bytes]:
-        """Return copies of loaded whole frames for faster tiers, while their targets are intact."""
-        found: dict[_Item, bytes] = {}
-        room = _REFILL_BYTES - self._refill_bytes
-        for answer in answers:
-            flight = level.flights.get((answer.job, answer.item))
-            room -= answer.n_bytes
-            if flight is None or answer.outcome is not Outcome.HIT or room < 0:
-                continue
-            operation = flight.item.operation
-            if not operation.first and not operation.stripes:
-                found[flight.item] = bytes(operation.target.cast("B")[: answer.n_bytes])
-        return found
-
-    def _settle(
-        self,
-        level: _Level,
-        answers: Iterable[TierAnswer],
-        copies: Mapping[_Item, bytes] = MappingProxyType({}),
-    ) -> None:
-        """Pass a tier's answers to their callers, or the operations to another tier."""
-        for answer in answers:
-            flight = level.flights.pop((answer.job, answer.item), None)
-            if flight is None:
-                continue
-            if isinstance(flight.item.operation, Load):
-                self._loaded(level, flight.item, answer, copies.get(flight.item))
-            elif answer.reason == "full" and self._again(level, flight):
-                self._send(level, [flight])
-            else:
-                self._ended(level, flight, answer)
 
     def _ended(self, level: _Level, flight: _Flight, answer: TierAnswer) -> None:
         """Handle a tier's last answer to a store."""
@@ -741,7 +720,7 @@ def _pump(whose: weakref.ref[Keeper], level: _Level) -> None:
         if keeper is None:
             return
         if answers:
-            keeper._take(level, answers)
+            keeper._settle(level, answers)
         if not keeper._open:
             left = left - 1 if level.flights else 0
         if not left:
@@ -792,7 +771,6 @@ class Caller:
         self.capacity_bytes = min(UNBOUNDED, sum(tier.capacity_bytes for tier in tiers))
         self.answers = Completions()
         self._tiers = tiers
-        self._items: dict[int, list[_Item]] = {}
 
     def lookup(self, keys: Sequence[bytes], request: Hashable) -> list[bool | None]:
         """Return for each key whether it can be loaded, as far as that is known; never wait.
