@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from flowkv.cache.step import CURRENT, Step
     from flowkv.cache.store import PageStore, Samples, Verdict
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
-    from flowkv.cache.tier_stack import ErasureLogs, PolicyPlace, TierStack, as_slots
+    from flowkv.cache.tier_stack import ErasureLogs, TierStack
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.generate import read_prompts
@@ -312,7 +312,7 @@ if TYPE_CHECKING:
         softplus2,
     )
     from flowkv.policy.order.compiled import SECOND as compiled_SECOND
-    from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder
+    from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots
     from flowkv.policy.pages import (
         Defragmentation,
         Importance,
@@ -370,7 +370,7 @@ if TYPE_CHECKING:
         rehash,
     )
     from flowkv.residency.keeper import HOLD_S
-    from flowkv.residency.keyed import KeyedPolicy
+    from flowkv.residency.keyed import KeyedPolicy, PolicyPlace
     from flowkv.sim import formats
     from flowkv.sim.character import lru_hit_ratios, stack_distances
     from flowkv.sim.formats import Reader, read_mooncake, read_sessions

@@ -45,7 +45,6 @@ from flowkv.cache.step import Step, chosen, sparsify
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.cache.swap import Snapshots
 from flowkv.cache.tail import Tails
-from flowkv.cache.tier_stack import PolicyPlace
 from flowkv.compiled.compiling import SystemClock, now_s
 from flowkv.core import interrupts
 from flowkv.core.clock import Clock
@@ -60,6 +59,7 @@ from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Lease, Policy, configure
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
+from flowkv.residency.keyed import PolicyPlace
 from flowkv.residency.places import make_envelope, open_tiers, policy_of
 from flowkv.tiers.base import Tier
 

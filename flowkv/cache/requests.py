@@ -19,13 +19,13 @@ from flowkv.cache.load import Allocate, LayerSlice, LoadBatch, PageLoad, PageLoa
 from flowkv.cache.mover import IOPriority
 from flowkv.cache.sequence import NO_CARE, Guard, Sequence
 from flowkv.cache.store import PageStore
-from flowkv.cache.tier_stack import as_slots
 from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT
 from flowkv.observe.events import Promoted
 from flowkv.observe.recording import Writer
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, Policy, Slots, Visit
+from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.prefetch import Fetch, Prefetcher
 from flowkv.policy.prefetch.prefetcher import KINDS, QUEUE
 from flowkv.policy.warming import behind

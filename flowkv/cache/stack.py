@@ -18,7 +18,7 @@ from flowkv.cache.pinned import CudaStreams, open_copies
 from flowkv.cache.pool import PagePool, make_forms
 from flowkv.cache.sequence import Tables
 from flowkv.cache.store import PageStore
-from flowkv.cache.tier_stack import PolicyPlace, TierStack
+from flowkv.cache.tier_stack import TierStack
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
@@ -29,6 +29,7 @@ from flowkv.policy.hedge import Hedge
 from flowkv.policy.restore import EarlierRates, LoadGate
 from flowkv.policy.tenants import Tenants
 from flowkv.policy.warming import Warming, behind
+from flowkv.residency.keyed import PolicyPlace
 from flowkv.residency.places import memory_bytes
 from flowkv.tiers.base import Tier, reserved_bytes
 from flowkv.tiers.disk.home import LEARNED

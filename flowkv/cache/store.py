@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
-from flowkv.cache.tier_stack import PolicyContext, PolicyPlace, TierStack, as_slots
+from flowkv.cache.tier_stack import PolicyContext, TierStack
 from flowkv.cache.write_back import WriteBack
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
@@ -28,7 +28,9 @@ from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, GRANULE_MASK, Geome
 from flowkv.core.keys import tenant_salt
 from flowkv.observe.events import Bus, Evicted
 from flowkv.policy.base import Policy
+from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore import LoadGate
+from flowkv.residency.keyed import PolicyPlace
 from flowkv.tiers.base import FrameInfo, Tier
 
 # The sample of restored pages that are recomputed and compared, and the results

@@ -14,9 +14,6 @@ from functools import partial
 from itertools import compress, islice
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
 from flowkv.cache.listing import Listing
 from flowkv.cache.mover import CopyMark, Mover
@@ -27,9 +24,10 @@ from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import ROOT
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
-from flowkv.policy.base import NO_SLOTS, Policy, Slots
+from flowkv.policy.base import Policy
+from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore import LoadGate
-from flowkv.policy.tenants import Tenants
+from flowkv.residency.keyed import PolicyPlace
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.erasure_log import ErasureLog
 from flowkv.tiers.remote.erasures import RemoteErasures
@@ -74,107 +72,6 @@ class Provisional(dict[Block, bool]):
         for block in proven:
             del self[block]
         return {block: self.tails.pop(block, None) for block in proven}
-
-
-# One place that blocks lie in: its policy, and the slots protected from it.
-
-
-class PolicyPlace:
-    """A policy and the slots that are protected from it. Callers hold the KV lock.
-
-    Blocks are held and let go far more often than room is made, and mostly both between two
-    evictions: so pins reach the policy only just before it chooses, and only as changes. A policy
-    that does not count pins gets all of them with every choice.
-
-    Args:
-        name: Name of the device or tier.
-        kind: "gpu", "host", "disk" or "remote".
-        policy: Eviction policy of the place.
-
-    Attributes:
-        held: Slots that must not be evicted.
-    """
-
-    __slots__ = ("_changed", "_counts", "_told", "held", "kind", "name", "policy")
-
-    def __init__(self, name: str, kind: str, policy: Policy) -> None:
-        self.name, self.kind, self.policy = name, kind, policy
-        self.held: dict[int, None] = {}
-        self._counts = type(policy).pin is not Policy.pin
-        self._told: dict[int, None] = {}
-        self._changed: dict[int, None] = {}
-
-    def hold(self, *slots: int) -> None:
-        """Protect slots, resident or not, until `let_go`."""
-        for slot in slots:
-            if slot not in self.held:
-                self.held[slot] = self._changed[slot] = None
-
-    def let_go(self, *slots: int) -> None:
-        """End the protection of slots."""
-        for slot in slots:
-            if slot in self.held:
-                del self.held[slot]
-                self._changed[slot] = None
-
-    def remove(self, block: Block) -> None:
-        """Remove a block from the policy, which did not choose it as a victim."""
-        self.policy.remove(as_slots([block.slot]))
-
-    def evict(self, now_ns: int, n: int) -> Slots | None:
-        """Return `n` victims of the policy, or None."""
-        self._tell()
-        return self.policy.evict(now_ns, n, () if self._counts else self.held)
-
-    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """Return up to `n` absent ends of chains that are worth prefetching here, best first."""
-        return self.policy.wanted(now_ns, n)
-
-    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """Return up to `n` victims that are worth less than a prefetch."""
-        self._tell()
-        held = () if self._counts else self.held
-        return self.policy.displace(now_ns, n, rate, {*held, *protected})
-
-    def expired(self, now_ns: int) -> list[int]:
-        """Remove and return the unprotected slots of which the lease has run out here."""
-        slots = [slot for slot in self.policy.expired(now_ns).tolist() if slot not in self.held]
-        if slots:
-            self.policy.remove(as_slots(slots))
-        return slots
-
-    def surplus(self, now_ns: int) -> list[int]:
-        """Remove and return victims among the slots of tenants that exceed their quotas."""
-        if not isinstance(self.policy, Tenants):
-            return []
-        self._tell()
-        slots: list[int] = self.policy.shed(now_ns, () if self._counts else self.held).tolist()
-        return slots
-
-    def forget(self, slots: Sequence[int]) -> None:
-        """Forget these slots entirely; the numbers may be reused for other blocks."""
-        self.let_go(*slots)
-        self._tell()
-        self.policy.forget(as_slots(slots))
-
-    def _tell(self) -> None:
-        if not self._changed or not self._counts:
-            return
-        pins = [slot for slot in self._changed if slot in self.held and slot not in self._told]
-        ends = [slot for slot in self._changed if slot in self._told and slot not in self.held]
-        self._changed.clear()
-        if pins:
-            self.policy.pin(as_slots(pins))
-            self._told.update(dict.fromkeys(pins))
-        if ends:
-            self.policy.unpin(as_slots(ends))
-            for slot in ends:
-                del self._told[slot]
-
-
-def as_slots(slots: Sequence[int]) -> Slots:
-    """Return slot numbers as an array, the form that policies take."""
-    return np.array(slots, np.int64) if len(slots) else NO_SLOTS
 
 
 class ReadFrom(NamedTuple):

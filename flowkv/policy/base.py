@@ -210,6 +210,12 @@ class Policy(ABC):
         """Return a 64-bit rolling hash of every decision so far."""
 
 
+def counts_pins(policy: Policy) -> bool:
+    """Return whether a policy counts pins, so that it need not be given the pinned slots."""
+    kind = type(policy)
+    return kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
+
+
 # Configuration that policies share.
 
 HalfLife = Annotated[float, Meta(ge=0.0, le=30 * 86_400.0)]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
-from flowkv.policy.base import NO_SLOTS, NO_VISIT, Lease, Policy, Slots, Visit
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, Lease, Policy, Slots, Visit, counts_pins
 
 # Quotas of tenants, and their holdings.
 
@@ -54,8 +54,7 @@ class TenantAccount:
         self.policy, self.quota = policy, quota
         self.used = self.count = 0
         self.largest = 1
-        kind = type(policy)
-        self.pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
+        self.pins = counts_pins(policy)
 
     def learned(self) -> bytes:
         """Return the model that the policy has learned; empty if it does not learn."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, StateError
-from flowkv.policy.base import NO_SLOTS, Lease, Policy, Slots, Visit
+from flowkv.policy.base import NO_SLOTS, Lease, Policy, Slots, Visit, counts_pins
 from flowkv.policy.order.compiled import SLOT_LIMIT, Array, fold, inner, kernel
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.tenants import Tenants
@@ -111,8 +111,7 @@ class Shelf:
         self.used_at = USED + number
         self.resize(place.capacity_bytes)
         self.shed = policy.shed if isinstance(policy, Tenants) else None
-        kind = type(policy)
-        self.pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
+        self.pins = counts_pins(policy)
 
     def resize(self, capacity_bytes: int) -> None:
         """Set the capacity; the ledger then evicts the surplus."""

@@ -1,24 +1,123 @@
-"""Eviction policy over keys (`KeyedPolicy`), for drivers of a place that decides its own content.
+"""Eviction policies of places: which slots they may not evict (`PolicyPlace`), and by keys.
 
 A `Ledger` decides the content of places. In an engine's cache, or in a tier with vanishing frames,
-that is decided elsewhere: here keys become slots, departed blocks stay known as ghosts for a while,
-and a policy without pins is passed the blocks that it must not evict. Pure, as policies are.
+that is decided elsewhere: for its driver, a `KeyedPolicy` turns keys into slots, and keeps departed
+blocks known as ghosts for a while. Pure, as policies are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flowkv.policy.base import NO_VISIT, Policy, Slots, Visit
+from flowkv.policy.base import NO_VISIT, Policy, Slots, Visit, counts_pins
+from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.tenants import Tenants
 
 LEAST_GHOSTS = 1 << 10
 GHOSTS_PER_RESIDENT = 4
+
+
+class Numbered(Protocol):
+    """Anything that policies know by a slot."""
+
+    slot: int
+
+
+class PolicyPlace:
+    """A policy and the slots that are protected from it. Not thread-safe.
+
+    Blocks are held and let go far more often than room is made, and mostly both between two
+    evictions: so pins reach the policy only just before it chooses, and only as changes. A policy
+    that does not count pins gets all of them with every choice.
+
+    Args:
+        name: Name of the device or tier.
+        kind: "gpu", "host", "disk" or "remote".
+        policy: Eviction policy of the place.
+
+    Attributes:
+        held: Slots that must not be evicted.
+    """
+
+    __slots__ = ("_changed", "_counts", "_told", "held", "kind", "name", "policy")
+
+    def __init__(self, name: str, kind: str, policy: Policy) -> None:
+        self.name, self.kind, self.policy = name, kind, policy
+        self.held: dict[int, None] = {}
+        self._counts = counts_pins(policy)
+        self._told: dict[int, None] = {}
+        self._changed: dict[int, None] = {}
+
+    def hold(self, *slots: int) -> None:
+        """Protect slots, resident or not, until `let_go`."""
+        for slot in slots:
+            if slot not in self.held:
+                self.held[slot] = self._changed[slot] = None
+
+    def let_go(self, *slots: int) -> None:
+        """End the protection of slots."""
+        for slot in slots:
+            if slot in self.held:
+                del self.held[slot]
+                self._changed[slot] = None
+
+    def remove(self, block: Numbered) -> None:
+        """Remove a block from the policy, which did not choose it as a victim."""
+        self.policy.remove(as_slots([block.slot]))
+
+    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
+        """Return `n` victims of the policy, none of them protected, or None."""
+        return self.policy.evict(now_ns, n, self._guarded(protected))
+
+    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
+        """Return up to `n` absent ends of chains that are worth prefetching here, best first."""
+        return self.policy.wanted(now_ns, n)
+
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """Return up to `n` victims that are worth less than a prefetch."""
+        return self.policy.displace(now_ns, n, rate, self._guarded(protected))
+
+    def expired(self, now_ns: int) -> list[int]:
+        """Remove and return the unprotected slots of which the lease has run out here."""
+        slots = [slot for slot in self.policy.expired(now_ns).tolist() if slot not in self.held]
+        if slots:
+            self.policy.remove(as_slots(slots))
+        return slots
+
+    def surplus(self, now_ns: int) -> list[int]:
+        """Remove and return victims among the slots of tenants that exceed their quotas."""
+        if not isinstance(self.policy, Tenants):
+            return []
+        slots: list[int] = self.policy.shed(now_ns, self._guarded()).tolist()
+        return slots
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Forget these slots entirely; the numbers may be reused for other blocks."""
+        self.let_go(*slots)
+        self._guarded()
+        self.policy.forget(as_slots(slots))
+
+    def _guarded(self, protected: Collection[int] = ()) -> Collection[int]:
+        """Report changed pins to the policy; return the slots that it may not choose besides."""
+        if not self._counts:
+            return {*self.held, *protected} if protected else self.held
+        if self._changed:
+            pins = [slot for slot in self._changed if slot in self.held and slot not in self._told]
+            ends = [slot for slot in self._changed if slot in self._told and slot not in self.held]
+            self._changed.clear()
+            if pins:
+                self.policy.pin(as_slots(pins))
+                self._told.update(dict.fromkeys(pins))
+            if ends:
+                self.policy.unpin(as_slots(ends))
+                for slot in ends:
+                    del self._told[slot]
+        return protected
 
 
 class KeyedPolicy:
@@ -29,18 +128,15 @@ class KeyedPolicy:
 
     Attributes:
         policy: The same, for queries.
-        used_bytes: Bytes of the blocks in the place.
         largest_bytes: Bytes of the largest block so far.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.used_bytes, self.largest_bytes = 0, 1
-        kind = type(policy)
-        self._policy_pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
+        self.policy, self.largest_bytes = policy, 1
+        self._place = PolicyPlace("", "", policy)
         self._slots: dict[bytes, int] = {}  # slots of residents and of ghosts
         self._keys: dict[int, bytes] = {}
-        self._here: dict[bytes, int] = {}  # bytes of each resident
+        self._here: dict[bytes, None] = {}
         self._ghosts: dict[bytes, None] = {}  # the oldest first
         self._pins: Counter[bytes] = Counter()
         self._free: list[int] = []
@@ -75,12 +171,10 @@ class KeyedPolicy:
         slots = [self._slot(key) for key in keys]
         above = [self._slots.get(parent, -1) for parent in parents]
         for key in keys:
-            if key not in self._here:
-                self._here[key] = n_bytes
-                self.used_bytes += n_bytes
-                self._ghosts.pop(key, None)
+            self._here[key] = None
+            self._ghosts.pop(key, None)
         self.largest_bytes = max(self.largest_bytes, n_bytes)
-        self.policy.insert(now_ns, _array(slots), _array(above), n_bytes=n_bytes, **said)
+        self.policy.insert(now_ns, as_slots(slots), as_slots(above), n_bytes=n_bytes, **said)
         self._lay_ghosts()
 
     def access(self, now_ns: int, keys: Iterable[bytes], visit: Visit = NO_VISIT) -> None:
@@ -91,30 +185,27 @@ class KeyedPolicy:
                 self._slot(key)
                 self._ghosts[key] = None
         if asked:
-            self.policy.access(now_ns, self._known(asked), visit)
+            self.policy.access(now_ns, as_slots(self._known(asked)), visit)
             self._lay_ghosts()
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Remove blocks that left for another reason than `evict`; absent ones are skipped."""
         gone = [key for key in dict.fromkeys(keys) if key in self._here]
-        self.policy.remove(self._known(gone))
+        self.policy.remove(as_slots(self._known(gone)))
         self._left(gone)
 
     def pin(self, keys: Collection[bytes]) -> None:
         """Pin known blocks until as many `unpin`; nests."""
         self._pins.update(keys)
-        if self._policy_pins:
-            self.policy.pin(self._known(keys))
+        self._place.hold(*self._known(keys))
 
     def unpin(self, keys: Collection[bytes]) -> None:
         """End one `pin` of each block."""
         for key in keys:
             if self._pins[key] > 1:
                 self._pins[key] -= 1
-            else:
-                self._pins.pop(key, None)
-        if self._policy_pins:
-            self.policy.unpin(self._known(keys))
+            elif self._pins.pop(key, 0):
+                self._place.let_go(self._slots.get(key, -1))
 
     def evict(self, now_ns: int, n: int, protected: Iterable[bytes] = ()) -> list[bytes] | None:
         """Evict `n` blocks, none of them pinned or protected; do nothing if there are fewer.
@@ -124,28 +215,20 @@ class KeyedPolicy:
         Returns:
             The keys of the evicted blocks, or None.
         """
-        victims = self.policy.evict(now_ns, n, self._guarded(protected))
-        if victims is not None:
-            return self._gave_up(victims)
-        if isinstance(self.policy, Tenants):  # reserves of other tenants
+        place, kept = self._place, {*self._known(protected)}
+        if (victims := place.evict(now_ns, n, kept)) is not None:
+            return self._gave_up(victims.tolist())
+        kept |= place.held.keys()
+        here = [slot for slot in self._known(self._here) if slot not in kept]
+        if len(here) < n or isinstance(self.policy, Tenants):  # reserves of other tenants
             return None
-        kept = set(protected)
-        free = [key for key in self._here if key not in kept and not self._pins[key]]
-        if len(free) < n:
-            return None
-        worth = self.policy.priority
-        gone = sorted(free, key=lambda key: worth(self._slots[key]))[:n]
-        self.remove(gone)
-        return gone
+        chosen = sorted(here, key=self.policy.priority)[:n]
+        self.policy.remove(as_slots(chosen))
+        return self._gave_up(chosen)
 
     def shed(self, now_ns: int) -> list[bytes]:
         """Evict expired blocks, and those above the limits of tenants."""
-        expired = [self._keys[slot] for slot in self.policy.expired(now_ns).tolist()]
-        gone = [key for key in expired if not self._pins[key]]
-        self.remove(gone)
-        if isinstance(self.policy, Tenants):
-            gone += self._gave_up(self.policy.shed(now_ns, self._guarded(())))
-        return gone
+        return self._gave_up([*self._place.expired(now_ns), *self._place.surplus(now_ns)])
 
     def clear(self) -> None:
         """Remove all blocks of the place."""
@@ -158,21 +241,17 @@ class KeyedPolicy:
             self._slots[key], self._keys[slot] = slot, key
         return slot
 
-    def _known(self, keys: Iterable[bytes]) -> Slots:
-        return _array([self._slots[key] for key in keys if key in self._slots])
+    def _known(self, keys: Iterable[bytes]) -> list[int]:
+        return [self._slots[key] for key in keys if key in self._slots]
 
-    def _guarded(self, protected: Iterable[bytes]) -> set[int]:
-        guarded = protected if self._policy_pins else chain(protected, self._pins)
-        return {self._slots[key] for key in guarded if key in self._slots}
-
-    def _gave_up(self, victims: Slots) -> list[bytes]:
-        gone = [self._keys[slot] for slot in victims.tolist()]
+    def _gave_up(self, victims: Iterable[int]) -> list[bytes]:
+        gone = [self._keys[slot] for slot in victims]
         self._left(gone)
         return gone
 
     def _left(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            self.used_bytes -= self._here.pop(key)
+            del self._here[key]
             self._ghosts[key] = None
         self._lay_ghosts()
 
@@ -182,13 +261,9 @@ class KeyedPolicy:
         if excess <= 0:
             return
         laid = [key for key in self._ghosts if not self._pins[key]][:excess]
-        self.policy.forget(self._known(laid))
+        self._place.forget(self._known(laid))
         for key in laid:
             del self._ghosts[key]
             slot = self._slots.pop(key)
             del self._keys[slot]
             self._free.append(slot)
-
-
-def _array(slots: list[int]) -> Slots:
-    return np.array(slots, np.int64)
