@@ -11,6 +11,7 @@ missing, late, damaged or too old are computed, all of a call in one smaller bat
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -186,7 +187,6 @@ class Memo(Closing):
         self.name = key if isinstance(key, str) else f"{called.__module__}.{label}"
         self._layout = hashlib.sha256(_TAG + self.name.encode()).digest()[:16]
         self._sizes: dict[bytes, int] = {}
-        self._callers: list[Caller] = []
         self._rows = WriteBehind(keeper, self._proven)
         self._epoch, self._rest_until_s, self._named, self._changed = 0, 0.0, b"", False
         self._pid = os.getpid()
@@ -531,14 +531,8 @@ class Memo(Closing):
         rows = {key: row for key in wanted if (row := self._rows.get(key)) is not None}
         wanted = [key for key in wanted if key not in rows]
         if wanted and time.monotonic() >= self._rest_until_s:
-            caller = self._caller()
-            try:
-                rows |= self._load(caller, question, wanted)
-            except StateError:  # closed meanwhile
-                pass
-            finally:
-                with self._lock:
-                    self._callers.append(caller)
+            with contextlib.suppress(StateError):  # closed meanwhile
+                rows |= self._load(self.keeper.caller(), question, wanted)
         old = [key for key, row in rows.items() if self._too_old(row)]
         if old:
             self._rows.flush(LONG_S)
@@ -546,10 +540,6 @@ class Memo(Closing):
             with self._lock:
                 self._counts["expired"] += len(old)
         return {key: row for key, row in rows.items() if key not in old}
-
-    def _caller(self) -> Caller:
-        with self._lock:
-            return self._callers.pop() if self._callers else self.keeper.caller()
 
     def _too_old(self, row: StoredRow) -> bool:
         age_ns = self._clock.now_ns() - row.made_ns
