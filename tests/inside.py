@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from flowkv.cache.step import CURRENT, Step
     from flowkv.cache.store import PageStore, Samples, Verdict
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
-    from flowkv.cache.tier_stack import ErasureLogs, TierStack
+    from flowkv.cache.tier_stack import TierStack
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.generate import read_prompts
@@ -450,6 +450,7 @@ if TYPE_CHECKING:
         WORD_BYTES,
         Erased,
         ErasureLog,
+        ErasureLogs,
         realm_name,
     )
     from flowkv.tiers.frame import (

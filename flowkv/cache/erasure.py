@@ -10,7 +10,7 @@ the next prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -199,15 +199,9 @@ def _names(seq: Sequence, shared: list[int]) -> _Names:
 @contextmanager
 def _alone(store: PageStore) -> Iterator[dict[int, str]]:
     """Keep other caches from storing meanwhile; yield the failures by tier number, with reasons."""
-    problems: dict[int, str] = {}
-    with ExitStack() as held:
-        # In the order of their paths, so that no two processes wait for each other.
-        for number, log in sorted(store.stack.erasure_logs.items(), key=lambda one: one[1].path):
-            try:
-                held.enter_context(log.erasing())
-            except StoreError as error:
-                problems[number] = f"{store.stack.tiers[number].name}: {error.problem}"
-        yield problems
+    tiers = store.stack.tiers
+    with store.stack.erasure_logs.erasing() as failed:
+        yield {number: f"{tiers[number].name}: {e.problem}" for number, e in failed.items()}
 
 
 def _erase(
@@ -284,12 +278,11 @@ def hear(store: PageStore, seqs: Iterable[Sequence]) -> int:
     Returns:
         Number of dropped blocks.
     """
-    store.stack.erasure_logs.behind, dropped = False, 0
-    for number, log in store.stack.erasure_logs.items():
-        if log.changed() and (erased := log.news()):
-            dropped += _drop(store, number, erased)
-            for seq in seqs:
-                seq.publishable &= not (seq.forgotten or _hit(seq, erased))
+    dropped = 0
+    for number, erased in store.stack.erasure_logs.all_news():
+        dropped += _drop(store, number, erased)
+        for seq in seqs:
+            seq.publishable &= not (seq.forgotten or _hit(seq, erased))
     return dropped
 
 

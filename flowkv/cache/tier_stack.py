@@ -29,8 +29,7 @@ from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore import LoadGate
 from flowkv.residency.keyed import PolicyPlace
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
-from flowkv.tiers.erasure_log import ErasureLog
-from flowkv.tiers.remote.erasures import RemoteErasures
+from flowkv.tiers.erasure_log import ErasureLogs
 
 # Unproven pages: known in the process, but kept out of all persistent and shared places.
 #
@@ -199,36 +198,6 @@ def likely_bytes(forms: Forms) -> int:
     return forms.layouts[forms.ladder.idle].page_bytes
 
 
-class ErasureLogs(dict[int, ErasureLog | RemoteErasures]):
-    """Erasure logs of the tiers that other caches use too, by tier number.
-
-    Attributes:
-        behind: Whether other caches erased blocks that are not dropped here yet; stores wait.
-    """
-
-    behind = False
-
-    @contextmanager
-    def storing(self, log: ErasureLog | RemoteErasures) -> Iterator[bool]:
-        """Yield whether a tier may store: no erasure runs there, and all past ones are known."""
-        with log.storing() as free:
-            self.behind |= free and log.changed()
-            yield free and not self.behind
-
-    def outdated(self) -> bool:
-        """Return whether other caches erased blocks that are not dropped here yet."""
-        for log in self.values():  # noqa: SIM110 - a microsecond less for each `open`
-            if log.changed():
-                return True
-        return False
-
-    def close(self) -> None:
-        """Close the logs: nothing is stored or looked up here any more."""
-        for log in self.values():
-            log.close()
-        self.clear()
-
-
 class TierStack:
     """The tiers below the devices and the blocks in them. Callers hold the KV lock.
 
@@ -304,12 +273,9 @@ class TierStack:
         if states_only:
             self._states_only.add(number)
         self.tiers.append(tier)
-        if (found := getattr(tier, "erasure_log", None)) is None:
-            self.mover.add(tier)
-        else:  # opened before the listing, so that no erasure after it is missed
-            log = found if isinstance(found, RemoteErasures) else ErasureLog(found)
-            self.erasure_logs[number] = log
-            self.mover.add(tier, partial(self.erasure_logs.storing, log))
+        # The log is opened before the listing, so that no erasure after it is missed.
+        log = self.erasure_logs.open_log(number, tier)
+        self.mover.add(tier, partial(self.erasure_logs.storing, log))
         policy = self._policies(tier.kind, tier.capacity_bytes)
         self.places.append(PolicyPlace(tier.name, tier.kind, policy))
         most = _MOST_LISTED if tier.kind == "remote" else None

@@ -16,11 +16,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, groupby, islice
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -37,7 +35,7 @@ from flowkv.policy.tenants import Tenants
 from flowkv.residency.keyed import KeyedPolicy
 from flowkv.residency.places import open_tiers, policy_of
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
-from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLog
+from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs
 from flowkv.tiers.worker import Completions
 
 _log = logging.getLogger("flowkv")
@@ -117,21 +115,19 @@ class _Level:
         incoming_bytes: Most bytes that the stores under way will take.
         scanned_s: Time of the last scan for frames of other writers.
         local: Whether look-ups in the tier are fast.
-        log: Log of the erasures by others who share the tier, if it has one.
+        number: Number of the tier, from the fastest on.
         sweeps: Scans of a remote tier for erased frames under way; look-ups miss meanwhile.
         pump: The thread that fetches the tier's answers.
     """
 
-    def __init__(self, tier: Tier, policy: Policy, rates: dict[str, Rates]) -> None:
-        self.tier, self.book = tier, KeyedPolicy(policy)
+    def __init__(self, number: int, tier: Tier, policy: Policy, rates: dict[str, Rates]) -> None:
+        self.number, self.tier, self.book = number, tier, KeyedPolicy(policy)
         self.loads = rates.setdefault(tier.name, Rates())
         self.flights: dict[tuple[int, int], _Flight] = {}
         self.storing: Counter[bytes] = Counter()
         self.left, self.hit_bytes = Counter[int](), Counter[int]()
         self.incoming_bytes, self.scanned_s = 0, -_RESCAN_S
         self.local, self.sweeps = tier.kind != "remote", 0
-        found = getattr(tier, "erasure_log", None)
-        self.log = ErasureLog(found) if isinstance(found, Path) else found
         self.pump: threading.Thread | None = None
 
     @property
@@ -189,6 +185,7 @@ class Keeper(Closing):
 
     Attributes:
         name: Name of the stack, for statistics.
+        logs: Erasure logs of the tiers that others use too.
         bus: Bus that events are emitted on.
         gate: Rates of loads, and of computation if `gate.computed` is called.
         counts: Number of answers by result: "hit", "miss:digest", "failed:deadline", ...
@@ -221,14 +218,16 @@ class Keeper(Closing):
         self._tenants = {salt: number for number, salt in enumerate(tenants)}
         self._open, self._refill_bytes, self._news, self.gate = True, 0, 0, LoadGate()
         self.gate.rates = rates if rates is not None else {}
-        self._levels = [
-            _Level(tier, policies(tier.kind, tier.capacity_bytes), self.gate.rates)
-            for tier in tiers
-        ]
+        self._levels, self.logs = list[_Level](), ErasureLogs()
+        for number, tier in enumerate(tiers):
+            policy = policies(tier.kind, tier.capacity_bytes)
+            self._levels.append(_Level(number, tier, policy, self.gate.rates))
+            self.logs.open_log(number, tier)
         self._questions: SimpleQueue[tuple[_Hold, bytes] | None] = SimpleQueue()
         self._asker: threading.Thread | None = None
         self._holds: dict[tuple[Caller, Hashable], _Hold] = {}
-        self._finalizer = weakref.finalize(self, REAPER.put, partial(_shut, self._levels))
+        self._shut = partial(_shut, self._levels, self.logs)
+        self._finalizer = weakref.finalize(self, REAPER.put, self._shut)
         self._finalizer.atexit = False
         REAPER.start()
         for level in self._levels:
@@ -256,7 +255,7 @@ class Keeper(Closing):
                 return
             self._open = False
         self._finalizer.detach()
-        _shut(self._levels)
+        self._shut()
         self._questions.put(None)
         for thread in (self._asker, *(level.pump for level in self._levels)):
             if thread is not None and thread is not threading.current_thread():
@@ -334,16 +333,14 @@ class Keeper(Closing):
 
     def _hear(self) -> None:
         """Drop the frames that others erased from all tiers, before any other look-up."""
-        for level in self._levels:
-            if level.log is None or not level.log.changed() or not (erased := level.log.news()):
-                continue
+        for number, erased in self.logs.all_news():
             self._news += 1
-            for other in self._levels:
-                if other.local:
-                    self._drop(other, erased, _meant(erased, other.tier.scan()))
-                elif other is not level or not erased.proven:
-                    other.sweeps += 1
-                    sweep = threading.Thread(target=self._sweep, args=(other, erased), daemon=True)
+            for level in self._levels:
+                if level.local:
+                    self._drop(level, erased, _meant(erased, level.tier.scan()))
+                elif level.number != number or not erased.proven:
+                    level.sweeps += 1
+                    sweep = threading.Thread(target=self._sweep, args=(level, erased), daemon=True)
                     sweep.start()
 
     def _sweep(self, level: _Level, erased: Erased) -> None:
@@ -376,10 +373,9 @@ class Keeper(Closing):
 
     def _erase(self, keys: Sequence[bytes]) -> int:
         """Erase frames from all tiers, and record that for others who share them."""
-        with self._lock, ExitStack() as held:
-            logs = [level.log for level in self._levels if level.log is not None]
-            for log in sorted(logs, key=lambda log: log.path):  # one order: no two keepers deadlock
-                held.enter_context(log.erasing())
+        with self._lock, self.logs.erasing() as failed:
+            for error in failed.values():
+                raise error
             named, proven, most = set(keys), True, 0
             for level in self._levels:
                 proven &= not self._withdraw(level, lambda store: store.key in named)
@@ -387,7 +383,7 @@ class Keeper(Closing):
             for level in self._levels:
                 most = max(most, level.tier.erase(keys))
                 proven &= level.tier.writable
-            for log in logs:
+            for log in self.logs.values():
                 for at in range(0, len(keys), MOST_KEYS):
                     log.publish(keys[at : at + MOST_KEYS], proven=proven)
             self._news += 1
@@ -480,9 +476,7 @@ class Keeper(Closing):
     def _send(self, level: _Level, flights: list[_Flight]) -> None:
         if not flights:
             return
-        log = level.log
-        with log.storing() if log else nullcontext(True) as free:
-            free = free and not (log and log.changed())  # else others may have erased these frames
+        with self.logs.storing(self.logs.get(level.number)) as free:
             if free:
                 self._submit(level, level.tier.submit_store, flights)
         for flight in () if free else flights:
@@ -542,7 +536,7 @@ class Keeper(Closing):
         return job
 
     def _loaded(self, level: _Level, item: _Item, answer: TierAnswer) -> None:
-        key, number = item.operation.key, self._levels.index(level)
+        key, number = item.operation.key, level.number
         level.left[answer.job] -= 1
         if answer.outcome is Outcome.HIT:
             level.hit_bytes[answer.job] += answer.n_bytes
@@ -703,12 +697,11 @@ class Keeper(Closing):
 # Threads refer to a keeper only while they handle its answers, so that a dropped one is collected.
 
 
-def _shut(levels: Iterable[_Level]) -> None:
+def _shut(levels: Iterable[_Level], logs: ErasureLogs) -> None:
     """Close the tiers and logs of a keeper that is closed, or gone."""
     for level in levels:
         level.tier.close()
-        if level.log is not None:
-            level.log.close()
+    logs.close()
 
 
 def _pump(whose: weakref.ref[Keeper], level: _Level) -> None:

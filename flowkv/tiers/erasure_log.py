@@ -32,6 +32,7 @@ import xxhash
 
 from flowkv.core.errors import StoreError
 from flowkv.core.files import open_descriptor
+from flowkv.tiers.base import Tier
 
 FILE_BYTES, WORD_BYTES = 16 << 10, 64
 CELLS = FILE_BYTES // WORD_BYTES - 1
@@ -422,6 +423,66 @@ def _between(before: _Word | None, word: _Word, raw: bytes, own: set[tuple[bytes
         names[kind].update(held[at : at + width] for at in range(0, count * width, width))
     keys, below, realms = (frozenset(names[kind]) for kind in _WIDTH)
     return Erased(keys, below, realms, proven=proven)
+
+
+class ErasureLogs(dict[int, ErasureLog]):
+    """Erasure logs of the tiers of a stack that others use too, by tier number.
+
+    Attributes:
+        behind: Whether others erased frames that are not dropped here yet; stores wait.
+    """
+
+    behind = False
+
+    def open_log(self, number: int, tier: Tier) -> ErasureLog | None:
+        """Open the log of a tier, or take the one that it has; None if it has none."""
+        if (found := getattr(tier, "erasure_log", None)) is not None:
+            is_path = isinstance(found, (str, os.PathLike))
+            self[number] = ErasureLog(found) if is_path else found
+        return self.get(number)
+
+    @contextlib.contextmanager
+    def storing(self, log: ErasureLog | None) -> Iterator[bool]:
+        """Yield whether a tier may store: no erasure runs there, and all past ones are known."""
+        if log is None:
+            yield True
+            return
+        with log.storing() as free:
+            self.behind |= free and log.changed()
+            yield free and not self.behind
+
+    @contextlib.contextmanager
+    def erasing(self) -> Iterator[dict[int, StoreError]]:
+        """Hold off stores, and erasures by others; yield the errors of logs that cannot."""
+        failed = dict[int, StoreError]()
+        with contextlib.ExitStack() as held:
+            # In the order of their paths, so that no two caches wait for each other.
+            for number, log in sorted(self.items(), key=lambda one: one[1].path):
+                try:
+                    held.enter_context(log.erasing())
+                except StoreError as error:
+                    failed[number] = error
+            yield failed
+
+    def outdated(self) -> bool:
+        """Return whether others erased frames that are not dropped here yet."""
+        for log in self.values():  # noqa: SIM110 - a microsecond less for each `open`
+            if log.changed():
+                return True
+        return False
+
+    def all_news(self) -> Iterator[tuple[int, Erased]]:
+        """Yield the erasures by others since the last call, each with its tier's number."""
+        self.behind = False
+        for number, log in list(self.items()):
+            if log.changed() and (erased := log.news()):
+                yield number, erased
+
+    def close(self) -> None:
+        """Close the logs: nothing is stored or looked up here any more."""
+        for log in self.values():
+            log.close()
+        self.clear()
 
 
 _logs: weakref.WeakSet[ErasureLog] = weakref.WeakSet()

@@ -389,7 +389,7 @@ class Counted(ErasureLog):
 def test_nothing_is_asked_per_token_and_one_thing_per_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowkv.cache.tier_stack.ErasureLog", Counted)
+    monkeypatch.setattr("flowkv.tiers.erasure_log.ErasureLog", Counted)
     kv = kv_over(shared(tmp_path))
     published(kv, P)
     kv.flush()

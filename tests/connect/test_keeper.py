@@ -560,7 +560,7 @@ def test_who_cannot_look_at_once_finds_nothing_until_it_has() -> None:
     caller = keeper.caller()
     stored(caller, ["a", "b"])
     far.scan = scan
-    keeper.levels[0].log = Told(Erased(keys=frozenset({key_of("a")[:8]}), proven=False))
+    keeper.logs[0] = Told(Erased(keys=frozenset({key_of("a")[:8]}), proven=False))
     assert hits(caller, ["a", "b"]) == 0
     assert caller.lookup([key_of("a"), key_of("b")], None) == [False, False]
     assert caller.contains([key_of("a"), key_of("b")]) == [False, False]
