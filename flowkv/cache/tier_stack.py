@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, islice
+from itertools import compress
 from typing import NamedTuple
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
@@ -28,7 +28,7 @@ from flowkv.policy.base import Policy
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore import LoadGate
 from flowkv.residency.keyed import PolicyPlace
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer, listed
 from flowkv.tiers.erasure_log import ErasureLogs
 
 # Unproven pages: known in the process, but kept out of all persistent and shared places.
@@ -169,7 +169,6 @@ class PolicyContext:
 # A block is forgotten when no place holds it any more.
 
 _ALIKE = 16  # pages that follow each other in a prompt have one cost in tiers, however they come
-_MOST_LISTED = 1 << 16  # frames of a remote tier listed at start; others are found on demand
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
 _REST_S = 1.0  # rest of a tier that reports that it does not answer now
@@ -278,12 +277,11 @@ class TierStack:
         self.mover.add(tier, partial(self.erasure_logs.storing, log))
         policy = self._policies(tier.kind, tier.capacity_bytes)
         self.places.append(PolicyPlace(tier.name, tier.kind, policy))
-        most = _MOST_LISTED if tier.kind == "remote" else None
-        listed = list(islice(tier.scan(), most))
-        for entry in listed:  # before kernels are prepared for the forms
+        found = listed(tier)
+        for entry in found:  # before kernels are prepared for the forms
             if entry.info.fidelity <= self.fidelity and entry.info.group < len(self.forms):
                 self.forms[entry.info.group].meet(entry.info)
-        self.listing.publish_frames(number, listed)
+        self.listing.publish_frames(number, found)
 
     def detach(self) -> None:
         """Hand the tiers over to another store; only device pages stay known here."""

@@ -192,7 +192,7 @@ class FlowKVStorage(HiCacheStorage):
         self._of = storage_config
         self._rank = storage_config.tp_rank, storage_config.tp_size
         self.keeper = open_keeper(*self._places(places), **options)
-        self._looker, self._callers = self.keeper.caller(), threading.local()
+        self._looker = self.keeper.caller()
         self._looked: dict[bytes, tuple[int, float]] = {}
         """Expected loads of a held frame, and time of its last look-up; oldest first."""
         self._lock = threading.Lock()
@@ -452,13 +452,11 @@ class FlowKVStorage(HiCacheStorage):
         return raw_page(*said, *self._rank)
 
     def _done(self, items: Sequence[Any], start: Callable[[Caller], int]) -> list[bool]:
-        """Run a job on this thread's caller, and return for each item whether it was served."""
+        """Run a job, and return for each item whether it was served."""
         job = Transfer(0, items, loads=False)
         if not items or not self.keeper.open:
             return [False] * len(items)
-        caller: Caller | None = getattr(self._callers, "own", None)
-        if caller is None:
-            caller = self._callers.own = self.keeper.caller()
+        caller = self.keeper.caller()
         start(caller)
         while job.left:
             for answer in caller.poll(0.5):

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, groupby, islice
+from itertools import compress, groupby
 from queue import SimpleQueue
 from typing import Any
 
@@ -34,7 +34,8 @@ from flowkv.policy.restore.costs import LoadGate, Rates
 from flowkv.policy.tenants import Tenants
 from flowkv.residency.keyed import KeyedPolicy
 from flowkv.residency.places import open_tiers, policy_of
-from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.base import UNBOUNDED, listed
 from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs
 from flowkv.tiers.worker import Completions
 
@@ -45,7 +46,6 @@ HOLD_S = 60.0
 _POLL_S = 0.25
 _TRIES = 3  # retries of a store that a tier refuses as full, each with more room
 _CLOSE_POLLS = 40
-_MOST_LISTED = 1 << 16  # frames listed of a remote tier
 _MOST_KNOWN = 1 << 20  # known frames of an unbounded tier
 _MOST_ASKED = 1 << 10  # keys in one `contains` of a remote tier
 _RESCAN_S = 10.0
@@ -88,15 +88,13 @@ class _Flight:
 
     Attributes:
         item: The item.
-        n_bytes: Most bytes that it takes there.
-        fresh: Whether it stores a new frame.
+        n_bytes: Most bytes that it takes there as a new frame, else 0.
         tries: Retries so far, of a store that the tier refused as full.
         erased: Whether its key was erased meanwhile, so that the frame must not stay.
     """
 
     item: _Item
     n_bytes: int = 0
-    fresh: bool = False
     tries: int = 0
     erased: bool = False
 
@@ -152,21 +150,22 @@ class _Hold:
 
     Attributes:
         since_ns: Time of the last look-up.
-        pinned: Keys that are pinned in each tier.
+        pinned: Pinned keys, each with the tiers that it is pinned in.
         failed: Keys that are misses for this request from now on.
         asked: Whether each key is on a remote tier; None until that is answered.
     """
 
     since_ns: int = 0
-    pinned: dict[_Level, dict[bytes, None]] = field(default_factory=dict)
+    pinned: dict[bytes, list[_Level]] = field(default_factory=dict)
     failed: set[bytes] = field(default_factory=set)
     asked: dict[bytes, bool | None] = field(default_factory=dict)
 
     def let_go(self) -> bool:
         """End the pins; return whether there were any."""
         pinned, self.pinned = self.pinned, {}
-        for level, keys in pinned.items():
-            level.book.unpin(keys)
+        for key, levels in pinned.items():
+            for level in levels:
+                level.book.unpin([key])
         return bool(pinned)
 
 
@@ -302,10 +301,9 @@ class Keeper(Closing):
 
     def _enter(self, level: _Level) -> bool:
         """Enter a tier's frames into its book, oldest first; return whether any was unknown."""
-        found = level.tier.scan()
-        listed = list(found if level.local else islice(found, _MOST_LISTED))
+        found = listed(level.tier)
         with self._lock:
-            new = [entry for entry in listed if entry.key not in level.book]
+            new = [entry for entry in found if entry.key not in level.book]
             now = self._clock.now_ns()
             for (n_bytes, salt), run in groupby(new, lambda e: (e.n_bytes, e.info.tenant)):
                 keys, infos = zip(*((entry.key, entry.info) for entry in run), strict=True)
@@ -441,7 +439,7 @@ class Keeper(Closing):
             new, tenant = list[_Flight](), self._tenant(salt)
             for item in run:
                 if self._make_room(level, need * (len(new) + 1), kept):
-                    new.append(_Flight(item, need, fresh=True))
+                    new.append(_Flight(item, need))
             if new:
                 stores = [flight.item.operation for flight in new]
                 parents = [store.info.parent for store in stores]
@@ -491,7 +489,7 @@ class Keeper(Closing):
         if not level.storing[key]:
             del level.storing[key]
         level.book.unpin([key])
-        if flight.fresh and not there and not level.storing[key]:
+        if flight.n_bytes and not there and not level.storing[key]:
             level.book.remove([key])
             self._lost([key])
 
@@ -584,11 +582,11 @@ class Keeper(Closing):
             return False
         there = [level for level in self._levels if level.has(key)]
         if there:
-            if request is not None and not any(key in keys for keys in hold.pinned.values()):
-                for level in there:
-                    if key in level.book:
-                        level.book.pin([key])
-                        hold.pinned.setdefault(level, {})[key] = None
+            known = [level for level in there if key in level.book]
+            if known and request is not None and key not in hold.pinned:
+                hold.pinned[key] = known
+                for level in known:
+                    level.book.pin([key])
             return True
         if request is None or all(level.local for level in self._levels):
             return False

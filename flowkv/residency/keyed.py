@@ -230,10 +230,6 @@ class KeyedPolicy:
         """Evict expired blocks, and those above the limits of tenants."""
         return self._gave_up([*self._place.expired(now_ns), *self._place.surplus(now_ns)])
 
-    def clear(self) -> None:
-        """Remove all blocks of the place."""
-        self.remove(list(self._here))
-
     def _slot(self, key: bytes) -> int:
         slot = self._slots.get(key)
         if slot is None:

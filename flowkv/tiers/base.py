@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from flowkv.core.config import format_size
@@ -239,6 +240,15 @@ class Tier(Protocol):
     def close(self) -> None:
         """Finish or fail the items in flight, keep persistent frames, release everything else."""
         ...
+
+
+MOST_LISTED = 1 << 16
+"""Frames of a remote tier that are listed at start; others are found on demand."""
+
+
+def listed(tier: Tier) -> list[Entry]:
+    """Return a tier's frames, oldest store first, as far as they are listed."""
+    return [*islice(tier.scan(), MOST_LISTED if tier.kind == "remote" else None)]
 
 
 # Optional attributes of tiers, beyond the protocol.

@@ -368,7 +368,7 @@ def test_a_far_tier_is_asked_without_waiting() -> None:
     far = host(8, "far", FarTier)
     stored(far, ["theirs"])
     keeper = Keeper([host(4), far], lru)
-    keeper.levels[1].book.clear()  # as if others had stored it since
+    keeper.levels[1].book.remove([key_of("theirs")])  # as if others had stored it since
     caller = keeper.caller()
     assert lookup(caller, ["theirs", "nobody's"]) == [None, None]
     wait(lambda: lookup(caller, ["theirs", "nobody's"]) == [True, False])
