@@ -567,9 +567,10 @@ class Lane:
                 loads = [cast(Load, one) for request in requests for one in request.items]
                 patience_s = self.patience_s(sum(request.n_bytes for request in requests))
                 job = self.tier.submit_load(loads, deadline_s=patience_s)
-        except FlowKVError:  # the tier is closed, or was opened before a fork: a miss
+        except Exception as error:  # as a tier that is closed, or was opened before a fork: a miss
+            why = "closed" if isinstance(error, FlowKVError) else f"{type(error).__name__}: {error}"
             for request in requests:
-                self._answer(request, _failed(request.item.key, "closed"))
+                self._answer(request, _failed(request.item.key, why))
         else:
             self._jobs[job] = _Job(requests, sent_s)
 

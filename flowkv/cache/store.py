@@ -603,7 +603,7 @@ class PageStore:
                 # Before tiers make room, so that they pass on what they evict of these blocks.
                 self._free_pages(blocks, reason)
                 for number, (frames, done, mark) in going.items():
-                    waits = reason == "space" and not stack.outlives(number)  # memory is fast
+                    waits = reason == "space" and not stack.outlives(number)  # memory is soon free
                     refused = stack.store(frames, number, done, mark, waits=waits)
                     if pages := len(frames) - len(refused):
                         stack.demoted("device", number, n_bytes * pages, pages)

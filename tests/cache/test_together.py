@@ -456,3 +456,35 @@ def test_a_load_that_lands_while_others_leave_keeps_its_page(
     served(kv, 8)
     leave(kv, [block])
     audit(kv)
+
+
+@pytest.mark.parametrize("bus", [False, True])
+def test_a_tier_that_raises_loses_what_it_was_sent_and_nothing_else(bus: bool) -> None:
+    class Raising(Wrapped):
+        broken = True
+
+        def submit_store(self, items: Any, *, deadline_s: float = 60.0) -> int:
+            if self.broken:
+                raise RuntimeError("odd")
+            return int(self.inner.submit_store(items))
+
+        def submit_load(self, items: Any, *, deadline_s: float = 10.0) -> int:
+            if self.broken:
+                raise RuntimeError("odd")
+            return int(self.inner.submit_load(items))
+
+    near = Raising(MemoryTier(name="near"))
+    kv, blocks, told = departing(near, bus=bus)
+    assert kv.flush(60)
+    assert {one.reason for one in told if isinstance(one, Failed)} == {"RuntimeError: odd"}
+    assert all(block.gone for block in blocks) and not kv.planner.store.pool(0).lent
+    assert kv.stats()["tiers"]["near"]["dropped"] == 6
+    audit(kv)
+    near.broken = False
+    published(kv, TEXT)
+    leave_all(kv)
+    assert kv.flush(60) and len(near.frames) == 6
+    near.broken = True
+    served(kv, 0)
+    near.broken = False
+    served(kv, 48)
