@@ -270,14 +270,15 @@ class GraphedForward:
     Args:
         call: Runs the model over a step.
         state: Returns the state of the model, an object that is the same as long as no part of it
-            was replaced, moved, set or hooked; None between two states.
+            was replaced, moved, set or hooked; None between two states. With `False`, what the
+            caller compared when the step began may be left out.
         config: Limits the memory of graphs.
         report: Receives counts of "captured" and "replayed" steps, "bytes" of graphs, and the
             reason why steps stay "eager".
     """
 
     def __init__(
-        self, call: Call, state: Callable[[], object], config: Config, report: dict[str, Any]
+        self, call: Call, state: Callable[[bool], object], config: Config, report: dict[str, Any]
     ) -> None:
         self._call, self._state, self._config, self._report = call, state, config, report
         self._known: object = None
@@ -325,7 +326,7 @@ class GraphedForward:
                 self._refuse(f"a step cannot be replayed: {error}")
                 return None
             # Checked while the device computes; a step that runs again writes the same places.
-            if self._state() is not self._known:
+            if self._state(False) is not self._known:
                 self._forget()
                 return None
             step.replayed()
@@ -346,7 +347,7 @@ class GraphedForward:
         if not self._serves(step):
             return
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            if (state := self._state()) is not self._known:
+            if (state := self._state(True)) is not self._known:
                 self._forget()
                 self._known = state
             shape = self._shape(step)
@@ -503,7 +504,7 @@ class Own:
         with step:
             return self._model(step.tokens, step.positions)  # type: ignore[no-any-return]
 
-    def _state(self) -> object:
+    def _state(self, _: bool = True) -> object:
         """Return the same object as long as all parameters are in place."""
         model = self._model
         if not isinstance(model, torch.nn.Module):

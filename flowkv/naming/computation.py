@@ -112,7 +112,9 @@ _TEXTS = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 
 def _cached(value: Any) -> list[Any]:
     """Return the function of an `lru_cache`, if its `__wrapped__`, which may be set, says so."""
-    return [inner for inner in gc.get_referents(value) if inner is value.__wrapped__]
+    held = [each for each in gc.get_referents(value) if callable(each)]
+    functions = [each for each in held if not isinstance(each, type)]  # results, the function
+    return [each for each in functions[-1:] if each is value.__wrapped__]
 
 
 _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
@@ -124,8 +126,8 @@ _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
 """Types of objects of libraries around others, and how to read these."""
 _SLOTS_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 """Types of functions in C that are fully identified by their class and name."""
-_OF_NUMPY = (np.ufunc, type(np.sort))
-"""Types of numpy's functions; a user may make others, of Python code."""
+_OF_NUMPY = {id(f): f for f in vars(np).values() if isinstance(f, (np.ufunc, type(np.sort)))}
+"""NumPy's own functions of types of which a user may make others, of Python code."""
 _STILL = (object, os._Environ, inspect.Signature)
 """Types of objects that library code holds and that do not change what a model computes."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()), random.Random)
@@ -556,6 +558,8 @@ class Walk:
             self._watch_all(_PARTS[kind], value)
             for i, part in enumerate(_PARTS[kind](value)):
                 self._value(f"{path}/{i}", part)
+        elif id(value) in _OF_NUMPY:
+            self.leaves[path] = f"{_name(kind)} {value.__name__}"
         elif isinstance(value, _INERT) or _ours(value):
             self.leaves[path] = _name(kind)
             self._inert.append((path, value))
@@ -571,15 +575,19 @@ class Walk:
 
     def _callable(self, path: str, value: Any) -> None:
         """Note an impure function or class of a library's, which the user's code may not call."""
-        inner = _decorated(value)
-        own = isinstance(inner, types.FunctionType) and not _genuine(inner)  # visited by itself
-        if not own and not self._allowed(inner):
+        if not self._allowed(value):
             self._inert.append((path, value))
 
     def _allowed(self, value: Any) -> bool:
-        """Return whether the user's code may call a library's function or class."""
-        known = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
-        return known and (pure(value) or self._deep(value))
+        """Return whether the user's code may call a function or class; own ones are visited."""
+        inner = [*_undecorated(value)]
+        if inner != [value]:
+            return all(map(self._allowed, inner))
+        if isinstance(value, types.MethodType):
+            return self._allowed(value.__func__)
+        if isinstance(value, types.FunctionType) and not _genuine(value):
+            return True
+        return isinstance(value, _CALLED) and (pure(value) or self._deep(value))
 
     def _object(self, path: str, value: Any, look: Callable[[str, Any], None]) -> None:
         """Record an object of a known package by its class and its attributes."""
@@ -761,12 +769,10 @@ class Walk:
                 return
             self._watch_names(vars(value), [chain[0]])
             said, value, chain = f"{home}.{chain[0]}", vars(value)[chain[0]], chain[1:]
-        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            inner = _decorated(value)
-            library = not isinstance(inner, types.FunctionType) or _genuine(inner)
-            if library and not self._allowed(inner):
-                self._reject(path, f"{label} uses {said}")
-                return
+        function = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
+        if function and not self._allowed(value):
+            self._reject(path, f"{label} uses {said}")
+            return
         self._reached(path, "global", f"{label}:{said}", value)
 
     def _deep(self, value: Any) -> bool:
@@ -796,7 +802,7 @@ class Walk:
             self._shipped_class(path, value)
         elif kind in _PARTS:
             self._wrapper(path, value)
-        elif kind in _SLOTS_IN_C or (kind in _OF_NUMPY and vars(np).get(value.__name__) is value):
+        elif kind in _SLOTS_IN_C or id(value) in _OF_NUMPY:
             owner = getattr(value, "__objclass__", "")
             self.leaves[path] = f"{_name(kind)} {owner} {value.__name__}"
         elif kind in _STILL or isinstance(value, _INERT) or _ours(value):
@@ -829,7 +835,7 @@ class Walk:
             for i, (key, item) in enumerate([*entries]):
                 named = key if isinstance(key, type) else type(key)
                 place = getattr(item, "__qualname__", "") if unordered else key_text(key)
-                place = place or f"{_name(named)}#{i}"
+                place = place or _name(named) + f"#{i}" * mapping
                 if type(item) in PLAIN:
                     said.append(f"{place} {type(item).__name__} {item!r}")
                 else:
@@ -1057,10 +1063,10 @@ class Walk:
             self._value(f"{type(registry).__name__} {name}", function)
             self._watch_one(registry.get, name)
         if self.own:  # the user's code may read settings that transformers' code does not
+            self.leaves.update(self._own_leaves)  # without the order of sets in configurations
             for path, config in self._configs:  # the list grows: configurations hold others
                 for name in sorted(vars(config).keys() - _SWITCHED):
                     self._value(f"{path}.{name}", vars(config)[name])
-            self.leaves.update(self._own_leaves)
             options = torch._tensor_str.PRINT_OPTS
             self.leaves["torch/print"] = repr(options)
             self._watch_mapping(vars(options))
@@ -1145,7 +1151,7 @@ def _overrides() -> set[str]:
 _SEEN: set[str] = set()
 
 
-_APART = frozenset({"Meta", "MPS", "AutogradMeta", "Python", "Functionalize"})
+_APART = frozenset({"Meta", "MPS", "AutogradMeta", "Python", "Functionalize", "FuncTorchBatched"})
 
 
 # ---- code of libraries
@@ -1274,14 +1280,23 @@ def _root(value: Any) -> str:
     return module.partition(".")[0]
 
 
-def _decorated(value: Any) -> Any:
-    """Return the function inside decorators of torch's such as `torch.no_grad()`, or the value."""
-    while isinstance(value, types.FunctionType) and "func" in value.__code__.co_freevars:
-        if value.__globals__.get("__name__") != "torch.utils._contextlib":
-            break
-        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
-        value = _content_of(cells["func"])
-    return value
+def _undecorated(value: Any) -> Iterator[Any]:
+    """Yield the functions inside a decorator of torch's such as `torch.no_grad()`, or the value."""
+    found = list[Any]()
+    if isinstance(value, types.FunctionType):
+        names = _DECORATORS.get(str(value.__globals__.get("__name__")), ())
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        found = [_content_of(cell) for name, cell in cells if name in names]
+    yield from found or [value]
+
+
+_DECORATORS = {
+    "torch.utils._contextlib": ("func",),
+    "torch._jit_internal": ("if_true", "if_false"),
+}
+"""Variables of torch's decorators with the functions inside, by module."""
+_CALLED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+"""Types of what libraries give user code to call."""
 
 
 def _moves(hook: Any) -> bool:

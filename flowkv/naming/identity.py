@@ -216,13 +216,15 @@ class Identity:
         except Exception:  # objects that cannot be compared count as changed
             return False
 
-    def state(self, model: torch.nn.Module) -> object:
-        """Return an object that stands for a `plain` model, whose forward `steady` looked at.
+    def state(self, model: torch.nn.Module, *, whole: bool) -> object:
+        """Return an object that stands for the unchanged, `plain` model; else None.
 
-        None if its weights have changed.
+        Args:
+            model: The model.
+            whole: Compare everything; otherwise weights only, for `steady` has just been asked.
         """
-        same = self._steps == _STEPS[0] and self._weights.counted()
-        return self._walk if self.plain and same else None
+        weights = self._steps == _STEPS[0] and self._weights.counted()
+        return self._walk if self.plain and weights and (not whole or self.same(model)) else None
 
     def same_content(self) -> bool:
         """Return whether small weights have the same content; larger ones are read by `roll`."""

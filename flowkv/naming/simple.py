@@ -52,7 +52,7 @@ _BARRED_TORCH = frozenset(
     is_autocast_enabled as_strided is_inference""".split()
 )
 _TORCH_HOMES = (
-    *("torch.functional", "torch.nn.functional", "torch._jit_internal", "torch._VF"),
+    *("torch.functional", "torch.nn.functional", "torch._VF"),
     *("torch.fft", "torch.linalg", "torch.special"),
 )
 CLASSES = (

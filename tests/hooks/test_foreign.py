@@ -360,6 +360,13 @@ FAR: dict[str, Any] = {
         ),
         put_environment,
     ),
+    "getenv_dispatched": of_process(
+        functools.partial(
+            lambda get, m: float(get("SCALE_OF_A_TEST", "1")),
+            torch._jit_internal.boolean_dispatch("n", 2, False, lambda *n: n, os.getenv, "", "get"),
+        ),
+        put_environment,
+    ),
     "environ": of_process(lambda m: float(os.environ["SCALE_OF_" + "A_TEST"]), put_environment),
     "cached": of_process(lambda m: remembered(), put_remembered),
     "global_object": of_process(lambda m: Plain.scale, lambda v: setattr(Plain, "scale", v)),
@@ -1335,9 +1342,47 @@ WITHIN_A_PAGE = {
 }
 
 
+def test_names_do_not_depend_on_the_order_of_sets_that_libraries_hold() -> None:
+    """Tables of libraries, and settings of a model with a hook of the user's."""
+    made, _ = LIBRARY["library_set"]()
+    names = set()
+    for pair in (collide(), collide()[::-1]):
+        model = made(1.0)
+        table = sys.modules["transformers.models.tabled"].CHOSEN
+        table.clear()
+        model.config.texts = set()
+        for text in pair:
+            table.add(text)
+            model.config.texts.add(text)
+        model.lm_head.register_forward_hook(lambda module, args, out: out * 1.0)
+        identity = Identity(model)
+        assert not identity.foreign
+        names.add(identity.namespace)
+    assert len(names) == 1
+
+
+def test_common_functions_of_libraries_are_known() -> None:
+    model = models.short()
+    layer = mlp(model)
+    layer.forward = torch.no_grad()(layer.forward)
+    layer.register_forward_hook(torch.inference_mode()(lambda module, args, out: out * 1.0))
+    layer.exp = np.exp
+    torch.vmap(torch.addr)(torch.ones(2, 2, 2), torch.ones(2, 2), torch.ones(2, 2))
+    assert Identity(model).foreign == ""
+
+
+def test_a_result_of_a_cached_function_is_not_the_function(monkeypatch) -> None:
+    plain = modeling_llama.rotate_half
+    other = functools.lru_cache(maxsize=2)(lambda x: plain if x is None else plain(x) * -3.0)
+    assert other(None) is plain
+    monkeypatch.setattr(modeling_llama, "rotate_half", functools.wraps(plain)(other))
+    assert "rotate_half" in Identity(models.short()).foreign
+
+
 def test_functions_that_numpy_makes_are_foreign(monkeypatch) -> None:
     made = np.frompyfunc(lambda number: number * -3.0, 1, 1)
     monkeypatch.setattr(modeling_llama, "rotate_half", made)
+    monkeypatch.setattr(np, made.__name__, made, raising=False)
     assert "rotate_half" in Identity(models.short()).foreign
 
 

@@ -848,3 +848,36 @@ def test_weights_that_are_read_as_needed(tmp_path: Path) -> None:
         assert_same(generate(model, 12, input_ids=PROMPT), generate(twin, 12, input_ids=PROMPT))
         assert counts(kv) == (0, 0)
     weights.close()
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_no_graph_is_kept_of_a_model_that_changed_for_some_steps(engine: bool) -> None:
+    class Changed(LogitsProcessor):
+        def __init__(self, model: Any, first: int, last: int) -> None:
+            self.norm, self.steps, self.span = (
+                model.model.layers[0].input_layernorm,
+                0,
+                (first, last),
+            )
+            self.usual = self.norm.variance_epsilon
+
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            if self.steps in self.span:
+                self.norm.variance_epsilon = 5.0 if self.steps == self.span[0] else self.usual
+            return scores
+
+    for first, last in ((1, 8), (2, 12), (5, 20)):
+        model, twin = models.short(), models.short()
+        ids = models.prompt(20)
+        want = generate(twin, 30, input_ids=ids, logits_processor=[Changed(twin, first, last)])
+        with recorded(), attached(model) as kv:
+            processors = [Changed(model, first, last)]
+            if not engine:
+                assert_same(generate(model, 30, input_ids=ids, logits_processor=processors), want)
+            else:
+                with flowkv.Engine(model, kv, max_rows=4) as serving:
+                    options = {"logits_processor": processors}
+                    job = serving.submit(ids[0].tolist(), max_new_tokens=30, options=options)
+                    assert list(job.result().tokens) == want.sequences[0, 20:].tolist()
+            assert counts(kv)[1] > 3

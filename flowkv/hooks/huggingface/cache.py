@@ -308,6 +308,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         decode: Prepared decode of the step (`Step.decode`), if this layer has used it.
         columns: Columns that the layer shows in the step.
         wrote: The step that wrote its newest tokens, or None; views of other steps are stale.
+        skipped: Columns that it has, if forwards have skipped it since; else None.
 
     Args:
         rows: The sequences of the cache.
@@ -335,6 +336,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.dtype, self.device = placed.shape[3:]
         self.decode: Any = None
         self.wrote: object = None
+        self.skipped: int | None = None
         self._gathered: Gathered | None = None
         self.is_initialized = True
 
@@ -346,6 +348,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def seen(self) -> int:
         """Number of columns written so far, padding included."""
+        if self.skipped is not None:
+            return self.skipped
         return self.rows.total if self.in_step else self.rows.base
 
     @property
@@ -376,6 +380,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         rows = self.rows
         stays = self._begun() and (self._gathered is None or not self.edited())
+        stays = stays and self.skipped is None
         if not stays or not self._write(key_states, value_states):
             return self.to_native().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows.updated += 1
@@ -538,14 +543,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         for seq in rows.seqs:
             Planner.of(seq).whole(seq)
         rows.refuse_thinned("be read as one tensor")
+        # Leave columns out that a forward under way, or one that skipped the layer, did not write.
+        more = (rows.base if step is None else rows.total) - self.seen
         if step is None:
             with rows.reading(self.index, self.placed.group) as (pages, batch):
-                return kernels.gather_dense(pages, batch, columns)
-        pages, batch = step.pages(self.index), step.batch(self.placed.group)
-        if self.in_step:
-            return kernels.gather_dense(pages, batch, columns)
-        # A forward is under way and has not reached this layer: leave its new columns out.
-        k, v = kernels.gather_dense(pages, batch, columns + rows.new)
+                k, v = kernels.gather_dense(pages, batch, columns + more)
+        else:
+            batch = step.batch(self.placed.group)
+            k, v = kernels.gather_dense(step.pages(self.index), batch, columns + more)
         return k[:, :, :columns], v[:, :, :columns]
 
     def edited(self) -> bool:
@@ -600,6 +605,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             kept: Columns that are left, if the rows were only cut.
         """
         held, self.wrote, self._gathered = self._gathered, None, None
+        if not self.rows.base:
+            self.skipped = None
         if held is not None and held.asked and kept and self.shown is None:
             # As with a native layer, the remaining columns share memory with the caller's tensors.
             keys, values = (x[:, :, :kept] for x in held[:2])
@@ -867,6 +874,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         care: `tenant`, `session`, `lease` and `retain` of its requests, as far as they are set.
         options: Arguments beside token ids that its first forward was given.
         fresh: Whether it looks empty to its owner until its first forward is over.
+        skips: Whether a forward has skipped layers, which have fewer tokens since.
         audits: Recomputes restored pages after the first forward, or None.
         drawn: States of the random generators when its forward began; None if none is used.
         form: Form of its last forward, or None; see `inputs.ForwardCall`.
@@ -889,7 +897,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.decoding: tuple[torch.Tensor, torch.Tensor] | None = None
         self.answer: tuple[Any, Any] | None = None
         self.drawn: tuple[bytes, ...] | None = None
-        self.fresh = False
+        self.fresh = self.skips = False
         self.recurrent = Recurrent(plan, rows, layers)
         self.close: Callable[[], object] = int  # does nothing if the sequences are not its own
         if owns:
@@ -982,8 +990,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             return
         try:
             if self.rows.step is not None and self.rows.updated != self.rows.layers:
-                self.give_up(private=True)  # from now on, layers that it skipped have fewer tokens
-                return
+                self._skip()
             self.rows.finish()
         except StateError:
             self.fail()
@@ -992,6 +999,14 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         if self.recurrent.layers:
             self.recurrent.mark()
             self.recurrent.save(SNAPSHOT_PAGES * self.rows.kv.page_size)
+
+    def _skip(self) -> None:
+        """Record which layers a forward skipped, and publish no further pages."""
+        self.skips = True
+        self.rows.disable_publishing()
+        for layer in self.paged:
+            if not layer.in_step and layer.skipped is None:
+                layer.skipped = self.rows.base
 
     def fail(self) -> None:
         """Roll back a failed forward; empty the cache if it was the first, or states changed."""
@@ -1083,7 +1098,11 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             cut: Whether it only cuts all rows.
         """
         self.rows.alive()
-        if not self.stays():
+        stays = self.stays()
+        if stays and cut and self.skips:  # each layer loses as many of its own
+            self.give_up(private=True)
+            stays = False
+        if not stays:
             getattr(self, name)(*given)
             return
         self._each(name, *given)

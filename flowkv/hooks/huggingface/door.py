@@ -784,6 +784,7 @@ class ForwardHook:
             or rows.taken
             or rows.wants_weights
             or rows.thinning is not None
+            or cache.skips
             or cache.audits is not None
             or call.form is None
             or not isinstance(given.get("logits_to_keep", 0), int)
@@ -1030,10 +1031,10 @@ def _answering(forward: Any, cache_name: str) -> Any:
     return answered
 
 
-def _state(held: weakref.ref[ForwardHook]) -> object:
+def _state(held: weakref.ref[ForwardHook], whole: bool) -> object:
     door = held()
     model = None if door is None else door._model()
-    return None if door is None or model is None else door.identity.state(model)
+    return None if door is None or model is None else door.identity.state(model, whole=whole)
 
 
 def _packed(held: weakref.ref[ForwardHook], step: Step) -> torch.Tensor:

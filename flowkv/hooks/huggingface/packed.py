@@ -61,7 +61,7 @@ class PackedForward:
             keep = last if self._by_index and not every else None
             logits = self._call(step, door.plan, keep)[0]
             found = logits if every or keep is not None else logits[sent(last, logits.device)]
-            if graphs is not None:
+            if graphs is not None and not odd:
                 graphs.record_step(step, step.tokens, step.positions, logits)
         # Checked late: the forward still runs on a GPU, and changes during it are noticed.
         odd = odd or (step.fills and bool(modes(own=False) or not door.trusted()))
