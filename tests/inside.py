@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from flowkv.compiled.parts import PART
     from flowkv.connect.identity import fingerprint
     from flowkv.core import digest as core_digest
-    from flowkv.core import errors, interrupts
+    from flowkv.core import errors, interrupts, progress
     from flowkv.core.clock import Clock
     from flowkv.core.config import (
         ENVIRONMENT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+_log = logging.getLogger("flowkv")
 _RUNNING: list[subprocess.Popen[bytes]] = []
 
 
@@ -42,6 +44,7 @@ def begin(lock: Path, module: str, text: str) -> subprocess.Popen[bytes] | None:
     except OSError:
         return None
     _RUNNING.append(process)
+    _log.info("process %d compiles ahead of its use: %s", process.pid, module)
     return process
 
 

@@ -5,20 +5,20 @@ the middle of other work, while every thread that needs numba's lock waits. `wat
 numba's events, so that functions of other packages count too; other compilers report by `around`.
 Deadlines are set by `now_ns`, which stands still meanwhile, but for a nanosecond from call to call;
 a measured time goes through `measured_s` before it is used. Compilation that takes longer than a
-second is reported to the user: in a line on a terminal, as log records elsewhere.
+second is reported to the user (`core.progress`).
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from flowkv.core.progress import LINE
 
 MOST_S = 600.0
 """Longest interval that counts; one that seems longer has lost its end."""
@@ -27,22 +27,6 @@ MOST_SHARE = 0.1
 """Largest share of compilation in a usable measured time; with more, the rest is unreliable."""
 
 _KEPT = 1 << 10
-
-_TOLD_EVERY_S = 1.0
-"""Interval between two reports of compilation."""
-
-_log = logging.getLogger("flowkv")
-
-
-def _write(text: str) -> bool:
-    """Write to the terminal, if standard error is one; return whether that worked."""
-    try:
-        if sys.stderr.isatty():
-            print(text, end="", file=sys.stderr, flush=True)
-            return True
-    except Exception:  # standard error may be closed, or any other object
-        _log.debug("standard error cannot be written", exc_info=True)
-    return False
 
 
 class Intervals:
@@ -53,7 +37,6 @@ class Intervals:
         self._depths: dict[int, int] = {}  # nesting depths of compiling threads
         self._begun_ns = self._spent_ns = self._last_ns = 0
         self._past: deque[tuple[int, int]] = deque(maxlen=_KEPT)
-        self._told = False  # whether a thread reports long compilation
 
     def begin(self) -> None:
         """Begin an interval of the calling thread; nests."""
@@ -64,14 +47,8 @@ class Intervals:
             self._depths[me] = self._depths.get(me, 0) + 1
 
     def start_reports(self) -> None:
-        """Report every second, from a thread of its own, for as long as compilation goes on."""
-        with self._lock:
-            if self._told:
-                return
-            teller = threading.Thread(target=self._tell, name="flowkv-compiling", daemon=True)
-            with suppress(RuntimeError):  # no thread can start: compilation goes on without reports
-                teller.start()
-                self._told = True
+        """Report every second for as long as compilation goes on."""
+        LINE.begin(self, self._describe)
 
     def end(self) -> None:
         """End the calling thread's last interval; a surplus end does nothing."""
@@ -118,28 +95,17 @@ class Intervals:
                 total_ns += max(0, min(ended, ended_ns) - max(begun, begun_ns))
         return total_ns
 
-    def _tell(self) -> None:
-        line = ""
-        while True:
-            time.sleep(_TOLD_EVERY_S)
-            with self._lock:
-                if not self._depths:
-                    self._told = False
-                    break
-                spent_s = self.at()[1] / 1e9
-            line = f"flowkv: compiling, once on this machine: {spent_s:.0f} s"
-            if not _write(f"\r{line}"):
-                _log.info(line)
-        if line:
-            _write(f"\r{' ' * len(line)}\r")
+    def _describe(self) -> str:
+        return f"compiling, once on this machine: {self.at()[1] / 1e9:.0f} s"
 
     def _close(self, ended_ns: int) -> None:
         self._spent_ns += ended_ns - self._begun_ns
         self._past.append((self._begun_ns, ended_ns))
+        LINE.end(self)
 
     def forked(self) -> None:
         """Reset after `fork`: in the child the other threads and their compilation are gone."""
-        self._lock, self._told = threading.RLock(), False
+        self._lock = threading.RLock()
         if self._depths:
             self._depths.clear()
             self._close(time.monotonic_ns())

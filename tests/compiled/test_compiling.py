@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from numba.extending import overload
 
-from tests.inside import Intervals, SystemClock, compiling
+from tests.inside import Intervals, SystemClock, compiling, progress
 
 
 class Times:
@@ -187,10 +187,11 @@ def test_what_is_compiled_for_long_is_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(compiling, "_TOLD_EVERY_S", 0.01)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.01)
+    monkeypatch.setattr(compiling, "LINE", progress.ProgressLine())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     said = threading.Event()
-    monkeypatch.setattr(compiling._log, "info", lambda line: (lines.append(line), said.set()))
+    monkeypatch.setattr(progress._log, "info", lambda line: (lines.append(line), said.set()))
     lines, shown, known = list[str](), "", Intervals()
     others = set(threading.enumerate())
     known.begin()
@@ -224,14 +225,15 @@ def test_a_thread_that_cannot_begin_harms_no_compilation(monkeypatch: pytest.Mon
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    known = Intervals()
+    known, reports = Intervals(), progress.ProgressLine()
+    monkeypatch.setattr(compiling, "LINE", reports)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         known.start_reports()
-    assert not known._told  # and the next one is told
+    assert not reports._running  # and the next one is told
 
 
 @pytest.mark.parametrize("stderr", [None, object()])
 def test_standard_error_may_be_anything(stderr: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
-    assert not compiling._write("compiling")
+    assert not progress._write("compiling")

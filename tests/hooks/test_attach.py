@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import pickle
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -51,6 +53,22 @@ def fails(*_: Any) -> None:
 
 
 class TestTheModel:
+    def test_is_logged_when_it_is_attached(
+        self, model: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.INFO, "flowkv"):
+            flowkv.attach(model, gpu="16MiB").close()
+            model.other = object()
+            with pytest.warns(UserWarning, match="other: a builtins.object"):
+                flowkv.attach(model, gpu="16MiB").close()
+        shared, foreign = (one.getMessage() for one in caplog.records if "attached" in one.msg)
+        assert re.fullmatch(
+            r"LlamaForCausalLM attached in \d+\.\d s: [\d.]+[KM]iB of weights, "
+            "layers read by pages, pages shared",
+            shared,
+        )
+        assert foreign.endswith("pages not shared")
+
     def test_is_as_before_after_detach(self, model: Any) -> None:
         before = model.config._attn_implementation
         hooks = len(model._forward_hooks), len(model._forward_pre_hooks)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ import transformers
 
 from flowkv.cache import ahead
 from flowkv.cache.kv import KV, bind, follow, warn
+from flowkv.core.config import format_size
 from flowkv.core.errors import (
     ConfigError,
     FlowKVError,
@@ -24,6 +27,7 @@ from flowkv.core.errors import (
     UnsupportedModelError,
     experimental,
 )
+from flowkv.core.progress import during
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.blend import Blending
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
@@ -50,6 +54,8 @@ from flowkv.tensors.embedding import AttachedEmbedding
 from flowkv.tensors.weights import StreamedWeights
 
 Reads = Literal["auto", "dense"]
+
+_log = logging.getLogger("flowkv")
 
 _LOCK = threading.Lock()
 _ATTACHED: weakref.WeakKeyDictionary[torch.nn.Module, ForwardHook] = weakref.WeakKeyDictionary()
@@ -114,6 +120,7 @@ def attach(
     rule = make_blend_rule(recompute) if reuse == "blend" else None
     if rule is not None:
         experimental('attach(reuse="blend")', "it is new, and approximate by nature")
+    begun_s = time.monotonic()
     with _LOCK:
         if model in _ATTACHED and _ATTACHED[model].kv.inherited:
             _ATTACHED[model].kv.detach()
@@ -134,6 +141,14 @@ def attach(
             _hear(model, kv)
             follow(kv, detach=partial(_forget, weakref.ref(model)))
             _ATTACHED[model] = door
+            _log.info(
+                "%s attached in %.1f s: %s of weights, layers read by %s, pages %s",
+                type(model).__name__,
+                time.monotonic() - begun_s,
+                format_size(door.identity.n_bytes),
+                " and ".join(sorted(set(_ways(door)))),
+                "not shared" if door.identity.foreign else "shared",
+            )
             ahead.begin(kv.geometry, kv.config.codec, _query_heads(model))
             if compiled:
                 door.warn_compiled("torch.compile(model), called in place of the model,")
@@ -189,7 +204,8 @@ def install(
     switch = Switch(model)
     in_pages = not switch.reason
     for _ in range(2):
-        identity = Identity(model, kv.config.namespace, revision)
+        with during("naming the model by its weights and code"):
+            identity = Identity(model, kv.config.namespace, revision)
         modules, long = list(model.modules()), identity.suspect
         found = probe(model, kv.page_size, in_pages=in_pages, long=long, share_of=share_of)
         if list(map(id, modules)) == list(map(id, model.modules())):
@@ -200,7 +216,8 @@ def install(
     door.install()
     identity.read(model)  # the first forward may have made attributes, which are settings, too
     try:
-        settle(model, kv, found, door)
+        with during("comparing answers through pages with the model's own"):
+            settle(model, kv, found, door)
     except BaseException:
         door.remove()
         raise

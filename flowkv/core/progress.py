@@ -1,0 +1,99 @@
+"""Reports of work that takes longer than a second: a line on a terminal, log records elsewhere.
+
+The line is on standard error, dim if rich is installed, and is wiped out behind the work. Records
+have the level INFO and the logger "flowkv".
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+_EVERY_S = 1.0
+"""Interval between two reports."""
+
+_log = logging.getLogger("flowkv")
+
+
+class ProgressLine:
+    """Work under way, reported by one thread for as long as there is some. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal's handler may begin work as well
+        self._work = dict[object, Callable[[], str]]()
+        self._running = False
+
+    def begin(self, work: object, describe: Callable[[], str]) -> None:
+        """Report work every second until its end; the newest work is the one described."""
+        with self._lock:
+            self._work[work] = describe
+            if self._running:
+                return
+            thread = threading.Thread(target=self._run, name="flowkv-progress", daemon=True)
+            with suppress(RuntimeError):  # no thread can start: the work goes on without reports
+                thread.start()
+                self._running = True
+
+    def end(self, work: object) -> None:
+        """End the reports of work; a surplus end does nothing."""
+        with self._lock:
+            self._work.pop(work, None)
+
+    def _run(self) -> None:
+        line = ""
+        while True:
+            time.sleep(_EVERY_S)
+            with self._lock:
+                if not self._work:
+                    self._running = False
+                    break
+                describe = list(self._work.values())[-1]
+            wide, line = len(line), f"flowkv: {describe()}"
+            if not _write(line.ljust(wide)):
+                _log.info(line)
+        if line:
+            _write(" " * len(line))
+
+    def forked(self) -> None:
+        """Reset after `fork`: in the child the other threads and their work are gone."""
+        self._lock, self._running = threading.RLock(), False
+        self._work.clear()
+
+
+LINE = ProgressLine()
+os.register_at_fork(after_in_child=LINE.forked)
+
+
+@contextmanager
+def during(text: str) -> Iterator[None]:
+    """Report the context as work, if it takes longer than a second."""
+    work, begun_s = object(), time.monotonic()
+    LINE.begin(work, lambda: f"{text}: {time.monotonic() - begun_s:.0f} s")
+    try:
+        yield
+    finally:
+        LINE.end(work)
+
+
+def _write(line: str) -> bool:
+    """Write over the terminal's line, if standard error is one; return whether that worked."""
+    try:
+        if not sys.stderr.isatty():
+            return False
+        try:
+            from rich.console import Console
+        except ImportError:
+            print(line, end="", file=sys.stderr)
+        else:
+            dim = Console(file=sys.stderr, highlight=False, markup=False, style="dim")
+            dim.print(line, end="", no_wrap=True, crop=True)
+        print("\r", end="", file=sys.stderr, flush=True)
+        return True
+    except Exception:  # standard error may be closed, or any other object
+        _log.debug("standard error cannot be written", exc_info=True)
+    return False
