@@ -67,14 +67,13 @@ def fill(model_name: str) -> dict[str, Any]:
     import torch
 
     import flowkv
-    from bench.real import load_model
     from flowkv.compiled import compiling
 
     def moment() -> tuple[float, float, float]:
         return time.perf_counter(), time.thread_time(), compiling.spent_ns() / 1e9
 
     compiling.watch()
-    model = load_model(model_name, dtype="float32", device="cpu").model
+    model = flowkv.load(model_name, dtype="float32", device="cpu").model
     rng, times = np.random.default_rng(0), {}
     prompts = rng.integers(1000, 20000, (1 + 2 * FILL_PROMPTS, 1, FILL_TOKENS))
     with flowkv.attach(model, gpu="1GiB", revision="bench"):  # compiles what every prompt needs

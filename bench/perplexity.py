@@ -39,7 +39,7 @@ from transformers.cache_utils import Cache, QuantizedLayer
 
 import flowkv
 from flowkv.core.errors import ConfigError
-from flowkv.hooks.huggingface.load import DTYPES, load_model
+from flowkv.hooks.huggingface.load import DTYPES, load
 
 CHUNK, LENGTH, POOL, EXACT = 128, 2048, "192MiB", "DynamicCache"
 PACKAGE, SHA256 = "networkx", "438041fbcaf8c9b6d60759feb06e568f03cb7f4d0b97ae7fbd737467d1c77a60"
@@ -178,7 +178,7 @@ def contexts(tokens: Sequence[int], count: int, length: int) -> list[torch.Tenso
 def settings(given: argparse.Namespace) -> tuple[Any, list[torch.Tensor], str]:
     """The model, the contexts, and a digest of what was asked for."""
     prose, length = text(given.text), min(LENGTH, given.longest)
-    loaded = load_model(given.model, dtype=given.dtype, device="cpu")
+    loaded = load(given.model, dtype=given.dtype, device="cpu")
     cut = contexts(loaded.encode(prose), given.contexts, length)
     asked = [given.model, given.dtype, CHUNK, FLOWKV, PEERS, [ids.tolist() for ids in cut]]
     return loaded.model, cut, hashlib.sha256(json.dumps(asked).encode()).hexdigest()

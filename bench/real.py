@@ -37,7 +37,7 @@ from bench.serve.workload import Ask
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.config import parse_size
 from flowkv.demo.timing import Reuse, Timing, timed_generate
-from flowkv.hooks.huggingface.load import DTYPES, LoadedModel, load_model
+from flowkv.hooks.huggingface.load import DTYPES, LoadedModel
 from flowkv.report.screen import Screen
 
 PARTS = ("first", "ttft", "tpot", "restart", "engine")
@@ -127,7 +127,7 @@ def english() -> str:
 
 def load(given: argparse.Namespace) -> LoadedModel:
     """The model, which does not stop before it is told to."""
-    loaded = load_model(given.model, dtype=given.dtype, device="cpu")
+    loaded = flowkv.load(given.model, dtype=given.dtype, device="cpu")
     loaded.model.generation_config.eos_token_id = None
     loaded.model.generation_config.pad_token_id = 0
     return loaded

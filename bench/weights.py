@@ -30,7 +30,7 @@ import flowkv
 from bench.embedding import memory_group
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.config import parse_size
-from flowkv.hooks.huggingface.load import DTYPES, load_model
+from flowkv.hooks.huggingface.load import DTYPES, load
 from flowkv.report.screen import Screen
 from flowkv.tensors.checkpoint import Checkpoint
 
@@ -47,7 +47,7 @@ def _saved(given: argparse.Namespace, folder: Path) -> int:
         config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
         model: Any = LlamaForCausalLM(config).to(DTYPES[given.dtype])
     else:
-        model = load_model(given.model, dtype=given.dtype, device="cpu").model
+        model = load(given.model, dtype=given.dtype, device="cpu").model
     model.save_pretrained(folder)
     return sum(p.numel() * p.element_size() for p in model.parameters())
 

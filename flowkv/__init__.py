@@ -17,35 +17,24 @@ if TYPE_CHECKING:
     from flowkv import kernels as kernels
     from flowkv import sim as sim
     from flowkv import testing as testing
-    from flowkv.cache.kv import KV as KV
-    from flowkv.cache.sequence import NEVER as NEVER
-    from flowkv.cache.sequence import SOON as SOON
-    from flowkv.cache.sequence import Retain as Retain
-    from flowkv.cache.sequence import Sequence as Sequence
-    from flowkv.cache.step import Step as Step
-    from flowkv.core.config import Config as Config
-    from flowkv.core.errors import ExperimentalWarning as ExperimentalWarning
-    from flowkv.core.errors import FlowKVError as FlowKVError
-    from flowkv.core.geometry import Geometry as Geometry
-    from flowkv.core.geometry import LayerGroup as LayerGroup
-    from flowkv.core.keys import Namespace as Namespace
-    from flowkv.core.keys import Salt as Salt
-    from flowkv.core.keys import Shard as Shard
-    from flowkv.engine.engine import Engine as Engine
-    from flowkv.engine.request import Answer as Answer
-    from flowkv.engine.request import Completion as Completion
-    from flowkv.engine.request import Request as Request
-    from flowkv.hooks.attention import attention as attention
-    from flowkv.hooks.attention import intercept as intercept
-    from flowkv.hooks.graphs import graphed as graphed
-    from flowkv.hooks.huggingface.attach import attach as attach
-    from flowkv.hooks.huggingface.attach import verify as verify
-    from flowkv.policy.base import Lease as Lease
-    from flowkv.policy.base import Policy as Policy
-    from flowkv.tensors.embedding import attach_embedding as attach_embedding
-    from flowkv.tensors.memo import memo as memo
-    from flowkv.tensors.weights import attach_weights as attach_weights
-    from flowkv.tiers.base import Tier as Tier
+    from flowkv.cache.kv import KV
+    from flowkv.cache.sequence import NEVER, SOON, Retain, Sequence
+    from flowkv.cache.step import Step
+    from flowkv.core.config import Config
+    from flowkv.core.errors import ExperimentalWarning, FlowKVError
+    from flowkv.core.geometry import Geometry, LayerGroup
+    from flowkv.core.keys import Namespace, Salt, Shard
+    from flowkv.engine.engine import Engine
+    from flowkv.engine.request import Answer, Completion, Request
+    from flowkv.hooks.attention import attention, intercept
+    from flowkv.hooks.graphs import graphed
+    from flowkv.hooks.huggingface.attach import attach, verify
+    from flowkv.hooks.huggingface.load import LoadedModel, load
+    from flowkv.policy.base import Lease, Policy
+    from flowkv.tensors.embedding import attach_embedding
+    from flowkv.tensors.memo import memo
+    from flowkv.tensors.weights import attach_weights
+    from flowkv.tiers.base import Tier
 
 __version__ = "0.2.0"
 
@@ -62,6 +51,7 @@ __all__ = [
     "Geometry",
     "LayerGroup",
     "Lease",
+    "LoadedModel",
     "Namespace",
     "Policy",
     "Request",
@@ -78,6 +68,7 @@ __all__ = [
     "graphed",
     "intercept",
     "kernels",
+    "load",
     "memo",
     "sim",
     "testing",
@@ -85,38 +76,31 @@ __all__ = [
 ]
 
 _HOMES = {
-    "KV": "flowkv.cache.kv",
-    "NEVER": "flowkv.cache.sequence",
-    "SOON": "flowkv.cache.sequence",
-    "Answer": "flowkv.engine.request",
-    "Completion": "flowkv.engine.request",
-    "Config": "flowkv.core.config",
-    "Engine": "flowkv.engine.engine",
-    "ExperimentalWarning": "flowkv.core.errors",
-    "FlowKVError": "flowkv.core.errors",
-    "Geometry": "flowkv.core.geometry",
-    "LayerGroup": "flowkv.core.geometry",
-    "Lease": "flowkv.policy.base",
-    "Namespace": "flowkv.core.keys",
-    "Policy": "flowkv.policy.base",
-    "Request": "flowkv.engine.request",
-    "Retain": "flowkv.cache.sequence",
-    "Salt": "flowkv.core.keys",
-    "Sequence": "flowkv.cache.sequence",
-    "Shard": "flowkv.core.keys",
-    "Step": "flowkv.cache.step",
-    "Tier": "flowkv.tiers.base",
-    "attach": "flowkv.hooks.huggingface",
-    "attach_embedding": "flowkv.tensors.embedding",
-    "attach_weights": "flowkv.tensors.weights",
-    "attention": "flowkv.hooks.attention",
-    "graphed": "flowkv.hooks.graphs",
-    "intercept": "flowkv.hooks.attention",
-    "kernels": "flowkv.kernels",
-    "memo": "flowkv.tensors.memo",
-    "sim": "flowkv.sim",
-    "testing": "flowkv.testing",
-    "verify": "flowkv.hooks.huggingface",
+    name: home
+    for home, names in {
+        "flowkv.cache.kv": "KV",
+        "flowkv.cache.sequence": "NEVER Retain SOON Sequence",
+        "flowkv.cache.step": "Step",
+        "flowkv.core.config": "Config",
+        "flowkv.core.errors": "ExperimentalWarning FlowKVError",
+        "flowkv.core.geometry": "Geometry LayerGroup",
+        "flowkv.core.keys": "Namespace Salt Shard",
+        "flowkv.engine.engine": "Engine",
+        "flowkv.engine.request": "Answer Completion Request",
+        "flowkv.hooks.attention": "attention intercept",
+        "flowkv.hooks.graphs": "graphed",
+        "flowkv.hooks.huggingface": "attach verify",
+        "flowkv.hooks.huggingface.load": "LoadedModel load",
+        "flowkv.kernels": "kernels",
+        "flowkv.policy.base": "Lease Policy",
+        "flowkv.sim": "sim",
+        "flowkv.tensors.embedding": "attach_embedding",
+        "flowkv.tensors.memo": "memo",
+        "flowkv.tensors.weights": "attach_weights",
+        "flowkv.testing": "testing",
+        "flowkv.tiers.base": "Tier",
+    }.items()
+    for name in names.split()
 }
 
 

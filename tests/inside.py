@@ -155,7 +155,6 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.cache import PagedCache, PagedLayer, place_layers, read_layer
     from flowkv.hooks.huggingface.door import ForwardHook
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids
-    from flowkv.hooks.huggingface.load import load_model
     from flowkv.hooks.huggingface.packing import PackedLayer
     from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
     from flowkv.hooks.huggingface.restore import Part as restore_Part

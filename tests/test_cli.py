@@ -23,7 +23,6 @@ from tests.inside import (
     command,
     doctor,
     errors,
-    load_model,
     read_prompts,
     screen,
     timed_generate,
@@ -453,17 +452,17 @@ def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         " ": "empty",
     }.items():
         with pytest.raises(ConfigError, match=complaint):
-            load_model(name)
+            flowkv.load(name)
     with pytest.raises(UnsupportedModelError, match="no causal language model"):
-        load_model(tmp_path / "strange")
+        flowkv.load(tmp_path / "strange")
     with pytest.raises(ConfigError, match="device 'abacus' cannot be used"):
-        load_model(tiny_path(), device="abacus")
+        flowkv.load(tiny_path(), device="abacus")
     with pytest.raises(ConfigError, match="dtype"):
-        load_model(tiny_path(), dtype="int3")
+        flowkv.load(tiny_path(), dtype="int3")
 
 
 def test_a_model_of_bytes() -> None:
-    loaded = load_model(tiny_path(), device="cpu")
+    loaded = flowkv.load(tiny_path(), device="cpu")
     assert not loaded.model.training
     assert loaded.decode(loaded.encode("grün")) == "grün"
     assert loaded.decode([0xFF]) == "\N{REPLACEMENT CHARACTER}"

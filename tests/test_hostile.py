@@ -25,6 +25,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import flowkv
 from flowkv.connect.events import (
     AllBlocksCleared,
     EventBatch,
@@ -48,7 +49,6 @@ from tests.inside import (
     encode_state,
     fingerprint,
     load_config,
-    load_model,
     open_regular,
     read_prompts,
     write_table,
@@ -507,7 +507,7 @@ def test_pipes_in_a_directory(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     os.mkfifo(folder / "model.safetensors")
-    quickly(lambda: load_model(folder), ConfigError)
+    quickly(lambda: flowkv.load(folder), ConfigError)
     quickly(lambda: read_weights(folder), StoreError)
     quickly(lambda: fingerprint(str(folder)), ConfigError)
     os.mkfifo(tmp_path / "manifest")
@@ -538,7 +538,7 @@ def test_a_checkpoint_does_not_leave_its_directory(tmp_path: Path, name: str) ->
     with pytest.raises(StoreError):
         read_weights(folder)
     with pytest.raises(ConfigError):
-        load_model(folder)
+        flowkv.load(folder)
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(StoreError, match="outside"):  # by the link alone
         read_weights(folder)

@@ -17,7 +17,7 @@ from flowkv.core.config import DEFAULT_CPU_POOL_SIZE, DEFAULT_GPU_SIZE, parse_si
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import page_layout
 from flowkv.data import tiny_path
-from flowkv.hooks.huggingface.load import DTYPES, load_model
+from flowkv.hooks.huggingface.load import DTYPES, load
 from flowkv.sim.restore import SHAPES
 
 _CONTEXT = 16384
@@ -81,7 +81,7 @@ class Ground:
         else:
             source = model or str(tiny_path())
             self.name = os.path.basename(source.rstrip("/")) if model else "fixture"
-            self.model = load_model(source, dtype=dtype, device=device or None).model
+            self.model = load(source, dtype=dtype, device=device or None).model
         endless(self.model)
         config = self.model.config
         self.context = int(getattr(config, "max_position_embeddings", None) or _CONTEXT)

@@ -36,11 +36,11 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         import torch
 
         from flowkv.demo.timing import Reuse, timed_generate
-        from flowkv.hooks.huggingface.load import load_model
+        from flowkv.hooks.huggingface.load import load
 
         if given.threads:
             torch.set_num_threads(given.threads)
-        loaded = load_model(given.model, dtype=given.dtype, device=given.device or None)
+        loaded = load(given.model, dtype=given.dtype, device=given.device or None)
     answers = []
     with contextlib.ExitStack() as stack:
         kv = flowkv.attach(loaded.model, disk=given.store)

