@@ -267,77 +267,111 @@ def real(results: Results) -> str:
     return f"{table(['what', 'against', 'figure'], lines)}\n\n{about}"
 
 
-def _times(results: Results) -> list[str]:
-    """How much sooner a real model answers: asked again, in the next process; at 2,048 tokens."""
-    rows = [row for part in results["real_cpu"]["parts"].values() for row in part]
-    whats = ("ttft, asked again", "ttft, restarted")
-    found = {row["what"]: row["ratio"] for row in rows if row.get("tokens") == 2048}
-    return [f"{found[what][1]:.0f} times" for what in whats]
+class Real:
+    """Middle figures of the real model."""
+
+    def __init__(self, results: Results) -> None:
+        self.rows = [row for part in results["real_cpu"]["parts"].values() for row in part]
+
+    def row(self, what: str, tokens: int | None = None) -> dict[str, Any]:
+        found = (row for row in self.rows if row["what"] == what)
+        return next(row for row in found if tokens in (None, row["tokens"]))
+
+    def ratio(self, what: str, tokens: int, name: str = "ratio") -> float:
+        return float(self.row(what, tokens)[name][1])
+
+    def sooner(self, what: str) -> str:
+        """How much sooner a prompt of 2,048 tokens is answered."""
+        return f"{self.ratio(f'ttft, {what}', 2048):.0f} times sooner"
+
+    def later(self, tokens: int) -> str:
+        """How much later an unseen prompt is answered."""
+        return f"{100 / self.ratio('ttft, unseen', tokens) - 100:.0f}% later at {tokens:,} tokens"
+
+    def lossy(self, cache: str) -> str:
+        row = self.row(f"quality, {cache}")
+        return f"{figure(row['more_percent'][1])}% with {row['bits']:.1f} bits an element"
 
 
-def _on_gpus(results: Results) -> list[list[str]]:
-    """What an 8B model and an engine over it gain on each GPU, for the first pages."""
-    rows = []
+def _on_gpus(results: Results) -> Iterable[tuple[str, Callable[[str], str]]]:
+    """Each GPU by its name, with a reader of figures by their paths."""
     for report in gpu_reports(results):
-        cases = {row["case"]: row for row in report["results"] + report["rows"]}
+        cases = whole.cases_of(report)
         name = report["device"].removeprefix("NVIDIA ")
-        ours, plain, engine, batch = (
-            whole.found(cases, path)
-            for path in (
-                *("attached 2048/tpot_ms", "plain 2048/tpot_ms"),
-                *("engine/tokens_per_s", whole.STATIC),
-            )
-        )
-        if ours and plain:
-            told = f"{figure(ours)} ms a token; with its own cache {figure(plain)}"
-            rows.append([f"an 8B model at 2,048 tokens, {name}", told])
-        if engine and batch:
-            told = f"{figure(engine / batch)} times the tokens of one static batch"
-            rows.append([f"32 clients of `flowkv.Engine`, {name}", told])
-    return rows
+        yield name, lambda path, cases=cases: figure(whole.found(cases, path))
 
 
 @block
 def front(results: Results) -> str:
-    """The figures of the front page, and where all others are."""
-    again, later = _times(results)
+    """What each machine gains and loses, for the front page."""
+    real = Real(results)
     lines = [
-        ["a prompt of 2,048 tokens asked again, two CPU cores", f"first token {again} sooner"],
-        ["... in the next process, from disk", f"first token {later} sooner"],
-        *_on_gpus(results),
+        [
+            "SmolLM2-135M in float32, two CPU cores",
+            f"first token of 2,048 asked again: {real.sooner('asked again')}; in the next process,"
+            f" from disk: {real.sooner('restarted')}",
+            f"first token of an unseen prompt: {real.later(2048)}, {real.later(256)}",
+        ]
     ]
-    about = (
-        "CPU: SmolLM2-135M in float32. GPU: Llama 8B of random weights in bf16, one run."
-        " [All figures](docs/benchmarks.md), missed goals with them."
-    )
-    return f"{table(['measured', 'figure'], lines)}\n\n{about}"
+    for name, of in _on_gpus(results):
+        faster = (
+            f"a token at 2,048 tokens: {of('attached 2048/tpot_ms')} ms, with its own cache"
+            f" {of('plain 2048/tpot_ms')}; first token of 32,768 asked again:"
+            f" {of('attached 32768 again/ttft_ms')} ms, computed {of('plain 32768/ttft_ms')}"
+        )
+        slower = (
+            f"first token of 512: {of('attached 512/ttft_ms')} ms instead of"
+            f" {of('plain 512/ttft_ms')}; of 2,048 asked again:"
+            f" {of('attached 2048 again/ttft_ms')} instead of {of('plain 2048/ttft_ms')}"
+        )
+        lines.append([f"Llama 8B, random weights in bf16, one {name}", faster, slower])
+    return table(["measured on", "faster", "slower"], lines)
 
 
 @block
 def landing(results: Results) -> str:
-    """What is worth a line on the first page of the documentation."""
-    parts = results["real_cpu"]["parts"]
-    rows = {(row["what"], row.get("tokens")): row for part in parts.values() for row in part}
-    again, later = _times(results)
-    step = rows["tpot, DynamicCache / attached", 4000]["ratio"][1]
-    many = rows["engine / generate, 4 clients", 256]["cpu_ratio"][1]
-    unseen = rows["ttft, unseen", 2048]["ratio"][1]
-    kv8 = next(row for row in parts["quality"] if row["what"] == "quality, kv8")
+    """What is worth a line on the first page of the documentation, beside its rivals."""
+    real = Real(results)
+    step, static = (f"tpot, {name} / attached" for name in ("DynamicCache", "StaticCache"))
+    step, static = (f"{real.ratio(what, 4000):.3g} times" for what in (step, static))
+    alone, batch = (f"engine / {name}, 4 clients" for name in ("generate", "generate_batch"))
+    alone, batch = (f"{real.ratio(what, 256, 'cpu_ratio'):.3g}" for what in (alone, batch))
     lines = [
-        ["a prompt of 2,048 tokens, asked again", f"first token {again} sooner"],
-        ["... in the next process, from disk", f"first token {later} sooner"],
-        ["... never seen before", f"{figure(unseen)} times as fast as without FlowKV"],
-        ["a decode step at 4,000 tokens", f"{figure(step)} times as fast as `DynamicCache`"],
+        ["first token of 2,048, asked again", real.sooner("asked again")],
+        ["... in the next process, from disk", real.sooner("restarted")],
+        ["... never seen before", f"{real.later(2048)}, {real.later(256)}"],
         [
-            "four clients through `flowkv.Engine`",
-            f"{figure(many)} times the tokens of `generate` for the same processor time",
+            "a decode step at 4,000 tokens",
+            f"{step} as fast as `DynamicCache`; {static} as `StaticCache`",
         ],
         [
-            f"`kv8`: {kv8['bits']:.1f} of 32 bits an element",
-            f"perplexity {figure(kv8['more_percent'][1])}% higher",
+            "four clients through `flowkv.Engine`, for the same processor time",
+            f"{alone} times the tokens of `generate`; {batch} times those of `generate_batch`",
         ],
-        *_on_gpus(results),
+        *(
+            [f"`{codec}`, perplexity more than exact", f"{real.lossy(codec)}; {peer}: {other}"]
+            for codec, peer in (("kv8", "HF HQQ, 8 bits"), ("kv4c", "HF HQQ, 4 bits"))
+            for other in (real.lossy(peer),)
+        ),
     ]
+    for name, of in _on_gpus(results):
+        token = f"{of('attached 2048/tpot_ms')} ms, with its own cache {of('plain 2048/tpot_ms')}"
+        lines += [
+            [f"an 8B model, {name}: a token at 2,048 tokens", token],
+            *(
+                [
+                    f"... first token of {n:,}, unseen; again",
+                    f"{of(f'attached {n}/ttft_ms')} ms; {of(f'attached {n} again/ttft_ms')}; "
+                    f"alone {of(f'plain {n}/ttft_ms')}",
+                ]
+                for n in (512, 32768)
+            ),
+            [
+                "... 32 clients of `flowkv.Engine`",
+                f"{of('engine/tokens_per_s')} tokens/s; one static batch {of(whole.STATIC)},"
+                f" `generate_batch` {of('generate_batch/tokens_per_s')}",
+            ],
+        ]
     return table(["measured", "figure"], lines)
 
 
