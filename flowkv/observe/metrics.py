@@ -153,6 +153,7 @@ tier_queued_bytes | g | tier | | Bytes queued for a transfer
 tier_in_flight_bytes | g | tier | | Bytes in transfer
 tier_loaded_bytes_total | c | tier | | Loaded bytes
 tier_refused_total | c | tier | | Frames damaged or of another kind
+tier_locked_frames | g | tier | | Encrypted frames of another secret in a directory at its opening
 tier_dropped_total | c | tier | | Pages not written, as the tier was too slow, away or full
 tier_unpaid_total | c | tier | | Pages not written, as loading them would take longer than computing
 tier_load_bytes_per_second | g | tier | | Measured rate of loads

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,10 +111,37 @@ def test_an_encrypted_disk_never_holds_plaintext(tmp_path: Path) -> None:
     kv.close()
     assert holds(tmp_path, pieces) == [False] * 3
     for other, reused in ((secret, 24), (secrets.token_hex(32), 0)):
-        again = kv_over(f"disk:{tmp_path / 'kv'}:8MiB", **options | {"secret": other})
+        with warnings.catch_warnings(record=True, action="always") as told:
+            again = kv_over(f"disk:{tmp_path / 'kv'}:8MiB", **options | {"secret": other})
         with again, again.open([*P, 0]) as seq:
             assert seq.reused == reused
             check_content(again, seq, P[:reused])
+            (tier,) = again.stats()["tiers"].values()
+        assert (tier["locked"] > 0, len(told)) == ((reused == 0), (reused == 0))
+
+
+def test_frames_of_other_secrets_are_counted_and_told_once(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    place = f"disk:{tmp_path / 'kv'}:8MiB"
+    ours, theirs = ({"integrity": "aead", "secret": letter * 64} for letter in "ab")
+
+    def opened_over(**options: Any) -> tuple[KV, list[str]]:
+        with warnings.catch_warnings(record=True, action="always") as told:
+            return kv_over(place, **options), [str(one.message) for one in told]
+
+    for tenants, options in (("xy", ours), ("z", theirs)):  # three pages of each tenant
+        kv, _ = opened_over(**options)
+        for tenant in tenants:
+            published(kv, P, tenant=tenant)
+        kv.close()
+    for options, locked in ((ours, 3), (theirs, 6), ({}, 9)):
+        kv, told = opened_over(**options)
+        with kv:
+            (tier,) = kv.stats()["tiers"].values()
+            shown = kv.metrics.prometheus()
+        (level,) = re.findall(r"^flowkv_tier_locked_frames\{.*\} (\d+)", shown, re.MULTILINE)
+        assert (tier["locked"], int(level)) == (locked, locked)
+        assert len(told) == 1 and f", {locked} are encrypted with" in told[0]
 
 
 # ---- tiers that others write to

@@ -369,10 +369,12 @@ def test_repair_wants_the_store_for_itself(tmp_path: Path) -> None:
 def test_the_wrong_secret_is_a_miss(tmp_path: Path) -> None:
     filled(tmp_path, envelope=Envelope(integrity="aead", keyring=Keyring(bytes(range(32)))))
     other = Envelope(integrity="aead", keyring=Keyring(bytes(32)))
-    tier = DiskTier(tmp_path, MIB, envelope=other)
-    assert outcomes(get(tier, [0])) == [("miss", "digest")]
+    with pytest.warns(UserWarning, match="encrypted with another secret"):
+        tier = DiskTier(tmp_path, MIB, envelope=other)
+    assert tier.locked > 1 and outcomes(get(tier, [0])) == [("miss", "digest")]
     tier.close()
-    tier = DiskTier(tmp_path, MIB)  # who wants no encryption gets no encrypted frame
+    with pytest.warns(UserWarning, match="encrypted with another secret"):
+        tier = DiskTier(tmp_path, MIB)  # who wants no encryption gets no encrypted frame
     assert outcomes(get(tier, [1])) == [("miss", "integrity")]
     assert tier.contains([key_of(1)]) == [True]
     tier.close()

@@ -51,6 +51,7 @@ def test_compressed_frames_beside_others_are_read_without_a_compressor(
     reader.close()
 
 
+@pytest.mark.filterwarnings("ignore:of the frames in:UserWarning")
 @pytest.mark.parametrize("way", ["to aead", "to xxh3", "no key"])
 def test_frames_of_the_other_integrity_are_replaced_when_they_are_stored_anew(
     tmp_path: Path, way: str

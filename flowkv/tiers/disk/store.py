@@ -60,7 +60,15 @@ from flowkv.tiers.disk.journal import (
     unpack_row,
 )
 from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import KINDS, BadFrame, Header, most_header_bytes, peek_header_bytes, wanted
+from flowkv.tiers.frame import (
+    AES_256_GCM,
+    KINDS,
+    BadFrame,
+    Header,
+    most_header_bytes,
+    peek_header_bytes,
+    wanted,
+)
 from flowkv.tiers.io.engine import FileIO, read_fully, wipe, write_fully, zeros
 
 # Summary of a store's frames for the superblock: hints for `inspect`.
@@ -632,6 +640,37 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
     return rows
 
 
+_TENANTS_TRIED = 64
+
+
+def count_locked(slabs: Slabs, rows: Rows, envelope: Envelope) -> int:
+    """Return the number of encrypted frames that have another secret than the envelope.
+
+    All frames of one tenant salt have one secret, for it is made with the secret. So up to three
+    headers of each of the largest tenants are read.
+    """
+    rows = rows[rows["integrity"] == AES_256_GCM]
+    if envelope.kind != AES_256_GCM:
+        return len(rows)
+    page, locked = own_memory(GRANULE_BYTES), 0
+    _, tenants, counts = np.unique(rows["tenant"], return_inverse=True, return_counts=True)
+    for tenant in np.argsort(counts)[-_TENANTS_TRIED:]:
+        own = rows[tenants == tenant]
+        slots = (
+            Slot(int(row["granules"]), int(row["number"])) for row in own[[0, len(own) // 2, -1]]
+        )
+        locked += 0 if any(_opens(slabs, slot, envelope, page) for slot in slots) else len(own)
+    return locked
+
+
+def _opens(slabs: Slabs, slot: Slot, envelope: Envelope, page: memoryview) -> bool:
+    try:
+        _read_header(slabs, slot, envelope, page)
+    except (BadFrame, OSError):
+        return False
+    return True
+
+
 def within(slabs: Slabs, rows: Rows) -> Rows:
     """Return the frames inside of their slab files; a file may have been cut off."""
     good = np.zeros(len(rows), np.bool_)
@@ -743,6 +782,7 @@ class DiskStore:
         owner: Whether this object may write; it may lose that, and a reader may become the owner.
         shared: Whether another process wrote here while it was open, or may.
         corrupt: Frames found damaged so far.
+        locked: Encrypted frames that were there at the opening, and that the secret does not open.
 
     Raises:
         ConfigError: The capacity is too small.
@@ -759,7 +799,7 @@ class DiskStore:
         files: FileIO | None = None,
         envelope: Envelope | None = None,
     ) -> None:
-        self.corrupt, self._quota = 0, DirectoryQuota(capacity_bytes)
+        self.corrupt, self.locked, self._quota = 0, 0, DirectoryQuota(capacity_bytes)
         self._files, self._durable = files or FileIO(), durable
         self._envelope = envelope or Envelope()
         self._lock = threading.RLock()
@@ -794,6 +834,8 @@ class DiskStore:
             else:
                 self._slabs = self._new_slabs()
                 self.refresh()
+                rows = np.frombuffer(b"".join(self._index.lines()), ROW)
+                self.locked = count_locked(self._slabs, rows, self._envelope)
         except OSError as error:
             self.close()
             raise StoreError(
@@ -1288,3 +1330,4 @@ class DiskStore:
             self._journal.sync()
         self._contents.rebuild(rows)
         self._note_contents()
+        self.locked = count_locked(self._slabs, rows, self._envelope)

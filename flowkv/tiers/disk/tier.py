@@ -1215,6 +1215,13 @@ class DiskTier:
                 UserWarning,
                 stacklevel=2,
             )
+        if self.locked:
+            warnings.warn(
+                f"of the frames in {path}, {self.locked:,} are encrypted with another secret and"
+                ' not found: pass integrity="aead" and that secret, or use another directory',
+                UserWarning,
+                stacklevel=2,
+            )
 
     @property
     def writable(self) -> bool:
@@ -1240,6 +1247,11 @@ class DiskTier:
     def corrupt(self) -> int:
         """Return the number of frames found damaged since the directory was opened."""
         return self._store.corrupt
+
+    @property
+    def locked(self) -> int:
+        """Return the number of encrypted frames at the opening that the secret does not open."""
+        return self._store.locked
 
     @property
     def engine(self) -> str:
