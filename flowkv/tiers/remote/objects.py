@@ -133,7 +133,7 @@ _CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_exclu
 _NO_RANGES = re.compile("NotPartial")  # the server answers a range with 200 instead of 206
 _BEYOND = re.compile("StartTooLarge|status code: 416")
 _STATUS = re.compile(r"status code: (\d{3})")
-_REFUSED = ("401", "403", "404")
+_REFUSED = ("401", "403")
 
 
 Parts: TypeAlias = list[memoryview]
@@ -334,9 +334,9 @@ class ObjectBackend:
 
     def _translated(self, error: Exception) -> OSError:
         kinds, text = self._obs.exceptions, _first_line(error)
-        if isinstance(error, FileNotFoundError):
-            return PermissionError(errno.EACCES, f"there is no such bucket or container: {text}")
         status = _STATUS.search(text)
+        if isinstance(error, FileNotFoundError) or (status is not None and status[1] == "404"):
+            return PermissionError(errno.ENOENT, "no such bucket or container")
         if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError) or (
             status is not None and status[1] in _REFUSED
         ):

@@ -839,6 +839,9 @@ class RemoteTier:
         if isinstance(error, PermissionError):
             self._open = False
             self._wake.set()
+            if error.errno == errno.ENOENT:
+                remedy = "Create it, or correct its name, the region and the endpoint"
+                raise StoreError(f"{self.name}: {error.strerror}", remedy) from error
             raise StoreError(
                 f"{self.name} refuses access ({error})",
                 "Check the address, the credentials and their rights",

@@ -169,7 +169,7 @@ def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
 
 @needs_rclone
 def test_what_is_refused_says_what_to_do(server: ObjectServer, place: dict[str, Any]) -> None:
-    with pytest.raises(StoreError, match=r"Check the address, the credentials"):
+    with pytest.raises(StoreError, match=r"no such bucket or container\. Create it, or correct"):
         ObjectTier("s3://nowhere/kv", options=server.options, limits=QUICK)
     wrong = server.options | {"secret_access_key": "0" * 40}
     with pytest.raises(StoreError, match=r"Check the address, the credentials"):
