@@ -57,10 +57,29 @@ NO_VISIT = Visit()
 
 
 class Policy(ABC):
-    """Eviction order of one place. Deterministic: equal calls give equal answers and digests.
+    """Eviction order of one place.
 
-    `now_ns` never decreases from call to call; a smaller value is treated as the last one seen.
-    Array arguments are neither kept nor written.
+    Its rules, which `flowkv.testing.check_policy` checks on random stories:
+
+    - Equal calls give equal answers and equal digests; the digest changes with every eviction. A
+      query, and a refused eviction, change nothing.
+    - Time never runs backwards: a `now_ns` below the last one seen counts as that one.
+    - Victims are resident, distinct, neither pinned nor protected, and as many as asked for. An
+      eviction is refused only if fewer blocks can go one after the other, each behind its resident
+      children (if the policy goes leaf by leaf).
+    - Where parents are known, a block goes after its resident children.
+    - Expired and invalid blocks go first. They stay resident until they go, and expired until they
+      are inserted again.
+    - Then the smallest `priority` goes first. No priority is NaN; it is -inf where the slot is not
+      resident, and only there.
+    - Blocks of a queued request go after all others; of those without a hint or a queued request,
+      lower ranks go before higher ones.
+    - Children of a removed block stay, as roots. A slot that was forgotten may return as another
+      block, which has none of the children of the last one.
+    - Arguments are neither kept nor written, and an answer is the caller's to write to.
+    - Slots and requests that are unknown are ignored. Nothing is raised.
+
+    Methods that are not overridden are not used: without `pin` nothing is ever pinned.
 
     Attributes:
         name: Name in the catalogue.

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,7 @@ def check_policy(
 ) -> None:
     """Run the conformance suite on a policy; return if it found no fault. Deterministic.
 
-    Checked, on the policy itself: victims are resident, distinct, neither pinned nor protected, and
-    as many as asked for; a refused eviction, and a query, change nothing; no eviction is refused
-    that is possible leaf by leaf; expired and invalid blocks go first, stay expired and are
-    resident; queued blocks go last, and lower ranks before higher ones; the smallest priority
-    goes first, and none is NaN; time that runs backwards stands still; removal, forgetting and
-    reuse of slots; equal stories give equal answers and digests; arrays are neither kept nor
-    written; nothing is raised. Methods that are not overridden are not used.
+    The rules are those of `Policy`. A fault is shown with the calls that lead to it, as a program.
 
     Args:
         make: Makes a fresh policy: its class, or any callable without arguments.
@@ -57,7 +51,7 @@ def check_policy(
         shrink: Search for the shortest story that shows a fault, rather than report the first.
 
     Raises:
-        AssertionError: With a story that shows the fault.
+        AssertionError: A rule is broken, or the policy raised; a note has the calls.
     """
     said = {"make": staticmethod(make), "leases": tuple(leases), "leaf_first": leaf_first}
     said |= {"key_order": key_order, "heeds": frozenset(heeds)}
@@ -183,6 +177,37 @@ def array(slots: Sequence[int]) -> Slots:
     return np.array(slots, dtype=np.int64)
 
 
+class Narrated:
+    """Policy with a record of its calls, as lines of Python.
+
+    Args:
+        policy: The policy.
+        calls: Gets the lines. Queries that follow every call are left out.
+    """
+
+    def __init__(self, policy: Policy, calls: list[str]) -> None:
+        self._policy, self._calls = policy, calls
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._policy, name)
+        if name in ("name", "priority", "resident", "digest", "weakest"):
+            return method
+
+        def call(*args: Any, **named: Any) -> Any:
+            words = [*map(_shown, args), *(f"{key}={_shown(one)}" for key, one in named.items())]
+            self._calls.append(f"policy.{name}({', '.join(words)})")
+            answer = method(*args, **named)
+            if answer is not None:
+                self._calls[-1] += f"  # {_shown(answer)}"
+            return answer
+
+        return call
+
+
+def _shown(value: object) -> str:
+    return f"np.array({value.tolist()})" if isinstance(value, np.ndarray) else repr(value)
+
+
 def overrides(policy: Policy, *methods: str) -> bool:
     """Return whether a policy overrides all of these methods."""
     return all(getattr(type(policy), m) is not getattr(Policy, m) for m in methods)
@@ -196,17 +221,20 @@ class PolicyStory(RuleBasedStateMachine):
     leaf_first: bool
     key_order: bool
     heeds: frozenset[str]
+    calls: ClassVar[list[str]] = []  # of the last story
 
     @initialize(start=st.sampled_from([0, 5 * SECOND, 10**18, -SECOND]))
     def begin(self, start: int) -> None:
         """Make the three copies."""
-        self.raw, self.twin, self.quiet = self.make(), self.make(), self.make()
-        require(isinstance(self.raw, Policy), "it must have every method of Policy")
+        type(self).calls = ["policy = make()"]
+        self.raw: Any = Narrated(self.make(), self.calls)
+        self.twin, self.quiet = self.make(), self.make()
+        require(isinstance(self.twin, Policy), "it must have every method of Policy")
         require(bool(self.raw.name), "its name must not be empty")
         self.clock = self.clamped = start
         self.model = PolicyModel(self.leaf_first)
         self.heeded = set(self.heeds)
-        if not overrides(self.raw, "enqueue"):
+        if not overrides(self.twin, "enqueue"):
             self.heeded.discard("queue")
         if not any(isinstance(x, Lease) and x.rank != DEFAULT_RANK for x in self.leases):
             self.heeded.discard("rank")
@@ -290,7 +318,7 @@ class PolicyStory(RuleBasedStateMachine):
         self.model.add(slot, -1, 0, DEFAULT_RANK)
         self.call_all(lambda x, now, a, b: x.insert(now, a, b), [slot], [-1])
 
-    @precondition(lambda self: overrides(self.raw, "pin", "unpin"))
+    @precondition(lambda self: overrides(self.twin, "pin", "unpin"))
     @rule(end=st.integers(0, SLOTS), others=few_slots)
     def pin(self, end: int, others: list[int]) -> None:
         """Pin a chain, and some other slots, resident or not."""
@@ -342,7 +370,7 @@ class PolicyStory(RuleBasedStateMachine):
         self.call_all(lambda x, now: x.invalidate(now, tenant))
         stale = self.model.stale_of(tenant)
         self.ask_expired(0)
-        if overrides(self.raw, "invalidate"):
+        if overrides(self.twin, "invalidate"):
             require(stale <= self.model.gone, "an invalid block had not expired")
 
     # --- decisions ------------------------------------------------------------------------------
@@ -375,7 +403,7 @@ class PolicyStory(RuleBasedStateMachine):
         require(quiet is not None and victims == quiet.tolist(), "a call without effect had one")
         require(len(victims) == n, f"evict({n}) gave {len(victims)} victims")
         require(n == 0 or before != self.raw.digest(), "the digest must tell of every decision")
-        if n == 1 and overrides(self.raw, "weakest"):
+        if n == 1 and overrides(self.twin, "weakest"):
             require(victims == [weakest], "the weakest was not the one that went")
         self.check_victims(victims, free, worth if n == 1 and self.key_order else {})
 

@@ -77,12 +77,16 @@ def tell(stories: Callable[[], object]) -> None:
 def tell_machine(
     machine: type[RuleBasedStateMachine], max_examples: int, steps: int, shrink: bool
 ) -> None:
-    """Run stories of a state machine."""
+    """Run stories of a state machine; a fault has the machine's `calls` as its note, if any."""
     how = told(max_examples, shrink=shrink, steps=steps)
     try:
         tell(lambda: run_state_machine_as_test(machine, settings=how))
-    except FlowKVError as error:
-        raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
+    except Exception as error:
+        if calls := getattr(machine, "calls", None):  # in place of the machine's rules
+            error.__notes__ = ["\n    ".join(["The calls that show it:", *calls])]
+        if isinstance(error, FlowKVError):
+            raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
+        raise
 
 
 class VerificationError(AssertionError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 
 import numpy as np
 import pytest
 
-from flowkv.policy import CATALOGUE, LRU, Lease, LfuTtl, Policy, make_policy
+from flowkv.policy import CATALOGUE, LRU, Lease, LfuTtl, Policy, Visit, make_policy
 from flowkv.testing import check_policy
 from flowkv.testing.stories import tell_machine
 from tests.inside import Quota, Tenants
@@ -123,6 +125,23 @@ def test_without_leaf_first():
     decides_for_a_ledger(Flat, ("",), 10, leaf_first=False)
     with pytest.raises(AssertionError, match="before its resident child"):
         check_policy(Flat, shrink=False)
+
+
+def test_a_fault_comes_with_a_program_that_shows_it():
+    class Careless(First):
+        def evict(self, now_ns, n, protected=()):
+            return super().evict(now_ns, n)
+
+    with pytest.raises(AssertionError, match="a protected or pinned slot") as caught:
+        check_policy(Careless, leaf_first=False, max_examples=100)
+    (note,) = caught.value.__notes__
+    head, *program = note.splitlines()
+    assert head == "The calls that show it:" and "state." not in note
+    assert program[0] == "    policy = make()" and len(program) < 12
+    *_, victims = re.findall(r"policy\.evict\((.*)\)  # np\.array\((.*)\)", program[-1])[0]
+    names = {"make": Careless, "np": np, "Visit": Visit, "Lease": Lease}
+    exec("\n".join(line.strip() for line in program), names)
+    assert victims and not {*ast.literal_eval(victims)} & {*names["policy"].resident()}
 
 
 class Quotas(LedgerStory):
