@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+import flowkv
 from tests.test_docs import DOCS, ROOT, blocks
 from tests.test_testing import CHECK, POLICY
 
@@ -193,6 +194,21 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> No
     weights = {one.filename: one.compress_size for one in wheel.infolist()}
     assert 1 << 20 < weights.pop("flowkv/data/tiny/model.safetensors") < 2 << 20
     assert sum(weights.values()) < 3 << 20
+
+
+def test_one_version_is_told_everywhere() -> None:
+    version, text = PROJECT["version"], Path.read_text
+    assert flowkv.__version__ == version
+    assert f"\nversion: {version}\n" in text(ROOT / "CITATION.cff")
+    _, released, *_ = re.findall(r"^## \[(.+?)\]", text(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert released == version
+    minor = version.rpartition(".")[0]
+    assert text(DOCS / "whats-new.md").startswith(f"# What {minor} brings")
+    pages = [ROOT / "README.md", DOCS / "install.md", DOCS / "quickstart.md"]
+    told = [re.findall(r"flowkv-([\d.]+)-py3", text(page)) for page in pages]
+    assert told == [[version]] * 3
+    flow = text(ROOT / ".github" / "workflows" / "release.yml")
+    assert "flowkv.__version__" in flow and "gh release create" in flow
 
 
 def test_no_file_of_it_imports_what_it_lacks(wheel: zipfile.ZipFile) -> None:
