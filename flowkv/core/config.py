@@ -287,7 +287,7 @@ def _disk(rest: str, text: str) -> TierConfig:
     if size:
         _checked_size(size, text)
     if not path or (not size and (path.endswith(":") or _SIZE.fullmatch(path))):
-        raise _misplaced(text, "names no directory", "Write disk:./kv:20GiB")
+        raise _misplaced(text, "names no directory", "Write disk:./kv:200GiB")
     first, _, behind = path.partition(":")
     if not size and behind and _SIZE.fullmatch(first):
         raise _misplaced(text, "has its size in front", f"Write disk:{behind}:{first}")

@@ -73,8 +73,8 @@ os.register_at_fork(after_in_child=LINE.forked)
 def during(text: str) -> Iterator[None]:
     """Report the context as work, if it takes longer than a second."""
     work, begun_s = object(), time.monotonic()
-    LINE.begin(work, lambda: f"{text}: {time.monotonic() - begun_s:.0f} s")
     try:
+        LINE.begin(work, lambda: f"{text}: {time.monotonic() - begun_s:.0f} s")
         yield
     finally:
         LINE.end(work)
