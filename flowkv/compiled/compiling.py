@@ -101,7 +101,7 @@ class Intervals:
     def _close(self, ended_ns: int) -> None:
         self._spent_ns += ended_ns - self._begun_ns
         self._past.append((self._begun_ns, ended_ns))
-        LINE.end(self)
+        LINE.end(self, last=False)
 
     def forked(self) -> None:
         """Reset after `fork`: in the child the other threads and their compilation are gone."""

@@ -26,7 +26,7 @@ class ProgressLine:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may begin work as well
         self._work = dict[object, Callable[[], str]]()
-        self._running = False
+        self._running, self._woken = False, threading.Event()
 
     def begin(self, work: object, describe: Callable[[], str]) -> None:
         """Report work every second until its end; the newest work is the one described."""
@@ -39,20 +39,30 @@ class ProgressLine:
                 thread.start()
                 self._running = True
 
-    def end(self, work: object) -> None:
-        """End the reports of work; a surplus end does nothing."""
+    def end(self, work: object, *, last: bool = True) -> None:
+        """End the reports of work; a surplus end does nothing.
+
+        Args:
+            work: What was begun.
+            last: Whether no more of its kind follows at once; else the thread waits for that.
+        """
         with self._lock:
             self._work.pop(work, None)
+            if last and not self._work:
+                self._woken.set()
 
     def _run(self) -> None:
         line = ""
         while True:
-            time.sleep(_EVERY_S)
+            woken = self._woken.wait(_EVERY_S)
             with self._lock:
+                self._woken.clear()
                 if not self._work:
                     self._running = False
                     break
                 describe = list(self._work.values())[-1]
+            if woken:  # by the end of work behind which other work began
+                continue
             wide, line = len(line), f"flowkv: {describe()}"
             if not _write(line.ljust(wide)):
                 _log.info(line)
@@ -61,7 +71,7 @@ class ProgressLine:
 
     def forked(self) -> None:
         """Reset after `fork`: in the child the other threads and their work are gone."""
-        self._lock, self._running = threading.RLock(), False
+        self._lock, self._woken, self._running = threading.RLock(), threading.Event(), False
         self._work.clear()
 
 

@@ -65,9 +65,10 @@ def test_the_log_has_what_no_terminal_shows(
 
 
 def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_EVERY_S", 600.0)
     monkeypatch.setattr(progress, "LINE", reports := progress.ProgressLine())
     monkeypatch.setattr(sys, "stderr", Terminal())
     with progress.during("naming the model"):
         assert reports._running
     wait_for_the_end()
-    assert not sys.stderr.getvalue() and not reports._running
+    assert not sys.stderr.getvalue() and not reports._running, "no thread waits for more"
