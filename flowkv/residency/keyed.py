@@ -85,8 +85,7 @@ class PolicyPlace:
     def expired(self, now_ns: int) -> list[int]:
         """Remove and return the unprotected slots of which the lease has run out here."""
         slots = [slot for slot in self.policy.expired(now_ns).tolist() if slot not in self.held]
-        if slots:
-            self.policy.remove(as_slots(slots))
+        self.policy.remove(as_slots(slots))
         return slots
 
     def surplus(self, now_ns: int) -> list[int]:
