@@ -44,7 +44,7 @@ def begin(lock: Path, module: str, text: str) -> subprocess.Popen[bytes] | None:
     except OSError:
         return None
     _RUNNING.append(process)
-    _log.info("process %d compiles ahead of its use: %s", process.pid, module)
+    _log.info("another process compiles ahead of its use: %s", module)
     return process
 
 
