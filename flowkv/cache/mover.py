@@ -13,7 +13,7 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import IntEnum
 from typing import NamedTuple, Protocol, cast
 
@@ -266,6 +266,12 @@ class Schedule:
             batch.append(request)
         return batch
 
+    def landed(self, request: TransferRequest, n_bytes: int) -> None:
+        """Make room for others of the bytes of a request's answered stores."""
+        if request in self._flying:
+            request.n_bytes -= n_bytes
+            self._flying_bytes[self._flying[request]] -= n_bytes
+
     def end(self, request: TransferRequest) -> tuple[TransferRequest, ...]:
         """End a request in flight that was answered, or is overdue and no longer awaited.
 
@@ -369,7 +375,9 @@ class Schedule:
         first = next(iter(prefetches), write_back)
         if first is not None and first is not write_back and self._fills_chunk(first):
             first = write_back
-        return first if first is not None and self._fits(first) else None
+        if first is None or self._fits(first):
+            return first
+        return self._cut(first) if first.stores else None
 
     def _fits(self, request: TransferRequest) -> bool:
         """Return whether a request's bytes fit the limit beside the others of its kind."""
@@ -378,6 +386,20 @@ class Schedule:
             return not demand or demand + request.n_bytes <= self.demand_bytes
         others = prefetch + write_back
         return not others or others + request.n_bytes <= self.background_bytes
+
+    def _cut(self, request: TransferRequest) -> TransferRequest | None:
+        """Take the stores out of a request that fit, if it was queued under a higher limit."""
+        items, count = cast(Sequence[Store], request.items), 0
+        room = self.background_bytes - sum(self._flying_bytes[IOPriority.PREFETCH :])
+        while count < len(items) and items[count].body.nbytes <= room:
+            room -= items[count].body.nbytes
+            count += 1
+        if not count:
+            return None
+        first = TransferRequest(items[:count], request.done, request.priority, mark=request.mark)
+        self.shorten(request, items[count:])
+        self._queue(first)
+        return first
 
     def _fills_chunk(self, request: TransferRequest) -> bool:
         """Return whether a request is a prefetch that exceeds the chunk in flight."""
@@ -546,8 +568,7 @@ class Lane:
                 ends.append((request.done, [_failed(key, reason) for key in gone]))
         for key in [key for key in self.behind if keys is None or key in keys]:
             ends += [(one.done, [_failed(key, reason)]) for one in self.behind.pop(key)]
-        for done, answers in ends:
-            done(answers)
+        _call_all(ends)
 
     def _send_all(self) -> int:
         batch, jobs = self.schedule.take(), dict[tuple[bool, int], list[TransferRequest]]()
@@ -571,6 +592,8 @@ class Lane:
             why = "closed" if isinstance(error, FlowKVError) else f"{type(error).__name__}: {error}"
             for request in requests:
                 self._answer(request, _failed(request.item.key, why))
+                for key in request.left & self.behind.keys() if request.stores else ():
+                    self._follow(key)
         else:
             self._jobs[job] = _Job(requests, sent_s)
 
@@ -629,8 +652,10 @@ class Lane:
                     continue
                 if answer.outcome is Outcome.STORED and answer.n_bytes:
                     self._measure(job, answer)
-                key = request.items[number].key
+                item = cast(Store, request.items[number])
+                key, n_bytes = item.key, item.body.nbytes
                 request.left.discard(key)
+                self.schedule.landed(request, n_bytes)
                 if not request.left:
                     self.schedule.end(request)
                     request.flying, request.ended = False, True
@@ -642,8 +667,7 @@ class Lane:
                 if key in self.behind:
                     self._follow(key)
         finally:
-            for done, ends in stored.items():
-                done(ends)
+            _call_all(stored.items())
         return len(answers)
 
     def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
@@ -672,11 +696,12 @@ class Lane:
         return answer._replace(n_bytes=n_bytes)
 
     def _follow(self, key: bytes) -> None:
-        """Queue the next store of a key with a store under way that was answered."""
-        first, *others = self.behind.pop(key)
-        if others:
-            self.behind[key] = others
-        self._ask_again([first])
+        """Queue the next store of a key, of which no store is under way any more."""
+        waiting = self.behind.pop(key, [])
+        while waiting and not self.schedule.ask(first := waiting.pop(0)):
+            first.end(_failed(key, "busy"))
+        if waiting:
+            self.behind[key] = waiting
 
     def _ask_again(self, requests: Iterable[TransferRequest]) -> None:
         for request in requests:
@@ -741,6 +766,13 @@ class Lane:
             left = {found[0] for found in job.requests if found is not None}
             if left <= requests and left:
                 self.tier.cancel(number)
+
+
+def _call_all(ends: Iterable[tuple[Done, list[TierAnswer]]]) -> None:
+    """Pass answers on; an error of one receiver is raised once all have theirs."""
+    with ExitStack() as calls:
+        for done, answers in reversed([*ends]):  # the last one is called first
+            calls.callback(done, answers)
 
 
 def _failed(key: bytes, reason: str) -> TierAnswer:

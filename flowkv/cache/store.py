@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
-from flowkv.cache.tier_stack import PolicyContext, TierStack
+from flowkv.cache.tier_stack import PolicyContext, TierStack, chains
 from flowkv.cache.write_back import WriteBack
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
@@ -588,7 +588,8 @@ class PageStore:
                         self._leave_together(still, reason)
                     mover.drain()
         finally:
-            self.insert([block for block in blocks if block.page >= 0 and not block.gone])
+            stay = [block for block in blocks if block.page >= 0 and not block.gone]
+            self.insert([block for chain in chains(stay) for block in chain])
 
     def _leave_together(self, blocks: list[Block], reason: str) -> None:
         """Evict blocks of one form from their device."""

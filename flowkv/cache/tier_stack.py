@@ -177,19 +177,19 @@ _AWAY = ("breaker", "closed")  # reasons of a tier that is away now, and may com
 _NO_ROOM = ("full", "remote")
 
 
-def _chains(blocks: Sequence[Block]) -> list[list[Block]]:
+def chains(blocks: Sequence[Block]) -> list[list[Block]]:
     """Return blocks as parts of chains, root to leaf, each behind the part that it continues."""
     below, known = dict[bytes, list[Block]](), {block.key for block in blocks}
     for block in reversed(blocks):
         below.setdefault(block.parent if block.parent in known else ROOT, []).append(block)
-    left, chains = below.pop(ROOT, []), list[list[Block]]()
+    left, found = below.pop(ROOT, []), list[list[Block]]()
     while left:
         block = left.pop()
-        if not chains or block.parent != chains[-1][-1].key or not block.depth % _ALIKE:
-            chains.append([])
-        chains[-1].append(block)
+        if not found or block.parent != found[-1][-1].key or not block.depth % _ALIKE:
+            found.append([])
+        found[-1].append(block)
         left += below.get(block.key, ())
-    return chains
+    return found
 
 
 def likely_bytes(forms: Forms) -> int:
@@ -442,7 +442,7 @@ class TierStack:
                 kept.append(block)
                 n_bytes, seconds = n_bytes + answer.n_bytes, max(seconds, answer.seconds)
         if kept:
-            for chain in _chains(kept):
+            for chain in chains(kept):
                 self.insert(chain, number)
             lane.stored_bytes += n_bytes
             told = Stored(tier=tier.name, pages=len(kept), n_bytes=n_bytes, seconds=seconds)

@@ -897,8 +897,11 @@ class Caller:
         """Erase frames with their bytes from all tiers, and record that for others who share one.
 
         Raises:
+            StateError: The keeper is closed.
             StoreError: Frames may still be there; the message names the tier and the reason.
         """
+        if not self.keeper.open:
+            raise StateError(f"{self.name} is closed", "Open a keeper anew")
         return self.keeper._erase(keys)
 
     def scan(self) -> Iterator[Entry]:

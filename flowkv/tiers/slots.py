@@ -97,17 +97,21 @@ class SlotPool:
             if self._closed or n_bytes < 1:
                 return []
             self._collect()
-            while len(found) < count:
-                if one := self._find(n_bytes, pinned):
-                    found.append(one)
-                    self._free_bytes -= one[1].taken_bytes
-                    continue
-                chunk = None if pinned and (self.why or not self._pin) else self._next(n_bytes)
-                if chunk is None:
-                    break
-                self._add(chunk)
-            if found:
-                self._make_ahead()
+            try:
+                while len(found) < count:
+                    if one := self._find(n_bytes, pinned):
+                        found.append(one)
+                        self._free_bytes -= one[1].taken_bytes
+                        continue
+                    chunk = None if pinned and (self.why or not self._pin) else self._next(n_bytes)
+                    if chunk is None:
+                        break
+                    self._add(chunk)
+                if found:
+                    self._make_ahead()
+            except BaseException:
+                self._ended += [slot for _, slot in found]
+                raise
         arrays = [np.frombuffer(slot.view, np.uint8) for _, slot in found]
         books = self._ended, self._open, self._taken, self._wiped
         for (chunk, slot), array in zip(found, arrays, strict=True):

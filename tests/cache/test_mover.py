@@ -504,6 +504,55 @@ def test_stores_that_are_taken_back_and_repeated(rng: Random, most: int) -> None
     assert not (lane.stale or lane.behind or lane.bodies or lane.busy)
 
 
+def test_an_answer_that_is_lost_holds_its_own_bytes_only() -> None:
+    class Losing(Slow):
+        def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+            return [one for one in super().poll(timeout_s) if one.key != key_of(3)]
+
+    tier = Losing(MemoryTier())
+    mover = mover_over(tier)
+    (lane,) = mover.lanes
+    told = list[Completion]()
+    items = [Store(key_of(n), INFO, memoryview(BODY)) for n in range(200)]
+    lane.schedule.background_bytes = 64 * len(BODY)  # eight to a request
+    assert mover.store(0, items, told.extend) == 200
+    lane.schedule.background_bytes = 8 * len(BODY)  # a tier that turned out to be slow
+    tier.allowed = 10_000
+    while mover.drain():
+        pass
+    assert len(told) == 199 and lane.schedule.flying_bytes == len(BODY) and mover.storing == 1
+    assert not lane.schedule.waiting
+
+
+def test_an_error_of_one_receiver_keeps_no_answer_from_others() -> None:
+    tier = Slow(MemoryTier())
+    mover, told = mover_over(tier), list[Completion]()
+
+    def fails(answers: list[Completion]) -> None:
+        raise RuntimeError("of this test")
+
+    for number, done in enumerate([told.extend, fails, told.extend]):
+        mover.store(0, [Store(key_of(number), INFO, memoryview(BODY))], done)
+    mover.drain()
+    tier.allowed = 3
+    with pytest.raises(RuntimeError, match="of this test"):
+        mover.drain()
+    assert [one.key for one in told] == [key_of(0), key_of(2)] and not mover.storing
+
+
+def test_stores_behind_one_that_cannot_be_sent_are_answered() -> None:
+    class Raising(MemoryTier):
+        def submit_store(self, items: Any, *, deadline_s: float = 60.0) -> int:
+            raise OSError("of this test")
+
+    mover, told = mover_over(Raising()), list[Completion]()
+    for _ in range(3):
+        mover.store(0, [Store(key_of(1), INFO, memoryview(BODY))], told.extend)
+    for _ in range(4):
+        mover.drain()
+    assert len(told) == 3 and not mover.storing and not mover.lanes[0].behind
+
+
 # ---- with pages
 
 

@@ -1403,6 +1403,10 @@ def test_a_setting_that_changes_and_comes_back_within_a_page(
     place: str, words: bool, tmp_path, monkeypatch
 ) -> None:
     """A model of libraries alone, changed between two steps of one call, and changed back."""
+    if place == "configuration" and transformers.__version__.startswith(
+        ("5.17.", "5.18.", "5.19.")
+    ):
+        pytest.skip("layers with fewer tokens than the first one get a mask that does not fit")
     if not words:  # as on releases of Python whose memory has another form
         monkeypatch.setattr(memory_words, "SUPPORTED", False)
 
