@@ -25,7 +25,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.core.errors import CapacityError, StateError
-from flowkv.core.geometry import CODEC_SHIFT, CODECS, SPECS, PageLayout, codec_of
+from flowkv.core.geometry import CODEC_SHIFT, COLD, FIDELITIES, SPECS, PageLayout, codec_of
 from flowkv.kernels.loss import bounds, by_rotation
 from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views
@@ -71,7 +71,8 @@ def compare(store: PageStore, group: int, page: int, computed: int, lossiest: st
         # The drift comes from the pages before, by the lossiest codec among them and their own
         # past: this one was computed when they were raw, or otherwise encoded, and is recomputed as
         # they are now. K and V of the model's first layer depend on their own token only.
-        allowed = rounding + (SPECS[lossiest].drift if number else 0.0)
+        drifts = number or lossiest == FIDELITIES[COLD]
+        allowed = rounding + (SPECS[lossiest].drift if drifts else 0.0)
         views = zip(_views(stored, forms.raw, layer), _views(fresh, forms.raw, layer), strict=True)
         (k, wanted_k), (v, wanted_v) = views
         lost = _lost(layout, wanted_k, wanted_v)
@@ -178,9 +179,10 @@ class Audit:
         page, computed = (
             int(planner.tables.pages[group][line.row, number]) for line in (seq, self.twin)
         )
-        past = max(block.fidelity, self.twin.fidelity) if number else 0
+        past = max(block.fidelity, self.twin.fidelity)
+        past = past if number or past == COLD else 0  # a page in kvt is lossy itself
         store = planner.store
-        verdict = compare(store, group, page, computed, CODECS[past])
+        verdict = compare(store, group, page, computed, FIDELITIES[past])
         store.samples.judged(verdict)
         told = Audited(
             tier=tier,
@@ -408,7 +410,7 @@ def _reason(
         return f"the last {left} tokens fill no page, and no page in memory has more of them", None
     lossy = store.index.find(seq.key(0, pages))
     if lossy is not None and lossy.somewhere and lossy.fidelity > store.stack.fidelity:
-        codec = CODECS[lossy.fidelity]
+        codec = FIDELITIES[lossy.fidelity]
         return f"the page at token {pages * size} is stored, but {codec} is too lossy here", None
     missing = _missing(restorer, seq, pages)
     if len(missing) < len(seq.blocks):

@@ -50,8 +50,9 @@ from flowkv.core import interrupts
 from flowkv.core.clock import Clock
 from flowkv.core.config import PLACE_KINDS, load_config
 from flowkv.core.errors import ConfigError, NonFiniteError, StateError, TokenError
-from flowkv.core.geometry import Geometry
+from flowkv.core.geometry import Geometry, page_layout
 from flowkv.core.keys import KeyChain, Namespace, Salt, as_tokens, tenant_salt
+from flowkv.kvt.tier import CodecTier, PageBases
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Level, Metrics, Tenancy
 from flowkv.observe.timeline import OpenReport, TraceFile
@@ -332,6 +333,8 @@ class KV:
         self._forgets: list[Callable[[str], int]] = []
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
         self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0, "eager": ""}
+        self.bases: PageBases | None = None
+        self._calibrates: Callable[[Tokens, PageBases, float], dict[str, float]] | None = None
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
         self._unlearns: Callable[[Tokens, str | None], int] = lambda tokens, tenant: 0
         self._tiers: list[Tier] = []
@@ -379,6 +382,14 @@ class KV:
                 *(self.config, self._given, self.clock, self.gate.rates),
                 on_cpu=_on_cpu(geometry),
             )
+            if self.config.cold:
+                nothing = PageBases(())
+                self._tiers = [
+                    tier
+                    if tier.kind == "host" or tier in self._given
+                    else CodecTier(tier, nothing, clock=self.clock)
+                    for tier in self._tiers
+                ]
         else:  # the old store must neither read nor write the tiers any more
             store, lost = self.planner.store, self.planner.store.stack.lost
             store.writes.flush(self.config.load_deadline_s)
@@ -386,6 +397,12 @@ class KV:
                 self._ending.finish(lost)
             store.stack.detach()
         link_pools(pools.values(), self._tiers)
+        if self.config.cold:
+            size = geometry.page_size
+            self.bases = PageBases([page_layout(group, size) for group in geometry.groups])
+            for tier in self._tiers:
+                if isinstance(tier, CodecTier):
+                    tier.bases = self.bases
         self._introduce(namespace)
         # The store must not hold the cache, which may go before its last pages are written.
         config, make_policy, handing_over = self.config, self._make_policy, self._handing_over
@@ -1398,6 +1415,34 @@ class KV:
             )
         return self._learns(documents, tenant)
 
+    def calibrate(self, tokens: Tokens, *, kl: float | None = None) -> dict[str, float]:
+        """Learn from a text how pages are coded on cold tiers (`cold="kvt"`); code later ones so.
+
+        A third of the text is kept apart: the change that coded pages make there decides how finely
+        they are coded. The result is stored on every cold tier, for later processes. Pages stored
+        before stay as they are, and readable.
+
+        Args:
+            tokens: Token ids of a text like those that the cache will hold: 4,096 or more.
+            kl: Largest mean divergence, in nats; default that of the configuration.
+
+        Returns:
+            What was measured: "kept" (1.0 if pages are coded now), "bits" a value, "kl",
+            "same_token" (share of tokens with the same most likely one), "perplexity" (relative
+            change), "tokens" that were judged, and "step".
+
+        Raises:
+            ConfigError: There are too few tokens, or the model's pages cannot be coded.
+            StateError: No model is attached with `cold="kvt"`.
+        """
+        if self._calibrates is None or self.bases is None or not self.config.cold:
+            raise StateError("this cache codes no pages", 'Attach the model with cold="kvt"')
+        found = self._calibrates(tokens, self.bases, kl or self.config.cold_divergence())
+        for tier in self._tiers:
+            if found["kept"] and isinstance(tier, CodecTier) and not tier.publish():
+                warn(self, "bases", f"{tier.name} did not store how its pages are coded")
+        return found
+
     def sparsify(
         self,
         seq: Sequence,
@@ -1497,6 +1542,7 @@ class KV:
                 "audit": {},
                 "overflow": {},
                 "blend": dict(self.blended),
+                "cold": self.bases.report() if self.bases is not None else {},
                 "graphs": dict(self.graphed),
                 "events": self.metrics.snapshot(),
             }
@@ -1670,6 +1716,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     forget: Callable[[str], int] | None = None,
     learn: Callable[[Items[Tokens], str | None], int] | None = None,
     unlearn: Callable[[Tokens, str | None], int] | None = None,
+    calibrate: Callable[[Tokens, PageBases, float], dict[str, float]] | None = None,
 ) -> None:
     """Register callbacks of the code that attaches a cache to a model.
 
@@ -1684,6 +1731,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
         forget: Erases data kept beside the pages of a tenant, and counts it.
         learn: Called by `KV.learn`.
         unlearn: Erases a document, if a prompt to be erased is one, and counts it.
+        calibrate: Called by `KV.calibrate`.
     """
     kv._model = model or kv._model
     kv._vouch = vouch or kv._vouch
@@ -1691,6 +1739,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     kv._detach += [detach] if detach else []
     kv._closings += [close] if close else []
     kv._forgets += [forget] if forget else []
+    kv._calibrates = calibrate or kv._calibrates
     kv._learns, kv._unlearns = learn or kv._learns, unlearn or kv._unlearns
 
 

@@ -21,8 +21,9 @@ from flowkv.cache.pool import Forms
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.core.geometry import CODEC_SHIFT
+from flowkv.core.geometry import CODEC_SHIFT, COLD
 from flowkv.core.keys import ROOT
+from flowkv.kvt.tier import CodecTier
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import Policy
 from flowkv.policy.order.leaf import as_slots
@@ -241,6 +242,7 @@ class TierStack:
     ) -> None:
         self.context, self.index, self.forms, self.bus = context, context.index, forms, bus
         self.fidelity = max((codec for one in forms for codec in one.layouts), default=0)
+        self.fidelity = COLD if config.cold else self.fidelity
         self.write_back, self._gate = config.write_back, context.gate
         self.mover = Mover(config.load_deadline_s, context.gate.rates, context.clock.now_ns)
         self._policies, self._sends, self._on_forget = policies, sends, on_forget
@@ -272,6 +274,8 @@ class TierStack:
         if states_only:
             self._states_only.add(number)
         self.tiers.append(tier)
+        if isinstance(tier, CodecTier):
+            tier.page_of = self._page_of
         # The log is opened before the listing, so that no erasure after it is missed.
         log = self.erasure_logs.open_log(number, tier)
         self.mover.add(tier, partial(self.erasure_logs.storing, log))
@@ -282,6 +286,10 @@ class TierStack:
             if entry.info.fidelity <= self.fidelity and entry.info.group < len(self.forms):
                 self.forms[entry.info.group].meet(entry.info)
         self.listing.publish_frames(number, found)
+
+    def _page_of(self, key: bytes) -> int | None:
+        block = self.index.find(key)
+        return None if block is None else block.depth
 
     def detach(self) -> None:
         """Hand the tiers over to another store; only device pages stay known here."""

@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -434,6 +434,7 @@ def _selection_unknown(kind: str) -> ConfigError:
 
 
 ENVIRONMENT = "FLOWKV_CONFIG"
+COLD_DIVERGENCE = 0.005
 DEFAULT_GPU_SIZE = "25%"
 DEFAULT_CPU_POOL_SIZE = "2GiB"
 DEFAULT_HOST_SIZE = "25%"
@@ -466,6 +467,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             is always there, listed or not; other places only if listed.
         codec: Encoding of full pages: "raw" (exact), "kv8", "k8v4", "kv4c" or "kv4h", or "auto":
             "kv8", and "kv4c" further back.
+        cold: "kvt" stores raw pages on tiers below memory at one to two bits a value, once
+            `KV.calibrate` has learned how; "kvt:kl=0.01" names the divergence that this may cost
+            (default 0.005). Caches without it do not read such pages.
         recent_tokens: Tokens at the end of each open sequence that stay in raw pages, besides the
             page that is being filled; default 128 for "auto", 64 for other codecs.
         warm_tokens: Tokens before these that "auto" leaves in pages of 8 bits.
@@ -520,6 +524,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     disk: str | None = None
     tiers: tuple[str, ...] | None = None
     codec: str = "raw"
+    cold: str = ""
     recent_tokens: int | None = None
     warm_tokens: int = 256
     non_finite: Literal["raw", "error"] = "raw"
@@ -554,6 +559,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.codec not in (*CODECS, AUTO):
             known = ", ".join((*CODECS, AUTO))
             raise _at("codec", f"codec {self.codec!r} is unknown", f"Use one of {known}")
+        with _blame("cold"):
+            self.cold_divergence()
         for name in ("recent_tokens", "warm_tokens", "defragment_bytes"):
             if (getattr(self, name) or 0) < 0:
                 problem = f"{getattr(self, name)} {name.rpartition('_')[2]}"
@@ -599,6 +606,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Return a hash over all fields except dictionaries."""
         values = (getattr(self, name) for name in self.__struct_fields__)
         return hash(tuple(value for value in values if not isinstance(value, dict)))
+
+    def cold_divergence(self) -> float:
+        """Return the divergence that pages of cold tiers may cost; 0 where they stay as they are.
+
+        Raises:
+            ConfigError: `cold` is neither empty nor kvt with such a bound.
+        """
+        name, _, bound = self.cold.partition(":")
+        kind, _, number = bound.partition("=")
+        if not self.cold or (name == "kvt" and not bound):
+            return COLD_DIVERGENCE if self.cold else 0.0
+        with suppress(ValueError):
+            if name == "kvt" and kind == "kl" and 0 < float(number) < 10:
+                return float(number)
+        raise ConfigError(f"cold={self.cold!r}", "Write kvt, or kvt:kl=0.01")
 
     def graph_bytes(self, total_bytes: int) -> int:
         """Return the bytes that graphs may hold on a device of so many bytes; 0 without graphs."""

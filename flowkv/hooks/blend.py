@@ -26,6 +26,7 @@ from flowkv.cache.step import CURRENT, Step
 from flowkv.core.errors import StateError
 from flowkv.core.keys import as_tokens
 from flowkv.kernels.operands import Ragged
+from flowkv.kvt.basis import KeyTurn
 from flowkv.policy.blend import BlendRule
 
 __all__ = ["Blender", "KeyTurn"]
@@ -36,43 +37,6 @@ LEAST_TOKENS = 32
 _CHUNK = 512
 Advance = Callable[[Sequence, int], object]
 """Function that computes so many next tokens of a sequence."""
-
-
-class KeyTurn(NamedTuple):
-    """Rotation of a layer's keys by their position: RoPE, see `kernels.Rotary`.
-
-    Attributes:
-        inv_freq: Inverse frequencies, float64 `[R/2]`.
-        interleaved: Whether the two dims of a pair are neighbours.
-        start: First of the R rotated dims.
-    """
-
-    inv_freq: NDArray[np.float64]
-    interleaved: bool = False
-    start: int = 0
-
-    def angles(self, deltas: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float32 cos and sin `[N, 1, R/2]` for tokens that move by `deltas` positions."""
-        angle = deltas.astype(np.float64)[:, None, None] * self.inv_freq
-        return tuple(torch.from_numpy(f(angle).astype(np.float32)) for f in (np.cos, np.sin))  # type: ignore[return-value]
-
-    def moved(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return keys `[N, Hk, D]`, rotated in float32 and rounded once."""
-        half = cos.shape[-1]
-        own = k[..., self.start : self.start + 2 * half]
-        if self.interleaved:
-            x, y = own[..., 0::2], own[..., 1::2]
-        else:
-            x, y = own[..., :half], own[..., half:]
-        x, y = x.float(), y.float()
-        turned = x * cos - y * sin, y * cos + x * sin
-        out = k.clone()
-        place = out[..., self.start : self.start + 2 * half]
-        if self.interleaved:
-            place[..., 0::2], place[..., 1::2] = turned[0], turned[1]
-        else:
-            place[..., :half], place[..., half:] = turned[0], turned[1]
-        return out
 
 
 class _Seen(Exception):

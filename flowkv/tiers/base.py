@@ -40,7 +40,7 @@ class FrameInfo(NamedTuple):
 
     Attributes:
         kind: "page", "state", "weights" or "memo".
-        codec: Codec index of the body (`core.geometry.CODECS`).
+        codec: Codec index of the body (`core.geometry.FIDELITIES`).
         fidelity: Highest codec index among the frame and its ancestors: 0 only if all are raw.
         layout: 16-byte layout fingerprint.
         parent: Key of the parent page; 32 zero bytes for a root.

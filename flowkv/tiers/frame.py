@@ -38,7 +38,7 @@ import xxhash
 
 from flowkv.core.digest import digests
 from flowkv.core.errors import FlowKVError
-from flowkv.core.geometry import CODECS, GRANULE_BYTES
+from flowkv.core.geometry import FIDELITIES, GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import FrameInfo
 
@@ -150,7 +150,7 @@ def count_stripes(key: bytes, info: FrameInfo, body_bytes: int) -> int:
         raise BadFrame("invalid", "a name has not 32 bytes, or a layout fingerprint not 16")
     if info.kind not in KINDS:
         raise BadFrame("invalid", f"kind {info.kind!r} is none of {', '.join(KINDS)}")
-    if not 0 <= info.codec <= info.fidelity < len(CODECS):
+    if not 0 <= info.codec <= info.fidelity < len(FIDELITIES):
         raise BadFrame("invalid", f"codec {info.codec} with fidelity {info.fidelity}")
     if min(counts) < 0 or max(counts) >= _U32 or info.rank >= info.world:
         raise BadFrame("invalid", f"group, tokens, rank, world or heads are {counts}")
@@ -331,7 +331,7 @@ def wanted(info: FrameInfo, layout: bytes, fidelity: int) -> None:
     if info.layout != layout:
         raise BadFrame("layout", "the frame has another layout")
     if info.fidelity > fidelity:
-        raise BadFrame("fidelity", f"the frame descends from {CODECS[info.fidelity]!r}")
+        raise BadFrame("fidelity", f"the frame descends from {FIDELITIES[info.fidelity]!r}")
 
 
 def span(header: Header, first: int, count: int) -> range:

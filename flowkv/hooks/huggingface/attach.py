@@ -30,6 +30,7 @@ from flowkv.core.errors import (
 from flowkv.core.progress import during
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.blend import Blending
+from flowkv.hooks.huggingface.calibrate import calibrating
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
 from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.probe import (
@@ -138,6 +139,8 @@ def attach(
             if rule is not None:
                 door.blending = Blending(door, rule)
                 follow(kv, learn=door.blending.learn, unlearn=door.blending.unlearn)
+            if kv.config.cold:
+                follow(kv, calibrate=calibrating(door))
             _hear(model, kv)
             follow(kv, detach=partial(_forget, weakref.ref(model)))
             _ATTACHED[model] = door

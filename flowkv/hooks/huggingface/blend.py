@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from flowkv.cache.kv import warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, ConfigError
-from flowkv.hooks.blend import Advance, Blender, KeyTurn
+from flowkv.hooks.blend import Advance, Blender
 from flowkv.hooks.huggingface.packed import packed_way
 from flowkv.hooks.huggingface.probe import execution_device, native_cache, ordinary_tokens, quiet
 from flowkv.hooks.huggingface.restore import AdmittedRows, Nested, Part
+from flowkv.kvt.basis import KeyTurn
 from flowkv.policy.blend import BlendRule
 
 _TOKENS, _FAR = 8, (1, 37, 301)
@@ -51,7 +52,7 @@ def make_blender(door: Any, rule: BlendRule) -> Blender:
     if problem or forward is None:
         raise _refused(model, problem)
     with door.aside(), quiet(model):
-        turns = _turns(model, door, config)
+        turns = key_turns(model, door, config)
     compute = partial(_compute, weakref.ref(door))
     return Blender(kv, forward, turns, next(_leads(model, config)), rule, compute)
 
@@ -90,8 +91,14 @@ def _leads(model: Any, config: Any) -> Iterator[int]:
     yield 0
 
 
-def _turns(model: Any, door: Any, config: Any) -> dict[int, KeyTurn]:
+def key_turns(model: Any, door: Any, config: Any, *, strict: bool = True) -> dict[int, KeyTurn]:
     """Return the rotation of each layer's keys by position, as a trial shows it.
+
+    Args:
+        model: The model.
+        door: Its door.
+        config: Its text configuration.
+        strict: Whether all layers must rotate; else those that do not are left out.
 
     Raises:
         ConfigError: The keys of a layer do not rotate as any RoPE of the model.
@@ -100,7 +107,9 @@ def _turns(model: Any, door: Any, config: Any) -> dict[int, KeyTurn]:
     said = [one for name in names for one in _dicts(getattr(config, name, None))]
     kinds = {str(one.get("rope_type", one.get("type", ""))) for one in said}
     kinds |= {"mrope"} if any("mrope_section" in one for one in said) else set()
-    if odd := sorted(kinds & _BY_LENGTH):
+    if (odd := sorted(kinds & _BY_LENGTH)) and not strict:
+        return {}
+    if odd:
         raise _refused(model, f"keys depend on more than their position with RoPE {odd[0]!r}")
     frequencies = {
         tuple(x.detach().double().flatten().tolist()): None
@@ -125,7 +134,8 @@ def _turns(model: Any, door: Any, config: Any) -> dict[int, KeyTurn]:
                 found[layer] = turn
                 break
         else:
-            raise _refused(model, f"keys of layer {layer} do not rotate with their position")
+            if strict:
+                raise _refused(model, f"keys of layer {layer} do not rotate with their position")
     return found
 
 

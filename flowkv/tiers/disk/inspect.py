@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from flowkv.core.errors import StoreError
-from flowkv.core.geometry import CODECS
+from flowkv.core.geometry import FIDELITIES
 from flowkv.tiers.disk.home import FrameShape, Superblock, owned, read_superblock
 from flowkv.tiers.disk.journal import RECORD_BYTES, Held, Journal, Slot, in_order, newest, sensible
 from flowkv.tiers.disk.store import (
@@ -132,7 +132,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         found.frames = len(frames)
         found.bytes = sum(held.body_bytes for held in frames)
         found.kinds = _shares(frames, lambda held: held.info.kind)
-        found.codecs = _shares(frames, lambda held: CODECS[held.info.codec])
+        found.codecs = _shares(frames, lambda held: FIDELITIES[held.info.codec])
         found.namespaces = by_namespace(frames)
         found.names = names(superblock)
         found.encrypted = sum(held.integrity == AES_256_GCM for held in frames)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.geometry import CODECS, GRANULE_BYTES
+from flowkv.core.geometry import FIDELITIES, GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
@@ -194,7 +194,7 @@ def sensible(rows: Rows) -> Rows:
         ((rows["op"] == STORED) | (rows["op"] == DELETED))
         & (rows["kind"] < len(KINDS))
         & (rows["codec"] <= rows["fidelity"])
-        & (rows["fidelity"] < len(CODECS))
+        & (rows["fidelity"] < len(FIDELITIES))
         & (rows["integrity"] <= NH_128)
         & (rows["lossless"] <= 1)
         & (stripes >= 1)

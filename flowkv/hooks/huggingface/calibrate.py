@@ -1,0 +1,244 @@
+"""`KV.calibrate`: how a model's pages are coded on cold tiers, learned from a text.
+
+Each window of the text is a prompt and what follows. The gradients of the following tokens by the
+prompt's keys and values are the price of errors there; what coded pages cost is measured on windows
+that nothing was learned from.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from flowkv.cache.kv import KV, warn
+from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.keys import as_tokens
+from flowkv.hooks.huggingface.blend import key_turns
+from flowkv.hooks.huggingface.probe import execution_device, native_cache, quiet
+from flowkv.kvt.learning import MOST_BITS, GroupLearner, Scores, coded_pages, search
+from flowkv.kvt.tier import PageBases
+
+MOST_WINDOWS, LEAST_WINDOWS = 16, 4
+_SHARE = 4  # a window's last quarter is predicted
+_JUDGED = 3  # every third window is judged, and not learned from
+_SAMPLES = 3  # windows whose coefficients fill the tables
+_SEED = 2027
+
+
+class Calibrator:
+    """Learns bases for the pages of an attached model.
+
+    Args:
+        door: The model's door.
+    """
+
+    def __init__(self, door: Any) -> None:
+        self._door, self._model, self._names = door, door.model, door.names
+        self._kv: KV = door.kv
+        config = self._model.config.get_text_config(decoder=True)
+        longest = getattr(config, "max_position_embeddings", None) or 1024
+        size = self._kv.page_size
+        self.prompt = max(min(longest, 1024) * (_SHARE - 1) // _SHARE // size, 1) * size
+        self.window = self.prompt * _SHARE // (_SHARE - 1)
+        self._config = config
+
+    def run(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
+        """Learn bases from token ids, and use them if they keep to a divergence.
+
+        Raises:
+            ConfigError: There are too few tokens, or the model cannot be calibrated.
+        """
+        if self._names.encoder or self._door.plan.stateful or not bases.forms:
+            raise ConfigError(
+                f'cold="kvt" does not fit this {type(self._model).__name__}: it has layers other'
+                " than attention, or pages that are coded already",
+                "Leave cold= out",
+            )
+        ids = as_tokens(tokens).astype(np.int64)
+        count = min(len(ids) // self.window, MOST_WINDOWS)
+        if count < LEAST_WINDOWS:
+            raise ConfigError(
+                f"{len(ids)} tokens are too few to calibrate pages",
+                f"Give {LEAST_WINDOWS * self.window} or more, of the kind that the cache will hold",
+            )
+        starts = np.linspace(0, len(ids) - self.window, count).astype(np.int64)
+        windows = [torch.from_numpy(ids[start : start + self.window]) for start in starts]
+        with self._door.aside(), quiet(self._model):
+            return self._learn(windows, bases, bound)
+
+    def _learn(
+        self, windows: list[torch.Tensor], bases: PageBases, bound: float
+    ) -> dict[str, float]:
+        turns = key_turns(self._model, self._door, self._config, strict=False)
+        learners = {
+            group: GroupLearner(form.layout, [turns.get(layer) for layer in self._layers(group)])
+            for group, form in bases.forms.items()
+        }
+        judged = windows[_JUDGED - 1 :: _JUDGED]
+        generator = torch.Generator().manual_seed(_SEED)
+        samples = 0
+        for number, window in enumerate(windows):
+            if number % _JUDGED == _JUDGED - 1:
+                continue
+            cache = self._prompt_cache(window)
+            gradients = self._gradients(window, cache, generator)
+            for group, learner in learners.items():
+                sides = self._sides(cache, group)
+                learner.add(sides, gradients.get(group), sample=samples < _SAMPLES)
+            samples += 1
+        caches = [self._prompt_cache(window) for window in judged]
+        tails = [self._tail(*pair) for pair in zip(judged, caches, strict=True)]
+        exact = list(zip(judged, caches, tails, strict=True))
+        score, first = partial(self._score, learners, exact), self._first(learners, bound)
+        found = search(score, bound, first)
+        good = {s: one for s, one in found.items() if one.kl <= bound and one.bits <= MOST_BITS}
+        if not good:
+            least = min(found.values(), key=lambda one: one.kl)
+            warn(
+                self._kv,
+                "cold",
+                "pages of cold tiers stay as they are: no setting tried keeps to a divergence of"
+                f" {bound:g} (the best costs {least.kl:.3g} at {least.bits:.2f} bits a value)."
+                " Calibrate with more text, or name a larger divergence: cold='kvt:kl=...'.",
+            )
+            return {"kept": 0.0, **_shown(min(found), least, exact)}
+        step = max(good)
+        measured = _shown(step, good[step], exact)
+        coders = {}
+        for group, learner in learners.items():
+            _, data = learner.coder(step, measured)
+            coders[group] = bases.add(data, bases.forms[group].layout)
+        bases.use(coders)
+        return {"kept": 1.0, **measured}
+
+    def _layers(self, group: int) -> tuple[int, ...]:
+        return tuple(self._door.plan.geometry.groups[group].layers)
+
+    def _first(self, learners: dict[int, GroupLearner], bound: float) -> float:
+        """Return the step at which all axes would cost the bound, if none were left out."""
+        values = sum(learner.values for learner in learners.values())
+        tail = self.window - self.prompt
+        return math.sqrt(24 * bound * tail / (self.prompt * values))
+
+    def _forward(self, ids: torch.Tensor, cache: Any, at: int) -> torch.Tensor:
+        ids = ids[None].to(execution_device(self._model))
+        given = {self._names.ids: ids, self._names.cache: cache, "use_cache": True}
+        if not self._names.counts:
+            given[self._names.positions] = torch.arange(at, at + ids.shape[1], device=ids.device)[
+                None
+            ]
+        return self._model(**given).logits[0]  # type: ignore[no-any-return]
+
+    def _prompt_cache(self, window: torch.Tensor) -> Any:
+        cache = native_cache(self._model)
+        with torch.no_grad():
+            self._forward(window[: self.prompt], cache, 0)
+        return cache
+
+    def _tail(self, window: torch.Tensor, cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            logits = self._forward(window[self.prompt :], copy.deepcopy(cache), self.prompt)
+            return functional.log_softmax(logits.float(), -1).cpu()
+
+    def _sides(self, cache: Any, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values `[layers, heads, tokens, dim]` of a group on the CPU."""
+        some = [cache.layers[layer] for layer in self._layers(group)]
+        keys, values = ([getattr(one, name)[0] for one in some] for name in ("keys", "values"))
+        return torch.stack(keys).cpu(), torch.stack(values).cpu()
+
+    def _gradients(
+        self, window: torch.Tensor, cache: Any, generator: torch.Generator
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the gradients of sampled log-probabilities by keys and values, by group."""
+        own, leaves = copy.deepcopy(cache), list[torch.Tensor]()
+        groups = sorted(self._kv_groups())
+        for group in groups:
+            for layer in self._layers(group):
+                one = own.layers[layer]
+                one.keys = one.keys.detach().requires_grad_()
+                one.values = one.values.detach().requires_grad_()
+                leaves += one.keys, one.values
+        try:
+            with torch.enable_grad():
+                logits = self._forward(window[self.prompt :], own, self.prompt).float()
+                said = functional.log_softmax(logits, -1)
+                drawn = torch.multinomial(said.detach().exp().cpu(), 1, generator=generator)
+                total = said.gather(1, drawn.to(said.device)).sum()
+                found = torch.autograd.grad(total, leaves)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the gradients of this {type(self._model).__name__} cannot be computed ({error})",
+                "Leave cold= out: without them no divergence can be kept to",
+            ) from None
+        out, at = {}, 0
+        for group in groups:
+            count = 2 * len(self._layers(group))
+            some = found[at : at + count]
+            at += count
+            out[group] = tuple(torch.stack([g[0] for g in some[side::2]]).cpu() for side in (0, 1))
+        return out  # type: ignore[return-value]
+
+    def _kv_groups(self) -> list[int]:
+        bases = self._kv.bases
+        return list(bases.forms) if bases is not None else []
+
+    def _score(
+        self,
+        learners: dict[int, GroupLearner],
+        exact: list[tuple[torch.Tensor, Any, torch.Tensor]],
+        step: float,
+    ) -> Scores:
+        """Measure what pages coded with a step change behind the judged windows."""
+        kl = same = nll = 0.0
+        coded_bytes = raw_bytes = tokens = 0
+        coders = {group: learner.coder(step, {})[0] for group, learner in learners.items()}
+        for window, cache, wanted in exact:
+            own = copy.deepcopy(cache)
+            for group, coder in coders.items():
+                sides, coded, raw = coded_pages(coder, self._sides(cache, group))
+                coded_bytes, raw_bytes = coded_bytes + coded, raw_bytes + raw
+                for n, layer in enumerate(self._layers(group)):
+                    one = own.layers[layer]
+                    one.keys = sides[0][n][None].to(one.keys.device)
+                    one.values = sides[1][n][None].to(one.values.device)
+            got = self._tail(window, own)
+            kl += float((wanted.exp() * (wanted - got)).sum())
+            same += float((wanted.argmax(-1) == got.argmax(-1)).sum())
+            text = window[self.prompt + 1 :, None]
+            nll += float((wanted[:-1] - got[:-1]).gather(1, text).sum())
+            tokens += len(wanted)
+        item = next(iter(coders.values())).item_bytes
+        bits = 8 * item * coded_bytes / raw_bytes
+        return Scores(kl / tokens, same / tokens, nll / tokens, bits)
+
+
+def _shown(step: float, scores: Scores, exact: list[Any]) -> dict[str, float]:
+    return {
+        "step": step,
+        "bits": scores.bits,
+        "kl": scores.kl,
+        "same_token": scores.same_token,
+        "perplexity": math.exp(scores.nll) - 1,
+        "tokens": float(sum(len(one[2]) for one in exact)),
+    }
+
+
+def calibrating(door: Any) -> Callable[[Any, PageBases, float], dict[str, float]]:
+    """Return the function behind `KV.calibrate` for an attached model."""
+
+    def calibrate(tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
+        if door.identity.foreign:
+            raise StateError(
+                f"the pages of this model are not shared: {door.identity.foreign}",
+                'Remove that from the model, or attach it with revision="..."',
+            )
+        return Calibrator(door).run(tokens, bases, bound)
+
+    return calibrate

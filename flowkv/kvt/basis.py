@@ -1,0 +1,352 @@
+"""Bases of pages: which linear combinations of heads and layers are stored, and how finely.
+
+The elements of a token within one *chunk*, some heads of some neighbouring layers, are a vector.
+Its errors e cost about e' F e / 2 of divergence, where F is the mean of g g' over gradients g of
+log-probabilities (the Fisher information). So vectors are scaled by a root of F before they are
+rotated onto their principal axes: an equal step on every axis then is an equal price for every bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.core.geometry import PageLayout
+from flowkv.kvt.entropy import CLASSES, SYMBOLS, SymbolTables, class_of, count
+
+MOST_DIMS, HEAD_DIMS = 1152, 256
+"""Most elements of a chunk, and of its heads within a layer. The product of a page costs as many
+operations per element: a core multiplies bytes at some .8 T/s."""
+LEAST_DEVIATION = 0.25
+"""Axes with a smaller standard deviation, in steps, are left out."""
+COARSE_DEVIATION = 4.0
+"""Axes with a larger one are multiplied as float32: their coefficients would multiply the rounding
+of bfloat16."""
+_RIDGE = 0.05  # of F's mean eigenvalue, added: few gradients leave directions unseen
+_MULTIPLE = 8  # of axes: some devices multiply bytes in blocks of 8
+
+Floats = NDArray[np.float32]
+
+
+class KeyTurn(NamedTuple):
+    """Rotation of a layer's keys by their position: RoPE, see `kernels.Rotary`.
+
+    Attributes:
+        inv_freq: Inverse frequencies, float64 `[R/2]`.
+        interleaved: Whether the two dims of a pair are neighbours.
+        start: First of the R rotated dims.
+    """
+
+    inv_freq: NDArray[np.float64]
+    interleaved: bool = False
+    start: int = 0
+
+    def angles(self, deltas: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 cos and sin `[N, 1, R/2]` for tokens that move by `deltas` positions."""
+        angle = deltas.astype(np.float64)[:, None, None] * self.inv_freq
+        return tuple(torch.from_numpy(f(angle).astype(np.float32)) for f in (np.cos, np.sin))  # type: ignore[return-value]
+
+    def moved(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return keys `[N, Hk, D]`, rotated in float32 and rounded once."""
+        half = cos.shape[-1]
+        own = k[..., self.start : self.start + 2 * half]
+        if self.interleaved:
+            x, y = own[..., 0::2], own[..., 1::2]
+        else:
+            x, y = own[..., :half], own[..., half:]
+        x, y = x.float(), y.float()
+        turned = x * cos - y * sin, y * cos + x * sin
+        out = k.clone()
+        place = out[..., self.start : self.start + 2 * half]
+        if self.interleaved:
+            place[..., 0::2], place[..., 1::2] = turned[0], turned[1]
+        else:
+            place[..., :half], place[..., half:] = turned[0], turned[1]
+        return out
+
+
+class ChunkPlace(NamedTuple):
+    """Elements that are transformed together.
+
+    Attributes:
+        side: 0 for keys, 1 for values.
+        layers: Layers within the group.
+        heads: Heads of these layers.
+    """
+
+    side: int
+    layers: slice
+    heads: slice
+
+
+def chunk_places(layout: PageLayout) -> Iterator[ChunkPlace]:
+    """Yield the chunks of a page, layers first, keys before values."""
+    for side, dim in enumerate((layout.head_dim, layout.value_dim)):
+        heads = max(1, min(layout.kv_heads, HEAD_DIMS // dim))
+        deep = max(1, MOST_DIMS // (heads * dim))
+        for layer in range(0, layout.layers, deep):
+            layers = slice(layer, min(layer + deep, layout.layers))
+            for head in range(0, layout.kv_heads, heads):
+                yield ChunkPlace(side, layers, slice(head, min(head + heads, layout.kv_heads)))
+
+
+class _StoredChunk(msgspec.Struct, frozen=True):
+    """A chunk as it is stored: the bytes of the arguments of `BasisChunk`."""
+
+    axes: int
+    mean: bytes
+    metric: bytes
+    coarse: bytes
+    fine: bytes
+    classes: bytes
+
+
+class _StoredBasis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A basis as it is stored."""
+
+    version: int
+    layout: bytes
+    step: float
+    turns: list[tuple[bytes, bool, int]]
+    turn_of: list[int]
+    frequencies: bytes
+    chunks: list[_StoredChunk]
+    measured: dict[str, float]
+
+
+class BasisChunk:
+    """Transform of one chunk.
+
+    Args:
+        mean: `[n]`, added to what is stored.
+        coarse: `[coarse axes, n]`, elements of one step along each of the first axes.
+        fine: bfloat16 `[other axes, n]`, elements of one step along the others.
+        metric: `[layers, heads, dim, dim]`, price of errors.
+        classes: u8 `[axes]`, classes of the coefficients.
+        step: Step of the quantiser.
+
+    Attributes:
+        axes: Number of axes.
+        coarse_axes: Number of those that are multiplied as floats.
+    """
+
+    def __init__(
+        self,
+        mean: Floats,
+        coarse: Floats,
+        fine: torch.Tensor,
+        metric: Floats,
+        classes: NDArray[np.uint8],
+        step: float,
+    ) -> None:
+        self.mean, self.metric, self.classes = torch.from_numpy(mean), metric, classes
+        self.axes, self.coarse_axes = len(classes), len(coarse)
+        self.coarse, self.fine = torch.from_numpy(coarse), fine
+        whole = np.concatenate([coarse, fine.float().numpy()])
+        apart = whole.reshape(self.axes, *metric.shape[:-1])
+        priced = np.einsum("alhd,lhde->alhe", apart, metric).reshape(self.axes, -1)
+        self.analysis = torch.from_numpy(np.ascontiguousarray(priced.T) / np.float32(step**2))
+
+    def quantise(self, x: torch.Tensor) -> torch.Tensor:
+        """Return coefficients `[tokens, axes]` of elements `[tokens, n]`, as floats."""
+        return ((x - self.mean) @ self.analysis).round_()
+
+    def restore(self, q: torch.Tensor) -> torch.Tensor:
+        """Return the elements `[tokens, n]` of coefficients i16 `[tokens, axes]`."""
+        out = torch.addmm(self.mean, q[:, : self.coarse_axes].float(), self.coarse)
+        return out.add_(q[:, self.coarse_axes :].to(self.fine.dtype) @ self.fine)
+
+
+class Basis:
+    """Bases of all chunks of one layer group's pages, with the tables of their coefficients.
+
+    Args:
+        layout: Fingerprint of the raw pages.
+        step: Step of the quantiser.
+        turns: Rotations of keys, and `turn_of` that of each layer: -1 for none.
+        turn_of: Index in `turns` of each layer.
+        chunks: In the order of `chunk_places`.
+        tables: Tables of all chunks.
+        measured: What was measured at calibration: bits, kl and more.
+    """
+
+    def __init__(
+        self,
+        layout: bytes,
+        step: float,
+        turns: list[KeyTurn],
+        turn_of: list[int],
+        chunks: list[BasisChunk],
+        tables: SymbolTables,
+        measured: dict[str, float],
+    ) -> None:
+        self.layout, self.step, self.turns, self.turn_of = layout, step, turns, turn_of
+        self.chunks, self.tables, self.measured = chunks, tables, measured
+
+    def dump(self) -> bytes:
+        """Return the bytes that `load` reads."""
+        stored = _StoredBasis(
+            1,
+            self.layout,
+            self.step,
+            [(turn.inv_freq.tobytes(), turn.interleaved, turn.start) for turn in self.turns],
+            self.turn_of,
+            self.tables.frequencies.tobytes(),
+            [
+                _StoredChunk(
+                    chunk.axes,
+                    chunk.mean.numpy().tobytes(),
+                    chunk.metric.tobytes(),
+                    chunk.coarse.numpy().tobytes(),
+                    chunk.fine.view(torch.int16).numpy().tobytes(),
+                    chunk.classes.tobytes(),
+                )
+                for chunk in self.chunks
+            ],
+            self.measured,
+        )
+        return msgspec.msgpack.encode(stored)
+
+    @classmethod
+    def load(cls, data: bytes, layout: PageLayout) -> Basis:
+        """Return the basis that `dump` wrote.
+
+        Raises:
+            ValueError: The bytes are no basis of pages of this layout.
+        """
+        try:
+            stored = msgspec.msgpack.decode(data, type=_StoredBasis)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"no basis: {error}") from None
+        places = list(chunk_places(layout))
+        if stored.version != 1 or stored.layout != layout.fingerprint():
+            raise ValueError("a basis of another version or of other pages")
+        if len(stored.chunks) != len(places) or len(stored.turn_of) != layout.layers:
+            raise ValueError("a basis with other chunks")
+        chunks = []
+        for place, one in zip(places, stored.chunks, strict=True):
+            shape = shape_of(place, layout)
+            n = shape[0] * shape[1] * shape[2]
+            parts = (
+                np.frombuffer(one.mean, np.float32).copy(),
+                np.frombuffer(one.coarse, np.float32).reshape(-1, n).copy(),
+                torch.from_numpy(np.frombuffer(one.fine, np.int16).copy())
+                .view(torch.bfloat16)
+                .reshape(-1, n),
+                np.frombuffer(one.metric, np.float32).reshape(*shape, shape[2]).copy(),
+                np.frombuffer(one.classes, np.uint8).copy(),
+            )
+            lengths = len(parts[0]), len(parts[4]), len(parts[1]) + len(parts[2])
+            if lengths != (n, one.axes, one.axes):
+                raise ValueError("a basis with chunks of other sizes")
+            if one.axes and int(parts[4].max()) >= CLASSES:
+                raise ValueError("a basis with unknown classes")
+            chunks.append(BasisChunk(*parts, stored.step))
+        turns = [
+            KeyTurn(np.frombuffer(raw, np.float64), interleaved, start)
+            for raw, interleaved, start in stored.turns
+        ]
+        if not all(-1 <= turn < len(turns) for turn in stored.turn_of):
+            raise ValueError("a basis with unknown rotations")
+        shares = np.frombuffer(stored.frequencies, np.uint16).reshape(CLASSES, SYMBOLS).copy()
+        tables = SymbolTables(shares)
+        said = stored.layout, stored.step, turns, stored.turn_of, chunks, tables, stored.measured
+        return cls(*said)
+
+
+def shape_of(place: ChunkPlace, layout: PageLayout) -> tuple[int, int, int]:
+    """Return the layers, heads and dims of a chunk."""
+    dim = layout.value_dim if place.side else layout.head_dim
+    deep, wide = place.layers.stop - place.layers.start, place.heads.stop - place.heads.start
+    return deep, wide, dim
+
+
+def digest(data: bytes) -> bytes:
+    """Return the 16 bytes that name a basis."""
+    return hashlib.blake2b(data, digest_size=16, person=b"flowkv.kvt/1").digest()
+
+
+# Learning.
+
+
+class ChunkStatistics:
+    """Moments of a chunk's elements, and their axes in the metric of errors.
+
+    Args:
+        shape: Layers, heads and dims of the chunk.
+    """
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        n = shape[0] * shape[1] * shape[2]
+        self.shape, self.tokens = shape, 0
+        self.sum, self.squares = np.zeros(n), np.zeros((n, n))
+        self.price, self.gradients = np.zeros((*shape, shape[2])), 0
+        self._axes: tuple[NDArray[np.float64], ...] | None = None
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add elements `[tokens, n]`."""
+        x = x.float()
+        self.sum += x.double().sum(0).numpy()
+        self.squares += (x.T @ x).double().numpy()
+        self.tokens += len(x)
+
+    def add_gradients(self, g: torch.Tensor) -> None:
+        """Add gradients `[tokens, n]` of log-probabilities."""
+        g = g.double().view(len(g), *self.shape)
+        self.price += torch.einsum("tlhd,tlhe->lhde", g, g).numpy()
+        self.gradients += len(g)
+
+    def axes(self) -> tuple[NDArray[np.float64], ...]:
+        """Return mean, metric, deviations and synthesis `[n, n]` of unit steps, largest first."""
+        if self._axes is None:
+            mean = self.sum / self.tokens
+            spread = self.squares / self.tokens - np.outer(mean, mean)
+            metric = self.price / max(self.gradients, 1)
+            ridge = _RIDGE * np.trace(metric, axis1=-2, axis2=-1) / self.shape[2]
+            metric = metric + (ridge[..., None, None] + 1e-30) * np.eye(self.shape[2])
+            values, vectors = np.linalg.eigh(metric)
+            root = (vectors * np.sqrt(values)[..., None, :]) @ vectors.swapaxes(-1, -2)
+            back = (vectors / np.sqrt(values)[..., None, :]) @ vectors.swapaxes(-1, -2)
+            scaled = _apply(root, _apply(root, spread).T)
+            found, turned = np.linalg.eigh((scaled + scaled.T) / 2)
+            deviations = np.sqrt(np.maximum(found[::-1], 0.0))
+            self._axes = mean, metric, deviations, _apply(back, turned[:, ::-1]).T
+        return self._axes
+
+    def chunk(self, step: float) -> BasisChunk:
+        """Return the transform with a step."""
+        mean, metric, deviations, synthesis = self.axes()
+        coarse = int((deviations > COARSE_DEVIATION * step).sum())
+        axes = max(int((deviations > LEAST_DEVIATION * step).sum()), 1) - coarse
+        axes = min(coarse + -(-axes // _MULTIPLE) * _MULTIPLE, len(deviations))
+        whole = (synthesis[:axes] * step).astype(np.float32)
+        return BasisChunk(
+            mean.astype(np.float32),
+            whole[:coarse],
+            torch.from_numpy(whole[coarse:]).to(torch.bfloat16),
+            metric.astype(np.float32),
+            class_of(deviations[:axes] / step),
+            step,
+        )
+
+
+def _apply(blocks: NDArray[np.float64], x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Multiply block-diagonal matrices `[layers, heads, dim, dim]` with `[n, columns]`."""
+    dim = blocks.shape[-1]
+    parts = x.reshape(-1, dim, x.shape[1])
+    return np.asarray((blocks.reshape(-1, dim, dim) @ parts).reshape(x.shape))
+
+
+def learn_tables(pairs: Iterator[tuple[BasisChunk, torch.Tensor]]) -> SymbolTables:
+    """Return the tables of coefficients, from chunks and their elements `[tokens, n]`."""
+    counts = np.zeros((CLASSES, SYMBOLS), np.int64)
+    for chunk, x in pairs:
+        q = chunk.quantise(x).clamp_(-32767, 32767).to(torch.int16)
+        count(q.T.contiguous().numpy(), chunk.classes, counts)
+    return SymbolTables.learned(counts)

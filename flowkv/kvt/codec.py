@@ -1,0 +1,215 @@
+"""Coding of raw pages: keys before their rotation and values, chunk by chunk.
+
+    page   = head | turns of each chunk | words | literals | whole tokens
+    head   = magic 4s | basis 16s | bytes of the basis, page number, bytes of the raw page u32
+    chunk  = words u32 | literals u32 | whole tokens u32
+
+Tokens whose coefficients do not fit are stored whole, in 16 bits an element, as are the first four
+of a prompt: all later ones attend to them, and their keys and values are like no others.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flowkv.core.geometry import PageLayout
+from flowkv.kvt.basis import Basis, ChunkPlace, chunk_places, shape_of
+from flowkv.kvt.entropy import CodedSymbols
+
+MAGIC = b"KVT1"
+SINKS = 4
+"""First tokens of a prompt that are stored whole."""
+_HEAD, _CHUNK = struct.Struct("<4s16sIII"), struct.Struct("<III")
+_MOST, _MOST_COARSE = 127, 32767
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class PageHead(NamedTuple):
+    """First bytes of a coded page.
+
+    Attributes:
+        basis: Name of its basis.
+        basis_bytes: Bytes of that.
+        page_no: Number of the page in its prompt.
+        n_bytes: Bytes of the raw page.
+    """
+
+    basis: bytes
+    basis_bytes: int
+    page_no: int
+    n_bytes: int
+
+
+def read_head(data: memoryview) -> PageHead | None:
+    """Return the head of a coded page; None if the bytes are none."""
+    if len(data) < _HEAD.size:
+        return None
+    magic, *fields = _HEAD.unpack_from(data)
+    return PageHead(*fields) if magic == MAGIC else None
+
+
+def codable(layout: PageLayout) -> bool:
+    """Return whether pages of a layout can be coded: raw keys and values of up to 32 bits."""
+    return layout.codec == "raw" and not layout.latent and layout.dtype in _DTYPES
+
+
+class PageCoder:
+    """Encoder and decoder of pages of one layer group. Thread-safe.
+
+    Args:
+        layout: Layout of the raw pages.
+        name: Name of the basis.
+        basis: The basis.
+    """
+
+    def __init__(self, layout: PageLayout, name: bytes, basis: Basis) -> None:
+        self.layout, self.name, self.basis = layout, name, basis
+        self.places = list(chunk_places(layout))
+        self._dtype = _DTYPES[layout.dtype]
+        self._short = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float16
+        self._memory = threading.local()
+
+    @property
+    def item_bytes(self) -> int:
+        """Return the bytes of an element of raw pages."""
+        return self._dtype.itemsize
+
+    def encode(self, body: memoryview, page_no: int, basis_bytes: int = 0) -> bytes | None:
+        """Return the coded page; None if it holds values that are not finite, or is no smaller."""
+        views = self.views(body)
+        sides = views[0].float(), views[1].float()
+        self._turn(sides[0], page_no, back=True)
+        if not all(bool(torch.isfinite(side).all()) for side in sides):
+            return None
+        heads, parts = list[bytes](), list[bytes]()
+        for place, chunk in zip(self.places, self.basis.chunks, strict=True):
+            x = _elements(sides[place.side], place)
+            q = chunk.quantise(x)
+            size = q.abs()
+            whole = (size[:, chunk.coarse_axes :] > _MOST).any(1)
+            whole |= (size[:, : chunk.coarse_axes] > _MOST_COARSE).any(1)
+            if not page_no:
+                whole[:SINKS] = True
+            q[whole] = 0
+            symbols = q.to(torch.int16).T.contiguous().numpy()
+            coded = self.basis.tables.encode(symbols, chunk.classes)
+            tokens = whole.nonzero()[:, 0]
+            heads.append(_CHUNK.pack(len(coded.words), len(coded.literals), len(tokens)))
+            parts += coded.words.tobytes(), coded.literals.tobytes()
+            if len(tokens):
+                kept = x[tokens].to(self._short)
+                if not bool(torch.isfinite(kept).all()):
+                    return None
+                parts.append(tokens.to(torch.uint8).numpy().tobytes())
+                parts.append(kept.view(torch.int16).numpy().tobytes())
+        head = _HEAD.pack(MAGIC, self.name, basis_bytes, page_no, len(body))
+        data = b"".join((head, *heads, *parts))
+        return data if len(data) < len(body) else None
+
+    def decode(self, data: memoryview, target: memoryview, first: int, layers: int) -> bool:
+        """Write layers of a coded page; return False if the bytes are not such a page.
+
+        Args:
+            data: The coded page.
+            target: Memory of these layers.
+            first: First layer.
+            layers: Number of layers.
+        """
+        head, at = read_head(data), _HEAD.size
+        end = at + len(self.places) * _CHUNK.size
+        if head is None or head.basis != self.name or len(data) < end:
+            return False
+        sizes = [*_CHUNK.iter_unpack(data[at:end])]
+        views, wanted = self.views(target, layers), range(first, first + layers)
+        for place, chunk, (words, literals, tokens) in zip(
+            self.places, self.basis.chunks, sizes, strict=True
+        ):
+            shape = shape_of(place, self.layout)
+            n = shape[0] * shape[1] * shape[2]
+            start, end = end, end + 2 * (words + literals) + tokens * (1 + 2 * n)
+            if len(data) < end or tokens > self.layout.page_size:
+                return False
+            here = range(max(first, place.layers.start), min(wanted.stop, place.layers.stop))
+            if not here:
+                continue
+            coded = CodedSymbols(
+                np.frombuffer(data[start : start + 2 * words], np.uint16),
+                np.frombuffer(data[start + 2 * words :][: 2 * literals], np.int16),
+            )
+            x = self._restored(chunk, coded)
+            if x is None:
+                return False
+            if tokens:
+                at = start + 2 * (words + literals)
+                index = np.frombuffer(data[at : at + tokens], np.uint8).astype(np.int64)
+                if int(index.max()) >= self.layout.page_size:
+                    return False
+                kept = np.frombuffer(data[at + tokens : end], np.int16).copy()
+                x[torch.from_numpy(index)] = (
+                    torch.from_numpy(kept).view(self._short).view(-1, n).float()
+                )
+            x = x.view(self.layout.page_size, *shape).permute(1, 2, 0, 3)
+            side = x[here.start - place.layers.start : here.stop - place.layers.start]
+            if not place.side:
+                side = self._turned(side, head.page_no, here)
+            views[place.side][here.start - first : here.stop - first, place.heads].copy_(side)
+        return end == len(data)
+
+    def _restored(self, chunk: object, coded: CodedSymbols) -> torch.Tensor | None:
+        q = np.empty((chunk.axes, self.layout.page_size), np.int16)  # type: ignore[attr-defined]
+        if not self.basis.tables.decode(coded, chunk.classes, q):  # type: ignore[attr-defined]
+            return None
+        return chunk.restore(torch.from_numpy(q).T.contiguous())  # type: ignore[attr-defined, no-any-return]
+
+    def views(self, body: memoryview, layers: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values `[layers, heads, tokens, dim]` of a page, or of some layers."""
+        lay, item = self.layout, self._dtype.itemsize
+        flat = torch.frombuffer(body, dtype=torch.uint8).view(self._dtype)
+        strides = lay.stripe_stride_bytes // item, lay.run_bytes // item
+        shape = layers or lay.layers, lay.kv_heads, lay.page_size
+        v_at = lay.v_offset_bytes // item
+        return (
+            flat.as_strided((*shape, lay.head_dim), (*strides, lay.head_dim, 1)),
+            flat.as_strided((*shape, lay.value_dim), (*strides, lay.value_dim, 1), v_at),
+        )
+
+    def _turn(self, keys: torch.Tensor, page_no: int, *, back: bool) -> None:
+        every = range(keys.shape[0])
+        keys.copy_(self._turned(keys, page_no, every, back=back))
+
+    def _turned(
+        self, keys: torch.Tensor, page_no: int, layers: range, *, back: bool = False
+    ) -> torch.Tensor:
+        """Return keys `[layers, heads, tokens, dim]`, rotated to their positions, or back."""
+        turns = {self.basis.turn_of[layer] for layer in layers}
+        if turns == {-1}:
+            return keys
+        size, out = self.layout.page_size, keys if len(turns) == 1 else keys.clone()
+        for turn in turns - {-1}:
+            own = [n for n, layer in enumerate(layers) if self.basis.turn_of[layer] == turn]
+            cos, sin = self._angles(turn, page_no, size)
+            some = keys if len(turns) == 1 else keys[own]
+            moved = self.basis.turns[turn].moved(some, cos, -sin if back else sin)
+            if len(turns) == 1:
+                return moved
+            out[own] = moved
+        return out
+
+    def _angles(self, turn: int, page_no: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        known = getattr(self._memory, "angles", None)
+        if known is None or known[0] != (turn, page_no):
+            positions = np.arange(page_no * size, (page_no + 1) * size)
+            cos, sin = self.basis.turns[turn].angles(positions)
+            known = self._memory.angles = (turn, page_no), cos[:, 0], sin[:, 0]
+        return known[1], known[2]
+
+
+def _elements(side: torch.Tensor, place: ChunkPlace) -> torch.Tensor:
+    """Return the elements `[tokens, n]` of a chunk."""
+    part = side[place.layers, place.heads].permute(2, 0, 1, 3)
+    return part.reshape(part.shape[0], -1)
