@@ -183,6 +183,15 @@ if TYPE_CHECKING:
     from flowkv.kernels.triton.task import merge_two
     from flowkv.kernels.triton.tile import FLIP_SIGNS, SPLIT_DIGITS, SPLIT_NIBBLES
     from flowkv.kernels.triton.tile import MOST as tile_MOST
+    from flowkv.kvt import basis as kvt_basis
+    from flowkv.kvt import codec as kvt_codec
+    from flowkv.kvt.basis import Basis, KeyTurn, chunk_places
+    from flowkv.kvt.basis import digest as basis_digest
+    from flowkv.kvt.codec import PageCoder, codable, read_head
+    from flowkv.kvt.entropy import CLASSES, SYMBOLS, CodedSymbols, SymbolTables, deviation_class
+    from flowkv.kvt.entropy import count as count_symbols
+    from flowkv.kvt.learning import GroupLearner, search
+    from flowkv.kvt.tier import CodecTier, PageBases
     from flowkv.naming import computation, identity, memory_words
     from flowkv.naming import fingerprint as fingerprint_of_weights
     from flowkv.naming.computation import Walk

@@ -25,7 +25,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.core.errors import CapacityError, StateError
-from flowkv.core.geometry import CODEC_SHIFT, COLD, FIDELITIES, SPECS, PageLayout, codec_of
+from flowkv.core.geometry import CODEC_SHIFT, CODECS, COLD, FIDELITIES, SPECS, PageLayout, codec_of
 from flowkv.kernels.loss import bounds, by_rotation
 from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views
@@ -71,8 +71,7 @@ def compare(store: PageStore, group: int, page: int, computed: int, lossiest: st
         # The drift comes from the pages before, by the lossiest codec among them and their own
         # past: this one was computed when they were raw, or otherwise encoded, and is recomputed as
         # they are now. K and V of the model's first layer depend on their own token only.
-        drifts = number or lossiest == FIDELITIES[COLD]
-        allowed = rounding + (SPECS[lossiest].drift if drifts else 0.0)
+        allowed = rounding + (SPECS[lossiest].drift if number else 0.0)
         views = zip(_views(stored, forms.raw, layer), _views(fresh, forms.raw, layer), strict=True)
         (k, wanted_k), (v, wanted_v) = views
         lost = _lost(layout, wanted_k, wanted_v)
@@ -169,7 +168,7 @@ class Audit:
             for group, blocks in enumerate(seq.blocks):
                 block = blocks[self.page] if computed and self.page < len(blocks) else None
                 key, samples = seq.key(group, self.page), planner.store.samples
-                if block is None or block.gone:
+                if block is None or block.gone or COLD in (block.fidelity, self.twin.fidelity):
                     samples.skip(key)
                 elif tier := samples.take(key):
                     self._compare(group, block, tier)
@@ -179,10 +178,9 @@ class Audit:
         page, computed = (
             int(planner.tables.pages[group][line.row, number]) for line in (seq, self.twin)
         )
-        past = max(block.fidelity, self.twin.fidelity)
-        past = past if number or past == COLD else 0  # a page in kvt is lossy itself
+        past = max(block.fidelity, self.twin.fidelity) if number else 0
         store = planner.store
-        verdict = compare(store, group, page, computed, FIDELITIES[past])
+        verdict = compare(store, group, page, computed, CODECS[past])
         store.samples.judged(verdict)
         told = Audited(
             tier=tier,

@@ -368,6 +368,8 @@ class KV:
 
     def _introduce(self, namespace: Namespace) -> None:
         """Pass the namespace now in use to the tiers that record it (those with `bind`)."""
+        if self.bases is not None and self.namespace != namespace.digest():
+            self.bases.use({})  # a changed model has none
         for tier in self._tiers:
             bind: Callable[[bytes, str], None] | None = getattr(tier, "bind", None)
             if bind is not None:
@@ -1423,7 +1425,8 @@ class KV:
         before stay as they are, and readable.
 
         Args:
-            tokens: Token ids of a text like those that the cache will hold: 4,096 or more.
+            tokens: Token ids of a text like those that the cache will hold: at least some 1,000,
+                better 16,000.
             kl: Largest mean divergence, in nats; default that of the configuration.
 
         Returns:

@@ -615,7 +615,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         name, _, bound = self.cold.partition(":")
         kind, _, number = bound.partition("=")
-        if not self.cold or (name == "kvt" and not bound):
+        if self.cold in ("", "kvt"):
             return COLD_DIVERGENCE if self.cold else 0.0
         with suppress(ValueError):
             if name == "kvt" and kind == "kl" and 0 < float(number) < 10:

@@ -190,13 +190,13 @@ SPECS = {
     "k8v4": CodecSpec(8, 4, 127, 7, 0.5),
     "kv4c": CodecSpec(4, 4, 15, 7, 0.65, by_channel=True),
     "kv4h": CodecSpec(4, 4, 7, 7, 0.65, rotates=True),
-    "kvt": CodecSpec(0, 0, 0, 0, 0.65),
 }
-FIDELITIES = tuple(SPECS)
-"""Every codec, from exact to lossy: the index in this tuple is its (in)fidelity."""
-CODECS = FIDELITIES[:-1]
-"""Every codec with a layout of its own. Pages in kvt are decoded to raw pages (`flowkv.kvt`)."""
-COLD = FIDELITIES.index("kvt")
+CODECS = tuple(SPECS)
+"""Every codec with a layout of its own."""
+COLD = len(CODECS)
+FIDELITIES = (*CODECS, "kvt")
+"""Every codec, from exact to lossy: the index in this tuple is its (in)fidelity. Pages in kvt are
+decoded to raw pages (`flowkv.kvt`)."""
 
 CODEC_SHIFT = 28
 GRANULE_MASK = (1 << CODEC_SHIFT) - 1

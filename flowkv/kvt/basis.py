@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.geometry import PageLayout
-from flowkv.kvt.entropy import CLASSES, SYMBOLS, SymbolTables, class_of, count
+from flowkv.kvt.entropy import CLASSES, SYMBOLS, SymbolTables, count, deviation_class
 
 MOST_DIMS, HEAD_DIMS = 1152, 256
 """Most elements of a chunk, and of its heads within a layer. The product of a page costs as many
@@ -331,7 +331,7 @@ class ChunkStatistics:
             whole[:coarse],
             torch.from_numpy(whole[coarse:]).to(torch.bfloat16),
             metric.astype(np.float32),
-            class_of(deviations[:axes] / step),
+            deviation_class(deviations[:axes] / step),
             step,
         )
 

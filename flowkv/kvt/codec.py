@@ -82,8 +82,8 @@ class PageCoder:
     def encode(self, body: memoryview, page_no: int, basis_bytes: int = 0) -> bytes | None:
         """Return the coded page; None if it holds values that are not finite, or is no smaller."""
         views = self.views(body)
-        sides = views[0].float(), views[1].float()
-        self._turn(sides[0], page_no, back=True)
+        every = range(self.layout.layers)
+        sides = self.turned(views[0].float(), page_no, every, back=True), views[1].float()
         if not all(bool(torch.isfinite(side).all()) for side in sides):
             return None
         heads, parts = list[bytes](), list[bytes]()
@@ -156,7 +156,7 @@ class PageCoder:
             x = x.view(self.layout.page_size, *shape).permute(1, 2, 0, 3)
             side = x[here.start - place.layers.start : here.stop - place.layers.start]
             if not place.side:
-                side = self._turned(side, head.page_no, here)
+                side = self.turned(side, head.page_no, here)
             views[place.side][here.start - first : here.stop - first, place.heads].copy_(side)
         return end == len(data)
 
@@ -178,26 +178,18 @@ class PageCoder:
             flat.as_strided((*shape, lay.value_dim), (*strides, lay.value_dim, 1), v_at),
         )
 
-    def _turn(self, keys: torch.Tensor, page_no: int, *, back: bool) -> None:
-        every = range(keys.shape[0])
-        keys.copy_(self._turned(keys, page_no, every, back=back))
-
-    def _turned(
+    def turned(
         self, keys: torch.Tensor, page_no: int, layers: range, *, back: bool = False
     ) -> torch.Tensor:
         """Return keys `[layers, heads, tokens, dim]`, rotated to their positions, or back."""
         turns = {self.basis.turn_of[layer] for layer in layers}
         if turns == {-1}:
             return keys
-        size, out = self.layout.page_size, keys if len(turns) == 1 else keys.clone()
+        out = keys.clone()
         for turn in turns - {-1}:
             own = [n for n, layer in enumerate(layers) if self.basis.turn_of[layer] == turn]
-            cos, sin = self._angles(turn, page_no, size)
-            some = keys if len(turns) == 1 else keys[own]
-            moved = self.basis.turns[turn].moved(some, cos, -sin if back else sin)
-            if len(turns) == 1:
-                return moved
-            out[own] = moved
+            cos, sin = self._angles(turn, page_no, self.layout.page_size)
+            out[own] = self.basis.turns[turn].moved(keys[own], cos, -sin if back else sin)
         return out
 
     def _angles(self, turn: int, page_no: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

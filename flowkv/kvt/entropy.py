@@ -34,7 +34,7 @@ class CodedSymbols(NamedTuple):
     literals: NDArray[np.int16]
 
 
-def class_of(deviations: NDArray[np.float64]) -> NDArray[np.uint8]:
+def deviation_class(deviations: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Return the class of coefficients with these standard deviations, in steps."""
     octaves = np.log2(np.maximum(deviations, 0.25))
     found: NDArray[np.uint8] = np.clip(np.rint(3 * octaves) + 6, 0, CLASSES - 1).astype(np.uint8)

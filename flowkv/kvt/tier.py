@@ -377,7 +377,8 @@ class CodecTier:
 
     def _coder_for(self, item: Store) -> PageCoder | None:
         info = item.info
-        form = self.bases.forms.get(info.group) if info.kind == "page" else None
+        plain = info.kind == "page" and not info.codec
+        form = self.bases.forms.get(info.group) if plain else None
         whole = info.world == 1 and not info.head_stop
         if form is None or info.layout != form.raw or not whole:
             return None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from flowkv.core.errors import StoreError
-from flowkv.core.geometry import CODECS, GRANULE_BYTES, LayerGroup, PageLayout, page_layout
+from flowkv.core.geometry import FIDELITIES, GRANULE_BYTES, LayerGroup, PageLayout, page_layout
 from flowkv.kernels import reference as reference_codec
 from flowkv.kernels import transcode
 from flowkv.kernels.dispatch import SOUND
@@ -299,7 +299,7 @@ class Sketch(NamedTuple):
         info = FrameInfo(
             kind=self.kind,
             codec=self.codec,
-            fidelity=min(self.codec + self.lossier, len(CODECS) - 1),
+            fidelity=min(self.codec + self.lossier, len(FIDELITIES) - 1),
             layout=self.layout,
             parent=key_of(self.parent),
             namespace=bytes(32),
@@ -321,14 +321,14 @@ SPOILED: dict[str, dict[str, Any]] = {
     "parent": {"parent": b"short"},
     "rank": {"rank": 9, "world": 9},
     "stripes": {"stripe_bytes": 3 * GRANULE_BYTES + 1},
-    "codec": {"codec": len(CODECS), "fidelity": len(CODECS)},
+    "codec": {"codec": len(FIDELITIES), "fidelity": len(FIDELITIES)},
 }
 """Impossible descriptions; a store with one fails as "invalid"."""
 
 SKETCHES = st.builds(
     Sketch,
     kind=st.sampled_from(KINDS),
-    codec=st.integers(0, len(CODECS) - 1),
+    codec=st.integers(0, len(FIDELITIES) - 1),
     lossier=st.integers(0, 2),
     layout=st.sampled_from(LAYOUTS),
     parent=NAMES,
@@ -356,7 +356,7 @@ WANTS = st.builds(
     Want,
     name=NAMES,
     layout=st.sampled_from(LAYOUTS),
-    fidelity=st.integers(0, len(CODECS) - 1),
+    fidelity=st.integers(0, len(FIDELITIES) - 1),
     lie=st.sampled_from(("",) * 5 + ("layout", "fidelity", "anything")),
     first=st.sampled_from((0, 0, 0, 1, 2, 10, 11, -1)),
     stripes=st.sampled_from((0, 0, 1, 1, 2, 11, -1)),
@@ -462,7 +462,7 @@ class TierMachine(RuleBasedStateMachine):
                 other = next(each for each in LAYOUTS if each != frame.info.layout)
                 layout = other if want.lie == "layout" else frame.info.layout
                 too_low = max(0, frame.info.fidelity - 1)
-                fidelity = too_low if want.lie == "fidelity" else len(CODECS) - 1
+                fidelity = too_low if want.lie == "fidelity" else len(FIDELITIES) - 1
                 if frame.part(Load(key, memoryview(b""), layout, 0, first, stripes)) is None:
                     first = stripes = 0
             part = frame.part(Load(key, memoryview(b""), layout, 0, first, stripes))

@@ -121,6 +121,8 @@ def attach(
     rule = make_blend_rule(recompute) if reuse == "blend" else None
     if rule is not None:
         experimental('attach(reuse="blend")', "it is new, and approximate by nature")
+    if config.get("cold"):
+        experimental("attach(cold=)", "it is new, and approximate by nature")
     begun_s = time.monotonic()
     with _LOCK:
         if model in _ATTACHED and _ATTACHED[model].kv.inherited:

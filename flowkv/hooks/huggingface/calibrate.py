@@ -25,7 +25,9 @@ from flowkv.hooks.huggingface.probe import execution_device, native_cache, quiet
 from flowkv.kvt.learning import MOST_BITS, GroupLearner, Scores, coded_pages, search
 from flowkv.kvt.tier import PageBases
 
-MOST_WINDOWS, LEAST_WINDOWS = 16, 4
+MOST_WINDOWS, FEW_WINDOWS, LEAST_WINDOWS = 16, 6, 4
+LONGEST, SHORTEST = 1024, 256
+"""Tokens of a window; shorter ones than the longest where the text has fewer than six of those."""
 _SHARE = 4  # a window's last quarter is predicted
 _JUDGED = 3  # every third window is judged, and not learned from
 _SAMPLES = 3  # windows whose coefficients fill the tables
@@ -42,12 +44,17 @@ class Calibrator:
     def __init__(self, door: Any) -> None:
         self._door, self._model, self._names = door, door.model, door.names
         self._kv: KV = door.kv
-        config = self._model.config.get_text_config(decoder=True)
-        longest = getattr(config, "max_position_embeddings", None) or 1024
+        self._config = self._model.config.get_text_config(decoder=True)
+        self.prompt = self.window = 0
+
+    def _cut(self, count: int) -> int:
+        """Set the lengths of windows for so many tokens; return the number of windows."""
+        longest = getattr(self._config, "max_position_embeddings", None) or LONGEST
+        whole = min(longest, LONGEST, max(count // FEW_WINDOWS, SHORTEST))
         size = self._kv.page_size
-        self.prompt = max(min(longest, 1024) * (_SHARE - 1) // _SHARE // size, 1) * size
+        self.prompt = max(whole * (_SHARE - 1) // _SHARE // size, 1) * size
         self.window = self.prompt * _SHARE // (_SHARE - 1)
-        self._config = config
+        return min(count // self.window, MOST_WINDOWS)
 
     def run(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
         """Learn bases from token ids, and use them if they keep to a divergence.
@@ -62,7 +69,7 @@ class Calibrator:
                 "Leave cold= out",
             )
         ids = as_tokens(tokens).astype(np.int64)
-        count = min(len(ids) // self.window, MOST_WINDOWS)
+        count = self._cut(len(ids))
         if count < LEAST_WINDOWS:
             raise ConfigError(
                 f"{len(ids)} tokens are too few to calibrate pages",

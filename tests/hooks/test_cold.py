@@ -1,0 +1,159 @@
+"""Pages of cold tiers at one to two bits a value, from `attach` to a later process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowkv
+from tests.hooks import models
+from tests.hooks.compare import attached, generate, reused
+from tests.inside import ConfigError, StateError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def text(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 250, (count,), generator=generator).tolist()
+
+
+@contextmanager
+def cold(model: Any, path: Path, **options: Any) -> Iterator[flowkv.KV]:
+    given = {"gpu": "64MiB", "page_size": 16, "disk": f"{path}:256MiB", "cold": "kvt"} | options
+    with pytest.warns(flowkv.ExperimentalWarning, match="cold"):
+        kv = flowkv.attach(model, **{n: value for n, value in given.items() if value is not None})
+    with kv:
+        yield kv
+
+
+PROMPT = torch.tensor([text(200, 5)])
+
+
+def answer(model: Any) -> torch.Tensor:
+    return generate(model, 4, input_ids=PROMPT).sequences  # type: ignore[no-any-return]
+
+
+def learn(kv: flowkv.KV) -> dict[str, float]:
+    found = kv.calibrate(text(9 * 256), kl=0.01)
+    assert found["kept"] and 0 < found["kl"] <= 0.01 and found["bits"] < 8
+    assert found["tokens"] > 0 and 0 < found["same_token"] <= 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "falcon"])
+def test_a_later_process_reads_coded_pages(tmp_path: Path, kind: str) -> None:
+    model = models.causal(kind)
+    with torch.no_grad():
+        wanted = model(PROMPT).logits[0, -1]
+    with cold(model, tmp_path) as kv:
+        measured = learn(kv)
+        answer(model)
+        assert kv.flush(60)
+        said = kv.stats()["cold"]
+        assert said["pages"] >= 12 and said["coded_bytes"] < said["raw_bytes"] / 2
+        assert said["kl"] == measured["kl"]
+        with torch.no_grad():  # what lies on the device is exact, as it was
+            cache = kv.cache(PROMPT[:, :-1])
+            exact = model(PROMPT[:, cache.get_seq_length() :], past_key_values=cache).logits[0, -1]
+        torch.testing.assert_close(exact, wanted, atol=1e-4, rtol=1e-4)
+        del cache
+    with cold(model, tmp_path) as kv:
+        with torch.no_grad():
+            cache = kv.cache(PROMPT)
+            assert cache.get_seq_length() >= 192
+            got = model(PROMPT[:, cache.get_seq_length() :], past_key_values=cache).logits[0, -1]
+        near = torch.nn.functional.kl_div(
+            got.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="sum"
+        )
+        assert 0 < float(near) < 0.2
+        assert kv.stats()["cold"]["decoded_bytes"] > 0
+        del cache
+
+
+@pytest.mark.parametrize("codec", ["raw", "kv8"])
+def test_readers_of_exact_pages_compute(tmp_path: Path, codec: str) -> None:
+    model = models.causal("llama")
+    wanted = answer(model)
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+    with attached(model, disk=f"{tmp_path}:256MiB", codec=codec) as kv:
+        got = answer(model)
+        assert reused(kv) == 0
+        assert codec != "raw" or torch.equal(got, wanted)
+        assert kv.flush(60)
+    with attached(model, disk=f"{tmp_path}:256MiB", codec=codec) as kv:  # now theirs lie there
+        answer(model)
+        assert reused(kv) > 0
+
+
+def test_a_changed_model_has_no_bases(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        answer(model)
+        assert kv.stats()["cold"]["groups"] == 0
+        assert kv.flush(60)
+    with cold(model, tmp_path) as kv:
+        wanted = answer(model)
+        assert reused(kv) > 0
+    assert torch.equal(answer(model), wanted)
+
+
+def test_bounds_that_cannot_be_kept(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    wanted = answer(model)
+    with cold(model, tmp_path) as kv:
+        with pytest.warns(UserWarning, match="stay as they are.*kvt:kl="):
+            found = kv.calibrate(text(9 * 256), kl=1e-13)
+        assert not found["kept"]
+        answer(model)
+        assert kv.flush(60) and not kv.stats()["cold"].get("pages")
+    with cold(model, tmp_path) as kv:
+        assert torch.equal(answer(model), wanted) and reused(kv) > 0
+
+
+def test_what_cannot_be_calibrated(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv, pytest.raises(ConfigError, match=r"too few.*1024 or more"):
+        kv.calibrate(text(1000))
+    with attached(model) as kv, pytest.raises(StateError, match='cold="kvt"'):
+        kv.calibrate(text(3000))
+    for wrong in ("kv", "kvt:", "kvt:kl", "kvt:kl=x", "kvt:kl=-1", "kvt:bits=2"):
+        with pytest.raises(ConfigError, match=r"`cold`.*Write kvt"):
+            flowkv.Config(cold=wrong)
+
+
+def test_erased_prompts_are_gone(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+        assert kv.forget(PROMPT[0].tolist()) > 0
+        (tier,) = kv.planner.store.stack.tiers
+        assert not any(entry.info.kind == "page" for entry in tier.scan())
+        answer(model)
+        assert reused(kv) == 0
+
+
+def test_coded_pages_are_not_audited(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+    with cold(model, tmp_path, audit=1.0) as kv:
+        answer(model)
+        assert reused(kv) > 0
+        said = kv.stats()["audit"]
+        assert said["skipped"] > 0 and said["audited"] == said["mismatches"] == 0

@@ -1,0 +1,199 @@
+"""Coded pages: near the raw ones by the step, wherever they stand, and never anything else."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.inside import (
+    Basis,
+    GroupLearner,
+    KeyTurn,
+    PageCoder,
+    chunk_places,
+    codable,
+    kvt_basis,
+    read_head,
+)
+from tests.kvt.pages import TURN, Source, layout, learner, page
+
+INTERLEAVED = KeyTurn(TURN.inv_freq[:4], interleaved=True, start=4)
+
+
+def far(coder: PageCoder, one: bytearray, other: bytearray, side: int) -> float:
+    """The relative distance of the keys or values of two pages, without the first tokens."""
+    a, b = (coder.views(memoryview(x))[side][:, :, 4:].float() for x in (one, other))
+    return float((a - b).norm() / b.norm())
+
+
+def decoded(coder: PageCoder, data: bytes) -> bytearray:
+    out = bytearray(coder.layout.page_bytes)
+    assert coder.decode(memoryview(data), memoryview(out), 0, coder.layout.layers)
+    return out
+
+
+@lru_cache
+def learned(dtype: str, interleaved: bool, turns: bool) -> tuple[Source, GroupLearner]:
+    source = Source(layout(dtype))
+    return source, learner(source, (INTERLEAVED if interleaved else TURN) if turns else None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("turn", [TURN, INTERLEAVED, None], ids=["halves", "interleaved", "none"])
+@pytest.mark.parametrize("page_no", [0, 1, 57])
+def test_pages_come_back(dtype: str, turn: KeyTurn | None, page_no: int) -> None:
+    source, made = learned(dtype, turn is not None and turn.interleaved, turn is not None)
+    distances = []
+    for step in (3e-3, 3e-4):
+        coder, _ = made.coder(step, {})
+        body = page(coder, source, page_no)
+        before = bytes(body)
+        data = coder.encode(memoryview(body), page_no)
+        assert data is not None and len(data) < len(body)
+        assert body == before  # it is a page that is in use
+        back = decoded(coder, data)
+        distances.append([far(coder, back, body, side) for side in (0, 1)])
+    assert max(distances[1]) < min(0.06, *distances[0])
+    # Elsewhere its keys would be rotated wrongly: the page says where it stands.
+    head = read_head(memoryview(data))
+    assert head is not None and head.page_no == page_no and head.basis == coder.name
+
+
+@pytest.mark.parametrize("given", [{"loud": 60.0}, {"bias": 40.0}, {"loud": 30.0, "bias": -9.0}])
+def test_outlier_channels_and_large_biases(given: dict[str, float]) -> None:
+    source = Source(layout(), **given)
+    coder, _ = learner(source).coder(1e-3, {})
+    body = page(coder, source, 3)
+    data = coder.encode(memoryview(body), 3)
+    assert data is not None and len(data) < len(body) / 3
+    assert far(coder, decoded(coder, data), body, 0) < 0.1
+
+
+def test_first_tokens_are_kept_whole() -> None:
+    source = Source(layout())
+    coder, _ = learner(source).coder(3e-3, {})
+    body = page(coder, source, 0)
+    for view in coder.views(memoryview(body)):
+        view[:, :, :4] *= 300
+    data = coder.encode(memoryview(body), 0)
+    assert data is not None
+    for got, wanted in zip(
+        coder.views(memoryview(decoded(coder, data))), coder.views(memoryview(body)), strict=True
+    ):
+        torch.testing.assert_close(got[:, :, :4], wanted[:, :, :4], rtol=2e-3, atol=0.3)
+
+
+def test_strange_tokens_are_kept_whole() -> None:
+    source = Source(layout())
+    coder, _ = learner(source).coder(1e-4, {})
+    body = page(coder, source, 5)
+    for view in coder.views(memoryview(body)):
+        view[:, :, 17] *= 4000
+    data = coder.encode(memoryview(body), 5)
+    assert data is not None
+    got, wanted = (coder.views(memoryview(x))[1] for x in (decoded(coder, data), body))
+    torch.testing.assert_close(got[:, :, 17], wanted[:, :, 17], rtol=2e-3, atol=1.0)
+    assert float((got - wanted)[:, :, 18:].norm() / wanted[:, :, 18:].norm()) < 0.05
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_what_cannot_be_coded_is_left_raw(value: float) -> None:
+    source = Source(layout())
+    coder, _ = learner(source).coder(1e-3, {})
+    body = page(coder, source, 2)
+    coder.views(memoryview(body))[1][1, 0, 9, 3] = value
+    assert coder.encode(memoryview(body), 2) is None
+
+
+def test_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvt_basis, "MOST_DIMS", 64)
+    monkeypatch.setattr(kvt_basis, "HEAD_DIMS", 16)
+    source = Source(layout(layers=tuple(range(9))))
+    coder, _ = learner(source).coder(1e-3, {})
+    assert len({place.layers.start for place in coder.places}) > 1
+    assert len({place.heads.start for place in coder.places}) > 1
+    body = page(coder, source, 1)
+    data = coder.encode(memoryview(body), 1)
+    assert data is not None
+    whole, step = decoded(coder, data), coder.layout.stripe_stride_bytes
+    for first, count in ((0, 1), (3, 4), (8, 1), (0, 9)):
+        some = bytearray(count * step)
+        assert coder.decode(memoryview(data), memoryview(some), first, count)
+        assert some == whole[first * step : (first + count) * step]
+
+
+def test_groups_that_are_coded() -> None:
+    assert codable(layout()) and codable(layout("bfloat16"))
+    assert not codable(layout("float64"))
+    assert not codable(layout(kind="latent", kv_heads=1))
+
+
+def test_every_element_is_in_one_chunk() -> None:
+    for shape in (
+        layout(),
+        layout(layers=tuple(range(40)), kv_heads=8, head_dim=128, value_dim=64),
+    ):
+        for side in (0, 1):
+            seen = np.zeros((shape.layers, shape.kv_heads), int)
+            for place in chunk_places(shape):
+                if place.side == side:
+                    seen[place.layers, place.heads] += 1
+            assert (seen == 1).all()
+
+
+SOURCE = Source(layout())
+CODER, DATA = learner(SOURCE).coder(1e-3, {"kl": 0.25})
+BODY = page(CODER, SOURCE, 4)
+CODED = CODER.encode(memoryview(BODY), 4)
+
+
+@given(at=st.integers(0, 1 << 20), bit=st.integers(0, 7), cut=st.integers(0, 64), data=st.data())
+def test_damaged_pages_raise_nothing(at: int, bit: int, cut: int, data: Any) -> None:
+    assert CODED is not None
+    spoilt = bytearray(CODED)
+    spoilt[at % len(spoilt)] ^= 1 << bit
+    spoilt = spoilt[: len(spoilt) - cut] if data.draw(st.booleans()) else spoilt
+    guard = bytearray(len(BODY) + 64)
+    CODER.decode(memoryview(spoilt), memoryview(guard)[: len(BODY)], 0, CODER.layout.layers)
+    assert not any(guard[len(BODY) :])
+    if len(spoilt) != len(CODED):
+        assert not CODER.decode(memoryview(spoilt), memoryview(guard)[: len(BODY)], 0, 3)
+
+
+def test_bases_come_back_the_same() -> None:
+    again = PageCoder(CODER.layout, CODER.name, Basis.load(DATA, CODER.layout))
+    assert again.basis.measured == {"kl": 0.25} and again.basis.dump() == DATA
+    assert again.encode(memoryview(BODY), 4) == CODED
+
+
+@given(at=st.integers(0, 1 << 20), cut=st.booleans())
+def test_damaged_bases_are_refused(at: int, cut: bool) -> None:
+    spoilt = bytearray(DATA)
+    if cut:
+        del spoilt[at % len(spoilt) :]
+    else:
+        spoilt[at % 40] ^= 0x40
+    try:
+        Basis.load(bytes(spoilt), CODER.layout)
+    except ValueError:
+        return
+    assert not cut
+
+
+def test_bases_of_other_pages_are_refused() -> None:
+    with pytest.raises(ValueError, match="other pages"):
+        Basis.load(DATA, layout("bfloat16"))
+
+
+def test_pages_of_another_basis_are_refused() -> None:
+    other, _ = learner(Source(layout(), seed=9)).coder(1e-3, {})
+    out = bytearray(len(BODY))
+    assert CODED is not None
+    assert not other.decode(memoryview(CODED), memoryview(out), 0, other.layout.layers)
+    assert not any(out)

@@ -1,0 +1,317 @@
+"""Pages in coded form over other tiers: never a wrong page, whatever the tier below does."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowkv import Tier
+from flowkv.testing import FlakyTier, check_tier
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
+from flowkv.tiers.disk import DiskTier
+from tests.conftest import examples
+from tests.inside import (
+    CodecTier,
+    Faults,
+    HostTier,
+    PageBases,
+    StateError,
+    kvt_codec,
+)
+from tests.kvt.pages import SIZE, Source, layout, learner, page
+
+LAYOUT = layout("bfloat16")
+SOURCE = Source(LAYOUT)
+CODER, BASIS = learner(SOURCE).coder(1e-3, {"bits": 2.0})
+OTHER, OTHER_BASIS = learner(SOURCE).coder(1e-3, {})  # of another text
+NAMESPACE, COLD = b"n" * 32, 5
+PAGES = [bytes(page(CODER, SOURCE, number)) for number in range(6)]
+STEP = LAYOUT.stripe_stride_bytes
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def info(**more: Any) -> FrameInfo:
+    raw = LAYOUT.fingerprint()
+    return FrameInfo("page", 0, 0, raw, bytes(32), NAMESPACE, 0, SIZE, STEP)._replace(**more)
+
+
+def made(inner: Tier, *, basis: bytes | None = BASIS) -> CodecTier:
+    """A tier that codes pages, whose numbers are those of their keys."""
+    bases = PageBases([LAYOUT])
+    tier = CodecTier(inner, bases)
+    tier.page_of = lambda key: int.from_bytes(key, "big")
+    tier.bind(NAMESPACE, "test")
+    if basis is not None:
+        bases.use({0: bases.add(basis, LAYOUT)})
+    return tier
+
+
+def answers(tier: Tier, job: int, count: int, patience_s: float = 20.0) -> list[Any]:
+    found: dict[int, Any] = {}
+    end_s = time.monotonic() + patience_s
+    while len(found) < count and time.monotonic() < end_s:
+        for answer in tier.poll(0.2):
+            assert answer.job == job and answer.item not in found
+            found[answer.item] = answer
+    return [found[number] for number in range(count)]
+
+
+def store(tier: Tier, numbers: range = range(6)) -> list[Any]:
+    items = [Store(key(n), info(), memoryview(PAGES[n])) for n in numbers]
+    return answers(tier, tier.submit_store(items), len(items))
+
+
+def load(
+    tier: Tier, number: int, first: int = 0, count: int = 0, fidelity: int = COLD
+) -> tuple[Any, bytearray]:
+    target = bytearray((count or LAYOUT.layers) * STEP + 64)
+    item = Load(key(number), memoryview(target)[:-64], LAYOUT.fingerprint(), fidelity, first, count)
+    (answer,) = answers(tier, tier.submit_load([item]), 1)
+    assert not any(target[-64:])
+    return answer, target[:-64]
+
+
+def near(got: bytearray, wanted: bytes) -> bool:
+    a, b = (CODER.views(memoryview(bytearray(x)), len(x) // STEP) for x in (got, wanted))
+    pairs = zip(a, b, strict=True)
+    return all(float((x.float() - y.float()).norm() / y.float().norm()) < 0.1 for x, y in pairs)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[CodecTier]:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    yield tier
+    tier.close()
+
+
+def test_pages_are_stored_small_and_come_back(disk: CodecTier) -> None:
+    assert {one.outcome for one in store(disk)} == {Outcome.STORED}
+    entries = {entry.key: entry for entry in disk.scan()}
+    assert len(entries) == 6 and {entry.info for entry in entries.values()} == {info(fidelity=COLD)}
+    assert sum(entry.n_bytes for entry in entries.values()) < sum(map(len, PAGES)) / 2
+    for number, wanted in enumerate(PAGES):
+        answer, got = load(disk, number)
+        assert answer.outcome is Outcome.HIT and answer.info == info(fidelity=COLD)
+        assert answer.n_bytes == LAYOUT.page_bytes and near(got, wanted)
+        for first, count in ((0, 1), (1, 2), (2, 1)):
+            answer, part = load(disk, number, first, count)
+            assert answer.outcome is Outcome.HIT and answer.n_bytes == count * STEP
+            assert part == got[first * STEP :][: count * STEP]
+        assert load(disk, number, 2, 2)[0].reason == "stripes"
+    assert disk.delete([key(1)]) == 1
+    assert load(disk, 1)[0].outcome is Outcome.MISS
+
+
+def test_readers_of_exact_pages_never_get_them(disk: CodecTier) -> None:
+    store(disk)
+    for fidelity in range(COLD):
+        for _ in range(2):  # the second time it lies in memory
+            answer, got = load(disk, 2, fidelity=fidelity)
+            assert (answer.outcome, answer.reason) == (Outcome.MISS, "fidelity")
+            assert not any(got)
+        assert load(disk, 2)[0].outcome is Outcome.HIT
+
+
+def test_readers_without_bases_never_get_them(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    tier.close()
+    plain = DiskTier(tmp_path, 64 << 20)
+    assert load(plain, 2)[0].reason == "layout"
+    plain.close()
+
+
+def test_another_process_reads_with_the_stored_basis(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    assert tier.publish()
+    store(tier, range(3))
+    tier.bases.use({0: tier.bases.add(OTHER_BASIS, LAYOUT)})
+    assert tier.publish()
+    store(tier, range(3, 6))
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    assert again.bases.current[0].name == OTHER.name
+    assert {entry.key for entry in again.scan()} == {key(n) for n in range(6)}
+    assert again.bases.find(CODER.name) is None
+    for number, wanted in enumerate(PAGES):
+        answer, got = load(again, number)
+        assert answer.outcome is Outcome.HIT and near(got, wanted), number
+    again.close()
+
+
+def test_pages_without_their_basis_are_misses(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=OTHER_BASIS)
+    list(again.scan())
+    for number in range(6):
+        answer, got = load(again, number)
+        assert answer.outcome is Outcome.MISS and not any(got)
+    again.close()
+
+
+def test_a_basis_in_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    blobs = tier.bases.blobs
+    blobs[CODER.name] = OTHER_BASIS
+    tier.publish()
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    assert not again.bases.current
+    assert load(again, 0)[0].outcome is Outcome.MISS
+    again.close()
+
+
+def test_what_is_no_page_of_the_group_passes_through(disk: CodecTier) -> None:
+    bodies = [(info(kind="state"), PAGES[0]), (info(world=2), PAGES[1])]
+    bodies += [(info(layout=b"l" * 16), PAGES[2]), (info(group=3), PAGES[3])]
+    bodies += [(info(tokens=9), PAGES[4]), (info(codec=1, fidelity=1), PAGES[5])]
+    items = [Store(key(n), said, memoryview(body)) for n, (said, body) in enumerate(bodies)]
+    found = answers(disk, disk.submit_store(items), len(items))
+    assert {one.outcome for one in found} == {Outcome.STORED}
+    assert disk.bases.counts["pages"] == 0
+    for number, (said, body) in enumerate(bodies):
+        target = bytearray(len(body))
+        item = Load(key(number), memoryview(target), said.layout, COLD)
+        (answer,) = answers(disk, disk.submit_load([item]), 1)
+        assert answer.outcome is Outcome.HIT and answer.info == said and target == body
+
+
+def test_pages_of_unknown_place_stay_raw(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    tier.page_of = lambda key: None
+    store(tier)
+    answer, got = load(tier, 3, fidelity=0)
+    assert answer.outcome is Outcome.HIT and got == PAGES[3]
+    tier.close()
+
+
+def test_pages_stored_before_stay_readable(tmp_path: Path) -> None:
+    plain = DiskTier(tmp_path, 64 << 20)
+    store(plain, range(3))
+    plain.close()
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    for number in range(3):
+        answer, got = load(tier, number, fidelity=0)
+        assert answer.outcome is Outcome.HIT and got == PAGES[number]
+    assert load(tier, 4, fidelity=0)[0].reason == "fidelity"
+    tier.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flaky_tiers_never_give_wrong_pages(seed: int) -> None:
+    faults = Faults(fail=0.2, lose=0.2, flip=0.3, latency_s=0.001)
+    tier = made(FlakyTier(HostTier(64 << 20), seed, faults))
+    for number in itertools.chain(range(6), range(6)):
+        store(tier, range(number, number + 1))
+        for first, count in ((0, 0), (1, 1)):
+            answer, got = load(tier, number, first, count)
+            if answer.outcome is Outcome.HIT:
+                stop = (first + count) * STEP if count else len(PAGES[number])
+                assert near(got, PAGES[number][first * STEP : stop])
+    tier.close()
+
+
+def test_erased_pages_are_not_remembered(disk: CodecTier) -> None:
+    store(disk)
+    assert load(disk, 3)[0].outcome is Outcome.HIT
+    assert disk.erase([key(3)]) == 1
+    assert load(disk, 3)[0].outcome is Outcome.MISS
+    assert key(3) not in disk._recent
+
+
+class Gate:
+    """Makes the coder wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.open = False
+        own = getattr(kvt_codec.PageCoder, name)
+
+        def wait(coder: Any, *args: Any) -> Any:
+            while not self.open:
+                time.sleep(0.005)
+            return own(coder, *args)
+
+        monkeypatch.setattr(kvt_codec.PageCoder, name, wait)
+
+
+def test_stores_that_wait_can_be_cancelled(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "encode")
+    items = [Store(key(n), info(), memoryview(PAGES[n])) for n in range(6)]
+    job = disk.submit_store(items)
+    time.sleep(0.05)
+    disk.cancel(job)
+    gate.open = True
+    found = answers(disk, job, 6)
+    assert sum(one.reason == "cancelled" for one in found) >= 2
+    for number, one in enumerate(found):
+        assert (load(disk, number)[0].outcome is Outcome.HIT) == (one.outcome is Outcome.STORED)
+
+
+@pytest.mark.parametrize("name", ["encode", "decode"])
+def test_closing_answers_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier, range(3))
+    gate = Gate(monkeypatch, name)
+    targets = [bytearray(LAYOUT.page_bytes) for _ in range(6)]
+    if name == "encode":
+        job = tier.submit_store([Store(key(n), info(), memoryview(PAGES[n])) for n in range(6)])
+    else:
+        raw = LAYOUT.fingerprint()
+        job = tier.submit_load([Load(key(n), memoryview(targets[n]), raw, COLD) for n in range(6)])
+    gate.open = True
+    tier.close()
+    assert {one.item for one in tier.poll()} == set(range(6))
+    with pytest.raises(StateError, match="closed"):
+        tier.submit_load([])
+    assert job
+
+
+def test_targets_that_are_too_small_are_refused(disk: CodecTier) -> None:
+    store(disk)
+    target = bytearray(LAYOUT.page_bytes - 1)
+    item = Load(key(0), memoryview(target), LAYOUT.fingerprint(), COLD)
+    (answer,) = answers(disk, disk.submit_load([item]), 1)
+    assert (answer.outcome, answer.reason) == (Outcome.FAILED, "target")
+
+
+def test_it_is_a_tier(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def fresh(size: int) -> Tier:
+        return CodecTier(DiskTier(tmp_path / str(next(numbers)), size), PageBases([LAYOUT]))
+
+    def reopen(tier: Tier) -> Tier:
+        tier.close()
+        path = tier.name.removeprefix("disk:")
+        return CodecTier(DiskTier(path, tier.capacity_bytes), PageBases([LAYOUT]))
+
+    with examples(2):
+        check_tier(fresh, reopen=reopen, capacity_bytes=256 << 10)
+
+
+def test_it_is_a_tier_over_memory() -> None:
+    with examples(3):
+        check_tier(lambda size: made(HostTier(size)), capacity_bytes=1 << 20)
+
+
+def test_pages_of_the_numbers() -> None:
+    assert len({bytes(one) for one in PAGES}) == 6
+    assert np.isfinite(CODER.views(memoryview(bytearray(PAGES[0])))[0].float().numpy()).all()
