@@ -209,6 +209,9 @@ def test_one_version_is_told_everywhere() -> None:
     assert told == [[version]] * 3
     flow = text(ROOT / ".github" / "workflows" / "release.yml")
     assert "flowkv.__version__" in flow and "gh release create" in flow
+    assert 'mike deploy --push --update-aliases "${GITHUB_REF_NAME#v}" latest' in flow
+    site = text(ROOT / "mkdocs.yml")
+    assert f"\ncopyright: FlowKV {version}\n" in site and "version: { provider: mike }" in site
 
 
 def test_no_file_of_it_imports_what_it_lacks(wheel: zipfile.ZipFile) -> None:
