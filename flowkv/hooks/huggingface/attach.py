@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
@@ -115,6 +115,8 @@ def attach(
     sparsifier = None if sparsify is None else make_sparsifier(sparsify)
     if sparsifier is not None:
         experimental("attach(sparsify=)", "it is new, and approximate by nature")
+    if reads not in get_args(Reads):
+        raise ConfigError(f"reads={reads!r}", 'Pass "auto" or "dense"')
     if reuse not in ("exact", "blend"):
         raise ConfigError(f"reuse={reuse!r}", 'Pass "exact", or "blend" for documents')
     rule = make_blend_rule(recompute) if reuse == "blend" else None
