@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -357,15 +357,20 @@ class PrefixIndex:
         return iter(list(self._by_key.values()))
 
     def at(self, slot: int) -> Block:
-        """Return the block of a slot.
+        """Return the block of a slot; see `those`."""
+        return self.those([slot])[0]
+
+    def those(self, slots: Sequence[int]) -> list[Block]:
+        """Return the blocks of slots.
 
         Raises:
-            StateError: The slot is not in use.
+            StateError: A slot is not in use.
         """
-        block = self._slots[slot]
-        if block is None:
+        blocks = [self._slots[slot] for slot in slots]
+        if None in blocks:
+            slot = slots[blocks.index(None)]
             raise StateError(f"slot {slot} is not in use", "Report this as a bug")
-        return block
+        return cast(list[Block], blocks)
 
     def get(self, slot: int) -> Block | None:
         """Return the block of a slot; None if the slot is a ghost's, or free."""

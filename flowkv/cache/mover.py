@@ -86,11 +86,12 @@ class TransferRequest:
         ended: Whether it was answered.
         followers: Requests for the same bytes, answered with this one.
         leader: The request that this one follows.
+        come: Answers to loads, by the number of the item.
     """
 
     __slots__ = (
-        *("alike", "demanded", "done", "ended", "flying", "followers", "item", "items", "leader"),
-        *("left", "mark", "n_bytes", "owner", "priority", "span", "stores", "_come"),
+        *("alike", "come", "demanded", "done", "ended", "flying", "followers", "item", "items"),
+        *("leader", "left", "mark", "n_bytes", "owner", "priority", "span", "stores"),
     )
 
     def __init__(
@@ -121,7 +122,7 @@ class TransferRequest:
         self.flying = self.ended = False
         self.followers: tuple[TransferRequest, ...] = ()
         self.leader: TransferRequest | None = None
-        self._come = dict[int, TierAnswer]()
+        self.come = dict[int, TierAnswer]()
 
     def serves(self, other: TransferRequest) -> bool:
         """Return whether this request's answer would cover another one with an equal `alike`."""
@@ -129,14 +130,9 @@ class TransferRequest:
             return self.span[0] <= other.span[0] and other.span[1] <= self.span[1]
         return self.span == other.span
 
-    def answers(self, item: int, answer: TierAnswer) -> bool:
-        """Record the answer to one item; return whether it was the last one."""
-        self._come[item] = answer
-        return len(self._come) == len(self.items)
-
     def end(self, answer: TierAnswer) -> None:
         """End the request, and call `done`; `answer` stands in for missing answers."""
-        self.flying, self.ended, come = False, True, self._come
+        self.flying, self.ended, come = False, True, self.come
         self.done([come.get(n) or answer._replace(key=one.key) for n, one in enumerate(self.items)])
 
 
@@ -635,6 +631,7 @@ class Lane:
                 time.sleep(min(timeout_s, _PAUSE_S))
             return 0
         answers, stored = self.tier.poll(timeout_s), dict[Done, list[TierAnswer]]()
+        landed = Counter[TransferRequest]()
         try:
             for answer in answers:
                 job = self._jobs.get(answer.job)
@@ -647,16 +644,21 @@ class Lane:
                 if not job.left:
                     del self._jobs[answer.job]
                 if not request.stores:
-                    if request.answers(number, answer):
+                    request.come[number] = answer
+                    if len(request.come) == len(request.items):
                         self._answer(request, answer)
                     continue
                 if answer.outcome is Outcome.STORED and answer.n_bytes:
-                    self._measure(job, answer)
+                    job.bytes += answer.n_bytes
+                    job.seconds = max(job.seconds, answer.seconds)
+                    if not job.left:
+                        self._measure(job)
                 item = cast(Store, request.items[number])
-                key, n_bytes = item.key, item.body.nbytes
+                key = item.key
                 request.left.discard(key)
-                self.schedule.landed(request, n_bytes)
+                landed[request] += item.body.nbytes
                 if not request.left:
+                    del landed[request]
                     self.schedule.end(request)
                     request.flying, request.ended = False, True
                 self.cancelled += answer.reason == "cancelled"
@@ -667,6 +669,8 @@ class Lane:
                 if key in self.behind:
                     self._follow(key)
         finally:
+            for request, n_bytes in landed.items():
+                self.schedule.landed(request, n_bytes)
             _call_all(stored.items())
         return len(answers)
 
@@ -708,17 +712,14 @@ class Lane:
             if not self.schedule.ask(request):
                 request.end(_failed(request.item.key, "busy"))
 
-    def _measure(self, job: _Job, answer: TierAnswer) -> None:
+    def _measure(self, job: _Job) -> None:
         """Measure the rate of stores; awaited loads are measured where they are awaited."""
-        job.bytes += answer.n_bytes
-        job.seconds = max(job.seconds, answer.seconds)
-        if not job.left:  # jobs in flight at one time share the tier
-            end_s = job.sent_s + job.seconds
-            begun_s = max(job.sent_s, self._busy_until_s)
-            self.stores.add(job.bytes, compiling.measured_s(begun_s, end_s))
-            self._busy_until_s = max(end_s, self._busy_until_s)
-            bound = round(self.stores.bytes_per_s * _BACKGROUND_S)
-            self.schedule.background_bytes = min(max(bound, _LEAST_BYTES), _MOST_BYTES)
+        end_s = job.sent_s + job.seconds  # jobs in flight at one time share the tier
+        begun_s = max(job.sent_s, self._busy_until_s)
+        self.stores.add(job.bytes, compiling.measured_s(begun_s, end_s))
+        self._busy_until_s = max(end_s, self._busy_until_s)
+        bound = round(self.stores.bytes_per_s * _BACKGROUND_S)
+        self.schedule.background_bytes = min(max(bound, _LEAST_BYTES), _MOST_BYTES)
 
     # ---- cancellation
 

@@ -337,7 +337,7 @@ class DevicePrefetcher:
 
     def _carry_out(self, fetch: Fetch) -> None:
         store = self._store
-        blocks = [store.index.at(slot) for slot in fetch.slots.tolist()]
+        blocks = store.index.those(fetch.slots.tolist())
         store.keep(*blocks)  # the victims' write-back may evict other blocks from a tier
         try:
             store.displace(fetch.victims.tolist())

@@ -561,7 +561,7 @@ class PageStore:
         for n in dict.fromkeys((max(short, min(share, _BATCH_PAGES)), short, 1)):
             victims = place.evict(now, n)
             if victims is not None:
-                self.leave(map(self.index.at, victims.tolist()), "space")
+                self.leave(self.index.those(victims.tolist()), "space")
                 return True
         return False
 
@@ -650,12 +650,12 @@ class PageStore:
 
     def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         for place in self.device_places.values():
-            self.leave(map(self.index.at, chosen(place, self.context.now_ns())), reason)
+            self.leave(self.index.those(chosen(place, self.context.now_ns())), reason)
         self.stack.relieve(chosen, reason)
 
     def displace(self, slots: Sequence[int]) -> None:
         """Evict the blocks that the device's policy has chosen to make room for a prefetch."""
-        self.leave(map(self.index.at, slots), "prefetch")
+        self.leave(self.index.those(slots), "prefetch")
 
     def publish_held(self, group: int, pages: Mapping[Block, int]) -> None:
         """Publish private pages of a sequence that keeps using them, and hold each for it."""
@@ -705,7 +705,12 @@ class PageStore:
         forms, codec = self.forms[blocks[0].group], blocks[0].page >> CODEC_SHIFT
         layout, fingerprint = forms.layouts[codec], forms.fingerprints[codec]
         tokens, step = layout.page_size, layout.stripe_stride_bytes
-        return [b.info(fingerprint, tokens=tokens, stripe_bytes=step, codec=codec) for b in blocks]
+        form = tokens, step
+        return [
+            FrameInfo(b.kind, codec, b.fidelity, fingerprint, b.parent, b.namespace, b.group,
+                      *form, b.tenant)
+            for b in blocks
+        ]  # fmt: skip
 
     def quarantine(self, *blocks: Block) -> None:
         """Forget blocks with wrong content, and bar copies that read-only tiers still hold."""

@@ -355,11 +355,21 @@ class TierStack:
 
     def worth_storing(self, blocks: Sequence[Block], number: int) -> list[Block]:
         """Return the pages that can ever be worth loading from a tier; count the others."""
-        name, size, reach = self.tiers[number].name, self.context.page_size, self.index.reach
+        name, size = self.tiers[number].name, self.context.page_size
         pays = partial(self._gate.pays_to_store, name, self._prompt_bytes, size)
         groups = 0 if self._sends() else len(self.forms)
         pages = [block for block in blocks if block.kind == "page" and block.group < groups]
-        poor = {block for block in pages if not pays(partial(reach, block))}
+        poor, asked = set[Block](), list[Block]()
+
+        def reach(block: Block, most: int) -> int:
+            asked.append(block)
+            return self.index.reach(block, most)
+
+        for block in pages:
+            if not pays(partial(reach, block)):
+                poor.add(block)
+            elif block not in asked:  # a page pays however short its prompt: so do the others
+                break
         self.mover.lanes[number].unpaid += len(poor)
         return [block for block in blocks if block not in poor]
 
@@ -425,7 +435,8 @@ class TierStack:
         self, blocks: list[Block], number: int, codec: int, answers: list[TierAnswer]
     ) -> None:
         tier, lane, kept = self.tiers[number], self.mover.lanes[number], list[Block]()
-        n_bytes, seconds, failed, shared = 0, 0.0, dict[Block, str](), tier.shared
+        n_bytes, seconds, failed = 0, 0.0, dict[Block, str]()
+        known = UNKNOWN if tier.shared else codec
         for block, answer in zip(blocks, answers, strict=True):
             block.going &= ~(1 << number)
             if answer.outcome is not Outcome.STORED:
@@ -438,7 +449,8 @@ class TierStack:
                 self._wipe(number, [block.key])
             else:
                 # Where others write too, theirs may have been there before.
-                block.enter(number, UNKNOWN if shared else codec)
+                block.tiers |= 1 << number
+                block.codecs = block.codecs & ~(UNKNOWN << 4 * number) | known << 4 * number
                 kept.append(block)
                 n_bytes, seconds = n_bytes + answer.n_bytes, max(seconds, answer.seconds)
         if kept:

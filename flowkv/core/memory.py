@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -36,6 +37,15 @@ def own_memory(n_bytes: int) -> memoryview:
 
 def address_of(view: memoryview) -> int:
     """Return the address of the bytes of a contiguous view."""
-    if view.nbytes and not view.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    return addresses_of([view])[0]
+
+
+def addresses_of(views: Iterable[memoryview]) -> list[int]:
+    """Return the addresses of the bytes of contiguous views."""
+    start, own, char, size = ctypes.addressof, np.frombuffer, ctypes.c_char.from_buffer, np.uint8
+    return [
+        start(char(view))
+        if view.nbytes and not view.readonly
+        else int(own(view, size).__array_interface__["data"][0])
+        for view in views
+    ]

@@ -6,7 +6,8 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -18,7 +19,7 @@ from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.geometry import GRANULE_BYTES
-from flowkv.core.memory import address_of
+from flowkv.core.memory import address_of, addresses_of
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
@@ -190,6 +191,11 @@ class KeptFrame(NamedTuple):
     charge: int
 
 
+_Memory = tuple[Bytes, int, int, bool | None]
+"""Memory for a body, the addresses of the body and of the memory, and whether a device reaches it;
+None if that is no slot."""
+
+
 class HostTier(Immediate):
     """Copies of frames in RAM, bounded in bytes; every load is checked against the digests.
 
@@ -355,12 +361,19 @@ class HostTier(Immediate):
             first: First stripe.
             stripes: Number of stripes; 0 for all from the first on.
         """
-        frame = self._frames.get(key)
-        if frame is None or not frame.reached:
-            return None
-        step = frame.header.info.stripe_bytes
-        stop = (first + stripes) * step if stripes else len(frame.body)
-        return frame.body[first * step : stop] if stop <= len(frame.body) else None
+        return self.lend_all([key], first, stripes)[0]
+
+    def lend_all(self, keys: Iterable[bytes], first: int, stripes: int) -> list[Bytes | None]:
+        """Return the memory of the same stripes of several frames; see `lend`."""
+        found = list[Bytes | None]()
+        for frame in map(self._frames.get, keys):
+            body = frame.body if frame is not None and frame.reached else None
+            if frame is not None and body is not None and (first or stripes):
+                step, size = frame.header.info.stripe_bytes, len(body)
+                stop = (first + stripes) * step if stripes else size
+                body = body[first * step : stop] if stop <= size else None
+            found.append(body)
+        return found
 
     def scan(self) -> Iterator[Entry]:
         """Yield all frames, oldest store first."""
@@ -403,29 +416,38 @@ class HostTier(Immediate):
             return [self._load(item, 0) for item in items]
         from flowkv.tiers.digest import REASONS, check_known
 
-        replies, found, rows = list[TierAnswer](), list[tuple[int, KeptFrame]](), []
+        replies, known = list[TierAnswer](), dict[tuple[Any, ...], range]()
+        found, rows = list[tuple[int, KeptFrame, range]](), list[tuple[int, ...]]()
         for number, item in enumerate(items):
             frame = self._frames.get(item.key)
             if frame is None:
                 replies.append(missed(item.key))
                 continue
-            header, body_at, digests_at = frame.header, frame.body_at, frame.digests_at
+            header, info, target = frame.header, frame.header.info, item.target
+            form = header.key == item.key, *item[2:], info.layout, info.fidelity, len(frame.body)
             try:
-                stripes, step = _asked(header, item, body_at), header.info.stripe_bytes
+                if form not in known:
+                    accept(header, item.key, item.layout, item.fidelity)
+                    known[form] = span(header, item.first, item.stripes)
             except BadFrame as error:
                 replies.append(self._bad(frame, error.reason))
                 continue
-            first, count = stripes.start, len(stripes)
-            if not count:
+            stripes, n_bytes = known[form], len(known[form]) * info.stripe_bytes
+            if not (target.c_contiguous and target.nbytes >= n_bytes):
                 replies.append(failed(item.key, "target"))
                 continue
-            part = body_at + first * step, count * step, address_of(item.target), step
-            rows.append((digests_at, 0, *part, len(frame.body) // step, first, count, 1))
-            found.append((number, frame))
-            answer = TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, count * step)
-            replies.append(answer)
-        for (number, frame), reason in zip(found, check_known(rows), strict=True):
-            if reason:
+            found.append((number, frame, stripes))
+            replies.append(TierAnswer(0, 0, item.key, Outcome.HIT, "", info, n_bytes))
+        targets = addresses_of([items[number].target for number, *_ in found])
+        for (number, frame, stripes), target_at in zip(found, targets, strict=True):
+            (first, count), step = (stripes.start, len(stripes)), frame.header.info.stripe_bytes
+            at = frame.body_at + first * step
+            if target_at != at and items[number].target.readonly:
+                replies[number], count = failed(items[number].key, "target"), 0
+            part = at, count * step, target_at, step, len(frame.body) // step, first, count, 1
+            rows.append((frame.digests_at, 0, *part))
+        for (number, frame, _), reason in zip(found, check_known(rows), strict=True):
+            if reason and replies[number].outcome is Outcome.HIT:
                 replies[number] = self._bad(frame, REASONS[reason])
         return replies
 
@@ -444,33 +466,9 @@ class HostTier(Immediate):
     def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
         """Store many frames: copy and digest them in one compiled call without the interpreter."""
         found, claimed = dict[int, TierAnswer](), dict[int, int]()
-        rows, made, compiled = list[tuple[int, ...]](), list[tuple[Any, ...]](), _compiled()
         try:
             found = self._claim(items, claimed)
-            for number, charge in claimed.items():
-                key, info, body = items[number]
-                stripes = body.nbytes // info.stripe_bytes
-                header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
-                array, source, at, reached = self._memory(body)
-                if compiled:
-                    places = address_of(memoryview(header)), len(header), source, at
-                    rows.append((*places, info.stripe_bytes, stripes))
-                else:
-                    # Digests come from the caller's memory: should it change during the copy,
-                    # against the contract, then the copy will not match them and never be served.
-                    header[FIXED_BYTES:] = describe(key, info, body).digests
-                    if at != source:
-                        np.copyto(array, np.frombuffer(body, np.uint8))
-                made.append((number, header, array, at, reached, charge))
-            if rows:
-                from flowkv.tiers.digest import SEAL, seal_frames
-
-                seal_frames(np.array(rows, SEAL))
-            for number, header, *memory in made:
-                key, info, _ = items[number]
-                kept = Header(key, info, bytes(header[FIXED_BYTES:]))
-                found[number] = self._keep(kept, *memory)
-                del claimed[number]
+            self._keep(items, claimed, found)
         except BaseException as error:
             with self._lock:
                 self._used_bytes -= sum(claimed.values())
@@ -482,14 +480,18 @@ class HostTier(Immediate):
 
     def _claim(self, items: Sequence[Store], claimed: dict[int, int]) -> dict[int, TierAnswer]:
         """Reserve room for frames, and add their charges; return answers to the others."""
-        found = dict[int, TierAnswer]()
+        found, known = dict[int, TierAnswer](), dict[tuple[Any, ...], int]()
         for number, (key, info, body) in enumerate(items):
+            names = key, info.layout, info.parent, info.namespace, info.tenant
+            form = *map(len, names), *info[:3], *info[6:9], *info[10:], body.nbytes
             try:
-                digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes)
+                if form not in known:
+                    digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes)
+                    known[form] = body.nbytes + digest_bytes + OVERHEAD_BYTES
             except BadFrame as error:
                 found[number] = failed(key, error.reason)
                 continue
-            charge = body.nbytes + digest_bytes + OVERHEAD_BYTES
+            charge = known[form]
             with self._lock:
                 if key in self._frames:
                     found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, 0)
@@ -502,42 +504,76 @@ class HostTier(Immediate):
         return found
 
     def _keep(
-        self, header: Header, body: Bytes, at: int, reached: bool | None, charge: int
-    ) -> TierAnswer:
-        kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES * (reached is not None)
-        place = at, kept_bytes, bool(reached)
-        frame = KeptFrame(header, body, *place, address_of(memoryview(header.digests)), charge)
-        with self._lock:
-            self._claimed_bytes -= charge
-            new = not self._closed and header.key not in self._frames
-            if new:
-                self._frames[header.key] = frame
-                self.slots.kept_bytes += kept_bytes
-            else:
-                self._used_bytes -= charge
-        n_bytes = len(body) if new else 0
-        return TierAnswer(0, 0, header.key, Outcome.STORED, "", None, n_bytes)
+        self, items: Sequence[Store], claimed: dict[int, int], found: dict[int, TierAnswer]
+    ) -> None:
+        """Copy and enter the claimed frames, and add the answers to them."""
+        wished = [items[number] for number in claimed]
+        memory = self._memory([one.body for one in wished])
+        digests = self._digests(wished, memory) if wished else []
+        those = zip(
+            [*claimed], memory, digests, addresses_of(map(memoryview, digests)), strict=True
+        )
+        for number, (body, _, at, reached), its, its_at in those:
+            (key, info, _), n_bytes = items[number], len(body)
+            kept_bytes = -(-n_bytes // GRANULE_BYTES) * GRANULE_BYTES * (reached is not None)
+            made = Header(key, info, its), body, at, kept_bytes, bool(reached), its_at
+            frame = KeptFrame(*made, claimed[number])
+            with self._lock:
+                self._claimed_bytes -= frame.charge
+                del claimed[number]
+                if not self._closed and key not in self._frames:
+                    self._frames[key] = frame
+                    self.slots.kept_bytes += kept_bytes
+                else:
+                    self._used_bytes -= frame.charge
+                    n_bytes = 0
+            found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, n_bytes)
 
-    def _memory(self, body: memoryview) -> tuple[Bytes, int, int, bool | None]:
-        """Return memory for a body: the body itself, if it is a slot.
+    def _digests(self, items: Sequence[Store], memory: Sequence[_Memory]) -> list[bytes]:
+        """Copy bodies into memory where they are not there; return the digests of each."""
+        if not _compiled():
+            for (_, _, body), (array, source, at, _) in zip(items, memory, strict=True):
+                if at != source:
+                    np.copyto(array, np.frombuffer(body, np.uint8))
+            # Digests come from the caller's memory: should it change during the copy, against the
+            # contract, then the copy will not match them and never be served.
+            return [describe(*item).digests for item in items]
+        from flowkv.tiers.digest import SEAL, seal_frames
 
-        Returns:
-            The memory, the addresses of the body and of the memory, and whether a device reaches
-            it; None if that is no slot.
+        steps = [item.info.stripe_bytes for item in items]
+        counts = [item.body.nbytes // step for item, step in zip(items, steps, strict=True)]
+        sizes = [FIXED_BYTES + DIGEST_BYTES * count for count in counts]
+        starts = [*itertools.accumulate(sizes, initial=0)]
+        headers = memoryview(bytearray(starts.pop()))
+        places, base = [row[1:3] for row in memory], address_of(headers)
+        rows = zip(starts, sizes, places, steps, counts, strict=True)
+        seal_frames(np.array([(base + at, n, *two, *form) for at, n, two, *form in rows], SEAL))
+        ends = map(sum, zip(starts, sizes, strict=True))
+        digests = [
+            headers[end - DIGEST_BYTES * n : end] for end, n in zip(ends, counts, strict=True)
+        ]
+        return [*map(bytes, digests)]
+
+    def _memory(self, bodies: Sequence[memoryview]) -> list[_Memory]:
+        """Return memory for each body: the body itself, if it is a slot.
 
         Raises:
             MemoryError: There is none.
         """
-        source, n_bytes = address_of(body), body.nbytes
-        reached = self.slots.reaches(source, n_bytes)
-        if reached is not None:
-            return np.frombuffer(body, np.uint8), source, source, reached
-        slot = self.slots.acquire(n_bytes) if n_bytes >= SLOT_BYTES else None
-        if slot is None:
-            array = np.frombuffer(bytearray(n_bytes), np.uint8)
-            return array, source, array.ctypes.data, None
-        at = slot.ctypes.data
-        return slot, source, at, self.slots.reaches(at, n_bytes)
+        sources, sizes = addresses_of(bodies), [body.nbytes for body in bodies]
+        own = [there is not None for there in self.slots.reached(zip(sources, sizes, strict=True))]
+        others = Counter([n for n, there in zip(sizes, own, strict=True) if not there])
+        large = [(n, count) for n, count in others.items() if n >= SLOT_BYTES]
+        slots = {n: self.slots.acquire_all(count, n) for n, count in large}
+        arrays = [
+            slots[n].pop()
+            if not there and slots.get(n)
+            else np.frombuffer(body if there else bytearray(n), np.uint8)
+            for body, n, there in zip(bodies, sizes, own, strict=True)
+        ]
+        places = addresses_of([array.data for array in arrays])
+        reached = self.slots.reached(zip(places, sizes, strict=True))
+        return [*zip(arrays, sources, places, reached, strict=True)]
 
     def _drop(self, key: bytes) -> KeptFrame | None:
         """Remove a frame from the table; return it, or None if it is not present."""

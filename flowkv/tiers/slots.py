@@ -7,7 +7,7 @@ import threading
 import weakref
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import attrgetter
 
@@ -99,9 +99,9 @@ class SlotPool:
             self._collect()
             try:
                 while len(found) < count:
-                    if one := self._find(n_bytes, pinned):
-                        found.append(one)
-                        self._free_bytes -= one[1].taken_bytes
+                    if some := self._find(count - len(found), n_bytes, pinned):
+                        found += some
+                        self._free_bytes -= sum([slot.taken_bytes for _, slot in some])
                         continue
                     chunk = None if pinned and (self.why or not self._pin) else self._next(n_bytes)
                     if chunk is None:
@@ -122,8 +122,12 @@ class SlotPool:
 
     def reaches(self, address: int, n_bytes: int) -> bool | None:
         """Return whether a device reaches a slot of this pool; None for other memory."""
-        size, chunk = self._taken.get(address, (0, None))
-        return chunk.pinned if chunk is not None and size == n_bytes else None
+        return self.reached([(address, n_bytes)])[0]
+
+    def reached(self, places: Iterable[tuple[int, int]]) -> list[bool | None]:
+        """Return for each address and size what `reaches` returns."""
+        found = [(self._taken.get(address, (0, None)), size) for address, size in places]
+        return [chunk.pinned if chunk and n == size else None for (n, chunk), size in found]
 
     def locate(self, address: int) -> tuple[Bytes, int] | None:
         """Return the whole chunk of an address, and the offset in it; None for other memory."""
@@ -155,14 +159,14 @@ class SlotPool:
         if ahead is not None:
             ahead.join()
 
-    def _find(self, n_bytes: int, pinned: bool) -> tuple[_Chunk, ArenaSlot] | None:
+    def _find(self, count: int, n_bytes: int, pinned: bool) -> list[tuple[_Chunk, ArenaSlot]]:
+        """Take up to so many slots of one chunk."""
         for chunk in (self._last, *self._chunks):
-            if chunk is not None and (chunk.pinned or not pinned):
-                slot = chunk.arena.acquire(n_bytes)
-                if slot is not None:
-                    self._last = chunk
-                    return chunk, slot
-        return None
+            fits = chunk is not None and (chunk.pinned or not pinned)
+            if chunk and fits and (slots := chunk.arena.acquire_all(count, n_bytes)):
+                self._last = chunk
+                return [(chunk, slot) for slot in slots]
+        return []
 
     def _collect(self) -> None:
         while self._ended:

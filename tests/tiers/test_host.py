@@ -196,10 +196,10 @@ def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     tier.close()
 
 
-def many(names: str, size: int = 1 << 17) -> list[Store]:
+def many(names: str, size: int = 1 << 17, step: int = 4096) -> list[Store]:
     """Stores of frames that lie in slots."""
     bodies = [body_of(name, size) for name in names]
-    info = info_of(size, stripe_bytes=4096)
+    info = info_of(size, stripe_bytes=step)
     return [Store(key_of(n), info, memoryview(b)) for n, b in zip(names, bodies, strict=True)]
 
 
@@ -228,7 +228,7 @@ def test_many_bytes_are_stored_by_threads(threads: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
 @pytest.mark.parametrize(
-    "where", ["count_stripes", "seal_frames", "_memory", "address_of", "_keep"]
+    "where", ["count_stripes", "seal_frames", "_memory", "addresses_of", "KeptFrame"]
 )
 def test_a_store_that_raises_occupies_nothing(
     where: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -239,19 +239,20 @@ def test_a_store_that_raises_occupies_nothing(
     stored(tier, ["a"], 1 << 17)
     before = tier.used_bytes(), tier.slots.used_bytes, tier.slots.kept_bytes
 
-    place = {"seal_frames": tiers_digest, "_memory": tier, "_keep": tier}.get(where, host)
+    place = {"seal_frames": tiers_digest, "_memory": tier}.get(where, host)
     real, calls = getattr(place, where), list[int]()
 
     def failing(*args: object) -> object:
         calls.append(1)
-        if where in ("count_stripes", "_keep") and len(calls) < 3:
+        if where in ("count_stripes", "KeptFrame") and len(calls) < 3:
             return real(*args)
         raise error("odd")
 
     with monkeypatch.context() as patch:
         patch.setattr(place, where, failing)
-        said = outcomes(answers(tier, tier.submit_store(many("bcd")), 3))
-    kept = 2 * (where == "_keep" and error is MemoryError)
+        items = [store for n, name in enumerate("bcd") for store in many(name, step=4096 << n)]
+        said = outcomes(answers(tier, tier.submit_store(items), 3))
+    kept = 2 * (where == "KeptFrame" and error is MemoryError)
     assert [outcome for outcome, _ in said] == ["stored"] * kept + ["failed"] * (3 - kept)
     tier.delete([key_of("b"), key_of("c")])
     gc.collect()
