@@ -374,12 +374,22 @@ class PrefixIndex:
 
     def get(self, slot: int) -> Block | None:
         """Return the block of a slot; None if the slot is a ghost's, or free."""
-        return self._slots[slot] if 0 <= slot < len(self._slots) else None
+        return self.get_all([slot])[0]
+
+    def get_all(self, slots: Iterable[int]) -> list[Block | None]:
+        """Return what `get` returns for each slot."""
+        known, most = self._slots, len(self._slots)
+        return [known[slot] if 0 <= slot < most else None for slot in slots]
 
     def slot(self, key: bytes) -> int:
         """Return the slot of a key, known or a ghost; -1 if it has none."""
-        known = self._by_key.get(key) or self.ghosts.get(key)
-        return known.slot if known else -1
+        return self.slots([key])[0]
+
+    def slots(self, keys: Iterable[bytes]) -> list[int]:
+        """Return what `slot` returns for each key."""
+        known, ghosts = self._by_key, self.ghosts._known
+        found = [known.get(key) or ghosts.get(key) for key in keys]
+        return [one.slot if one else -1 for one in found]
 
     def chain(self, key: bytes) -> list[int]:
         """Return the slots from the first page down to a key, as far up as they are known."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from flowkv import kernels
-from flowkv.cache.index import Block
+from flowkv.cache.index import UNKNOWN, Block
 from flowkv.cache.mover import IOPriority, TransferRequest
-from flowkv.cache.pool import AT_ONCE_BYTES, PagePool
+from flowkv.cache.pool import AT_ONCE_BYTES, Forms, PagePool
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore
 from flowkv.cache.tier_stack import ReadFrom
@@ -32,23 +33,16 @@ Allocate = Callable[[int, int, int], list[int] | None]
 _LONGEST_S = 0.1
 
 
-class PageLoad:
-    """Load of one page for a sequence. Callers hold the KV lock.
+class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
+    """Load of one page for a sequence, which `several` makes. Callers hold the KV lock.
 
     The device page is *lent* while the load is under way, so that nothing moves, encodes or frees
     it; a tier that is late with an answer keeps it lent, even after the restore (DESIGN D10).
     Once all stripes are loaded and verified, the page becomes the block's, and others can use it.
 
-    Args:
-        store: Store of the block.
+    Attributes:
         block: The block to load.
         page_no: Number of the page in the sequence.
-        awaited: Whether a sequence waits for it: until it arrives, no tier evicts it, and its page
-            does not count as one that comes free.
-        allocate: Source of a page of another codec; by default idle ones are evicted.
-        own: Whether the content is for this sequence alone, and never becomes the block's.
-
-    Attributes:
         group: Layer group of the page.
         stripes: Layers of the page.
         page: Id of the device page; -1 without one.
@@ -59,40 +53,55 @@ class PageLoad:
         filled: Whether the page was filled from another one.
     """
 
-    __slots__ = (
-        *("_allocate", "_awaited", "_came", "_forms", "_kept", "_lent", "_line", "_own", "_pool"),
-        *("_store", "block", "fidelity", "filled", "flying", "group", "held", "page", "page_no"),
-        *("stripes", "wanted"),
-    )
+    block: Block
+    page_no: int
+    _kept: bool
+    _store: PageStore
+    _awaited: bool
+    _own: bool
+    _allocate: Allocate
+    group: int
+    stripes: int
+    _whole: int  # `_came` of a page with all layers
+    _forms: Forms
+    _pool: PagePool
+    page: int = -1
+    _lent: int = -1  # id of the lent page
+    _came: int = 0
+    fidelity: int = 0
+    flying: list[LayerSlice] = msgspec.field(default_factory=list)
+    held: bool = False
+    wanted: bool = True
+    filled: bool = False
+    _line: Sequence | None = None
 
-    def __init__(
-        self,
+    @classmethod
+    def several(
+        cls,
         store: PageStore,
-        block: Block,
-        page_no: int,
+        pages: Iterable[tuple[Block, int]],
         *,
         awaited: bool = True,
         allocate: Allocate | None = None,
         own: bool = False,
-    ) -> None:
-        self._store, self.block, self.page_no, self._awaited = store, block, page_no, awaited
-        self._own, self.group = own, block.group
-        self._forms, self._pool = store.forms[block.group], store.pool(block.group)
-        self.stripes = self._forms.layouts[0].layers
-        self._allocate = allocate or store.spare
-        self.page, self._came = -1, 0
-        self.flying: list[LayerSlice] = []
-        self.held, self.wanted, self._lent = False, True, -1  # `_lent`: id of the lent page
-        self.filled = False
-        self._line: Sequence | None = None
-        self.fidelity, self._kept = 0, awaited and block.page < 0
-
-    @classmethod
-    def several(
-        cls, store: PageStore, pages: Iterable[tuple[Block, int]], **options: Any
     ) -> list[PageLoad]:
-        """Return loads of blocks for page numbers; what is on its device is held."""
-        loads = [cls(store, block, page_no, **options) for block, page_no in pages]
+        """Return loads of blocks for page numbers; what is on its device is held.
+
+        Args:
+            store: Store of the blocks.
+            pages: Blocks to load, with the numbers of their pages in the sequence.
+            awaited: Whether a sequence waits for them: until they arrive, no tier evicts them, and
+                their pages do not count as some that come free.
+            allocate: Source of a page of another codec; by default idle ones are evicted.
+            own: Whether the content is for this sequence alone, and never becomes the blocks'.
+        """
+        terms, loads = dict[int, tuple[Any, ...]](), list[PageLoad]()
+        for block, page_no in pages:
+            if (group := block.group) not in terms:
+                forms, pool = store.forms[group], store.pool(group)
+                form = group, (layers := forms.layouts[0].layers), (1 << layers) - 1, forms, pool
+                terms[group] = store, awaited, own, allocate or store.spare, *form
+            loads.append(cls(block, page_no, awaited and block.page < 0, *terms[group]))
         store.keep(*[one.block for one in loads if one._kept])
         _hold([one for one in loads if one.block.page >= 0])
         return loads
@@ -111,7 +120,7 @@ class PageLoad:
     @property
     def complete(self) -> bool:
         """Return whether every layer of the page has been loaded."""
-        return self.held or self._came == (1 << self.stripes) - 1
+        return self.held or self._came == self._whole
 
     # ---- the device page
 
@@ -189,48 +198,7 @@ class PageLoad:
             if self.page >= 0 and self.change(source.codec):
                 yield source
 
-    # ---- arrival, publication, release
-
-    def came(self, first: int, count: int, buffer: torch.Tensor, fidelity: int) -> None:
-        """Record that verified layers arrived; `launch` starts their copies to the device now."""
-        pool = self._pool
-        if pool.copies is not None:
-            at = self._forms.layouts[self.page >> CODEC_SHIFT].stripe_stride_bytes * first
-            pool.copies.upload(buffer, (self.page & GRANULE_MASK) + at // GRANULE_BYTES)
-        self._came |= ((1 << count) - 1) << first
-        self.fidelity = max(self.fidelity, fidelity)
-        if self._line is not None:
-            self._line.fidelity = max(self._line.fidelity, fidelity)
-
-    def enter(self, source: ReadFrom) -> bool:
-        """Make a complete page its block's; return False if it is not, or another one is.
-
-        The reference of the page's loan is the block's from then on.
-        """
-        block, store, codec = self.block, self._store, self.codec
-        if not self.complete or self.held or block.gone or self._own:
-            return False
-        if self._line is not None and self._at(self._line) != self.page:
-            self._line = None  # a step went on without the page, past its window
-        if block.page >= 0:
-            if self._line is None:  # our own page is unused
-                _hold([self])
-                if copies := self._pool.copies:
-                    copies.launch()  # no copy may be on its way to a page that becomes free
-                _give_back([self])
-            return False
-        block.fidelity, block.page = max(self.fidelity, codec), self.page
-        if block.tiers >> source.tier & 1:
-            block.enter(source.tier, codec)
-        if store.samples.share:
-            store.samples.came(block.key, store.stack.tiers[source.tier].name)
-        if self._line is not None:
-            self._line.blocks[self.group][self.page_no] = block
-            self._pool.release(self.page)  # the line's own reference
-        return True
-
-    def _at(self, line: Sequence) -> int:
-        return int(line.planner.tables.pages[self.group][line.row, self.page_no])
+    # ---- publication, release
 
     def attach_to(self, seq: Sequence) -> None:
         """Enter the page into its sequence's block table; the sequence then releases it."""
@@ -272,7 +240,7 @@ class PageLoad:
                 raise NonFiniteError(
                     f"a page cannot be encoded as {new.codec}", "Open the prompt with reuse=False"
                 )
-        self._came = (1 << self.stripes) - 1
+        self._came = self._whole
 
     def _swap(self, line: Sequence) -> None:
         """Leave the page to the late tier that may write to it, and take another one.
@@ -314,6 +282,65 @@ def set_pages(loads: Items[PageLoad], pages: Iterable[int]) -> None:
         pool.lend(*fresh)
         pool.awaits(*fresh, awaited=loads[0]._awaited)
         pool.release(*fresh)
+
+
+def _arrive(some: Items[_Landed]) -> dict[PageLoad, ReadFrom]:
+    """Record verified layers that arrived; `launch` starts their copies to the device now.
+
+    Returns:
+        Loads with layers that they lacked, with the place that these were read from.
+    """
+    rows = dict[PagePool, list[tuple[int, torch.Tensor]]]()
+    for (one, first, _), _, buffer, _ in some:
+        lacks = one.wanted and not one.held and one._came != one._whole
+        if lacks and one._pool.copies is not None:
+            step = one._forms.layouts[one.page >> CODEC_SHIFT].stripe_stride_bytes
+            at = (one.page & GRANULE_MASK) + step * first // GRANULE_BYTES
+            rows.setdefault(one._pool, []).append((at, buffer))
+    for pool, those in rows.items():
+        if pool.copies is not None:
+            pool.copies.upload(those)
+    arrived = dict[PageLoad, ReadFrom]()  # once each, though two slices may complete a page
+    for (one, first, count), source, _, fidelity in some:
+        if one.wanted and not one.held and one._came != one._whole:
+            one._came |= ((1 << count) - 1) << first
+            one.fidelity = max(one.fidelity, fidelity)
+            if one._line is not None:
+                one._line.fidelity = max(one._line.fidelity, fidelity)
+            arrived[one] = source
+    return arrived
+
+
+def _enter(loads: Mapping[PageLoad, ReadFrom]) -> list[PageLoad]:
+    """Make complete pages their blocks', unless these have others; return their loads.
+
+    The references of the pages' loans are the blocks' from then on.
+    """
+    entered = list[PageLoad]()
+    for one, source in loads.items():
+        block, line, codec, page_no = one.block, one._line, one.page >> CODEC_SHIFT, one.page_no
+        if one._came != one._whole or one.held or block.gone or one._own:
+            continue
+        if line is not None and line.planner.tables.pages[one.group][line.row, page_no] != one.page:
+            line = one._line = None  # a step went on without the page, past its window
+        if block.page >= 0:
+            if line is None:  # our own page is unused
+                _hold([one])
+                if copies := one._pool.copies:
+                    copies.launch()  # no copy may be on its way to a page that becomes free
+                _give_back([one])
+            continue
+        block.fidelity, block.page = max(one.fidelity, codec), one.page
+        if block.tiers >> source.tier & 1:
+            block.codecs &= ~(UNKNOWN << 4 * source.tier)
+            block.codecs |= codec << 4 * source.tier
+        if one._store.samples.share:
+            one._store.samples.came(block.key, one._store.stack.tiers[source.tier].name)
+        if line is not None:
+            line.blocks[one.group][page_no] = block
+            one._pool.release(one.page)  # the line's own reference
+        entered.append(one)
+    return entered
 
 
 def _hold(loads: Items[PageLoad]) -> None:
@@ -363,6 +390,10 @@ class LayerSlice(NamedTuple):
     stripes: int
 
 
+_Landed = tuple[LayerSlice, ReadFrom, torch.Tensor, int]
+"""Layers that arrived, the place that they were read from, their bytes, and their fidelity."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class LoadBatch:
     """Slices of pages that are loaded together.
@@ -388,6 +419,7 @@ class LoadBatch:
         called_off: Whether it was cancelled; `done` is then not called.
         trips: Requests under way, each with its bytes.
         fresh: Published blocks, to be inserted into policies together; None inserts each at once.
+        prefer: Number of the tier to try first; -1 for the nearest of each page.
     """
 
     owner: object
@@ -408,24 +440,24 @@ class LoadBatch:
     called_off: bool = False
     trips: dict[_Trip, int] = field(default_factory=dict)
     fresh: list[Block] | None = None
+    prefer: int = -1
 
     def __post_init__(self) -> None:
         self.ended_s = self.started_s
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class _Trip:
-    """A request to one tier, with the sources to try next."""
+class _Trip(msgspec.Struct, eq=False):
+    """A request to one tier, with the sources to try next; by default those of other tiers."""
 
     flight: LoadBatch
     piece: LayerSlice
     source: ReadFrom
-    sources: Iterator[ReadFrom]
-    asked_s: float = field(default_factory=time.perf_counter)
+    buffer: torch.Tensor
+    sources: Iterator[ReadFrom] | None = None
+    asked_s: float = msgspec.field(default_factory=time.perf_counter)
     given_up: bool = False
     joined: bool = False
     request: TransferRequest | None = None
-    buffer: torch.Tensor | None = None
 
 
 class PageLoader:
@@ -492,13 +524,27 @@ class PageLoader:
         """
         if flight.priority is IOPriority.DEMAND:  # a prefetch has no deadline, and no waiter
             self._flights[flight] = None
-        asked, lent = 0, dict[int, list[tuple[_Trip, Load]]]()
+        asked, lent, flight.prefer = 0, dict[int, list[tuple[_Trip, Load]]](), prefer
+        lenders, alike = dict[Any, ReadFrom | None](), dict[Any, list[LayerSlice]]()
         try:
             for piece in pieces:
-                alone = piece.page_load.alone
+                (one, *span), block, coming = piece, piece.page_load.block, self._store.coming
+                alone = block.page < 0 and len(coming.get(block, ())) < 2
+                if alone and not (block.going or block.gone):
+                    form = one.group, block.tiers, block.codecs, *span
+                    if form not in lenders:
+                        lenders[form] = self._lender(flight, one)
+                    source = lenders[form]
+                    if source is not None and one.page >> CODEC_SHIFT == source.codec:
+                        alike.setdefault(form, []).append(piece)
+                        continue
                 for part in (piece,) if alone else self._parts(piece):
-                    sources = part.page_load.sources(prefer)
-                    asked += self._ask(flight, part, sources, lent, alone=alone)
+                    asked += self._ask(
+                        flight, part, part.page_load.sources(prefer), lent, alone=alone
+                    )
+            for form, some in alike.items():
+                if (source := lenders[form]) is not None:
+                    asked += self._lend(flight, some, source, lent)
         except BaseException:
             flight.lost = True
             raise
@@ -597,8 +643,8 @@ class PageLoader:
             return 0
         if not (alone or piece.page_load.alone) and self._copied(flight, piece, source):
             return 0
-        trip = _Trip(flight, piece, source, sources)
-        load, trip.buffer, is_lent = piece.page_load.request(source, piece.first, piece.stripes)
+        load, buffer, is_lent = piece.page_load.request(source, piece.first, piece.stripes)
+        trip = _Trip(flight, piece, source, buffer, sources)
         piece.page_load.flying.append(piece)
         flight.left += 1
         flight.trips[trip] = load.target.nbytes
@@ -609,6 +655,43 @@ class PageLoader:
         trip.request = self._store.stack.mover.ask(source.tier, load, *those)
         trip.joined = trip.request is not None and trip.request.leader is not None
         return load.target.nbytes
+
+    def _lender(self, flight: LoadBatch, one: PageLoad) -> ReadFrom | None:
+        """Return the place that pages like this one are read from, if its tier lends its memory."""
+        if one._pool.copies is None or flight.priority is not IOPriority.DEMAND:
+            return None
+        before, source = one.block.tiers, next(one.sources(flight.prefer), None)
+        lends = source and hasattr(self._store.stack.tiers[source.tier], "lend_all")
+        return source if source and source.last and lends and one.block.tiers == before else None
+
+    def _lend(
+        self,
+        flight: LoadBatch,
+        pieces: Items[LayerSlice],
+        source: ReadFrom,
+        lent: dict[int, list[tuple[_Trip, Load]]],
+    ) -> int:
+        """Request the same layers of like pages from memory that a tier lends; see `_ask`."""
+        (one, first, count), stack, asked = pieces[0], self._store.stack, 0
+        layout, those = one._forms.layouts[source.codec], lent.setdefault(source.tier, [])
+        n_bytes = count * layout.stripe_stride_bytes
+        terms = one._forms.fingerprints[source.codec], stack.fidelity
+        span = (0, 0) if count == layout.layers else (first, count)
+        tier: Any = stack.tiers[source.tier]
+        bodies = tier.lend_all([piece.page_load.block.key for piece in pieces], *span)
+        for piece, body in zip(pieces, bodies, strict=True):
+            one = piece.page_load
+            if body is None or len(body) != n_bytes:
+                asked += self._ask(flight, piece, one.sources(flight.prefer), lent, alone=True)
+                continue
+            trip = _Trip(flight, piece, source, torch.from_numpy(body))
+            one.flying.append(piece)
+            flight.left += 1
+            flight.trips[trip] = n_bytes
+            # Another copy from the memory may be under way: nothing may write there.
+            those.append((trip, Load(one.block.key, body.data.toreadonly(), *terms, *span)))
+            asked += n_bytes
+        return asked
 
     def _ask_together(self, flight: LoadBatch, tier: int, those: list[tuple[_Trip, Load]]) -> None:
         """Request loads in a few large requests, each copied up while the next is verified."""
@@ -634,7 +717,7 @@ class PageLoader:
     def _answered(self, trips: Items[_Trip], answers: Items[TierAnswer]) -> None:
         """Handle the answers to trips of one batch, which were given together."""
         flight, stack, now_s = trips[0].flight, self._store.stack, time.perf_counter()
-        landed, missed = list[Any](), list[tuple[_Trip, TierAnswer]]()
+        landed, missed = list[_Landed](), list[tuple[_Trip, TierAnswer]]()
         for trip, answer in zip(trips, answers, strict=True):
             trip.piece.page_load.flying.remove(trip.piece)
             if trip.given_up:
@@ -649,8 +732,7 @@ class PageLoader:
                 else:
                     stack.mover.lanes[tier].loaded_bytes += n_bytes
                 flight.n_bytes[tier] += n_bytes
-                if trip.buffer is not None:
-                    landed.append((trip.piece, trip.source, trip.buffer, answer.info.fidelity))
+                landed.append((trip.piece, trip.source, trip.buffer, answer.info.fidelity))
             else:
                 missed.append((trip, answer))
         self._landed(flight, landed)
@@ -661,21 +743,12 @@ class PageLoader:
             if not trip.piece.page_load.wanted:
                 trip.piece.page_load.let_go()
 
-    def _landed(self, batch: LoadBatch, some: Iterable[tuple[Any, ...]]) -> None:
-        """Take verified layers that arrived, and publish the pages that are complete now.
-
-        Args:
-            batch: The batch.
-            some: Layers, the place that they were read from, their bytes, and their fidelity.
-        """
-        arrived = dict[PageLoad, ReadFrom]()  # once each, though two slices may complete a page
-        for (page_load, first, count), source, buffer, fidelity in some:
-            if page_load.wanted and not page_load.complete:
-                page_load.came(first, count, buffer, fidelity)
-                arrived[page_load] = source
+    def _landed(self, batch: LoadBatch, some: Items[_Landed]) -> None:
+        """Take verified layers that arrived, and publish the pages that are complete now."""
+        arrived = _arrive(some)
         if batch.fresh is None or len(arrived) > 1:
             self._launch()
-        fresh = [one for one, source in arrived.items() if one.enter(source)]
+        fresh = _enter(arrived)
         _hold(fresh)
         _give_back(fresh, release=False)
         for page_load in arrived if batch.priority is IOPriority.DEMAND else fresh:
@@ -700,7 +773,8 @@ class PageLoader:
         flight.refused |= answer.reason == "busy"
         again = flight.priority is IOPriority.DEMAND or not unasked
         if again and page_load.wanted and not page_load.held and not flight.called_off:
-            self._ask(flight, trip.piece, trip.sources)
+            others = (one for one in page_load.sources(flight.prefer) if one.tier != source.tier)
+            self._ask(flight, trip.piece, trip.sources or others)
             self._allow(flight)
         else:
             flight.lost |= not page_load.held

@@ -171,10 +171,9 @@ class PrefixMatcher:
 
     def _run(self, seq: Sequence, group: int, limit: int) -> int:
         """Return the number of consecutive known pages from the first one on."""
-        page, keys, find = 0, seq.keys(group, limit), self.store.find
+        page, keys = 0, seq.keys(group, limit)
         for asked in (False, True):
-            while page < limit and find(keys[page]) is not None:
-                page += 1
+            page += [*self.store.find_all(keys[page:limit]), None].index(None)
             if page < limit and not asked:
                 self._discover(seq, group, page, limit)
         return page
@@ -335,7 +334,7 @@ class PrefixMatcher:
         found: list[dict[int, PageLoad]] = []
         for g in range(len(seq.blocks)):
             start = max(first, self.first(g, pages))
-            blocks = enumerate(map(self.store.find, seq.keys(g, pages)[start:pages]), start)
+            blocks = enumerate(self.store.find_all(seq.keys(g, pages)[start:pages]), start)
             loads = PageLoad.several(self.store, [(b, n) for n, b in blocks if b is not None])
             found.append({one.page_no: one for one in loads})
         return found
@@ -394,7 +393,7 @@ class PrefixMatcher:
 
     def _blocks(self, seq: Sequence, group: int, pages: int) -> list[Block]:
         keys = seq.keys(group, pages)[self.first(group, pages) : pages]
-        return [block for block in map(self.store.find, keys) if block is not None]
+        return [block for block in self.store.find_all(keys) if block is not None]
 
     def _worth(self, absent: list[Block], tokens: int) -> bool:
         stack = self.store.stack

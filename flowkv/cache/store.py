@@ -321,10 +321,15 @@ class PageStore:
 
     def find(self, key: bytes) -> Block | None:
         """Return the block of a key if it is stored or on its way, and exact enough; else None."""
-        block = self.index.find(key)
-        if block is None or not (block.page >= 0 or block.tiers or block.going):
-            return None
-        return block if block.fidelity <= self.stack.fidelity else None
+        return self.find_all([key])[0]
+
+    def find_all(self, keys: Iterable[bytes]) -> list[Block | None]:
+        """Return what `find` returns for each key."""
+        found, most = [*map(self.index.find, keys)], self.stack.fidelity
+        for n, b in enumerate(found):
+            if b and not ((b.page >= 0 or b.tiers or b.going) and b.fidelity <= most):
+                found[n] = None
+        return found
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Record an access to these blocks, root to leaf, with every policy.
