@@ -13,8 +13,9 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from enum import IntEnum
+from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
 
 from flowkv.compiled import compiling
@@ -38,6 +39,7 @@ from flowkv.tiers.frame import BadFrame, wanted
 # - A frame is loaded once for all requests that overlap in time.
 
 Done = Callable[[list[TierAnswer]], object]
+_KEY, _TARGET, _BODY = attrgetter("key"), attrgetter("target.nbytes"), attrgetter("body.nbytes")
 SHARE = 8
 """Bytes of other transfers that earn one byte of write-back, at any rate of demands."""
 
@@ -78,7 +80,8 @@ class TransferRequest:
         item: The first load or store.
         n_bytes: Bytes of the targets or bodies.
         left: Keys of the items, without those of answered stores.
-        alike: Equal for requests that one answer may serve, if its span covers theirs.
+        alike: Equal for requests that one answer may serve, if its span covers theirs; () for
+            those that stay alone.
         span: First byte and end of the loaded part of the body; (0, 0) for stores.
         stores: Whether the items are stores.
         demanded: Whether it was submitted as a demand.
@@ -107,18 +110,16 @@ class TransferRequest:
         self.items, self.done, self.priority, self.owner = items, done, priority, owner
         self.item, self.mark, item = items[0], mark, items[0]
         self.demanded = priority is IOPriority.DEMAND
-        self.span, self.alike = (0, 0), cast(tuple[object, ...], (id(self),))
-        self.stores = isinstance(item, Store)
+        self.span, self.alike, self.stores = (0, 0), tuple[object, ...](), isinstance(item, Store)
         if isinstance(item, Load):
-            sizes = [one.target.nbytes for one in cast(Sequence[Load], items)]
             # Lent memory: no answer to another load is copied there.
             if not (alone or item.target.readonly):
                 self.alike = (item.key, item.layout, item.fidelity)
-            first = item.first * (sizes[0] // item.stripes) if item.stripes else 0
-            self.span = first, first + sizes[0]
-        else:
-            sizes = [one.body.nbytes for one in cast(Sequence[Store], items)]
-        self.n_bytes, self.left = sum(sizes), {one.key for one in items}
+            n_bytes = item.target.nbytes
+            first = item.first * (n_bytes // item.stripes) if item.stripes else 0
+            self.span = first, first + n_bytes
+        self.n_bytes = sum(map(_BODY if self.stores else _TARGET, items))
+        self.left = set(map(_KEY, items))
         self.flying = self.ended = False
         self.followers: tuple[TransferRequest, ...] = ()
         self.leader: TransferRequest | None = None
@@ -203,10 +204,6 @@ class Schedule:
             return 0
         return self._flying_bytes[IOPriority.PREFETCH]
 
-    def waits(self, priority: IOPriority) -> bool:
-        """Return whether any request of a priority waits to be sent."""
-        return bool(self._queues[priority])
-
     def __iter__(self) -> Iterator[TransferRequest]:
         """Yield all requests that wait or are in flight, without followers."""
         yield from self._flying
@@ -231,8 +228,7 @@ class Schedule:
             self.withdraw(request)
             return
         before, request.items, request.item = request.n_bytes, items, items[0]
-        request.n_bytes = sum(one.body.nbytes for one in items)
-        request.left = {one.key for one in items}
+        request.n_bytes, request.left = sum(map(_BODY, items)), set(map(_KEY, items))
         self._queued_bytes[request.priority] += request.n_bytes - before
 
     def ask(self, request: TransferRequest) -> bool:
@@ -249,7 +245,7 @@ class Schedule:
     def take(self) -> list[TransferRequest]:
         """Remove from the queues and return the requests to send now; they are then in flight."""
         batch = []
-        while (request := self._next()) is not None:
+        while any(self._queues) and (request := self._next()) is not None:
             self._unqueue(request)
             request.flying = True
             self._flying[request] = request.priority
@@ -277,7 +273,7 @@ class Schedule:
         priority = self._flying.pop(request, None)
         if priority is not None:
             self._flying_bytes[priority] -= request.n_bytes
-        return self._part(request)
+        return self._part(request) if request.alike else ()
 
     def withdraw(self, request: TransferRequest) -> bool:
         """Withdraw a request that was not sent; return False if it is in flight or answered."""
@@ -332,8 +328,9 @@ class Schedule:
             self._awaited.add(request)  # no background transfer may overtake it
 
     def _queue(self, request: TransferRequest) -> None:
-        if request not in (leaders := self._leaders.setdefault(request.alike, [])):
-            leaders.append(request)
+        if request.alike:
+            leaders = self._leaders.setdefault(request.alike, [])
+            leaders += [request] * (request not in leaders)
         self._queues[request.priority][request] = None
         self._queued_bytes[request.priority] += request.n_bytes
 
@@ -355,8 +352,9 @@ class Schedule:
         return bool(self._flying_bytes[IOPriority.DEMAND] or self._awaited)
 
     def _next(self) -> TransferRequest | None:
-        demands, prefetches, _ = self._queues
-        demand, write_back = next(iter(demands), None), self.write_back
+        demands, prefetches, stores = self._queues
+        demand = next(iter(demands), None)
+        write_back = None if self.barred else next(iter(stores), None)
         if write_back and write_back.mark is not None and not write_back.mark.done():
             write_back = None  # its body is still being copied from a device
         credit, demanding = self._credit[IOPriority.DEMAND], demand is None and self._demanding
@@ -411,7 +409,6 @@ _BARRED_S, _PAUSE_S = 1.0, 0.002
 """Longest wait of stores for an erasure by others, and pause between checks: an eraser that hangs
 holds nothing up."""
 Admission = Callable[[], AbstractContextManager[bool]]
-_ALWAYS: Admission = lambda: nullcontext(True)  # noqa: E731
 _BACKGROUND_S = 0.1
 _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 27
 """Limits of the background bytes in flight: the time that writes ahead of a demand may take, and
@@ -441,7 +438,8 @@ class Lane:
         deadline_s: Longest wait for a load.
         loads: Measured rates of loads from the tier.
         clock_ns: Clock of the guard, and of the tier's rest.
-        storing: Context in which stores are sent if it yields True: no erasure runs there then.
+        storing: Context in which stores are sent if it yields True: no erasure runs there then;
+            None where others erase nothing.
 
     Attributes:
         schedule: Queued requests, and those in flight.
@@ -467,7 +465,7 @@ class Lane:
         deadline_s: float,
         loads: Rates,
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        storing: Admission = _ALWAYS,
+        storing: Admission | None = None,
     ) -> None:
         self.tier, self.deadline_s, self.clock_ns = tier, deadline_s, clock_ns
         self._storing, self._barred_s = storing, 0.0
@@ -519,12 +517,13 @@ class Lane:
 
     def pump(self) -> int:
         """Send the due requests: one job for all loads of an owner, and one for all stores."""
-        if self.schedule.waits(IOPriority.PREFETCH):
+        _, prefetches, stores = self.schedule._queues
+        if prefetches:
             self.schedule.chunk_bytes = self.guard.chunk_bytes(self.loads)
             if not self.guard.allows(self.clock_ns()):
                 self.cancel(None)
-        if not self.schedule.waits(IOPriority.WRITE_BACK):
-            return self._send_all()
+        if self._storing is None or not stores:
+            return self._send_all() if any(self.schedule._queues) else 0
         with self._storing() as free:
             self._bar(not free)
             return self._send_all()
@@ -671,7 +670,8 @@ class Lane:
         finally:
             for request, n_bytes in landed.items():
                 self.schedule.landed(request, n_bytes)
-            _call_all(stored.items())
+            if stored:
+                _call_all(stored.items())
         return len(answers)
 
     def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
@@ -843,6 +843,9 @@ def rest(files: Iterable[int], seconds: float, pause_s: float = 0.0005) -> None:
         time.sleep(min(seconds, pause_s))
 
 
+_BUSY = attrgetter("busy")
+
+
 class Mover:
     """Transfers of all tiers of a stack. Callers hold the KV lock.
 
@@ -871,9 +874,9 @@ class Mover:
     @property
     def busy(self) -> bool:
         """Return whether any lane has requests; if not, there is nothing to `drain`."""
-        return any(lane.busy for lane in self.lanes)
+        return any(map(_BUSY, self.lanes))
 
-    def add(self, tier: Tier, storing: Admission = _ALWAYS) -> None:
+    def add(self, tier: Tier, storing: Admission | None = None) -> None:
         """Add a tier below the others; see `Lane`."""
         rates = self.rates.setdefault(tier.name, Rates())
         self.lanes.append(Lane(tier, self.deadline_s, rates, self._clock_ns, storing))
@@ -942,7 +945,7 @@ class Mover:
 
     def drain(self, timeout_s: float = 0.0) -> int:
         """Send requests and handle answers, waiting for a first one; return how many came."""
-        busy = [lane for lane in self.lanes if lane.busy]
+        busy = [*filter(_BUSY, self.lanes)]
         return self._wait(busy, timeout_s) if busy else 0
 
     def await_room(self, tier: int, n_bytes: int, ahead_bytes: int = 0) -> None:

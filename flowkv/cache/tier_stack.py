@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
@@ -151,11 +152,10 @@ class PolicyContext:
             first, last = run[0], run[-1]
             more = 0 if here else _ALIKE - 1
             middle = ((first.depth & ~more) + (last.depth | more) + 1) / 2  # one cost for all
-            known, slot = {block.key: block.slot for block in run}, self.index.slot
-            above = [known.get(block.parent) or slot(block.parent) for block in run]
+            above = self.index.slots(map(_PARENT, run))
             place.policy.insert(
                 self.now_ns(),
-                as_slots([block.slot for block in run]),
+                as_slots([*map(_SLOT, run)]),
                 as_slots(above),
                 n_bytes=n_bytes(first),
                 cost_ns=round(self.gate.token_s(middle * self.page_size) * self.page_size * 1e9),
@@ -168,6 +168,7 @@ class PolicyContext:
 #
 # A block is forgotten when no place holds it any more.
 
+_PARENT, _SLOT = attrgetter("parent"), attrgetter("slot")
 _ALIKE = 16  # pages that follow each other in a prompt have one cost in tiers, however they come
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
@@ -274,7 +275,8 @@ class TierStack:
         self.tiers.append(tier)
         # The log is opened before the listing, so that no erasure after it is missed.
         log = self.erasure_logs.open_log(number, tier)
-        self.mover.add(tier, partial(self.erasure_logs.storing, log))
+        storing = self.erasure_logs.storing
+        self.mover.add(tier, None if log is None else partial(storing, log))
         policy = self._policies(tier.kind, tier.capacity_bytes)
         self.places.append(PolicyPlace(tier.name, tier.kind, policy))
         found = listed(tier)

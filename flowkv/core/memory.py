@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterable
+from itertools import repeat
 
 import numpy as np
 
@@ -42,10 +43,9 @@ def address_of(view: memoryview) -> int:
 
 def addresses_of(views: Iterable[memoryview]) -> list[int]:
     """Return the addresses of the bytes of contiguous views."""
-    start, own, char, size = ctypes.addressof, np.frombuffer, ctypes.c_char.from_buffer, np.uint8
-    return [
-        start(char(view))
-        if view.nbytes and not view.readonly
-        else int(own(view, size).__array_interface__["data"][0])
-        for view in views
-    ]
+    known = [*views]
+    try:
+        return [*map(ctypes.addressof, map(ctypes.c_char.from_buffer, known))]
+    except (TypeError, ValueError):  # one is read-only, or has no bytes
+        arrays = map(np.frombuffer, known, repeat(np.uint8))
+        return [int(array.__array_interface__["data"][0]) for array in arrays]

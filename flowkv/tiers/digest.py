@@ -178,10 +178,6 @@ def _seal_all(rows, held):
     fence()
 
 
-def _held() -> NDArray[np.uint8]:
-    return np.empty(PIECE_BYTES, np.uint8)
-
-
 def checks_of(rows: Sequence[tuple[int, ...]]) -> NDArray[np.void]:
     """Return rows of dtype `CHECK`, several times as fast as `np.array(rows, CHECK)`."""
     return np.array(rows, np.uint64).reshape(-1, CHECK.itemsize // 8).view(CHECK).reshape(-1)
@@ -209,7 +205,7 @@ def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArr
             "Pass an array of dtype CHECK and 256 bytes of fields per row",
         )
     reasons = np.empty(n, np.uint8)
-    _check_all(checks, expected, reasons, _held())
+    _check_all(checks, expected, reasons, np.empty(PIECE_BYTES, np.uint8))
     return reasons
 
 
@@ -240,4 +236,4 @@ body, and address of the copy, which may be the body itself."""
 
 def seal_frames(rows: NDArray[np.void]) -> None:
     """Copy bodies, and write all digests into the headers; `rows` is `[n]` of dtype `SEAL`."""
-    _seal_all(rows, _held())
+    _seal_all(rows, np.empty(PIECE_BYTES, np.uint8))

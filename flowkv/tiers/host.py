@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -189,11 +191,6 @@ class KeptFrame(NamedTuple):
     reached: bool
     digests_at: int
     charge: int
-
-
-_Memory = tuple[Bytes, int, int, bool | None]
-"""Memory for a body, the addresses of the body and of the memory, and whether a device reaches it;
-None if that is no slot."""
 
 
 class HostTier(Immediate):
@@ -476,7 +473,7 @@ class HostTier(Immediate):
             if isinstance(error, MemoryError):
                 return [found.get(n) or failed(one.key, "memory") for n, one in enumerate(items)]
             raise
-        return [found[number] for number in range(len(items))]
+        return [*map(found.__getitem__, range(len(items)))]
 
     def _claim(self, items: Sequence[Store], claimed: dict[int, int]) -> dict[int, TierAnswer]:
         """Reserve room for frames, and add their charges; return answers to the others."""
@@ -507,13 +504,12 @@ class HostTier(Immediate):
         self, items: Sequence[Store], claimed: dict[int, int], found: dict[int, TierAnswer]
     ) -> None:
         """Copy and enter the claimed frames, and add the answers to them."""
-        wished = [items[number] for number in claimed]
-        memory = self._memory([one.body for one in wished])
-        digests = self._digests(wished, memory) if wished else []
-        those = zip(
-            [*claimed], memory, digests, addresses_of(map(memoryview, digests)), strict=True
-        )
-        for number, (body, _, at, reached), its, its_at in those:
+        wished = [*map(items.__getitem__, claimed)]
+        memory = self._memory([*map(attrgetter("body"), wished)])
+        digests = self._digests(wished, *memory[:3]) if wished else []
+        arrays, _, *where = *memory, digests, addresses_of(map(memoryview, digests))
+        those = zip([*claimed], arrays, *where, strict=True)
+        for number, body, at, reached, its, its_at in those:
             (key, info, _), n_bytes = items[number], len(body)
             kept_bytes = -(-n_bytes // GRANULE_BYTES) * GRANULE_BYTES * (reached is not None)
             made = Header(key, info, its), body, at, kept_bytes, bool(reached), its_at
@@ -529,51 +525,58 @@ class HostTier(Immediate):
                     n_bytes = 0
             found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, n_bytes)
 
-    def _digests(self, items: Sequence[Store], memory: Sequence[_Memory]) -> list[bytes]:
+    def _digests(
+        self, items: Sequence[Store], arrays: list[Bytes], sources: list[int], places: list[int]
+    ) -> list[bytes]:
         """Copy bodies into memory where they are not there; return the digests of each."""
         if not _compiled():
-            for (_, _, body), (array, source, at, _) in zip(items, memory, strict=True):
-                if at != source:
-                    np.copyto(array, np.frombuffer(body, np.uint8))
+            for n, (_, _, body) in enumerate(items):
+                if places[n] != sources[n]:
+                    np.copyto(arrays[n], np.frombuffer(body, np.uint8))
             # Digests come from the caller's memory: should it change during the copy, against the
             # contract, then the copy will not match them and never be served.
             return [describe(*item).digests for item in items]
         from flowkv.tiers.digest import SEAL, seal_frames
 
-        steps = [item.info.stripe_bytes for item in items]
-        counts = [item.body.nbytes // step for item, step in zip(items, steps, strict=True)]
-        sizes = [FIXED_BYTES + DIGEST_BYTES * count for count in counts]
-        starts = [*itertools.accumulate(sizes, initial=0)]
-        headers = memoryview(bytearray(starts.pop()))
-        places, base = [row[1:3] for row in memory], address_of(headers)
-        rows = zip(starts, sizes, places, steps, counts, strict=True)
-        seal_frames(np.array([(base + at, n, *two, *form) for at, n, two, *form in rows], SEAL))
-        ends = map(sum, zip(starts, sizes, strict=True))
-        digests = [
-            headers[end - DIGEST_BYTES * n : end] for end, n in zip(ends, counts, strict=True)
-        ]
-        return [*map(bytes, digests)]
+        rows = np.empty(len(items), SEAL)
+        steps = rows["step"] = [*map(attrgetter("info.stripe_bytes"), items)]
+        counts = rows["stripes"] = np.array([*map(len, arrays)]) // steps
+        sizes = rows["header_bytes"] = FIXED_BYTES + DIGEST_BYTES * counts
+        ends = np.cumsum(sizes)
+        headers = memoryview(bytearray(ends[-1]))
+        rows["header"] = addresses_of([headers])[0] + ends - sizes
+        rows["body"], rows["data"] = sources, places
+        seal_frames(rows)
+        parts = map(slice, (ends - DIGEST_BYTES * counts).tolist(), ends.tolist())
+        return [*map(bytes, map(headers.__getitem__, parts))]
 
-    def _memory(self, bodies: Sequence[memoryview]) -> list[_Memory]:
-        """Return memory for each body: the body itself, if it is a slot.
+    def _memory(
+        self, bodies: Sequence[memoryview]
+    ) -> tuple[list[Bytes], list[int], list[int], list[bool | None]]:
+        """Return memory for bodies: a body itself, if it is a slot.
+
+        Returns:
+            The memory, the addresses of the bodies and of the memory, and whether a device reaches
+            it; None if that is no slot.
 
         Raises:
             MemoryError: There is none.
         """
-        sources, sizes = addresses_of(bodies), [body.nbytes for body in bodies]
-        own = [there is not None for there in self.slots.reached(zip(sources, sizes, strict=True))]
-        others = Counter([n for n, there in zip(sizes, own, strict=True) if not there])
-        large = [(n, count) for n, count in others.items() if n >= SLOT_BYTES]
-        slots = {n: self.slots.acquire_all(count, n) for n, count in large}
-        arrays = [
-            slots[n].pop()
-            if not there and slots.get(n)
-            else np.frombuffer(body if there else bytearray(n), np.uint8)
-            for body, n, there in zip(bodies, sizes, own, strict=True)
-        ]
+        sources, sizes = addresses_of(bodies), [*map(attrgetter("nbytes"), bodies)]
+        reached = self.slots.reached(sources, sizes)
+        arrays = [*map(np.frombuffer, bodies, repeat(np.uint8))]
+        if None not in reached:
+            return arrays, sources, sources, reached
+        others = Counter([n for n, there in zip(sizes, reached, strict=True) if there is None])
+        slots = {
+            n: self.slots.acquire_all(count * (n >= SLOT_BYTES), n) for n, count in others.items()
+        }
+        for number in [number for number, there in enumerate(reached) if there is None]:
+            n_bytes = sizes[number]
+            spare = slots[n_bytes] or [np.frombuffer(bytearray(n_bytes), np.uint8)]
+            arrays[number] = spare.pop()
         places = addresses_of([array.data for array in arrays])
-        reached = self.slots.reached(zip(places, sizes, strict=True))
-        return [*zip(arrays, sources, places, reached, strict=True)]
+        return arrays, sources, places, self.slots.reached(places, sizes)
 
     def _drop(self, key: bytes) -> KeptFrame | None:
         """Remove a frame from the table; return it, or None if it is not present."""

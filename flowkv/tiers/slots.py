@@ -56,7 +56,7 @@ class SlotPool:
     @property
     def pinned(self) -> bool:
         """Return whether a device reaches the memory, or a part of it."""
-        return any(chunk.pinned for chunk in self._chunks)
+        return any(map(attrgetter("pinned"), self._chunks))
 
     def register(
         self,
@@ -122,12 +122,15 @@ class SlotPool:
 
     def reaches(self, address: int, n_bytes: int) -> bool | None:
         """Return whether a device reaches a slot of this pool; None for other memory."""
-        return self.reached([(address, n_bytes)])[0]
+        return self.reached([address], [n_bytes])[0]
 
-    def reached(self, places: Iterable[tuple[int, int]]) -> list[bool | None]:
+    def reached(self, addresses: Iterable[int], sizes: Iterable[int]) -> list[bool | None]:
         """Return for each address and size what `reaches` returns."""
-        found = [(self._taken.get(address, (0, None)), size) for address, size in places]
-        return [chunk.pinned if chunk and n == size else None for (n, chunk), size in found]
+        found = list[bool | None]()
+        for address, n_bytes in zip(addresses, sizes, strict=True):
+            size, chunk = self._taken.get(address, (0, None))
+            found.append(chunk.pinned if chunk and size == n_bytes else None)
+        return found
 
     def locate(self, address: int) -> tuple[Bytes, int] | None:
         """Return the whole chunk of an address, and the offset in it; None for other memory."""
