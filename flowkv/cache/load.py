@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -77,14 +77,9 @@ class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
 
     @classmethod
     def several(
-        cls,
-        store: PageStore,
-        pages: Iterable[tuple[Block, int]],
-        *,
-        awaited: bool = True,
-        allocate: Allocate | None = None,
-        own: bool = False,
-    ) -> list[PageLoad]:
+        cls, store: PageStore, pages: Iterable[tuple[Block, int]], *, awaited: bool = True,
+        allocate: Allocate | None = None, own: bool = False,
+    ) -> list[PageLoad]:  # fmt: skip
         """Return loads of blocks for page numbers; what is on its device is held.
 
         Args:
@@ -124,11 +119,6 @@ class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
 
     # ---- the device page
 
-    @property
-    def alone(self) -> bool:
-        """Return whether the block has no page, and no other load of it is under way."""
-        return self.block.page < 0 and len(self._store.coming.get(self.block, ())) < 2
-
     def meet(self) -> bool:
         """Hold the block's page if another load has published it; return whether it is held."""
         free = self._line is None and not (self._own or self.flying or self.block.gone)
@@ -154,34 +144,6 @@ class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
         set_pages([self], fresh)
         return True
 
-    def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor, bool]:
-        """Return the `Load` of some layers, its buffer, and whether the tier lent that memory.
-
-        The buffer is the page itself; beside a GPU the tier's own memory, or a staged row.
-        """
-        store, pool = self._store, self._pool
-        layout = self._forms.layouts[source.codec]
-        stride, lent = layout.stripe_stride_bytes, None
-        if pool.copies is None:
-            page = pool.page_bytes(self.page, layout.page_bytes)
-            buffer = page[first * stride : (first + count) * stride]
-        else:
-            lend = getattr(store.stack.tiers[source.tier], "lend", None)
-            if lend is not None and not self.block.going:  # else a store's body is read
-                lent = lend(self.block.key, first, count)
-            if lent is not None and len(lent) == count * stride:
-                buffer = torch.from_numpy(lent)
-            else:
-                (buffer,) = pool.copies.stage(1, count * stride)
-        fingerprint = self._forms.fingerprints[source.codec]
-        whole = count == layout.layers
-        span = (0, 0) if whole else (first, count)
-        target = buffer.numpy().data
-        if lent is not None:  # another copy from it may be under way: nothing may write there
-            target = target.toreadonly()
-        load = Load(self.block.key, target, fingerprint, store.stack.fidelity, *span)
-        return load, buffer, lent is not None
-
     def sources(self, first: int) -> Iterator[ReadFrom]:
         """Yield the places that the page may be read from, best first.
 
@@ -197,6 +159,11 @@ class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
         for source in known:
             if self.page >= 0 and self.change(source.codec):
                 yield source
+
+    def only_source(self, first: int) -> ReadFrom | None:
+        """Return the first of the `sources`; None if that may not be it for pages listed alike."""
+        before, source = self.block.tiers, next(self.sources(first), None)
+        return source if source and source.last and self.block.tiers == before else None
 
     # ---- publication, release
 
@@ -428,7 +395,7 @@ class LoadBatch:
     tier: str = ""
     priority: IOPriority = IOPriority.DEMAND
     started_s: float = field(default_factory=time.perf_counter)
-    ended_s: float = 0.0
+    ended_s: float = field(default_factory=time.perf_counter)
     end_s: float = field(default_factory=compiling.now_s)
     left: int = 1
     n_bytes: Counter[int] = field(default_factory=Counter)
@@ -441,9 +408,6 @@ class LoadBatch:
     trips: dict[_Trip, int] = field(default_factory=dict)
     fresh: list[Block] | None = None
     prefer: int = -1
-
-    def __post_init__(self) -> None:
-        self.ended_s = self.started_s
 
 
 class _Trip(msgspec.Struct, eq=False):
@@ -524,33 +488,28 @@ class PageLoader:
         """
         if flight.priority is IOPriority.DEMAND:  # a prefetch has no deadline, and no waiter
             self._flights[flight] = None
-        asked, lent, flight.prefer = 0, dict[int, list[tuple[_Trip, Load]]](), prefer
-        lenders, alike = dict[Any, ReadFrom | None](), dict[Any, list[LayerSlice]]()
+        asked, flight.prefer = 0, prefer
+        places, alike = dict[Any, ReadFrom | None](), dict[Any, list[LayerSlice]]()
         try:
             for piece in pieces:
                 (one, *span), block, coming = piece, piece.page_load.block, self._store.coming
-                alone = block.page < 0 and len(coming.get(block, ())) < 2
-                if alone and not (block.going or block.gone):
-                    form = one.group, block.tiers, block.codecs, *span
-                    if form not in lenders:
-                        lenders[form] = self._lender(flight, one)
-                    source = lenders[form]
-                    if source is not None and one.page >> CODEC_SHIFT == source.codec:
+                form = one.group, block.tiers, block.codecs, *span
+                absent = block.page < 0 and not (block.going or block.gone)
+                if absent and len(coming.get(block, ())) < 2:
+                    if form not in places:
+                        places[form] = one.only_source(prefer)
+                    source = places[form]
+                    if source and one.page >> CODEC_SHIFT == source.codec:
                         alike.setdefault(form, []).append(piece)
                         continue
-                for part in (piece,) if alone else self._parts(piece):
-                    asked += self._ask(
-                        flight, part, part.page_load.sources(prefer), lent, alone=alone
-                    )
+                for part in self._parts(piece):
+                    asked += self._ask_next(flight, part, part.page_load.sources(prefer))
             for form, some in alike.items():
-                if (source := lenders[form]) is not None:
-                    asked += self._lend(flight, some, source, lent)
+                asked += self._ask(flight, some, cast(ReadFrom, places[form]))
         except BaseException:
             flight.lost = True
             raise
         finally:
-            for tier, those in lent.items():
-                self._ask_together(flight, tier, those)
             self._allow(flight)
             self._less(flight)
         return asked
@@ -613,99 +572,73 @@ class PageLoader:
                 pages.append((other.page, other.fidelity))
         for page, fidelity in pages:
             if page >= 0 and page >> CODEC_SHIFT == source.codec:
-                _, buffer, _ = one.request(source, first, count)
                 layout = self._store.forms[one.group].layout(page)
-                whole, at = pool.page_bytes(page, layout.page_bytes), layout.stripe_stride_bytes
-                buffer.copy_(whole[first * at :][: len(buffer)])
+                both, at = (one.page, page), layout.stripe_stride_bytes
+                buffer, other = (pool.page_bytes(n, layout.page_bytes) for n in both)
+                buffer = buffer[first * at :][: count * at]
+                buffer.copy_(other[first * at :][: count * at])
                 flight.joined[source.tier] += len(buffer)
                 flight.n_bytes[source.tier] += len(buffer)
                 self._landed(flight, [(piece, source, buffer, fidelity)])
                 return True
         return False
 
-    def _ask(
-        self,
-        flight: LoadBatch,
-        piece: LayerSlice,
-        sources: Iterator[ReadFrom],
-        lent: dict[int, list[tuple[_Trip, Load]]] | None = None,
-        *,
-        alone: bool = False,
-    ) -> int:
-        """Request a slice from its next source; without one the batch is lost.
-
-        Demands into memory that a tier lent are added to `lent` instead. With `alone`, no other
-        load of the page exists to copy from.
-        """
+    def _ask_next(self, flight: LoadBatch, piece: LayerSlice, sources: Iterator[ReadFrom]) -> int:
+        """Request a slice from its next source; without one the batch is lost."""
         source = next(sources, None)
         if source is None:
             flight.lost = True
-            return 0
-        if not (alone or piece.page_load.alone) and self._copied(flight, piece, source):
-            return 0
-        load, buffer, is_lent = piece.page_load.request(source, piece.first, piece.stripes)
-        trip = _Trip(flight, piece, source, buffer, sources)
-        piece.page_load.flying.append(piece)
-        flight.left += 1
-        flight.trips[trip] = load.target.nbytes
-        if is_lent and lent is not None and flight.priority is IOPriority.DEMAND:
-            lent.setdefault(source.tier, []).append((trip, load))
-            return load.target.nbytes
-        those = partial(self._answered, [trip]), flight.owner, flight.priority
-        trip.request = self._store.stack.mover.ask(source.tier, load, *those)
-        trip.joined = trip.request is not None and trip.request.leader is not None
-        return load.target.nbytes
+        elif not self._copied(flight, piece, source):
+            return self._ask(flight, [piece], source, sources)
+        return 0
 
-    def _lender(self, flight: LoadBatch, one: PageLoad) -> ReadFrom | None:
-        """Return the place that pages like this one are read from, if its tier lends its memory."""
-        if one._pool.copies is None or flight.priority is not IOPriority.DEMAND:
-            return None
-        before, source = one.block.tiers, next(one.sources(flight.prefer), None)
-        lends = source and hasattr(self._store.stack.tiers[source.tier], "lend_all")
-        return source if source and source.last and lends and one.block.tiers == before else None
+    def _ask(
+        self, flight: LoadBatch, pieces: Items[LayerSlice], source: ReadFrom,
+        sources: Iterator[ReadFrom] | None = None,
+    ) -> int:  # fmt: skip
+        """Request the same layers of like pages; return their bytes.
 
-    def _lend(
-        self,
-        flight: LoadBatch,
-        pieces: Items[LayerSlice],
-        source: ReadFrom,
-        lent: dict[int, list[tuple[_Trip, Load]]],
-    ) -> int:
-        """Request the same layers of like pages from memory that a tier lends; see `_ask`."""
-        (one, first, count), stack, asked = pieces[0], self._store.stack, 0
-        layout, those = one._forms.layouts[source.codec], lent.setdefault(source.tier, [])
-        n_bytes = count * layout.stripe_stride_bytes
-        terms = one._forms.fingerprints[source.codec], stack.fidelity
+        The targets are the pages; beside a GPU the tier's own memory, or staged rows. Demands into
+        the tier's memory are a few large requests, each copied up while the next is verified.
+        """
+        (one, first, count), stack, demand = pieces[0], self._store.stack, IOPriority.DEMAND
+        copies, layout = one._pool.copies, one._forms.layouts[source.codec]
+        at, n_bytes = (n * layout.stripe_stride_bytes for n in (first, count))
         span = (0, 0) if count == layout.layers else (first, count)
-        tier: Any = stack.tiers[source.tier]
-        bodies = tier.lend_all([piece.page_load.block.key for piece in pieces], *span)
-        for piece, body in zip(pieces, bodies, strict=True):
-            one = piece.page_load
-            if body is None or len(body) != n_bytes:
-                asked += self._ask(flight, piece, one.sources(flight.prefer), lent, alone=True)
-                continue
-            trip = _Trip(flight, piece, source, torch.from_numpy(body))
+        terms = one._forms.fingerprints[source.codec], stack.fidelity, *span
+        bodies, lend = list[Any](), getattr(stack.tiers[source.tier], "lend_all", None)
+        if lend is not None and copies is not None and not one.block.going:  # else a body is read
+            bodies = lend([piece.page_load.block.key for piece in pieces], *span)
+        lent = list[tuple[_Trip, Load]]()
+        for piece, body in zip_longest(pieces, bodies):
+            one, is_lent = piece.page_load, body is not None and len(body) == n_bytes
+            if is_lent:
+                buffer = torch.from_numpy(body)
+            elif copies is None:
+                buffer = one._pool.page_bytes(one.page, layout.page_bytes)[at:][:n_bytes]
+            else:
+                (buffer,) = copies.stage(1, n_bytes)
+            # Another copy from the tier's memory may be under way: nothing may write there.
+            target = body.data.toreadonly() if is_lent else buffer.numpy().data
+            load, trip = Load(one.block.key, target, *terms), _Trip(flight, piece, source, buffer)
+            trip.sources = sources
             one.flying.append(piece)
             flight.left += 1
             flight.trips[trip] = n_bytes
-            # Another copy from the memory may be under way: nothing may write there.
-            those.append((trip, Load(one.block.key, body.data.toreadonly(), *terms, *span)))
-            asked += n_bytes
-        return asked
-
-    def _ask_together(self, flight: LoadBatch, tier: int, those: list[tuple[_Trip, Load]]) -> None:
-        """Request loads in a few large requests, each copied up while the next is verified."""
-        part, n_bytes = list[tuple[_Trip, Load]](), 0
-        for number, one in enumerate(those, 1):
-            part.append(one)
-            n_bytes += one[1].target.nbytes
-            if n_bytes >= AT_ONCE_BYTES or number == len(those):
-                trips = [trip for trip, _ in part]
-                loads, done = [load for _, load in part], partial(self._answered, trips)
-                request = self._store.stack.mover.ask_all(tier, loads, done, flight.owner)
-                for trip in trips:
-                    trip.request = request
-                part, n_bytes = [], 0
+            if is_lent and flight.priority is demand:
+                lent.append((trip, load))
+                continue
+            those = partial(self._answered, [trip]), flight.owner, flight.priority
+            trip.request = stack.mover.ask(source.tier, load, *those)
+            trip.joined = trip.request is not None and trip.request.leader is not None
+        most = -(-AT_ONCE_BYTES // n_bytes)
+        for part in (lent[first : first + most] for first in range(0, len(lent), most)):
+            trips, loads = zip(*part, strict=True)
+            done = partial(self._answered, trips)
+            request = stack.mover.ask_all(source.tier, loads, done, flight.owner)
+            for trip in trips:
+                trip.request = request
+        return n_bytes * len(pieces)
 
     def _allow(self, flight: LoadBatch) -> None:
         """Extend a batch's deadline by the time that its tiers need for all their requests."""
@@ -774,7 +707,7 @@ class PageLoader:
         again = flight.priority is IOPriority.DEMAND or not unasked
         if again and page_load.wanted and not page_load.held and not flight.called_off:
             others = (one for one in page_load.sources(flight.prefer) if one.tier != source.tier)
-            self._ask(flight, trip.piece, trip.sources or others)
+            self._ask_next(flight, trip.piece, trip.sources or others)
             self._allow(flight)
         else:
             flight.lost |= not page_load.held

@@ -18,6 +18,8 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
 
+import msgspec
+
 from flowkv.compiled import compiling
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
@@ -98,15 +100,9 @@ class TransferRequest:
     )
 
     def __init__(
-        self,
-        items: Sequence[Load | Store],
-        done: Done,
-        priority: IOPriority,
-        owner: object = None,
-        mark: CopyMark | None = None,
-        *,
-        alone: bool = False,
-    ) -> None:
+        self, items: Sequence[Load | Store], done: Done, priority: IOPriority,
+        owner: object = None, mark: CopyMark | None = None, *, alone: bool = False,
+    ) -> None:  # fmt: skip
         self.items, self.done, self.priority, self.owner = items, done, priority, owner
         self.item, self.mark, item = items[0], mark, items[0]
         self.demanded = priority is IOPriority.DEMAND
@@ -156,12 +152,9 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        demand_bytes: int = 1 << 28,
-        background_bytes: int = 1 << 26,
-        queue_bytes: int = 1 << 28,
-        chunk_bytes: int = 1 << 22,
-    ) -> None:
+        self, demand_bytes: int = 1 << 28, background_bytes: int = 1 << 26,
+        queue_bytes: int = 1 << 28, chunk_bytes: int = 1 << 22,
+    ) -> None:  # fmt: skip
         self.demand_bytes, self.background_bytes = demand_bytes, background_bytes
         self.queue_bytes, self.chunk_bytes = queue_bytes, chunk_bytes
         self.joined = self.refused = 0
@@ -172,7 +165,7 @@ class Schedule:
         self._flying_bytes = [0 for _ in IOPriority]
         self._leaders: dict[tuple[object, ...], list[TransferRequest]] = {}
         self._awaited: set[TransferRequest] = set()
-        self._credit = [0.0 for _ in IOPriority]  # bytes earned for write-back, by earning priority
+        self._credit = [0.0] * len(IOPriority)  # bytes earned for write-back, by earning priority
 
     def __len__(self) -> int:
         """Return the number of requests that wait or are in flight, without followers."""
@@ -193,14 +186,10 @@ class Schedule:
         """Return the bytes in flight."""
         return sum(self._flying_bytes)
 
-    @property
-    def write_back(self) -> TransferRequest | None:
-        """Return the next write-back; None if none waits or write-backs are barred."""
-        return None if self.barred else next(iter(self._queues[IOPriority.WRITE_BACK]), None)
-
     def in_the_way(self) -> int:
         """Return the bytes of prefetches ahead of a new demand; 0 behind an earlier demand."""
-        if self._queues[IOPriority.DEMAND] or self._demanding:
+        demanding = self._queues[IOPriority.DEMAND] or self._flying_bytes[IOPriority.DEMAND]
+        if demanding or self._awaited:
             return 0
         return self._flying_bytes[IOPriority.PREFETCH]
 
@@ -236,7 +225,7 @@ class Schedule:
         if request.alike in self._leaders and self._joins(request):
             self.joined += 1
         elif self.has_room(request.n_bytes, request.priority):
-            self._queue(request)
+            self.queue(request)
         else:
             self.refused += 1
             return False
@@ -286,7 +275,7 @@ class Schedule:
         self._unqueue(request)
         for follower in self._part(request):  # the first one takes its place
             if not self._joins(follower):
-                self._queue(follower)
+                self.queue(follower)
         return True
 
     def _joins(self, request: TransferRequest) -> bool:
@@ -323,11 +312,12 @@ class Schedule:
         if request in self._queues[request.priority]:
             self._unqueue(request)
             request.priority = priority
-            self._queue(request)
+            self.queue(request)
         elif request in self._flying and priority is IOPriority.DEMAND:
             self._awaited.add(request)  # no background transfer may overtake it
 
-    def _queue(self, request: TransferRequest) -> None:
+    def queue(self, request: TransferRequest) -> None:
+        """Queue a request that has room, and follows no other one."""
         if request.alike:
             leaders = self._leaders.setdefault(request.alike, [])
             leaders += [request] * (request not in leaders)
@@ -338,7 +328,7 @@ class Schedule:
         del self._queues[request.priority][request]
         self._queued_bytes[request.priority] -= request.n_bytes
         if not self._queues[IOPriority.WRITE_BACK]:
-            self._credit = [0.0 for _ in IOPriority]
+            self._credit = [0.0] * len(IOPriority)
 
     def _spend(self, n_bytes: float) -> None:
         for priority in (IOPriority.PREFETCH, IOPriority.DEMAND):
@@ -346,18 +336,14 @@ class Schedule:
             self._credit[priority] -= paid
             n_bytes -= paid
 
-    @property
-    def _demanding(self) -> bool:
-        """Return whether a demand is in flight, or a transfer that a demand joined."""
-        return bool(self._flying_bytes[IOPriority.DEMAND] or self._awaited)
-
     def _next(self) -> TransferRequest | None:
         demands, prefetches, stores = self._queues
         demand = next(iter(demands), None)
         write_back = None if self.barred else next(iter(stores), None)
         if write_back and write_back.mark is not None and not write_back.mark.done():
             write_back = None  # its body is still being copied from a device
-        credit, demanding = self._credit[IOPriority.DEMAND], demand is None and self._demanding
+        credit = self._credit[IOPriority.DEMAND]
+        demanding = not demand and (self._flying_bytes[IOPriority.DEMAND] or self._awaited)
         if demand is None and not demanding:
             credit += self._credit[IOPriority.PREFETCH]
         if write_back is not None and credit >= write_back.n_bytes and self._fits(write_back):
@@ -392,7 +378,7 @@ class Schedule:
             return None
         first = TransferRequest(items[:count], request.done, request.priority, mark=request.mark)
         self.shorten(request, items[count:])
-        self._queue(first)
+        self.queue(first)
         return first
 
     def _fills_chunk(self, request: TransferRequest) -> bool:
@@ -417,17 +403,14 @@ _PARTS = 8
 """Least number of requests of stores that fill the background bytes in flight."""
 
 
-class _Job:
+class _Job(msgspec.Struct, eq=False):
     """Items sent together, each as its request and its number there; None once answered."""
 
-    __slots__ = ("bytes", "left", "requests", "seconds", "sent_s")
-
-    def __init__(self, requests: Sequence[TransferRequest], sent_s: float) -> None:
-        self.requests: list[tuple[TransferRequest, int] | None] = [
-            (one, number) for one in requests for number in range(len(one.items))
-        ]
-        self.left, self.sent_s = len(self.requests), sent_s
-        self.bytes, self.seconds = 0, 0.0
+    requests: list[tuple[TransferRequest, int] | None]
+    left: int
+    sent_s: float
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 class Lane:
@@ -460,13 +443,9 @@ class Lane:
     """
 
     def __init__(
-        self,
-        tier: Tier,
-        deadline_s: float,
-        loads: Rates,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        storing: Admission | None = None,
-    ) -> None:
+        self, tier: Tier, deadline_s: float, loads: Rates,
+        clock_ns: Callable[[], int] = time.monotonic_ns, storing: Admission | None = None,
+    ) -> None:  # fmt: skip
         self.tier, self.deadline_s, self.clock_ns = tier, deadline_s, clock_ns
         self._storing, self._barred_s = storing, 0.0
         self.guard = RegretGuard()
@@ -549,18 +528,15 @@ class Lane:
                 continue
             if request.flying and keys is None:
                 continue
+            stores = cast(Sequence[Store], request.items)
             if not request.stores:
                 self.schedule.stand_alone(request)
             elif request.flying:
-                sent = cast(Sequence[Store], request.items)
-                self.stale |= {one.key: one.info for one in sent if one.key in mine}
+                self.stale |= {one.key: one.info for one in stores if one.key in mine}
             else:
-                stores = [
-                    one for one in cast(Sequence[Store], request.items) if one.key not in mine
-                ]
-                gone = [one.key for one in request.items if one.key in mine]
-                self.schedule.shorten(request, stores)
-                ends.append((request.done, [_failed(key, reason) for key in gone]))
+                gone = [_failed(one.key, reason) for one in stores if one.key in mine]
+                self.schedule.shorten(request, [one for one in stores if one.key not in mine])
+                ends.append((request.done, gone))
         for key in [key for key in self.behind if keys is None or key in keys]:
             ends += [(one.done, [_failed(key, reason)]) for one in self.behind.pop(key)]
         _call_all(ends)
@@ -577,10 +553,10 @@ class Lane:
         sent_s = time.monotonic()
         try:
             if requests[0].stores:
-                stores = [cast(Store, one) for request in requests for one in request.items]
+                stores = cast(list[Store], [one for request in requests for one in request.items])
                 job = self.tier.submit_store(stores, deadline_s=_STORE_DEADLINE_S)
             else:
-                loads = [cast(Load, one) for request in requests for one in request.items]
+                loads = cast(list[Load], [one for request in requests for one in request.items])
                 patience_s = self.patience_s(sum(request.n_bytes for request in requests))
                 job = self.tier.submit_load(loads, deadline_s=patience_s)
         except Exception as error:  # as a tier that is closed, or was opened before a fork: a miss
@@ -590,7 +566,8 @@ class Lane:
                 for key in request.left & self.behind.keys() if request.stores else ():
                     self._follow(key)
         else:
-            self._jobs[job] = _Job(requests, sent_s)
+            items = [(one, n) for one in requests for n in range(len(one.items))]
+            self._jobs[job] = _Job([*items], len(items), sent_s)
 
     def settle(self, timeout_s: float = 0.0) -> int:
         """Send requests and handle answers until none is left; return the number of answers.
@@ -608,7 +585,8 @@ class Lane:
 
     def receive(self, timeout_s: float) -> None:
         """Wait for the body of the next write-back and send it, if nothing else is in flight."""
-        request = None if self._jobs else self.schedule.write_back
+        stores = () if self._jobs or self.schedule.barred else self.schedule._queues[-1]
+        request = next(iter(stores), None)
         if request is not None and request.mark is not None and request.mark.wait(timeout_s):
             self.pump()
 
@@ -652,10 +630,9 @@ class Lane:
                     job.seconds = max(job.seconds, answer.seconds)
                     if not job.left:
                         self._measure(job)
-                item = cast(Store, request.items[number])
-                key = item.key
+                key = request.items[number].key
                 request.left.discard(key)
-                landed[request] += item.body.nbytes
+                landed[request] += _BODY(request.items[number])
                 if not request.left:
                     del landed[request]
                     self.schedule.end(request)
@@ -899,11 +876,8 @@ class Mover:
             done: Called with the answers, several at once, from a later `drain`.
             mark: The copy that fills the bodies; None for bodies that are complete.
         """
-        lane, schedule, bodies = (
-            self.lanes[tier],
-            self.lanes[tier].schedule,
-            self.lanes[tier].bodies,
-        )
+        lane = self.lanes[tier]
+        schedule, bodies = lane.schedule, lane.bodies
 
         def answered(answers: list[TierAnswer]) -> None:
             self.storing -= len(answers)
@@ -921,13 +895,15 @@ class Mover:
                 lane.behind.setdefault(item.key, []).append(request)
             else:
                 if part and n_bytes + item.body.nbytes > most:
-                    schedule.ask(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
+                    schedule.queue(
+                        TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark)
+                    )
                     part, n_bytes = [], 0
                 part.append(item)
                 n_bytes += item.body.nbytes
             bodies[item.key] = OnTheWay(tier, item, mark, done)
         if part:
-            schedule.ask(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
+            schedule.queue(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
         self.storing += count
         return count
 
@@ -959,7 +935,7 @@ class Mover:
 
     def _wait(self, lanes: Sequence[Lane], timeout_s: float) -> int:
         """Send requests, and wait for the first answers of some lanes; return their number."""
-        handled = sum(lane.settle() for lane in lanes)
+        handled = sum(map(Lane.settle, lanes))
         if handled or timeout_s <= 0:
             return handled
         if len(lanes) == 1:
@@ -967,7 +943,7 @@ class Mover:
         for lane in lanes:
             lane.receive(timeout_s)
         rest(files([lane.tier for lane in lanes]), timeout_s, _WAIT_OF_SEVERAL_S)
-        return sum(lane.settle() for lane in lanes)
+        return sum(map(Lane.settle, lanes))
 
     # ---- loads
 
@@ -1007,13 +983,9 @@ class Mover:
         return self._wait([self.lanes[tier] for tier in tiers], timeout_s)
 
     def ask(
-        self,
-        tier: int,
-        item: Load,
-        done: Done,
-        owner: object = None,
+        self, tier: int, item: Load, done: Done, owner: object = None,
         priority: IOPriority = IOPriority.DEMAND,
-    ) -> TransferRequest | None:
+    ) -> TransferRequest | None:  # fmt: skip
         """Load a frame as a demand or a prefetch; a later `drain` sends the request.
 
         Args:

@@ -425,11 +425,11 @@ class PrefixMatcher:
 
     def resident(self, seq: Sequence, pages: int) -> int:
         """Return the leading pages that are resident in every group, as far as windows reach."""
-        lines = [seq.keys(g, pages) for g in range(len(seq.blocks))]
-        find = self.store.find
+        every = range(len(seq.blocks))
+        lines = [self.store.find_all(seq.keys(g, pages)[:pages]) for g in every]
 
         def here(group: int, page: int) -> bool:
-            block = find(lines[group][page])
+            block = lines[group][page]
             return block is not None and block.page >= 0
 
         return self.longest(0, pages, here)
@@ -494,9 +494,9 @@ class PrefixMatcher:
 
     def known_blocks(self, seq: Sequence) -> list[Block]:
         """Return the known blocks of a prompt's pages, in every group."""
-        pages = range(len(seq.tokens) // self.page_size)
-        found = [self.find(seq, g, page) for g in range(len(seq.blocks)) for page in pages]
-        return [block for block in found if block is not None]
+        pages, find_all = len(seq.tokens) // self.page_size, self.store.find_all
+        lines = [find_all(seq.keys(g, pages)[:pages]) for g in range(len(seq.blocks))]
+        return [block for line in lines for block in line if block is not None]
 
 
 def _sound(said: torch.Tensor | None) -> bool:
@@ -844,14 +844,9 @@ class RestoreScheduler:
         self.tell_span(request, flight.tier, op.tokens, op.layers, (begun_s, seconds), n_bytes)
 
     def tell_span(
-        self,
-        request: RestoreRequest,
-        engine: str,
-        tokens: Span,
-        layers: Span,
-        when: tuple[float, float],
-        n_bytes: int = 0,
-    ) -> None:
+        self, request: RestoreRequest, engine: str, tokens: Span, layers: Span,
+        when: tuple[float, float], n_bytes: int = 0,
+    ) -> None:  # fmt: skip
         """Emit a `RestoreSpan` for a piece of a restore; `when` is its start and its seconds."""
         if self.bus.wants(RestoreSpan):
             span = RestoreSpan(
@@ -1259,15 +1254,9 @@ class RestoreJob:
     """
 
     def __init__(
-        self,
-        restores: RestoreScheduler,
-        seq: Sequence,
-        plan: RestorePlan,
-        *,
-        computable: bool,
-        behind: Items[PageLoad] = (),
-        limit: int = 0,
-    ) -> None:
+        self, restores: RestoreScheduler, seq: Sequence, plan: RestorePlan, *, computable: bool,
+        behind: Items[PageLoad] = (), limit: int = 0,
+    ) -> None:  # fmt: skip
         # The reference is weak: a restore must not keep a dropped sequence open.
         self._whose = WeakSequence(seq)
         self._restores, self._planner = restores, restores.restorer.planner

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
+from flowkv.cache.index import Block, PrefixIndex, SwappedCopy, frame_infos
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
 from flowkv.cache.tier_stack import PolicyContext, TierStack, chains
@@ -204,20 +204,11 @@ class PageStore:
     """
 
     def __init__(  # noqa: PLR0913 - what a store stands on is named where it is made
-        self,
-        geometry: Geometry,
-        pools: dict[str, PagePool],
-        tiers: Sequence[Tier],
-        *,
-        policies: Callable[[str, int], Policy],
-        clock: Clock,
-        bus: Bus,
-        config: Config,
-        gate: LoadGate,
-        sends: Callable[[], bool],
-        on_drop: Callable[[Sequence[int]], None],
+        self, geometry: Geometry, pools: dict[str, PagePool], tiers: Sequence[Tier], *,
+        policies: Callable[[str, int], Policy], clock: Clock, bus: Bus, config: Config,
+        gate: LoadGate, sends: Callable[[], bool], on_drop: Callable[[Sequence[int]], None],
         on_unused: Callable[[Block], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.geometry, self.bus, self._on_drop = geometry, bus, on_drop
         self.forms = make_forms(geometry, config)
         self.overflows, self.defragment_bytes = config.overflow, config.defragment_bytes
@@ -257,7 +248,7 @@ class PageStore:
 
     def size(self, block: Block) -> int:
         """Return the bytes of a block's device page."""
-        return self.forms[block.group].layout(block.page).page_bytes
+        return self.forms[block.group].layouts[block.page >> CODEC_SHIFT].page_bytes
 
     def keep(self, *blocks: Block) -> None:
         """Protect blocks from eviction in every place until `unkeep`."""
@@ -381,7 +372,7 @@ class PageStore:
                 block.page = -1
         self._guard(*[block for block in blocks if not (block.holds or block.gone)])
         if blocks:
-            self.pool(blocks[0].group).release(*pages)
+            self._pools[blocks[0].group].release(*pages)
 
     def pin(self, block: Block, pinned: bool) -> None:
         """Pin a block against eviction in every place, or unpin it."""
@@ -583,7 +574,7 @@ class PageStore:
         blocks, mover, waits = [*blocks], self.stack.mover, reason == "space"
         try:
             for those in _by_form(blocks).values():
-                n_bytes, copies = self.size(those[0]), self.pool(those[0].group).copies
+                n_bytes, copies = self.size(those[0]), self._pools[those[0].group].copies
                 most = max(1, AT_ONCE_BYTES // n_bytes)
                 for part in (those[at : at + most] for at in range(0, len(those), most)):
                     need = n_bytes * sum([not (b.tiers | b.going) & 1 for b in part])
@@ -630,7 +621,7 @@ class PageStore:
                 self.prefetched_unused.end(block, used=False)
             block.page = -1
         self.recount(*blocks)
-        self.pool(blocks[0].group).release(*pages)
+        self._pools[blocks[0].group].release(*pages)
         self.bus.emit(Evicted(tier="device", pages=len(pages), n_bytes=n_bytes, reason=reason))
 
     def set_down(self, block: Block) -> None:
@@ -687,7 +678,7 @@ class PageStore:
         Their bytes are copies under way to host memory; on a CPU the pages themselves, which are
         lent until `done` is called, or the block ends without a store under way.
         """
-        pool, n_bytes = self.pool(blocks[0].group), self.size(blocks[0])
+        pool, n_bytes = self._pools[blocks[0].group], self.size(blocks[0])
         pages, mark = {block: block.page for block in blocks}, None
         if pool.copies is not None:
             rows, mark = pool.copies.download([p & GRANULE_MASK for p in pages.values()], n_bytes)
@@ -697,7 +688,8 @@ class PageStore:
             pool.lend(*pages.values())
 
         def done(ended: Iterable[Block]) -> None:
-            pool.give_back(*[pages.pop(block) for block in ended if block in pages])
+            if pages:
+                pool.give_back(*[pages.pop(block) for block in ended if block in pages])
 
         try:
             bodies = [row.numpy().data for row in rows]
@@ -710,12 +702,7 @@ class PageStore:
         forms, codec = self.forms[blocks[0].group], blocks[0].page >> CODEC_SHIFT
         layout, fingerprint = forms.layouts[codec], forms.fingerprints[codec]
         tokens, step = layout.page_size, layout.stripe_stride_bytes
-        form = tokens, step
-        return [
-            FrameInfo(b.kind, codec, b.fidelity, fingerprint, b.parent, b.namespace, b.group,
-                      *form, b.tenant)
-            for b in blocks
-        ]  # fmt: skip
+        return frame_infos(blocks, fingerprint, tokens, step, codec)
 
     def quarantine(self, *blocks: Block) -> None:
         """Forget blocks with wrong content, and bar copies that read-only tiers still hold."""

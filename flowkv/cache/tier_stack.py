@@ -10,10 +10,12 @@ import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress
 from operator import attrgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
 from flowkv.cache.listing import Listing
@@ -155,8 +157,8 @@ class PolicyContext:
             above = self.index.slots(map(_PARENT, run))
             place.policy.insert(
                 self.now_ns(),
-                as_slots([*map(_SLOT, run)]),
-                as_slots(above),
+                np.array([*map(_SLOT, run)], np.int64),
+                np.array(above, np.int64),
                 n_bytes=n_bytes(first),
                 cost_ns=round(self.gate.token_s(middle * self.page_size) * self.page_size * 1e9),
                 lease=first.lease,
@@ -320,8 +322,10 @@ class TierStack:
             if not block.gone:  # its slot may be another block's by now
                 (held if block.kept or block.going else free).append(block.slot)
         for place in self.places:
-            place.hold(*held)
-            place.let_go(*free)
+            if held:
+                place.hold(*held)
+            if free:
+                place.let_go(*free)
 
     def insert(self, blocks: Sequence[Block], number: int) -> None:
         """Insert blocks that became resident on a tier into its policy, root to leaf."""
@@ -357,20 +361,14 @@ class TierStack:
 
     def worth_storing(self, blocks: Sequence[Block], number: int) -> list[Block]:
         """Return the pages that can ever be worth loading from a tier; count the others."""
-        name, size = self.tiers[number].name, self.context.page_size
-        pays = partial(self._gate.pays_to_store, name, self._prompt_bytes, size)
+        terms = self.tiers[number].name, self._prompt_bytes, self.context.page_size
         groups = 0 if self._sends() else len(self.forms)
-        pages = [block for block in blocks if block.kind == "page" and block.group < groups]
-        poor, asked = set[Block](), list[Block]()
-
-        def reach(block: Block, most: int) -> int:
-            asked.append(block)
-            return self.index.reach(block, most)
-
-        for block in pages:
-            if not pays(partial(reach, block)):
+        poor = set[Block]()
+        for block in [b for b in blocks if b.kind == "page" and b.group < groups]:
+            reach = lru_cache(partial(self.index.reach, block))
+            if not self._gate.pays_to_store(*terms, reach):
                 poor.add(block)
-            elif block not in asked:  # a page pays however short its prompt: so do the others
+            elif not reach.cache_info().misses:  # it pays in any prompt: so do all others
                 break
         self.mover.lanes[number].unpaid += len(poor)
         return [block for block in blocks if block not in poor]

@@ -199,16 +199,15 @@ class KeyChain:
     def _digests(
         base: hashlib._Hash,
         parent: bytes,
-        pages: Iterable[tuple[NDArray[np.uint32], Sequence[Salt]]],
+        pages: Sequence[tuple[NDArray[np.uint32], Sequence[Salt]]],
     ) -> list[bytes]:
         """Return the keys of pages below `parent`, each below the one before."""
+        if pages and len(parent) != KEY_BYTES:
+            raise TokenError(
+                f"a parent key of {len(parent)} bytes", "Pass ROOT or a key that `page` returned"
+            )
         keys = list[bytes]()
         for tokens, salts in pages:
-            if len(parent) != KEY_BYTES:
-                raise TokenError(
-                    f"a parent key of {len(parent)} bytes",
-                    "Pass ROOT or a key that `page` returned",
-                )
             state = base.copy()
             state.update(parent)
             state.update(len(tokens).to_bytes(4, "little"))

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 from collections.abc import Iterable
 from itertools import repeat
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -38,14 +39,13 @@ def own_memory(n_bytes: int) -> memoryview:
 
 def address_of(view: memoryview) -> int:
     """Return the address of the bytes of a contiguous view."""
+    if view.nbytes and not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
     return addresses_of([view])[0]
 
 
-def addresses_of(views: Iterable[memoryview]) -> list[int]:
+def addresses_of(views: Iterable[bytes | memoryview]) -> list[int]:
     """Return the addresses of the bytes of contiguous views."""
-    known = [*views]
-    try:
-        return [*map(ctypes.addressof, map(ctypes.c_char.from_buffer, known))]
-    except (TypeError, ValueError):  # one is read-only, or has no bytes
-        arrays = map(np.frombuffer, known, repeat(np.uint8))
-        return [int(array.__array_interface__["data"][0]) for array in arrays]
+    arrays = map(np.frombuffer, views, repeat(np.uint8))
+    found = map(itemgetter("data"), map(attrgetter("__array_interface__"), arrays))
+    return [*map(itemgetter(0), found)]

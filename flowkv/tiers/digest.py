@@ -155,7 +155,8 @@ def _scratch(rows, held):
 
 
 @kept(**_ENTRY)
-def _check_all(rows, expected, reasons, held):
+def check_all(rows, expected, reasons, held):
+    """Check frames, as `check_frames` does; it has `overloads` once it is compiled."""
     scratch = np.int64(_scratch(rows, held))
     for i in range(len(rows)):
         reasons[i] = _check_frame(rows[i], expected[i], scratch)
@@ -205,7 +206,7 @@ def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArr
             "Pass an array of dtype CHECK and 256 bytes of fields per row",
         )
     reasons = np.empty(n, np.uint8)
-    _check_all(checks, expected, reasons, np.empty(PIECE_BYTES, np.uint8))
+    check_all(checks, expected, reasons, np.empty(PIECE_BYTES, np.uint8))
     return reasons
 
 
@@ -215,14 +216,11 @@ def compile_frames() -> None:
     seal_frames(np.zeros(0, SEAL))
 
 
-def is_compiled() -> bool:
-    """Return whether `check_frames` needs no compiling or loading in this process."""
-    return bool(getattr(_check_all, "signatures", ()))
-
-
 def check_known(rows: Sequence[tuple[int, ...]]) -> list[int]:
     """Call `check_frames` for rows with headers that were checked before; return the reasons."""
-    return check_frames(checks_of(rows), np.zeros((len(rows), FIXED_BYTES), np.uint8)).tolist()
+    reasons, fields = np.empty(len(rows), np.uint8), np.zeros((len(rows), FIXED_BYTES), np.uint8)
+    check_all(checks_of(rows), fields, reasons, np.empty(PIECE_BYTES, np.uint8))
+    return reasons.tolist()
 
 
 # Seal many plain frames: copy and digest their bodies in the same pass.

@@ -59,10 +59,7 @@ class SlotPool:
         return any(map(attrgetter("pinned"), self._chunks))
 
     def register(
-        self,
-        pin: Callable[[int, int], str],
-        unpin: Callable[[int], None],
-        more_bytes: int = 0,
+        self, pin: Callable[[int, int], str], unpin: Callable[[int], None], more_bytes: int = 0
     ) -> None:
         """Register all memory with a device, now and as it is made; later devices are ignored.
 
@@ -120,12 +117,8 @@ class SlotPool:
             weakref.finalize(array, _end, slot, chunk, *books).atexit = False
         return arrays
 
-    def reaches(self, address: int, n_bytes: int) -> bool | None:
-        """Return whether a device reaches a slot of this pool; None for other memory."""
-        return self.reached([address], [n_bytes])[0]
-
-    def reached(self, addresses: Iterable[int], sizes: Iterable[int]) -> list[bool | None]:
-        """Return for each address and size what `reaches` returns."""
+    def reaches(self, addresses: Iterable[int], sizes: Iterable[int]) -> list[bool | None]:
+        """Return for each slot of this pool whether a device reaches it; None for other memory."""
         found = list[bool | None]()
         for address, n_bytes in zip(addresses, sizes, strict=True):
             size, chunk = self._taken.get(address, (0, None))

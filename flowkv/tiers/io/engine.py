@@ -703,11 +703,7 @@ class Extents:
         self.free_pages = pages
         self._firsts, self._counts = [0], [pages]
 
-    def allocate(self, pages: int) -> int | None:
-        """Take neighbouring pages; return the first one, or None if there are not as many."""
-        return next(iter(self.allocate_all(1, pages)), None)
-
-    def allocate_all(self, count: int, pages: int) -> list[int]:
+    def allocate(self, pages: int, count: int = 1) -> list[int]:
         """Take neighbouring pages so often, or as often as there is room; return the first ones."""
         found, at = list[int](), 0
         while len(found) < count and at < len(self._counts):
@@ -826,7 +822,7 @@ class Arena:
         with self._lock:
             if self._map is None:
                 raise StateError("the staging arena is closed", "Make another one")
-            starts = [first * PAGE_BYTES for first in self._extents.allocate_all(count, pages)]
+            starts = map(PAGE_BYTES.__mul__, self._extents.allocate(pages, count))
         sizes = n_bytes, pages * PAGE_BYTES
         return [ArenaSlot(self, address + at, view[at : at + n_bytes], *sizes) for at in starts]
 
