@@ -128,12 +128,9 @@ class PagePool:
     """
 
     def __init__(
-        self,
-        device: torch.device | str,
-        capacity_bytes: int,
-        page_granules: Sequence[int],
+        self, device: torch.device | str, capacity_bytes: int, page_granules: Sequence[int],
         least_slabs: int = 4,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.device = torch.device(device)
         largest = max(page_granules)
         total = capacity_bytes // GRANULE_BYTES
@@ -236,7 +233,7 @@ class PagePool:
                 partial[number] = None
                 self._change(granules, pages)
             number = next(reversed(partial))
-            free = self._slab(number).free
+            free = (self._slabs[number] or self._slab(number)).free
             while free and len(taken) < count:
                 taken.append(free.pop())
             if not free:
@@ -364,14 +361,9 @@ class PagePool:
         )
 
     def plan_defragmentation(
-        self,
-        fixed: Collection[int] = (),
-        *,
-        most_granules: int | None = None,
-        most_slabs: int | None = None,
-        wanted: int = 0,
-        least_gain: float = 1.0,
-    ) -> dict[int, int]:
+        self, fixed: Collection[int] = (), *, most_granules: int | None = None,
+        most_slabs: int | None = None, wanted: int = 0, least_gain: float = 1.0,
+    ) -> dict[int, int]:  # fmt: skip
         """Plan moves (old page -> new page) that empty sparse slabs into fuller ones of their size.
 
         Args:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
+from flowkv.cache.index import Block, PrefixIndex, SwappedCopy, frame_infos
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
 from flowkv.cache.tier_stack import PolicyContext, TierStack, chains
@@ -204,20 +204,11 @@ class PageStore:
     """
 
     def __init__(  # noqa: PLR0913 - what a store stands on is named where it is made
-        self,
-        geometry: Geometry,
-        pools: dict[str, PagePool],
-        tiers: Sequence[Tier],
-        *,
-        policies: Callable[[str, int], Policy],
-        clock: Clock,
-        bus: Bus,
-        config: Config,
-        gate: LoadGate,
-        sends: Callable[[], bool],
-        on_drop: Callable[[Sequence[int]], None],
+        self, geometry: Geometry, pools: dict[str, PagePool], tiers: Sequence[Tier], *,
+        policies: Callable[[str, int], Policy], clock: Clock, bus: Bus, config: Config,
+        gate: LoadGate, sends: Callable[[], bool], on_drop: Callable[[Sequence[int]], None],
         on_unused: Callable[[Block], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.geometry, self.bus, self._on_drop = geometry, bus, on_drop
         self.forms = make_forms(geometry, config)
         self.overflows, self.defragment_bytes = config.overflow, config.defragment_bytes
@@ -257,7 +248,7 @@ class PageStore:
 
     def size(self, block: Block) -> int:
         """Return the bytes of a block's device page."""
-        return self.forms[block.group].layout(block.page).page_bytes
+        return self.forms[block.group].layouts[block.page >> CODEC_SHIFT].page_bytes
 
     def keep(self, *blocks: Block) -> None:
         """Protect blocks from eviction in every place until `unkeep`."""
@@ -321,10 +312,15 @@ class PageStore:
 
     def find(self, key: bytes) -> Block | None:
         """Return the block of a key if it is stored or on its way, and exact enough; else None."""
-        block = self.index.find(key)
-        if block is None or not (block.page >= 0 or block.tiers or block.going):
-            return None
-        return block if block.fidelity <= self.stack.fidelity else None
+        return self.find_all([key])[0]
+
+    def find_all(self, keys: Iterable[bytes]) -> list[Block | None]:
+        """Return what `find` returns for each key."""
+        found, most = [*map(self.index.find, keys)], self.stack.fidelity
+        for n, b in enumerate(found):
+            if b and not ((b.page >= 0 or b.tiers or b.going) and b.fidelity <= most):
+                found[n] = None
+        return found
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Record an access to these blocks, root to leaf, with every policy.
@@ -376,7 +372,7 @@ class PageStore:
                 block.page = -1
         self._guard(*[block for block in blocks if not (block.holds or block.gone)])
         if blocks:
-            self.pool(blocks[0].group).release(*pages)
+            self._pools[blocks[0].group].release(*pages)
 
     def pin(self, block: Block, pinned: bool) -> None:
         """Pin a block against eviction in every place, or unpin it."""
@@ -561,7 +557,7 @@ class PageStore:
         for n in dict.fromkeys((max(short, min(share, _BATCH_PAGES)), short, 1)):
             victims = place.evict(now, n)
             if victims is not None:
-                self.leave(map(self.index.at, victims.tolist()), "space")
+                self.leave(self.index.those(victims.tolist()), "space")
                 return True
         return False
 
@@ -578,7 +574,7 @@ class PageStore:
         blocks, mover, waits = [*blocks], self.stack.mover, reason == "space"
         try:
             for those in _by_form(blocks).values():
-                n_bytes, copies = self.size(those[0]), self.pool(those[0].group).copies
+                n_bytes, copies = self.size(those[0]), self._pools[those[0].group].copies
                 most = max(1, AT_ONCE_BYTES // n_bytes)
                 for part in (those[at : at + most] for at in range(0, len(those), most)):
                     need = n_bytes * sum([not (b.tiers | b.going) & 1 for b in part])
@@ -625,7 +621,7 @@ class PageStore:
                 self.prefetched_unused.end(block, used=False)
             block.page = -1
         self.recount(*blocks)
-        self.pool(blocks[0].group).release(*pages)
+        self._pools[blocks[0].group].release(*pages)
         self.bus.emit(Evicted(tier="device", pages=len(pages), n_bytes=n_bytes, reason=reason))
 
     def set_down(self, block: Block) -> None:
@@ -650,12 +646,12 @@ class PageStore:
 
     def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         for place in self.device_places.values():
-            self.leave(map(self.index.at, chosen(place, self.context.now_ns())), reason)
+            self.leave(self.index.those(chosen(place, self.context.now_ns())), reason)
         self.stack.relieve(chosen, reason)
 
     def displace(self, slots: Sequence[int]) -> None:
         """Evict the blocks that the device's policy has chosen to make room for a prefetch."""
-        self.leave(map(self.index.at, slots), "prefetch")
+        self.leave(self.index.those(slots), "prefetch")
 
     def publish_held(self, group: int, pages: Mapping[Block, int]) -> None:
         """Publish private pages of a sequence that keeps using them, and hold each for it."""
@@ -682,7 +678,7 @@ class PageStore:
         Their bytes are copies under way to host memory; on a CPU the pages themselves, which are
         lent until `done` is called, or the block ends without a store under way.
         """
-        pool, n_bytes = self.pool(blocks[0].group), self.size(blocks[0])
+        pool, n_bytes = self._pools[blocks[0].group], self.size(blocks[0])
         pages, mark = {block: block.page for block in blocks}, None
         if pool.copies is not None:
             rows, mark = pool.copies.download([p & GRANULE_MASK for p in pages.values()], n_bytes)
@@ -692,7 +688,8 @@ class PageStore:
             pool.lend(*pages.values())
 
         def done(ended: Iterable[Block]) -> None:
-            pool.give_back(*[pages.pop(block) for block in ended if block in pages])
+            if pages:
+                pool.give_back(*[pages.pop(block) for block in ended if block in pages])
 
         try:
             bodies = [row.numpy().data for row in rows]
@@ -705,7 +702,7 @@ class PageStore:
         forms, codec = self.forms[blocks[0].group], blocks[0].page >> CODEC_SHIFT
         layout, fingerprint = forms.layouts[codec], forms.fingerprints[codec]
         tokens, step = layout.page_size, layout.stripe_stride_bytes
-        return [b.info(fingerprint, tokens=tokens, stripe_bytes=step, codec=codec) for b in blocks]
+        return frame_infos(blocks, fingerprint, tokens, step, codec)
 
     def quarantine(self, *blocks: Block) -> None:
         """Forget blocks with wrong content, and bar copies that read-only tiers still hold."""

@@ -10,9 +10,12 @@ import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
 from flowkv.cache.listing import Listing
@@ -151,12 +154,11 @@ class PolicyContext:
             first, last = run[0], run[-1]
             more = 0 if here else _ALIKE - 1
             middle = ((first.depth & ~more) + (last.depth | more) + 1) / 2  # one cost for all
-            known, slot = {block.key: block.slot for block in run}, self.index.slot
-            above = [known.get(block.parent) or slot(block.parent) for block in run]
+            above = self.index.slots(map(_PARENT, run))
             place.policy.insert(
                 self.now_ns(),
-                as_slots([block.slot for block in run]),
-                as_slots(above),
+                np.array([*map(_SLOT, run)], np.int64),
+                np.array(above, np.int64),
                 n_bytes=n_bytes(first),
                 cost_ns=round(self.gate.token_s(middle * self.page_size) * self.page_size * 1e9),
                 lease=first.lease,
@@ -168,6 +170,7 @@ class PolicyContext:
 #
 # A block is forgotten when no place holds it any more.
 
+_PARENT, _SLOT = attrgetter("parent"), attrgetter("slot")
 _ALIKE = 16  # pages that follow each other in a prompt have one cost in tiers, however they come
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
@@ -274,7 +277,8 @@ class TierStack:
         self.tiers.append(tier)
         # The log is opened before the listing, so that no erasure after it is missed.
         log = self.erasure_logs.open_log(number, tier)
-        self.mover.add(tier, partial(self.erasure_logs.storing, log))
+        storing = self.erasure_logs.storing
+        self.mover.add(tier, None if log is None else partial(storing, log))
         policy = self._policies(tier.kind, tier.capacity_bytes)
         self.places.append(PolicyPlace(tier.name, tier.kind, policy))
         found = listed(tier)
@@ -318,8 +322,10 @@ class TierStack:
             if not block.gone:  # its slot may be another block's by now
                 (held if block.kept or block.going else free).append(block.slot)
         for place in self.places:
-            place.hold(*held)
-            place.let_go(*free)
+            if held:
+                place.hold(*held)
+            if free:
+                place.let_go(*free)
 
     def insert(self, blocks: Sequence[Block], number: int) -> None:
         """Insert blocks that became resident on a tier into its policy, root to leaf."""
@@ -355,11 +361,15 @@ class TierStack:
 
     def worth_storing(self, blocks: Sequence[Block], number: int) -> list[Block]:
         """Return the pages that can ever be worth loading from a tier; count the others."""
-        name, size, reach = self.tiers[number].name, self.context.page_size, self.index.reach
-        pays = partial(self._gate.pays_to_store, name, self._prompt_bytes, size)
+        terms = self.tiers[number].name, self._prompt_bytes, self.context.page_size
         groups = 0 if self._sends() else len(self.forms)
-        pages = [block for block in blocks if block.kind == "page" and block.group < groups]
-        poor = {block for block in pages if not pays(partial(reach, block))}
+        poor = set[Block]()
+        for block in [b for b in blocks if b.kind == "page" and b.group < groups]:
+            reach = lru_cache(partial(self.index.reach, block))
+            if not self._gate.pays_to_store(*terms, reach):
+                poor.add(block)
+            elif not reach.cache_info().misses:  # it pays in any prompt: so do all others
+                break
         self.mover.lanes[number].unpaid += len(poor)
         return [block for block in blocks if block not in poor]
 
@@ -425,7 +435,8 @@ class TierStack:
         self, blocks: list[Block], number: int, codec: int, answers: list[TierAnswer]
     ) -> None:
         tier, lane, kept = self.tiers[number], self.mover.lanes[number], list[Block]()
-        n_bytes, seconds, failed, shared = 0, 0.0, dict[Block, str](), tier.shared
+        n_bytes, seconds, failed = 0, 0.0, dict[Block, str]()
+        known = UNKNOWN if tier.shared else codec
         for block, answer in zip(blocks, answers, strict=True):
             block.going &= ~(1 << number)
             if answer.outcome is not Outcome.STORED:
@@ -438,7 +449,8 @@ class TierStack:
                 self._wipe(number, [block.key])
             else:
                 # Where others write too, theirs may have been there before.
-                block.enter(number, UNKNOWN if shared else codec)
+                block.tiers |= 1 << number
+                block.codecs = block.codecs & ~(UNKNOWN << 4 * number) | known << 4 * number
                 kept.append(block)
                 n_bytes, seconds = n_bytes + answer.n_bytes, max(seconds, answer.seconds)
         if kept:
