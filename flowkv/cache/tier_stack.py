@@ -454,7 +454,8 @@ class TierStack:
     def _not_stored(self, block: Block, number: int, reason: str) -> None:
         """Queue a page again if its tier is away; else count it as dropped."""
         again = reason in _AWAY and number == self.writes_to()
-        if not (again and self.wait(block)) and reason != "cancelled":
+        there = block.page >= 0 and not self.outlives(number)  # its eviction tries it once more
+        if not (there or (again and self.wait(block))) and reason != "cancelled":
             self.miss_out(number)
             if reason in errno.errorcode.values() or (reason, self.tiers[number].kind) == _NO_ROOM:
                 self.troubles.setdefault(self.tiers[number].name, reason)
@@ -611,6 +612,11 @@ class TierStack:
         self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
         self.settle(block)
 
+    def take_back(self, block: Block, number: int) -> None:
+        """Delete a tier's copy of a block that lies on its device too."""
+        self.places[number].remove(block)
+        self._evict(block, number, "space")
+
     def copy(self, block: Block, source: int, target: int) -> int:
         """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
         found = self.load(block, source)
@@ -702,15 +708,23 @@ class TierStack:
         for block in blocks:
             self.unlist_all(block)
 
-    def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
-        """Evict the blocks that `chosen` has removed from each place's policy."""
+    def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> list[Block]:
+        """Evict the blocks that `chosen` has removed from each place's policy; return them."""
+        found = list[Block]()
         for number, place in enumerate(self.places):
             for slot in chosen(place, self.context.now_ns()):
-                self._evict(self.index.at(slot), number, reason)
+                found.append(self.index.at(slot))
+                self._evict(found[-1], number, reason)
+        return found
 
     def writes_to(self) -> int:
         """Return the number of the tier that full pages are written to at once, else -1."""
         return self.lasting() if self.write_back or self._sends() else -1
+
+    def near(self) -> int:
+        """Return the number of the nearest writable tier if it ends with the process, else -1."""
+        some = [n for n, t in enumerate(self.tiers) if t.writable and n not in self._states_only]
+        return some[0] if some and not self.outlives(some[0]) else -1
 
     def lasting(self) -> int:
         """Return the number of the first writable tier that outlives the process, else -1."""
