@@ -201,6 +201,7 @@ class NextVictims(dict[Block, None]):
     def left(self, *blocks: Block) -> None:
         """Forget blocks that have left the device."""
         for block in blocks:
+            block.ahead = False
             self.pop(block, None)
             self.twice.pop(block, None)
 
@@ -232,10 +233,11 @@ class NextVictims(dict[Block, None]):
             if (found := self._place.evict(now_ns, count)) is None:
                 break
             blocks = [store.index.at(slot) for slot in found.tolist()]
-            self.update(dict.fromkeys(blocks))
+            for block in blocks:
+                block.ahead, self[block] = True, None
             left -= sum(map(store.size, blocks))
             fresh = [block for block in blocks if block.lacked_by(self._tier)]
-            for those in _by_form(fresh).values():
+            for those in _by_form(blocks).values():
                 store._leave_together(those, "space", ahead=True)
             self.twice |= {one: store.size(one) for one in fresh if one.going >> self._tier & 1}
             if any(block.page < 0 for block in blocks):
@@ -354,8 +356,9 @@ class PageStore:
 
     def insert(self, blocks: Sequence[Block]) -> None:
         """Insert blocks that became resident on their devices, see `PolicyContext.insert`."""
-        for block in blocks if any(self.next_victims.values()) else ():
-            self.next_victims[self.device(block.group)].pop(block, None)
+        for block in [one for one in blocks if one.ahead]:
+            block.ahead = False
+            del self.next_victims[self.device(block.group)][block]
         for group, some in groupby(blocks, attrgetter("group")):
             self.context.insert(self._places[group], some, self.size)
 
@@ -383,6 +386,8 @@ class PageStore:
     def _let_go(self, block: Block) -> None:
         if block.group < len(self._places):
             self._places[block.group].let_go(block.slot)
+            if block.ahead:
+                self._free_pages([block], "space")
 
     def _drop(self, slots: Sequence[int]) -> None:
         for place in self.places:
@@ -489,9 +494,7 @@ class PageStore:
             (self.keep if pinned else self.unkeep)(block)
 
     def _guard(self, *blocks: Block) -> None:
-        if any(self.next_victims.values()):
-            used = [block for block in blocks if block.holds or block.kept]
-            self.insert([block for block in used if self._is_ahead(block)])
+        self.insert([one for one in blocks if one.ahead and (one.holds or one.kept)])
         slots = dict[tuple[int, bool], list[int]]()
         for block in blocks:
             held = block.holds > 0 or block.kept > 0
@@ -666,8 +669,9 @@ class PageStore:
         place, pages = self.device_places[device], self.pools[device].capacity_granules
         share = pages // self.forms[group].raw.granules // _BATCH_SHARE
         some = max(short, min(share, _BATCH_PAGES))
-        if ahead := self.next_victims[device]:
-            self.leave(islice([*ahead], some), "space")
+        if ahead := _by_form(islice(self.next_victims[device], some)):
+            for those in ahead.values():
+                self._free_pages(those, "space")
             return True
         for n in dict.fromkeys((some, short, 1)):
             victims = place.evict(now, n)
@@ -703,7 +707,7 @@ class PageStore:
             self.insert([block for chain in chains(stay) for block in chain])
 
     def _leave_together(self, blocks: list[Block], reason: str, *, ahead: bool = False) -> None:
-        """Evict blocks of one form from their device; `ahead` keeps the pages that tiers take."""
+        """Evict blocks of one form from their device; `ahead` keeps those that lie below."""
         stack, n_bytes = self.stack, self.size(blocks[0])
         wanted = [b for b in blocks if not b.going and reason != "lease"]
         takers = stack.takers(wanted, leaves={b for b in wanted if not b.tiers})
@@ -713,7 +717,8 @@ class PageStore:
             with ExitStack() as over:
                 going = {n: over.enter_context(self._frames(some, n)) for n, some in takers.items()}
                 # Before tiers make room, so that they pass on what they evict of these blocks.
-                self._free_pages([b for b in blocks if not (ahead and b in leaving)], reason)
+                if not ahead:
+                    self._free_pages(blocks, reason)
                 for number, (frames, done, mark) in going.items():
                     waits = reason == "space" and not (ahead or stack.outlives(number))
                     refused = stack.store(frames, number, done, mark, waits=waits)
@@ -728,8 +733,6 @@ class PageStore:
 
     def _free_pages(self, blocks: Sequence[Block], reason: str) -> None:
         """Free the device pages of blocks of one form."""
-        if not blocks:
-            return
         pages, n_bytes = [block.page for block in blocks], len(blocks) * self.size(blocks[0])
         for block in blocks if self.swapped else ():
             self._swap_out(block)
@@ -761,22 +764,16 @@ class PageStore:
 
     def expire(self) -> None:
         """Evict blocks from the places where their lease has run out."""
-        gone = self._relieve(PolicyPlace.expired, "lease")
-        last = [block for block in gone if not (block.tiers or block.going)]
-        self.leave([block for block in last if self._is_ahead(block)], "lease")
+        self._relieve(PolicyPlace.expired, "lease")
 
     def shed(self) -> None:
         """Evict the blocks of tenants that exceed their quotas."""
         self._relieve(PolicyPlace.surplus, "quota")
 
-    def _is_ahead(self, block: Block) -> bool:
-        return block.page >= 0 and block in self.next_victims[self.device(block.group)]
-
-    def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> list[Block]:
-        """Evict blocks chosen from each place; return those that left tiers."""
+    def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         for place in self.device_places.values():
             self.leave(map(self.index.at, chosen(place, self.context.now_ns())), reason)
-        return self.stack.relieve(chosen, reason)
+        self.stack.relieve(chosen, reason)
 
     def displace(self, slots: Sequence[int]) -> None:
         """Evict the blocks that the device's policy has chosen to make room for a prefetch."""

@@ -296,7 +296,7 @@ class TierStack:
     def settle(self, *blocks: Block) -> None:
         """Update the protection of blocks; forget those that no place holds, or is storing."""
         for block in blocks:
-            lies = block.page >= 0 or block.tiers or block.going
+            lies = (block.page >= 0 and not block.ahead) or block.tiers or block.going
             if not (lies or block.gone or block in self.leaving):
                 self.dismiss(block)
         self.protect(*blocks)
@@ -454,8 +454,7 @@ class TierStack:
     def _not_stored(self, block: Block, number: int, reason: str) -> None:
         """Queue a page again if its tier is away; else count it as dropped."""
         again = reason in _AWAY and number == self.writes_to()
-        there = block.page >= 0 and not self.outlives(number)  # its eviction tries it once more
-        if not (there or (again and self.wait(block))) and reason != "cancelled":
+        if not (again and self.wait(block)) and reason != "cancelled":
             self.miss_out(number)
             if reason in errno.errorcode.values() or (reason, self.tiers[number].kind) == _NO_ROOM:
                 self.troubles.setdefault(self.tiers[number].name, reason)
@@ -599,7 +598,8 @@ class TierStack:
 
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
-        if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
+        left = (block.page < 0 or block.ahead) and not block.tiers >> (number + 1)
+        if reason not in ("lease", "unused") and left:
             last = block.tiers | block.going == 1 << number and block not in self.leaving
             lower = next(iter(self.takers([block], number + 1, leaves=[block] * last)), -1)
             lane = self.mover.lanes[lower]
@@ -708,14 +708,11 @@ class TierStack:
         for block in blocks:
             self.unlist_all(block)
 
-    def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> list[Block]:
-        """Evict the blocks that `chosen` has removed from each place's policy; return them."""
-        found = list[Block]()
+    def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
+        """Evict the blocks that `chosen` has removed from each place's policy."""
         for number, place in enumerate(self.places):
             for slot in chosen(place, self.context.now_ns()):
-                found.append(self.index.at(slot))
-                self._evict(found[-1], number, reason)
-        return found
+                self._evict(self.index.at(slot), number, reason)
 
     def writes_to(self) -> int:
         """Return the number of the tier that full pages are written to at once, else -1."""

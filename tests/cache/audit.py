@@ -119,6 +119,7 @@ def audit_residency(kv: KV, store: PageStore) -> None:
         here = [b for b in store.index if b.group in groups]
         ahead = store.next_victims[device]
         assert all(b.page >= 0 and not (b.holds or b.kept or b.gone) for b in ahead)
+        assert all(b.tiers or b.going for b in ahead) and {*ahead} == {b for b in here if b.ahead}
         assert all(b.page >= 0 and not b.gone for b in ahead.twice)
         ordered = [b.slot for b in here if b.page >= 0 and b not in ahead]
         assert sorted(place.policy.resident()) == sorted(ordered)
