@@ -300,7 +300,7 @@ class TierStack:
     def settle(self, *blocks: Block) -> None:
         """Update the protection of blocks; forget those that no place holds, or is storing."""
         for block in blocks:
-            lies = block.page >= 0 or block.tiers or block.going
+            lies = (block.page >= 0 and not block.ahead) or block.tiers or block.going
             if not (lies or block.gone or block in self.leaving):
                 self.dismiss(block)
         self.protect(*blocks)
@@ -610,7 +610,8 @@ class TierStack:
 
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
-        if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
+        left = (block.page < 0 or block.ahead) and not block.tiers >> (number + 1)
+        if reason not in ("lease", "unused") and left:
             last = block.tiers | block.going == 1 << number and block not in self.leaving
             lower = next(iter(self.takers([block], number + 1, leaves=[block] * last)), -1)
             lane = self.mover.lanes[lower]
@@ -622,6 +623,11 @@ class TierStack:
         block.tiers &= ~(1 << number)
         self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
         self.settle(block)
+
+    def take_back(self, block: Block, number: int) -> None:
+        """Delete a tier's copy of a block that lies on its device too."""
+        self.places[number].remove(block)
+        self._evict(block, number, "space")
 
     def copy(self, block: Block, source: int, target: int) -> int:
         """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
@@ -723,6 +729,11 @@ class TierStack:
     def writes_to(self) -> int:
         """Return the number of the tier that full pages are written to at once, else -1."""
         return self.lasting() if self.write_back or self._sends() else -1
+
+    def near(self) -> int:
+        """Return the number of the nearest writable tier if it ends with the process, else -1."""
+        some = [n for n, t in enumerate(self.tiers) if t.writable and n not in self._states_only]
+        return some[0] if some and not self.outlives(some[0]) else -1
 
     def lasting(self) -> int:
         """Return the number of the first writable tier that outlives the process, else -1."""
