@@ -4,8 +4,9 @@
     python -m bench.bench_pages --pages 250 --functions 30
 
 Memory of the CPU stands in for the device. Pages leave in the batches that the policy gives for 32
-new pages at a time; prompts of 125 pages bring them back. All threads are counted, so that the
-figure is the same on every machine.
+new pages at a time; prompts of 125 pages bring them back. All threads are counted, and the host
+tier has one thread and as many bytes under way as where it is fast, so that the figure is the same
+on every machine.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 
 import flowkv
 from flowkv import KV, Geometry
+from flowkv.tiers import host
 from flowkv.tiers.digest import compile_frames
-from flowkv.tiers.host import HostTier
 from tests.inside import _COMPILED, open_copies
 
 PAGE_BYTES, PROMPT, CHUNK = 2 << 20, 125, 32
@@ -110,11 +111,14 @@ def measure(pages: int) -> tuple[Counter[str], Counter[str]]:
     _COMPILED.ready("lru")
     _COMPILED.wait()
     calls = Calls()
-    tier = HostTier((pages + CHUNK) * (PAGE_BYTES + (1 << 14)))
+    tier = host.HostTier((pages + CHUNK) * (PAGE_BYTES + (1 << 14)))
     gpu = f"gpu:{(pages + 2 * CHUNK) * PAGE_BYTES}B"
     kv = KV(SHAPE, namespace="pages", tiers=[gpu, tier], policy="lru")
     kv.planner.measured = lambda *_: None  # nothing is computed: no rate says what a load is worth
     store = kv.planner.store
+    (lane,) = store.stack.mover.lanes
+    lane.schedule.background_bytes = 1 << 27
+    lane._measure = lambda job: None  # type: ignore[method-assign]
     (pool,) = store.pools.values()
     pool.copies = open_copies(Streams(), pool.arena, tier.slots)  # type: ignore[arg-type]
     prompts = [[n, *range(PROMPT * 16 - 1), 0] for n in range(pages // PROMPT)]
@@ -146,6 +150,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=1000, help="pages, a multiple of 125")
     parser.add_argument("--functions", type=int, default=0, help="functions to list")
     given = parser.parse_args()
+    host.THREADS = 1
     ways = measure(given.pages)
     for name, found in zip(("out", "back"), ways, strict=True):
         print(f"{name}: {found.total() / given.pages:.1f} calls a page")

@@ -17,6 +17,7 @@ from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
 
 MODEL, GPU, GBPS, TOKENS = "Llama-3.1-8B", "H100", 40.0, 30720
 _LINE = 22
+_NARROW = 480  # readable on a phone, where wider pictures shrink
 
 
 def plots(results: dict[str, Any]) -> dict[str, str]:
@@ -35,11 +36,13 @@ def bars(report: dict[str, Any]) -> str:
     rows = {
         (row["what"], row.get("tokens")): row for part in report["parts"].values() for row in part
     }
-    lines, y = [], 76
+    lines, y = [], 56 + _LINE
     for tokens in (2048, 4000):
         again, later = rows["ttft, asked again", tokens], rows["ttft, restarted", tokens]
-        scale = 360 / rows["ttft, asked again", 4000]["plain_ms"][2]
+        scale = (_NARROW - 40) / rows["ttft, asked again", 4000]["plain_ms"][1]
+        y += _LINE
         lines.append(f'<text x="20" y="{y}" style="font-weight:600">{tokens:,} tokens</text>')
+        y += 4
         for name, (least, ms, most), colour in (
             ("the model alone", again["plain_ms"], "soft"),
             ("asked again", again["attached_ms"], "c0"),
@@ -49,15 +52,15 @@ def bars(report: dict[str, Any]) -> str:
             said = f"{ms / 1e3:.2f} s ({least / 1e3:.2f} to {most / 1e3:.2f})"
             lines.append(
                 f'<text x="20" y="{y}">{name}</text>'
-                f'<rect x="236" y="{y - 12}" width="{max(scale * ms, 1):.1f}" height="14" rx="2"'
+                f'<text x="{_NARROW - 20}" y="{y}" style="text-anchor:end">{said}</text>'
+                f'<rect x="20" y="{y + 6}" width="{max(scale * ms, 1):.1f}" height="10" rx="2"'
                 f' style="fill:var(--{colour})"/>'
-                f'<text x="{236 + scale * ms + 8:.1f}" y="{y}">{said}</text>'
             )
-        y += _LINE + 12
-    caption = (
-        "Seconds to the first token (SmolLM2-135M, float32, two CPU cores; medians, least to most)"
-    )
-    return _card(y - 18, caption, "".join(lines))
+            y += _LINE - 6
+        y += 8
+    about = "SmolLM2-135M in float32, two CPU cores; medians (least to most)"
+    lines.append(f'<text x="20" y="54" style="fill:var(--soft)">{about}</text>')
+    return _card(y, "Time to the first token", "".join(lines), _NARROW)
 
 
 def split() -> Curves:
@@ -116,10 +119,10 @@ def picture(chart: Curves) -> str:
     return _card(height, drawn.caption, legend_line + drawing)
 
 
-def _card(height: int, caption: str, inside: str) -> str:
+def _card(height: int, caption: str, inside: str, width: int = WIDTH) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">'
         f"<style>{palette_css()}\ntext{{font:13px var(--font);fill:var(--ink)}}</style>"
-        f'<rect width="{WIDTH}" height="{height}" rx="10" style="fill:var(--card)"/>'
+        f'<rect width="{width}" height="{height}" rx="10" style="fill:var(--card)"/>'
         f'<text x="20" y="32" style="font-weight:600">{escape(caption)}</text>{inside}</svg>\n'
     )

@@ -225,7 +225,7 @@ def real(results: Results) -> str:
         at = f" at {row['tokens']:,} tokens" if tokens and row else ""
         return between(row.get(name), unit) + at
 
-    alone, stock = "times faster than the model alone", "times faster than `DynamicCache`"
+    alone, stock = "times as fast as the model alone", "times as fast as `DynamicCache`"
     cold, step, engine = "empty compile cache", "tpot, DynamicCache / attached", "engine / generate"
     coded = [
         [

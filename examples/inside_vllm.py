@@ -1,6 +1,6 @@
 """Inside vLLM: a restarted server finds the prompts of the one before, on disk.
 
-python examples/inside_vllm.py  # twice; in vLLM's environment: pip install flowkv
+python examples/inside_vllm.py  # twice; in vLLM's environment, with FlowKV's wheel
 
 vLLM copies keys and values to host memory only from devices that it can offload, such as GPUs;
 on others it says so and stops.

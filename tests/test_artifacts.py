@@ -205,10 +205,14 @@ def test_one_version_is_told_everywhere() -> None:
     minor = version.rpartition(".")[0]
     assert text(DOCS / "whats-new.md").startswith(f"# What {minor} brings")
     pages = [ROOT / "README.md", DOCS / "install.md", DOCS / "quickstart.md"]
+    pages += [DOCS / "guides" / f"{engine}.md" for engine in ("vllm", "lmcache", "sglang")]
     told = [re.findall(r"flowkv-([\d.]+)-py3", text(page)) for page in pages]
-    assert told == [[version]] * 3
+    assert told == [[version]] * 6, "the package index has no flowkv yet"
     flow = text(ROOT / ".github" / "workflows" / "release.yml")
     assert "flowkv.__version__" in flow and "gh release create" in flow
+    assert 'mike deploy --push --update-aliases "${GITHUB_REF_NAME#v}" latest' in flow
+    site = text(ROOT / "mkdocs.yml")
+    assert f"\ncopyright: FlowKV {version}\n" in site and "version: { provider: mike }" in site
 
 
 def test_no_file_of_it_imports_what_it_lacks(wheel: zipfile.ZipFile) -> None:

@@ -8,13 +8,22 @@ it must still compile.
 from __future__ import annotations
 
 import ast
+import contextlib
+import doctest
+import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from flowkv import KV
+from flowkv.data import tiny_path
+from tests.inside import Products
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -54,6 +63,47 @@ def blocks(page: Path, text: str) -> list[Block]:
         )
         for match in FENCE.finditer(text)
     ]
+
+
+EXAMPLES = {  # docstrings that have some, by the names of their classes and functions
+    node.name: text
+    for source in sorted((ROOT / "flowkv").rglob("*.py"))
+    if ">>> " in (code := source.read_text())
+    for node in ast.walk(ast.parse(code))
+    if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    and ">>> " in (text := ast.get_docstring(node) or "")
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@torch.no_grad()
+def test_an_example_of_the_reference_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "guides" / "own-model.md"
+    own, geometry, *_ = (block.code for block in blocks(page, page.read_text()))
+    torchs = "nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
+    space: dict[str, Any] = {"Products": Products, "tiny_path": tiny_path}
+    exec(own.replace("flowkv.attention(q, k, v, layer=layer)", torchs), space)
+    space["unchanged"] = space["model"]
+    exec(own + geometry.replace('"disk:./kv:1GiB"', ""), space)
+    with space["kv"] as kv, kv.open([1, 2, 3]) as seq:
+        for step in kv.prefill([seq]):
+            space["model"](step.tokens, step.positions)
+        space |= {"seq": seq, "tokens": [4, 5], "encoder": nn.Linear(2, 3)}
+        space |= {"pixel_values": torch.zeros(4, 2)}
+        space |= {"inputs": {"input_ids": torch.tensor([[1]]), "max_new_tokens": 2}}
+        if name in ("attach", "verify"):
+            space["model"] = AutoModelForCausalLM.from_pretrained(tiny_path(), dtype=torch.float32)
+        for example in doctest.DocTestParser().get_examples(EXAMPLES[name]):
+            said = io.StringIO()
+            if not example.options.get(doctest.SKIP):
+                with contextlib.redirect_stdout(said):
+                    exec(compile(example.source, name, "single"), space)
+                assert said.getvalue() == example.want
+        for made in ("kv", "encoder"):
+            getattr(space[made], "close", int)()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

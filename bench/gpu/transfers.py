@@ -100,7 +100,7 @@ def pieces(machine: Machine, size: int, count: int) -> Iterator[dict[str, Any]]:
 
     def up() -> None:
         for row, place in zip(rows, places, strict=True):
-            copies.upload(row, place)
+            copies.upload([(place, row)])
         copies.launch()
 
     def down() -> list[torch.Tensor]:
@@ -202,6 +202,6 @@ def load(engine: Any, fd: int, copies: Copies, shape: tuple[int, int], *, up: bo
                 del windows[tag // WINDOW]
                 first = tag // WINDOW * WINDOW
                 for i, row in enumerate(rows if up else ()):
-                    copies.upload(row, (first + i) * size // GRANULE_BYTES)
+                    copies.upload([((first + i) * size // GRANULE_BYTES, row)])
                 copies.launch()
                 ended += len(rows)

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import xxhash
 
-from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, Block
+from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, Block, frame_infos
 from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
 from flowkv.compiled import compiling
@@ -549,7 +549,7 @@ class Bundles:
                 block = self.store.index.get_or_create(key, parent, GROUP, "weights")
                 block.tenant, block.namespace = self.tenant, self.namespace
                 block.n_bytes, stripe_bytes = len(body), min(step, len(body))
-                info = block.info(BUNDLE_LAYOUT, tokens=0, stripe_bytes=stripe_bytes)
+                info = frame_infos([block], BUNDLE_LAYOUT, 0, stripe_bytes)[0]
                 busy = not self.store.stack.mover.lanes[number].takes(len(body))
                 saved = not self.store.stack.store([(block, info, memoryview(body))], number)
                 self.store.stack.settle(block)

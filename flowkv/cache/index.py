@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from operator import itemgetter
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -168,6 +168,7 @@ class Block:
         kept: Number of reasons, beside holds, that protect it from eviction everywhere.
         going: Bit i is set while a store of it to tier i of the stack is under way.
         pinned: Whether `KV.pin` protects it.
+        ahead: Whether its page was evicted from the device, and stays until its room is needed.
         gone: Whether the index has forgotten it; only open sequences may still use its page.
         lease: Retention class for the policies, see `policy.Lease`.
         n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
@@ -193,6 +194,7 @@ class Block:
     kept: int = 0
     going: int = 0
     pinned: bool = False
+    ahead: bool = False
     gone: bool = False
     lease: str | Lease = ""
     n_bytes: int = 0
@@ -227,28 +229,6 @@ class Block:
         self.tiers |= 1 << tier
         self.codecs = self.codecs & ~(UNKNOWN << 4 * tier) | codec << 4 * tier
 
-    def info(self, layout: bytes, *, tokens: int, stripe_bytes: int, codec: int = 0) -> FrameInfo:
-        """Return the header of a frame of the block.
-
-        Args:
-            layout: Fingerprint of the body's layout.
-            tokens: Number of tokens in the body.
-            stripe_bytes: Bytes of each part that can be read alone.
-            codec: Index of the body's codec.
-        """
-        return FrameInfo(
-            kind=self.kind,
-            codec=codec,
-            fidelity=self.fidelity,
-            layout=layout,
-            parent=self.parent,
-            namespace=self.namespace,
-            group=self.group,
-            tokens=tokens,
-            stripe_bytes=stripe_bytes,
-            tenant=self.tenant,
-        )
-
     def codec_on(self, tier: int) -> int:
         """Return the codec index of a tier's copy; `UNKNOWN` if others may have written it."""
         return self.codecs >> 4 * tier & UNKNOWN
@@ -257,6 +237,26 @@ class Block:
     def place(self) -> bytes:
         """Return the block's key in `Beginnings`, distinct for each tenant and model."""
         return self.parent if self.parent != ROOT else self.namespace + self.tenant
+
+
+def frame_infos(
+    blocks: Iterable[Block], layout: bytes, tokens: int, stripe_bytes: int, codec: int = 0
+) -> list[FrameInfo]:
+    """Return the headers of frames of blocks.
+
+    Args:
+        blocks: The blocks.
+        layout: Fingerprint of the bodies' layout.
+        tokens: Number of tokens in each body.
+        stripe_bytes: Bytes of each part that can be read alone.
+        codec: Index of the bodies' codec.
+    """
+    form = tokens, stripe_bytes
+    terms = attrgetter("kind", "fidelity", "parent", "namespace", "group", "tenant")
+    return [
+        FrameInfo(kind, codec, fidelity, layout, parent, namespace, group, *form, tenant)
+        for kind, fidelity, parent, namespace, group, tenant in map(terms, blocks)
+    ]
 
 
 def matching(some: NDArray[np.uint32], others: NDArray[np.uint32]) -> int:
@@ -357,24 +357,38 @@ class PrefixIndex:
         return iter(list(self._by_key.values()))
 
     def at(self, slot: int) -> Block:
-        """Return the block of a slot.
+        """Return the block of a slot; see `those`."""
+        return self.those([slot])[0]
+
+    def those(self, slots: Sequence[int]) -> list[Block]:
+        """Return the blocks of slots.
 
         Raises:
-            StateError: The slot is not in use.
+            StateError: A slot is not in use.
         """
-        block = self._slots[slot]
-        if block is None:
+        blocks = [self._slots[slot] for slot in slots]
+        if None in blocks:
+            slot = slots[blocks.index(None)]
             raise StateError(f"slot {slot} is not in use", "Report this as a bug")
-        return block
+        return cast(list[Block], blocks)
 
     def get(self, slot: int) -> Block | None:
         """Return the block of a slot; None if the slot is a ghost's, or free."""
-        return self._slots[slot] if 0 <= slot < len(self._slots) else None
+        return self.get_all([slot])[0]
+
+    def get_all(self, slots: Iterable[int]) -> list[Block | None]:
+        """Return what `get` returns for each slot."""
+        known, most = self._slots, len(self._slots)
+        return [known[slot] if 0 <= slot < most else None for slot in slots]
 
     def slot(self, key: bytes) -> int:
         """Return the slot of a key, known or a ghost; -1 if it has none."""
-        known = self._by_key.get(key) or self.ghosts.get(key)
-        return known.slot if known else -1
+        return self.slots([key])[0]
+
+    def slots(self, keys: Iterable[bytes]) -> list[int]:
+        """Return what `slot` returns for each key."""
+        known, ghosts = self._by_key, self.ghosts._known
+        return [one.slot if (one := known.get(key) or ghosts.get(key)) else -1 for key in keys]
 
     def chain(self, key: bytes) -> list[int]:
         """Return the slots from the first page down to a key, as far up as they are known."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple, cast
 
+import msgspec
 import torch
 
 from flowkv import kernels
-from flowkv.cache.index import Block
+from flowkv.cache.index import UNKNOWN, Block
 from flowkv.cache.mover import IOPriority, TransferRequest
-from flowkv.cache.pool import AT_ONCE_BYTES, PagePool
+from flowkv.cache.pool import AT_ONCE_BYTES, Forms, PagePool
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore
 from flowkv.cache.tier_stack import ReadFrom
@@ -32,23 +33,16 @@ Allocate = Callable[[int, int, int], list[int] | None]
 _LONGEST_S = 0.1
 
 
-class PageLoad:
-    """Load of one page for a sequence. Callers hold the KV lock.
+class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
+    """Load of one page for a sequence, which `several` makes. Callers hold the KV lock.
 
     The device page is *lent* while the load is under way, so that nothing moves, encodes or frees
     it; a tier that is late with an answer keeps it lent, even after the restore (DESIGN D10).
     Once all stripes are loaded and verified, the page becomes the block's, and others can use it.
 
-    Args:
-        store: Store of the block.
+    Attributes:
         block: The block to load.
         page_no: Number of the page in the sequence.
-        awaited: Whether a sequence waits for it: until it arrives, no tier evicts it, and its page
-            does not count as one that comes free.
-        allocate: Source of a page of another codec; by default idle ones are evicted.
-        own: Whether the content is for this sequence alone, and never becomes the block's.
-
-    Attributes:
         group: Layer group of the page.
         stripes: Layers of the page.
         page: Id of the device page; -1 without one.
@@ -59,40 +53,50 @@ class PageLoad:
         filled: Whether the page was filled from another one.
     """
 
-    __slots__ = (
-        *("_allocate", "_awaited", "_came", "_forms", "_kept", "_lent", "_line", "_own", "_pool"),
-        *("_store", "block", "fidelity", "filled", "flying", "group", "held", "page", "page_no"),
-        *("stripes", "wanted"),
-    )
-
-    def __init__(
-        self,
-        store: PageStore,
-        block: Block,
-        page_no: int,
-        *,
-        awaited: bool = True,
-        allocate: Allocate | None = None,
-        own: bool = False,
-    ) -> None:
-        self._store, self.block, self.page_no, self._awaited = store, block, page_no, awaited
-        self._own, self.group = own, block.group
-        self._forms, self._pool = store.forms[block.group], store.pool(block.group)
-        self.stripes = self._forms.layouts[0].layers
-        self._allocate = allocate or store.spare
-        self.page, self._came = -1, 0
-        self.flying: list[LayerSlice] = []
-        self.held, self.wanted, self._lent = False, True, -1  # `_lent`: id of the lent page
-        self.filled = False
-        self._line: Sequence | None = None
-        self.fidelity, self._kept = 0, awaited and block.page < 0
+    block: Block
+    page_no: int
+    _kept: bool
+    _store: PageStore
+    _awaited: bool
+    _own: bool
+    _allocate: Allocate
+    group: int
+    stripes: int
+    _whole: int  # `_came` of a page with all layers
+    _forms: Forms
+    _pool: PagePool
+    page: int = -1
+    _lent: int = -1  # id of the lent page
+    _came: int = 0
+    fidelity: int = 0
+    flying: list[LayerSlice] = msgspec.field(default_factory=list)
+    held: bool = False
+    wanted: bool = True
+    filled: bool = False
+    _line: Sequence | None = None
 
     @classmethod
     def several(
-        cls, store: PageStore, pages: Iterable[tuple[Block, int]], **options: Any
-    ) -> list[PageLoad]:
-        """Return loads of blocks for page numbers; what is on its device is held."""
-        loads = [cls(store, block, page_no, **options) for block, page_no in pages]
+        cls, store: PageStore, pages: Iterable[tuple[Block, int]], *, awaited: bool = True,
+        allocate: Allocate | None = None, own: bool = False,
+    ) -> list[PageLoad]:  # fmt: skip
+        """Return loads of blocks for page numbers; what is on its device is held.
+
+        Args:
+            store: Store of the blocks.
+            pages: Blocks to load, with the numbers of their pages in the sequence.
+            awaited: Whether a sequence waits for them: until they arrive, no tier evicts them, and
+                their pages do not count as some that come free.
+            allocate: Source of a page of another codec; by default idle ones are evicted.
+            own: Whether the content is for this sequence alone, and never becomes the blocks'.
+        """
+        terms, loads = dict[int, tuple[Any, ...]](), list[PageLoad]()
+        for block, page_no in pages:
+            if (group := block.group) not in terms:
+                forms, pool = store.forms[group], store.pool(group)
+                form = group, (layers := forms.layouts[0].layers), (1 << layers) - 1, forms, pool
+                terms[group] = store, awaited, own, allocate or store.spare, *form
+            loads.append(cls(block, page_no, awaited and block.page < 0, *terms[group]))
         store.keep(*[one.block for one in loads if one._kept])
         _hold([one for one in loads if one.block.page >= 0])
         return loads
@@ -111,14 +115,9 @@ class PageLoad:
     @property
     def complete(self) -> bool:
         """Return whether every layer of the page has been loaded."""
-        return self.held or self._came == (1 << self.stripes) - 1
+        return self.held or self._came == self._whole
 
     # ---- the device page
-
-    @property
-    def alone(self) -> bool:
-        """Return whether the block has no page, and no other load of it is under way."""
-        return self.block.page < 0 and len(self._store.coming.get(self.block, ())) < 2
 
     def meet(self) -> bool:
         """Hold the block's page if another load has published it; return whether it is held."""
@@ -145,34 +144,6 @@ class PageLoad:
         set_pages([self], fresh)
         return True
 
-    def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor, bool]:
-        """Return the `Load` of some layers, its buffer, and whether the tier lent that memory.
-
-        The buffer is the page itself; beside a GPU the tier's own memory, or a staged row.
-        """
-        store, pool = self._store, self._pool
-        layout = self._forms.layouts[source.codec]
-        stride, lent = layout.stripe_stride_bytes, None
-        if pool.copies is None:
-            page = pool.page_bytes(self.page, layout.page_bytes)
-            buffer = page[first * stride : (first + count) * stride]
-        else:
-            lend = getattr(store.stack.tiers[source.tier], "lend", None)
-            if lend is not None and not self.block.going:  # else a store's body is read
-                lent = lend(self.block.key, first, count)
-            if lent is not None and len(lent) == count * stride:
-                buffer = torch.from_numpy(lent)
-            else:
-                (buffer,) = pool.copies.stage(1, count * stride)
-        fingerprint = self._forms.fingerprints[source.codec]
-        whole = count == layout.layers
-        span = (0, 0) if whole else (first, count)
-        target = buffer.numpy().data
-        if lent is not None:  # another copy from it may be under way: nothing may write there
-            target = target.toreadonly()
-        load = Load(self.block.key, target, fingerprint, store.stack.fidelity, *span)
-        return load, buffer, lent is not None
-
     def sources(self, first: int) -> Iterator[ReadFrom]:
         """Yield the places that the page may be read from, best first.
 
@@ -189,48 +160,12 @@ class PageLoad:
             if self.page >= 0 and self.change(source.codec):
                 yield source
 
-    # ---- arrival, publication, release
+    def only_source(self, first: int) -> ReadFrom | None:
+        """Return the first of the `sources`; None if that may not be it for pages listed alike."""
+        before, source = self.block.tiers, next(self.sources(first), None)
+        return source if source and source.last and self.block.tiers == before else None
 
-    def came(self, first: int, count: int, buffer: torch.Tensor, fidelity: int) -> None:
-        """Record that verified layers arrived; `launch` starts their copies to the device now."""
-        pool = self._pool
-        if pool.copies is not None:
-            at = self._forms.layouts[self.page >> CODEC_SHIFT].stripe_stride_bytes * first
-            pool.copies.upload(buffer, (self.page & GRANULE_MASK) + at // GRANULE_BYTES)
-        self._came |= ((1 << count) - 1) << first
-        self.fidelity = max(self.fidelity, fidelity)
-        if self._line is not None:
-            self._line.fidelity = max(self._line.fidelity, fidelity)
-
-    def enter(self, source: ReadFrom) -> bool:
-        """Make a complete page its block's; return False if it is not, or another one is.
-
-        The reference of the page's loan is the block's from then on.
-        """
-        block, store, codec = self.block, self._store, self.codec
-        if not self.complete or self.held or block.gone or self._own:
-            return False
-        if self._line is not None and self._at(self._line) != self.page:
-            self._line = None  # a step went on without the page, past its window
-        if block.page >= 0:
-            if self._line is None:  # our own page is unused
-                _hold([self])
-                if copies := self._pool.copies:
-                    copies.launch()  # no copy may be on its way to a page that becomes free
-                _give_back([self])
-            return False
-        block.fidelity, block.page = max(self.fidelity, codec), self.page
-        if block.tiers >> source.tier & 1:
-            block.enter(source.tier, codec)
-        if store.samples.share:
-            store.samples.came(block.key, store.stack.tiers[source.tier].name)
-        if self._line is not None:
-            self._line.blocks[self.group][self.page_no] = block
-            self._pool.release(self.page)  # the line's own reference
-        return True
-
-    def _at(self, line: Sequence) -> int:
-        return int(line.planner.tables.pages[self.group][line.row, self.page_no])
+    # ---- publication, release
 
     def attach_to(self, seq: Sequence) -> None:
         """Enter the page into its sequence's block table; the sequence then releases it."""
@@ -272,7 +207,7 @@ class PageLoad:
                 raise NonFiniteError(
                     f"a page cannot be encoded as {new.codec}", "Open the prompt with reuse=False"
                 )
-        self._came = (1 << self.stripes) - 1
+        self._came = self._whole
 
     def _swap(self, line: Sequence) -> None:
         """Leave the page to the late tier that may write to it, and take another one.
@@ -314,6 +249,65 @@ def set_pages(loads: Items[PageLoad], pages: Iterable[int]) -> None:
         pool.lend(*fresh)
         pool.awaits(*fresh, awaited=loads[0]._awaited)
         pool.release(*fresh)
+
+
+def _arrive(some: Items[_Landed]) -> dict[PageLoad, ReadFrom]:
+    """Record verified layers that arrived; `launch` starts their copies to the device now.
+
+    Returns:
+        Loads with layers that they lacked, with the place that these were read from.
+    """
+    rows = dict[PagePool, list[tuple[int, torch.Tensor]]]()
+    for (one, first, _), _, buffer, _ in some:
+        lacks = one.wanted and not one.held and one._came != one._whole
+        if lacks and one._pool.copies is not None:
+            step = one._forms.layouts[one.page >> CODEC_SHIFT].stripe_stride_bytes
+            at = (one.page & GRANULE_MASK) + step * first // GRANULE_BYTES
+            rows.setdefault(one._pool, []).append((at, buffer))
+    for pool, those in rows.items():
+        if pool.copies is not None:
+            pool.copies.upload(those)
+    arrived = dict[PageLoad, ReadFrom]()  # once each, though two slices may complete a page
+    for (one, first, count), source, _, fidelity in some:
+        if one.wanted and not one.held and one._came != one._whole:
+            one._came |= ((1 << count) - 1) << first
+            one.fidelity = max(one.fidelity, fidelity)
+            if one._line is not None:
+                one._line.fidelity = max(one._line.fidelity, fidelity)
+            arrived[one] = source
+    return arrived
+
+
+def _enter(loads: Mapping[PageLoad, ReadFrom]) -> list[PageLoad]:
+    """Make complete pages their blocks', unless these have others; return their loads.
+
+    The references of the pages' loans are the blocks' from then on.
+    """
+    entered = list[PageLoad]()
+    for one, source in loads.items():
+        block, line, codec, page_no = one.block, one._line, one.page >> CODEC_SHIFT, one.page_no
+        if one._came != one._whole or one.held or block.gone or one._own:
+            continue
+        if line is not None and line.planner.tables.pages[one.group][line.row, page_no] != one.page:
+            line = one._line = None  # a step went on without the page, past its window
+        if block.page >= 0:
+            if line is None:  # our own page is unused
+                _hold([one])
+                if copies := one._pool.copies:
+                    copies.launch()  # no copy may be on its way to a page that becomes free
+                _give_back([one])
+            continue
+        block.fidelity, block.page = max(one.fidelity, codec), one.page
+        if block.tiers >> source.tier & 1:
+            block.codecs &= ~(UNKNOWN << 4 * source.tier)
+            block.codecs |= codec << 4 * source.tier
+        if one._store.samples.share:
+            one._store.samples.came(block.key, one._store.stack.tiers[source.tier].name)
+        if line is not None:
+            line.blocks[one.group][page_no] = block
+            one._pool.release(one.page)  # the line's own reference
+        entered.append(one)
+    return entered
 
 
 def _hold(loads: Items[PageLoad]) -> None:
@@ -363,6 +357,10 @@ class LayerSlice(NamedTuple):
     stripes: int
 
 
+_Landed = tuple[LayerSlice, ReadFrom, torch.Tensor, int]
+"""Layers that arrived, the place that they were read from, their bytes, and their fidelity."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class LoadBatch:
     """Slices of pages that are loaded together.
@@ -388,6 +386,7 @@ class LoadBatch:
         called_off: Whether it was cancelled; `done` is then not called.
         trips: Requests under way, each with its bytes.
         fresh: Published blocks, to be inserted into policies together; None inserts each at once.
+        prefer: Number of the tier to try first; -1 for the nearest of each page.
     """
 
     owner: object
@@ -396,7 +395,7 @@ class LoadBatch:
     tier: str = ""
     priority: IOPriority = IOPriority.DEMAND
     started_s: float = field(default_factory=time.perf_counter)
-    ended_s: float = 0.0
+    ended_s: float = field(default_factory=time.perf_counter)
     end_s: float = field(default_factory=compiling.now_s)
     left: int = 1
     n_bytes: Counter[int] = field(default_factory=Counter)
@@ -408,24 +407,21 @@ class LoadBatch:
     called_off: bool = False
     trips: dict[_Trip, int] = field(default_factory=dict)
     fresh: list[Block] | None = None
-
-    def __post_init__(self) -> None:
-        self.ended_s = self.started_s
+    prefer: int = -1
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class _Trip:
-    """A request to one tier, with the sources to try next."""
+class _Trip(msgspec.Struct, eq=False):
+    """A request to one tier, with the sources to try next; by default those of other tiers."""
 
     flight: LoadBatch
     piece: LayerSlice
     source: ReadFrom
-    sources: Iterator[ReadFrom]
-    asked_s: float = field(default_factory=time.perf_counter)
+    buffer: torch.Tensor
+    sources: Iterator[ReadFrom] | None = None
+    asked_s: float = msgspec.field(default_factory=time.perf_counter)
     given_up: bool = False
     joined: bool = False
     request: TransferRequest | None = None
-    buffer: torch.Tensor | None = None
 
 
 class PageLoader:
@@ -492,19 +488,28 @@ class PageLoader:
         """
         if flight.priority is IOPriority.DEMAND:  # a prefetch has no deadline, and no waiter
             self._flights[flight] = None
-        asked, lent = 0, dict[int, list[tuple[_Trip, Load]]]()
+        asked, flight.prefer = 0, prefer
+        places, alike = dict[Any, ReadFrom | None](), dict[Any, list[LayerSlice]]()
         try:
             for piece in pieces:
-                alone = piece.page_load.alone
-                for part in (piece,) if alone else self._parts(piece):
-                    sources = part.page_load.sources(prefer)
-                    asked += self._ask(flight, part, sources, lent, alone=alone)
+                (one, *span), block, coming = piece, piece.page_load.block, self._store.coming
+                form = one.group, block.tiers, block.codecs, *span
+                absent = block.page < 0 and not (block.going or block.gone)
+                if absent and len(coming.get(block, ())) < 2:
+                    if form not in places:
+                        places[form] = one.only_source(prefer)
+                    source = places[form]
+                    if source and one.page >> CODEC_SHIFT == source.codec:
+                        alike.setdefault(form, []).append(piece)
+                        continue
+                for part in self._parts(piece):
+                    asked += self._ask_next(flight, part, part.page_load.sources(prefer))
+            for form, some in alike.items():
+                asked += self._ask(flight, some, cast(ReadFrom, places[form]))
         except BaseException:
             flight.lost = True
             raise
         finally:
-            for tier, those in lent.items():
-                self._ask_together(flight, tier, those)
             self._allow(flight)
             self._less(flight)
         return asked
@@ -567,62 +572,73 @@ class PageLoader:
                 pages.append((other.page, other.fidelity))
         for page, fidelity in pages:
             if page >= 0 and page >> CODEC_SHIFT == source.codec:
-                _, buffer, _ = one.request(source, first, count)
                 layout = self._store.forms[one.group].layout(page)
-                whole, at = pool.page_bytes(page, layout.page_bytes), layout.stripe_stride_bytes
-                buffer.copy_(whole[first * at :][: len(buffer)])
+                both, at = (one.page, page), layout.stripe_stride_bytes
+                buffer, other = (pool.page_bytes(n, layout.page_bytes) for n in both)
+                buffer = buffer[first * at :][: count * at]
+                buffer.copy_(other[first * at :][: count * at])
                 flight.joined[source.tier] += len(buffer)
                 flight.n_bytes[source.tier] += len(buffer)
                 self._landed(flight, [(piece, source, buffer, fidelity)])
                 return True
         return False
 
-    def _ask(
-        self,
-        flight: LoadBatch,
-        piece: LayerSlice,
-        sources: Iterator[ReadFrom],
-        lent: dict[int, list[tuple[_Trip, Load]]] | None = None,
-        *,
-        alone: bool = False,
-    ) -> int:
-        """Request a slice from its next source; without one the batch is lost.
-
-        Demands into memory that a tier lent are added to `lent` instead. With `alone`, no other
-        load of the page exists to copy from.
-        """
+    def _ask_next(self, flight: LoadBatch, piece: LayerSlice, sources: Iterator[ReadFrom]) -> int:
+        """Request a slice from its next source; without one the batch is lost."""
         source = next(sources, None)
         if source is None:
             flight.lost = True
-            return 0
-        if not (alone or piece.page_load.alone) and self._copied(flight, piece, source):
-            return 0
-        trip = _Trip(flight, piece, source, sources)
-        load, trip.buffer, is_lent = piece.page_load.request(source, piece.first, piece.stripes)
-        piece.page_load.flying.append(piece)
-        flight.left += 1
-        flight.trips[trip] = load.target.nbytes
-        if is_lent and lent is not None and flight.priority is IOPriority.DEMAND:
-            lent.setdefault(source.tier, []).append((trip, load))
-            return load.target.nbytes
-        those = partial(self._answered, [trip]), flight.owner, flight.priority
-        trip.request = self._store.stack.mover.ask(source.tier, load, *those)
-        trip.joined = trip.request is not None and trip.request.leader is not None
-        return load.target.nbytes
+        elif not self._copied(flight, piece, source):
+            return self._ask(flight, [piece], source, sources)
+        return 0
 
-    def _ask_together(self, flight: LoadBatch, tier: int, those: list[tuple[_Trip, Load]]) -> None:
-        """Request loads in a few large requests, each copied up while the next is verified."""
-        part, n_bytes = list[tuple[_Trip, Load]](), 0
-        for number, one in enumerate(those, 1):
-            part.append(one)
-            n_bytes += one[1].target.nbytes
-            if n_bytes >= AT_ONCE_BYTES or number == len(those):
-                trips = [trip for trip, _ in part]
-                loads, done = [load for _, load in part], partial(self._answered, trips)
-                request = self._store.stack.mover.ask_all(tier, loads, done, flight.owner)
-                for trip in trips:
-                    trip.request = request
-                part, n_bytes = [], 0
+    def _ask(
+        self, flight: LoadBatch, pieces: Items[LayerSlice], source: ReadFrom,
+        sources: Iterator[ReadFrom] | None = None,
+    ) -> int:  # fmt: skip
+        """Request the same layers of like pages; return their bytes.
+
+        The targets are the pages; beside a GPU the tier's own memory, or staged rows. Demands into
+        the tier's memory are a few large requests, each copied up while the next is verified.
+        """
+        (one, first, count), stack, demand = pieces[0], self._store.stack, IOPriority.DEMAND
+        copies, layout = one._pool.copies, one._forms.layouts[source.codec]
+        at, n_bytes = (n * layout.stripe_stride_bytes for n in (first, count))
+        span = (0, 0) if count == layout.layers else (first, count)
+        terms = one._forms.fingerprints[source.codec], stack.fidelity, *span
+        bodies, lend = list[Any](), getattr(stack.tiers[source.tier], "lend_all", None)
+        if lend is not None and copies is not None and not one.block.going:  # else a body is read
+            bodies = lend([piece.page_load.block.key for piece in pieces], *span)
+        lent = list[tuple[_Trip, Load]]()
+        for piece, body in zip_longest(pieces, bodies):
+            one, is_lent = piece.page_load, body is not None and len(body) == n_bytes
+            if is_lent:
+                buffer = torch.from_numpy(body)
+            elif copies is None:
+                buffer = one._pool.page_bytes(one.page, layout.page_bytes)[at:][:n_bytes]
+            else:
+                (buffer,) = copies.stage(1, n_bytes)
+            # Another copy from the tier's memory may be under way: nothing may write there.
+            target = body.data.toreadonly() if is_lent else buffer.numpy().data
+            load, trip = Load(one.block.key, target, *terms), _Trip(flight, piece, source, buffer)
+            trip.sources = sources
+            one.flying.append(piece)
+            flight.left += 1
+            flight.trips[trip] = n_bytes
+            if is_lent and flight.priority is demand:
+                lent.append((trip, load))
+                continue
+            those = partial(self._answered, [trip]), flight.owner, flight.priority
+            trip.request = stack.mover.ask(source.tier, load, *those)
+            trip.joined = trip.request is not None and trip.request.leader is not None
+        most = -(-AT_ONCE_BYTES // n_bytes)
+        for part in (lent[first : first + most] for first in range(0, len(lent), most)):
+            trips, loads = zip(*part, strict=True)
+            done = partial(self._answered, trips)
+            request = stack.mover.ask_all(source.tier, loads, done, flight.owner)
+            for trip in trips:
+                trip.request = request
+        return n_bytes * len(pieces)
 
     def _allow(self, flight: LoadBatch) -> None:
         """Extend a batch's deadline by the time that its tiers need for all their requests."""
@@ -634,7 +650,7 @@ class PageLoader:
     def _answered(self, trips: Items[_Trip], answers: Items[TierAnswer]) -> None:
         """Handle the answers to trips of one batch, which were given together."""
         flight, stack, now_s = trips[0].flight, self._store.stack, time.perf_counter()
-        landed, missed = list[Any](), list[tuple[_Trip, TierAnswer]]()
+        landed, missed = list[_Landed](), list[tuple[_Trip, TierAnswer]]()
         for trip, answer in zip(trips, answers, strict=True):
             trip.piece.page_load.flying.remove(trip.piece)
             if trip.given_up:
@@ -649,8 +665,7 @@ class PageLoader:
                 else:
                     stack.mover.lanes[tier].loaded_bytes += n_bytes
                 flight.n_bytes[tier] += n_bytes
-                if trip.buffer is not None:
-                    landed.append((trip.piece, trip.source, trip.buffer, answer.info.fidelity))
+                landed.append((trip.piece, trip.source, trip.buffer, answer.info.fidelity))
             else:
                 missed.append((trip, answer))
         self._landed(flight, landed)
@@ -661,21 +676,12 @@ class PageLoader:
             if not trip.piece.page_load.wanted:
                 trip.piece.page_load.let_go()
 
-    def _landed(self, batch: LoadBatch, some: Iterable[tuple[Any, ...]]) -> None:
-        """Take verified layers that arrived, and publish the pages that are complete now.
-
-        Args:
-            batch: The batch.
-            some: Layers, the place that they were read from, their bytes, and their fidelity.
-        """
-        arrived = dict[PageLoad, ReadFrom]()  # once each, though two slices may complete a page
-        for (page_load, first, count), source, buffer, fidelity in some:
-            if page_load.wanted and not page_load.complete:
-                page_load.came(first, count, buffer, fidelity)
-                arrived[page_load] = source
+    def _landed(self, batch: LoadBatch, some: Items[_Landed]) -> None:
+        """Take verified layers that arrived, and publish the pages that are complete now."""
+        arrived = _arrive(some)
         if batch.fresh is None or len(arrived) > 1:
             self._launch()
-        fresh = [one for one, source in arrived.items() if one.enter(source)]
+        fresh = _enter(arrived)
         _hold(fresh)
         _give_back(fresh, release=False)
         for page_load in arrived if batch.priority is IOPriority.DEMAND else fresh:
@@ -700,7 +706,8 @@ class PageLoader:
         flight.refused |= answer.reason == "busy"
         again = flight.priority is IOPriority.DEMAND or not unasked
         if again and page_load.wanted and not page_load.held and not flight.called_off:
-            self._ask(flight, trip.piece, trip.sources)
+            others = (one for one in page_load.sources(flight.prefer) if one.tier != source.tier)
+            self._ask_next(flight, trip.piece, trip.sources or others)
             self._allow(flight)
         else:
             flight.lost |= not page_load.held

@@ -13,9 +13,12 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from enum import IntEnum
+from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
+
+import msgspec
 
 from flowkv.compiled import compiling
 from flowkv.core.errors import FlowKVError
@@ -38,6 +41,7 @@ from flowkv.tiers.frame import BadFrame, wanted
 # - A frame is loaded once for all requests that overlap in time.
 
 Done = Callable[[list[TierAnswer]], object]
+_KEY, _TARGET, _BODY = attrgetter("key"), attrgetter("target.nbytes"), attrgetter("body.nbytes")
 SHARE = 8
 """Bytes of other transfers that earn one byte of write-back, at any rate of demands."""
 
@@ -78,7 +82,8 @@ class TransferRequest:
         item: The first load or store.
         n_bytes: Bytes of the targets or bodies.
         left: Keys of the items, without those of answered stores.
-        alike: Equal for requests that one answer may serve, if its span covers theirs.
+        alike: Equal for requests that one answer may serve, if its span covers theirs; () for
+            those that stay alone.
         span: First byte and end of the loaded part of the body; (0, 0) for stores.
         stores: Whether the items are stores.
         demanded: Whether it was submitted as a demand.
@@ -86,42 +91,35 @@ class TransferRequest:
         ended: Whether it was answered.
         followers: Requests for the same bytes, answered with this one.
         leader: The request that this one follows.
+        come: Answers to loads, by the number of the item.
     """
 
     __slots__ = (
-        *("alike", "demanded", "done", "ended", "flying", "followers", "item", "items", "leader"),
-        *("left", "mark", "n_bytes", "owner", "priority", "span", "stores", "_come"),
+        *("alike", "come", "demanded", "done", "ended", "flying", "followers", "item", "items"),
+        *("leader", "left", "mark", "n_bytes", "owner", "priority", "span", "stores"),
     )
 
     def __init__(
-        self,
-        items: Sequence[Load | Store],
-        done: Done,
-        priority: IOPriority,
-        owner: object = None,
-        mark: CopyMark | None = None,
-        *,
-        alone: bool = False,
-    ) -> None:
+        self, items: Sequence[Load | Store], done: Done, priority: IOPriority,
+        owner: object = None, mark: CopyMark | None = None, *, alone: bool = False,
+    ) -> None:  # fmt: skip
         self.items, self.done, self.priority, self.owner = items, done, priority, owner
         self.item, self.mark, item = items[0], mark, items[0]
         self.demanded = priority is IOPriority.DEMAND
-        self.span, self.alike = (0, 0), cast(tuple[object, ...], (id(self),))
-        self.stores = isinstance(item, Store)
+        self.span, self.alike, self.stores = (0, 0), tuple[object, ...](), isinstance(item, Store)
         if isinstance(item, Load):
-            sizes = [one.target.nbytes for one in cast(Sequence[Load], items)]
             # Lent memory: no answer to another load is copied there.
             if not (alone or item.target.readonly):
                 self.alike = (item.key, item.layout, item.fidelity)
-            first = item.first * (sizes[0] // item.stripes) if item.stripes else 0
-            self.span = first, first + sizes[0]
-        else:
-            sizes = [one.body.nbytes for one in cast(Sequence[Store], items)]
-        self.n_bytes, self.left = sum(sizes), {one.key for one in items}
+            n_bytes = item.target.nbytes
+            first = item.first * (n_bytes // item.stripes) if item.stripes else 0
+            self.span = first, first + n_bytes
+        self.n_bytes = sum(map(_BODY if self.stores else _TARGET, items))
+        self.left = set(map(_KEY, items))
         self.flying = self.ended = False
         self.followers: tuple[TransferRequest, ...] = ()
         self.leader: TransferRequest | None = None
-        self._come = dict[int, TierAnswer]()
+        self.come = dict[int, TierAnswer]()
 
     def serves(self, other: TransferRequest) -> bool:
         """Return whether this request's answer would cover another one with an equal `alike`."""
@@ -129,14 +127,9 @@ class TransferRequest:
             return self.span[0] <= other.span[0] and other.span[1] <= self.span[1]
         return self.span == other.span
 
-    def answers(self, item: int, answer: TierAnswer) -> bool:
-        """Record the answer to one item; return whether it was the last one."""
-        self._come[item] = answer
-        return len(self._come) == len(self.items)
-
     def end(self, answer: TierAnswer) -> None:
         """End the request, and call `done`; `answer` stands in for missing answers."""
-        self.flying, self.ended, come = False, True, self._come
+        self.flying, self.ended, come = False, True, self.come
         self.done([come.get(n) or answer._replace(key=one.key) for n, one in enumerate(self.items)])
 
 
@@ -159,12 +152,9 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        demand_bytes: int = 1 << 28,
-        background_bytes: int = 1 << 26,
-        queue_bytes: int = 1 << 28,
-        chunk_bytes: int = 1 << 22,
-    ) -> None:
+        self, demand_bytes: int = 1 << 28, background_bytes: int = 1 << 26,
+        queue_bytes: int = 1 << 28, chunk_bytes: int = 1 << 22,
+    ) -> None:  # fmt: skip
         self.demand_bytes, self.background_bytes = demand_bytes, background_bytes
         self.queue_bytes, self.chunk_bytes = queue_bytes, chunk_bytes
         self.joined = self.refused = 0
@@ -175,7 +165,7 @@ class Schedule:
         self._flying_bytes = [0 for _ in IOPriority]
         self._leaders: dict[tuple[object, ...], list[TransferRequest]] = {}
         self._awaited: set[TransferRequest] = set()
-        self._credit = [0.0 for _ in IOPriority]  # bytes earned for write-back, by earning priority
+        self._credit = [0.0] * len(IOPriority)  # bytes earned for write-back, by earning priority
 
     def __len__(self) -> int:
         """Return the number of requests that wait or are in flight, without followers."""
@@ -196,20 +186,12 @@ class Schedule:
         """Return the bytes in flight."""
         return sum(self._flying_bytes)
 
-    @property
-    def write_back(self) -> TransferRequest | None:
-        """Return the next write-back; None if none waits or write-backs are barred."""
-        return None if self.barred else next(iter(self._queues[IOPriority.WRITE_BACK]), None)
-
     def in_the_way(self) -> int:
         """Return the bytes of prefetches ahead of a new demand; 0 behind an earlier demand."""
-        if self._queues[IOPriority.DEMAND] or self._demanding:
+        demanding = self._queues[IOPriority.DEMAND] or self._flying_bytes[IOPriority.DEMAND]
+        if demanding or self._awaited:
             return 0
         return self._flying_bytes[IOPriority.PREFETCH]
-
-    def waits(self, priority: IOPriority) -> bool:
-        """Return whether any request of a priority waits to be sent."""
-        return bool(self._queues[priority])
 
     def __iter__(self) -> Iterator[TransferRequest]:
         """Yield all requests that wait or are in flight, without followers."""
@@ -235,8 +217,7 @@ class Schedule:
             self.withdraw(request)
             return
         before, request.items, request.item = request.n_bytes, items, items[0]
-        request.n_bytes = sum(one.body.nbytes for one in items)
-        request.left = {one.key for one in items}
+        request.n_bytes, request.left = sum(map(_BODY, items)), set(map(_KEY, items))
         self._queued_bytes[request.priority] += request.n_bytes - before
 
     def ask(self, request: TransferRequest) -> bool:
@@ -244,7 +225,7 @@ class Schedule:
         if request.alike in self._leaders and self._joins(request):
             self.joined += 1
         elif self.has_room(request.n_bytes, request.priority):
-            self._queue(request)
+            self.queue(request)
         else:
             self.refused += 1
             return False
@@ -253,7 +234,7 @@ class Schedule:
     def take(self) -> list[TransferRequest]:
         """Remove from the queues and return the requests to send now; they are then in flight."""
         batch = []
-        while (request := self._next()) is not None:
+        while any(self._queues) and (request := self._next()) is not None:
             self._unqueue(request)
             request.flying = True
             self._flying[request] = request.priority
@@ -281,7 +262,7 @@ class Schedule:
         priority = self._flying.pop(request, None)
         if priority is not None:
             self._flying_bytes[priority] -= request.n_bytes
-        return self._part(request)
+        return self._part(request) if request.alike else ()
 
     def withdraw(self, request: TransferRequest) -> bool:
         """Withdraw a request that was not sent; return False if it is in flight or answered."""
@@ -294,7 +275,7 @@ class Schedule:
         self._unqueue(request)
         for follower in self._part(request):  # the first one takes its place
             if not self._joins(follower):
-                self._queue(follower)
+                self.queue(follower)
         return True
 
     def _joins(self, request: TransferRequest) -> bool:
@@ -331,13 +312,15 @@ class Schedule:
         if request in self._queues[request.priority]:
             self._unqueue(request)
             request.priority = priority
-            self._queue(request)
+            self.queue(request)
         elif request in self._flying and priority is IOPriority.DEMAND:
             self._awaited.add(request)  # no background transfer may overtake it
 
-    def _queue(self, request: TransferRequest) -> None:
-        if request not in (leaders := self._leaders.setdefault(request.alike, [])):
-            leaders.append(request)
+    def queue(self, request: TransferRequest) -> None:
+        """Queue a request that has room, and follows no other one."""
+        if request.alike:
+            leaders = self._leaders.setdefault(request.alike, [])
+            leaders += [request] * (request not in leaders)
         self._queues[request.priority][request] = None
         self._queued_bytes[request.priority] += request.n_bytes
 
@@ -345,7 +328,7 @@ class Schedule:
         del self._queues[request.priority][request]
         self._queued_bytes[request.priority] -= request.n_bytes
         if not self._queues[IOPriority.WRITE_BACK]:
-            self._credit = [0.0 for _ in IOPriority]
+            self._credit = [0.0] * len(IOPriority)
 
     def _spend(self, n_bytes: float) -> None:
         for priority in (IOPriority.PREFETCH, IOPriority.DEMAND):
@@ -353,17 +336,14 @@ class Schedule:
             self._credit[priority] -= paid
             n_bytes -= paid
 
-    @property
-    def _demanding(self) -> bool:
-        """Return whether a demand is in flight, or a transfer that a demand joined."""
-        return bool(self._flying_bytes[IOPriority.DEMAND] or self._awaited)
-
     def _next(self) -> TransferRequest | None:
-        demands, prefetches, _ = self._queues
-        demand, write_back = next(iter(demands), None), self.write_back
+        demands, prefetches, stores = self._queues
+        demand = next(iter(demands), None)
+        write_back = None if self.barred else next(iter(stores), None)
         if write_back and write_back.mark is not None and not write_back.mark.done():
             write_back = None  # its body is still being copied from a device
-        credit, demanding = self._credit[IOPriority.DEMAND], demand is None and self._demanding
+        credit = self._credit[IOPriority.DEMAND]
+        demanding = not demand and (self._flying_bytes[IOPriority.DEMAND] or self._awaited)
         if demand is None and not demanding:
             credit += self._credit[IOPriority.PREFETCH]
         if write_back is not None and credit >= write_back.n_bytes and self._fits(write_back):
@@ -398,7 +378,7 @@ class Schedule:
             return None
         first = TransferRequest(items[:count], request.done, request.priority, mark=request.mark)
         self.shorten(request, items[count:])
-        self._queue(first)
+        self.queue(first)
         return first
 
     def _fills_chunk(self, request: TransferRequest) -> bool:
@@ -415,7 +395,6 @@ _BARRED_S, _PAUSE_S = 1.0, 0.002
 """Longest wait of stores for an erasure by others, and pause between checks: an eraser that hangs
 holds nothing up."""
 Admission = Callable[[], AbstractContextManager[bool]]
-_ALWAYS: Admission = lambda: nullcontext(True)  # noqa: E731
 _BACKGROUND_S = 0.1
 _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 27
 """Limits of the background bytes in flight: the time that writes ahead of a demand may take, and
@@ -424,17 +403,14 @@ _PARTS = 8
 """Least number of requests of stores that fill the background bytes in flight."""
 
 
-class _Job:
+class _Job(msgspec.Struct, eq=False):
     """Items sent together, each as its request and its number there; None once answered."""
 
-    __slots__ = ("bytes", "left", "requests", "seconds", "sent_s")
-
-    def __init__(self, requests: Sequence[TransferRequest], sent_s: float) -> None:
-        self.requests: list[tuple[TransferRequest, int] | None] = [
-            (one, number) for one in requests for number in range(len(one.items))
-        ]
-        self.left, self.sent_s = len(self.requests), sent_s
-        self.bytes, self.seconds = 0, 0.0
+    requests: list[tuple[TransferRequest, int] | None]
+    left: int
+    sent_s: float
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 class Lane:
@@ -445,7 +421,8 @@ class Lane:
         deadline_s: Longest wait for a load.
         loads: Measured rates of loads from the tier.
         clock_ns: Clock of the guard, and of the tier's rest.
-        storing: Context in which stores are sent if it yields True: no erasure runs there then.
+        storing: Context in which stores are sent if it yields True: no erasure runs there then;
+            None where others erase nothing.
 
     Attributes:
         schedule: Queued requests, and those in flight.
@@ -466,13 +443,9 @@ class Lane:
     """
 
     def __init__(
-        self,
-        tier: Tier,
-        deadline_s: float,
-        loads: Rates,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        storing: Admission = _ALWAYS,
-    ) -> None:
+        self, tier: Tier, deadline_s: float, loads: Rates,
+        clock_ns: Callable[[], int] = time.monotonic_ns, storing: Admission | None = None,
+    ) -> None:  # fmt: skip
         self.tier, self.deadline_s, self.clock_ns = tier, deadline_s, clock_ns
         self._storing, self._barred_s = storing, 0.0
         self.guard = RegretGuard()
@@ -523,12 +496,13 @@ class Lane:
 
     def pump(self) -> int:
         """Send the due requests: one job for all loads of an owner, and one for all stores."""
-        if self.schedule.waits(IOPriority.PREFETCH):
+        _, prefetches, stores = self.schedule._queues
+        if prefetches:
             self.schedule.chunk_bytes = self.guard.chunk_bytes(self.loads)
             if not self.guard.allows(self.clock_ns()):
                 self.cancel(None)
-        if not self.schedule.waits(IOPriority.WRITE_BACK):
-            return self._send_all()
+        if self._storing is None or not stores:
+            return self._send_all() if any(self.schedule._queues) else 0
         with self._storing() as free:
             self._bar(not free)
             return self._send_all()
@@ -554,18 +528,15 @@ class Lane:
                 continue
             if request.flying and keys is None:
                 continue
+            stores = cast(Sequence[Store], request.items)
             if not request.stores:
                 self.schedule.stand_alone(request)
             elif request.flying:
-                sent = cast(Sequence[Store], request.items)
-                self.stale |= {one.key: one.info for one in sent if one.key in mine}
+                self.stale |= {one.key: one.info for one in stores if one.key in mine}
             else:
-                stores = [
-                    one for one in cast(Sequence[Store], request.items) if one.key not in mine
-                ]
-                gone = [one.key for one in request.items if one.key in mine]
-                self.schedule.shorten(request, stores)
-                ends.append((request.done, [_failed(key, reason) for key in gone]))
+                gone = [_failed(one.key, reason) for one in stores if one.key in mine]
+                self.schedule.shorten(request, [one for one in stores if one.key not in mine])
+                ends.append((request.done, gone))
         for key in [key for key in self.behind if keys is None or key in keys]:
             ends += [(one.done, [_failed(key, reason)]) for one in self.behind.pop(key)]
         _call_all(ends)
@@ -582,10 +553,10 @@ class Lane:
         sent_s = time.monotonic()
         try:
             if requests[0].stores:
-                stores = [cast(Store, one) for request in requests for one in request.items]
+                stores = cast(list[Store], [one for request in requests for one in request.items])
                 job = self.tier.submit_store(stores, deadline_s=_STORE_DEADLINE_S)
             else:
-                loads = [cast(Load, one) for request in requests for one in request.items]
+                loads = cast(list[Load], [one for request in requests for one in request.items])
                 patience_s = self.patience_s(sum(request.n_bytes for request in requests))
                 job = self.tier.submit_load(loads, deadline_s=patience_s)
         except Exception as error:  # as a tier that is closed, or was opened before a fork: a miss
@@ -595,7 +566,8 @@ class Lane:
                 for key in request.left & self.behind.keys() if request.stores else ():
                     self._follow(key)
         else:
-            self._jobs[job] = _Job(requests, sent_s)
+            items = [(one, n) for one in requests for n in range(len(one.items))]
+            self._jobs[job] = _Job([*items], len(items), sent_s)
 
     def settle(self, timeout_s: float = 0.0) -> int:
         """Send requests and handle answers until none is left; return the number of answers.
@@ -613,7 +585,8 @@ class Lane:
 
     def receive(self, timeout_s: float) -> None:
         """Wait for the body of the next write-back and send it, if nothing else is in flight."""
-        request = None if self._jobs else self.schedule.write_back
+        stores = () if self._jobs or self.schedule.barred else self.schedule._queues[-1]
+        request = next(iter(stores), None)
         if request is not None and request.mark is not None and request.mark.wait(timeout_s):
             self.pump()
 
@@ -635,6 +608,7 @@ class Lane:
                 time.sleep(min(timeout_s, _PAUSE_S))
             return 0
         answers, stored = self.tier.poll(timeout_s), dict[Done, list[TierAnswer]]()
+        landed = Counter[TransferRequest]()
         try:
             for answer in answers:
                 job = self._jobs.get(answer.job)
@@ -647,16 +621,20 @@ class Lane:
                 if not job.left:
                     del self._jobs[answer.job]
                 if not request.stores:
-                    if request.answers(number, answer):
+                    request.come[number] = answer
+                    if len(request.come) == len(request.items):
                         self._answer(request, answer)
                     continue
                 if answer.outcome is Outcome.STORED and answer.n_bytes:
-                    self._measure(job, answer)
-                item = cast(Store, request.items[number])
-                key, n_bytes = item.key, item.body.nbytes
+                    job.bytes += answer.n_bytes
+                    job.seconds = max(job.seconds, answer.seconds)
+                    if not job.left:
+                        self._measure(job)
+                key = request.items[number].key
                 request.left.discard(key)
-                self.schedule.landed(request, n_bytes)
+                landed[request] += _BODY(request.items[number])
                 if not request.left:
+                    del landed[request]
                     self.schedule.end(request)
                     request.flying, request.ended = False, True
                 self.cancelled += answer.reason == "cancelled"
@@ -667,7 +645,10 @@ class Lane:
                 if key in self.behind:
                     self._follow(key)
         finally:
-            _call_all(stored.items())
+            for request, n_bytes in landed.items():
+                self.schedule.landed(request, n_bytes)
+            if stored:
+                _call_all(stored.items())
         return len(answers)
 
     def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
@@ -708,17 +689,14 @@ class Lane:
             if not self.schedule.ask(request):
                 request.end(_failed(request.item.key, "busy"))
 
-    def _measure(self, job: _Job, answer: TierAnswer) -> None:
+    def _measure(self, job: _Job) -> None:
         """Measure the rate of stores; awaited loads are measured where they are awaited."""
-        job.bytes += answer.n_bytes
-        job.seconds = max(job.seconds, answer.seconds)
-        if not job.left:  # jobs in flight at one time share the tier
-            end_s = job.sent_s + job.seconds
-            begun_s = max(job.sent_s, self._busy_until_s)
-            self.stores.add(job.bytes, compiling.measured_s(begun_s, end_s))
-            self._busy_until_s = max(end_s, self._busy_until_s)
-            bound = round(self.stores.bytes_per_s * _BACKGROUND_S)
-            self.schedule.background_bytes = min(max(bound, _LEAST_BYTES), _MOST_BYTES)
+        end_s = job.sent_s + job.seconds  # jobs in flight at one time share the tier
+        begun_s = max(job.sent_s, self._busy_until_s)
+        self.stores.add(job.bytes, compiling.measured_s(begun_s, end_s))
+        self._busy_until_s = max(end_s, self._busy_until_s)
+        bound = round(self.stores.bytes_per_s * _BACKGROUND_S)
+        self.schedule.background_bytes = min(max(bound, _LEAST_BYTES), _MOST_BYTES)
 
     # ---- cancellation
 
@@ -842,6 +820,9 @@ def rest(files: Iterable[int], seconds: float, pause_s: float = 0.0005) -> None:
         time.sleep(min(seconds, pause_s))
 
 
+_BUSY = attrgetter("busy")
+
+
 class Mover:
     """Transfers of all tiers of a stack. Callers hold the KV lock.
 
@@ -870,9 +851,9 @@ class Mover:
     @property
     def busy(self) -> bool:
         """Return whether any lane has requests; if not, there is nothing to `drain`."""
-        return any(lane.busy for lane in self.lanes)
+        return any(map(_BUSY, self.lanes))
 
-    def add(self, tier: Tier, storing: Admission = _ALWAYS) -> None:
+    def add(self, tier: Tier, storing: Admission | None = None) -> None:
         """Add a tier below the others; see `Lane`."""
         rates = self.rates.setdefault(tier.name, Rates())
         self.lanes.append(Lane(tier, self.deadline_s, rates, self._clock_ns, storing))
@@ -895,11 +876,8 @@ class Mover:
             done: Called with the answers, several at once, from a later `drain`.
             mark: The copy that fills the bodies; None for bodies that are complete.
         """
-        lane, schedule, bodies = (
-            self.lanes[tier],
-            self.lanes[tier].schedule,
-            self.lanes[tier].bodies,
-        )
+        lane = self.lanes[tier]
+        schedule, bodies = lane.schedule, lane.bodies
 
         def answered(answers: list[TierAnswer]) -> None:
             self.storing -= len(answers)
@@ -917,13 +895,15 @@ class Mover:
                 lane.behind.setdefault(item.key, []).append(request)
             else:
                 if part and n_bytes + item.body.nbytes > most:
-                    schedule.ask(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
+                    schedule.queue(
+                        TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark)
+                    )
                     part, n_bytes = [], 0
                 part.append(item)
                 n_bytes += item.body.nbytes
             bodies[item.key] = OnTheWay(tier, item, mark, done)
         if part:
-            schedule.ask(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
+            schedule.queue(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
         self.storing += count
         return count
 
@@ -941,7 +921,7 @@ class Mover:
 
     def drain(self, timeout_s: float = 0.0) -> int:
         """Send requests and handle answers, waiting for a first one; return how many came."""
-        busy = [lane for lane in self.lanes if lane.busy]
+        busy = [*filter(_BUSY, self.lanes)]
         return self._wait(busy, timeout_s) if busy else 0
 
     def await_room(self, tier: int, n_bytes: int, ahead_bytes: int = 0) -> None:
@@ -955,7 +935,7 @@ class Mover:
 
     def _wait(self, lanes: Sequence[Lane], timeout_s: float) -> int:
         """Send requests, and wait for the first answers of some lanes; return their number."""
-        handled = sum(lane.settle() for lane in lanes)
+        handled = sum(map(Lane.settle, lanes))
         if handled or timeout_s <= 0:
             return handled
         if len(lanes) == 1:
@@ -963,7 +943,7 @@ class Mover:
         for lane in lanes:
             lane.receive(timeout_s)
         rest(files([lane.tier for lane in lanes]), timeout_s, _WAIT_OF_SEVERAL_S)
-        return sum(lane.settle() for lane in lanes)
+        return sum(map(Lane.settle, lanes))
 
     # ---- loads
 
@@ -1003,13 +983,9 @@ class Mover:
         return self._wait([self.lanes[tier] for tier in tiers], timeout_s)
 
     def ask(
-        self,
-        tier: int,
-        item: Load,
-        done: Done,
-        owner: object = None,
+        self, tier: int, item: Load, done: Done, owner: object = None,
         priority: IOPriority = IOPriority.DEMAND,
-    ) -> TransferRequest | None:
+    ) -> TransferRequest | None:  # fmt: skip
         """Load a frame as a demand or a prefetch; a later `drain` sends the request.
 
         Args:

@@ -17,7 +17,7 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -226,9 +226,9 @@ class Copies:
                 rows += list(more)
         return rows
 
-    def upload(self, row: torch.Tensor, granule: int) -> None:
-        """Queue the copy of a row to the page at a granule."""
-        self._queue.append((granule, row))
+    def upload(self, rows: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Queue the copies of rows to the pages at granules."""
+        self._queue += rows
 
     def launch(self) -> None:
         """Start the queued copies to the device; work queued there from now on sees them."""

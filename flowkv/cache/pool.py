@@ -120,6 +120,7 @@ class PagePool:
             use occupies at least one.
 
     Attributes:
+        allocated: Granules that were allocated so far.
         copies: Copies between pages and pinned memory, where the device is not the CPU.
         lent: Pages that transfers use, and how often; they neither move nor become free.
 
@@ -128,12 +129,9 @@ class PagePool:
     """
 
     def __init__(
-        self,
-        device: torch.device | str,
-        capacity_bytes: int,
-        page_granules: Sequence[int],
+        self, device: torch.device | str, capacity_bytes: int, page_granules: Sequence[int],
         least_slabs: int = 4,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.device = torch.device(device)
         largest = max(page_granules)
         total = capacity_bytes // GRANULE_BYTES
@@ -162,7 +160,7 @@ class PagePool:
         self._refs: dict[int, int] = {}
         self.lent: dict[int, int] = {}
         self._awaited = set[int]()
-        self._used_granules = self._touched = 0
+        self._used_granules = self._touched = self.allocated = 0
         self.copies: Copies | None = None
         self._touch(0)
 
@@ -236,7 +234,7 @@ class PagePool:
                 partial[number] = None
                 self._change(granules, pages)
             number = next(reversed(partial))
-            free = self._slab(number).free
+            free = (self._slabs[number] or self._slab(number)).free
             while free and len(taken) < count:
                 taken.append(free.pop())
             if not free:
@@ -246,6 +244,7 @@ class PagePool:
         self._refs |= dict.fromkeys(taken, 1)
         self._change(granules, -count)
         self._used_granules += granules * count
+        self.allocated += granules * count
         return taken
 
     def share(self, *pages: int) -> None:
@@ -364,14 +363,9 @@ class PagePool:
         )
 
     def plan_defragmentation(
-        self,
-        fixed: Collection[int] = (),
-        *,
-        most_granules: int | None = None,
-        most_slabs: int | None = None,
-        wanted: int = 0,
-        least_gain: float = 1.0,
-    ) -> dict[int, int]:
+        self, fixed: Collection[int] = (), *, most_granules: int | None = None,
+        most_slabs: int | None = None, wanted: int = 0, least_gain: float = 1.0,
+    ) -> dict[int, int]:  # fmt: skip
         """Plan moves (old page -> new page) that empty sparse slabs into fuller ones of their size.
 
         Args:

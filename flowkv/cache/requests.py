@@ -235,8 +235,7 @@ class DevicePrefetcher:
         window = self._windows[group]
         chain = slots if window is None else slots[-window:]
         hits, away = 0, list[Block]()
-        for at, slot in enumerate(chain.tolist()):
-            block = self._store.index.get(slot)
+        for at, block in enumerate(self._store.index.get_all(chain.tolist())):
             if block is not None and block.page >= 0:
                 hits += hits == at
             elif block is not None and block.tiers:
@@ -291,13 +290,10 @@ class DevicePrefetcher:
 
     def _known(self, group: int, slots: Slots) -> Slots:
         """Return the known blocks of a chain, up to the first gap if all pages are needed."""
-        found = []
-        for slot in slots.tolist():
-            if self._store.index.get(slot) is not None:
-                found.append(slot)
-            elif self._windows[group] is None:
-                break
-        return as_slots(found)
+        known = [block is not None for block in self._store.index.get_all(slots.tolist())]
+        if self._windows[group] is None:
+            return as_slots(slots[: [*known, False].index(False)])
+        return as_slots(slots[known])
 
     def _settle(self, now_ns: int) -> None:
         """Pass the collected arrivals, failures and dropped slots to the prefetcher."""
@@ -337,7 +333,7 @@ class DevicePrefetcher:
 
     def _carry_out(self, fetch: Fetch) -> None:
         store = self._store
-        blocks = [store.index.at(slot) for slot in fetch.slots.tolist()]
+        blocks = store.index.those(fetch.slots.tolist())
         store.keep(*blocks)  # the victims' write-back may evict other blocks from a tier
         try:
             store.displace(fetch.victims.tolist())
@@ -572,13 +568,10 @@ class RequestTracker:
         return [found[g] for g in groups]
 
     def _known(self, seq: Sequence, group: int, most: int) -> list[int]:
-        slots, whole = [], self._windows[group] is None
-        for slot in map(self.store.index.slot, seq.keys(group, most)[:most]):
-            if slot >= 0:
-                slots.append(slot)
-            elif whole:
-                break
-        return slots
+        slots = self.store.index.slots(seq.keys(group, most)[:most])
+        if self._windows[group] is None:
+            return slots[: [*slots, -1].index(-1)]
+        return [slot for slot in slots if slot >= 0]
 
     def _of(self, session: int, group: int) -> int:
         return (session + group) & _LARGEST if session >= 0 else -1

@@ -171,10 +171,9 @@ class PrefixMatcher:
 
     def _run(self, seq: Sequence, group: int, limit: int) -> int:
         """Return the number of consecutive known pages from the first one on."""
-        page, keys, find = 0, seq.keys(group, limit), self.store.find
+        page, keys = 0, seq.keys(group, limit)
         for asked in (False, True):
-            while page < limit and find(keys[page]) is not None:
-                page += 1
+            page += [*self.store.find_all(keys[page:limit]), None].index(None)
             if page < limit and not asked:
                 self._discover(seq, group, page, limit)
         return page
@@ -335,7 +334,7 @@ class PrefixMatcher:
         found: list[dict[int, PageLoad]] = []
         for g in range(len(seq.blocks)):
             start = max(first, self.first(g, pages))
-            blocks = enumerate(map(self.store.find, seq.keys(g, pages)[start:pages]), start)
+            blocks = enumerate(self.store.find_all(seq.keys(g, pages)[start:pages]), start)
             loads = PageLoad.several(self.store, [(b, n) for n, b in blocks if b is not None])
             found.append({one.page_no: one for one in loads})
         return found
@@ -394,7 +393,7 @@ class PrefixMatcher:
 
     def _blocks(self, seq: Sequence, group: int, pages: int) -> list[Block]:
         keys = seq.keys(group, pages)[self.first(group, pages) : pages]
-        return [block for block in map(self.store.find, keys) if block is not None]
+        return [block for block in self.store.find_all(keys) if block is not None]
 
     def _worth(self, absent: list[Block], tokens: int) -> bool:
         stack = self.store.stack
@@ -426,11 +425,11 @@ class PrefixMatcher:
 
     def resident(self, seq: Sequence, pages: int) -> int:
         """Return the leading pages that are resident in every group, as far as windows reach."""
-        lines = [seq.keys(g, pages) for g in range(len(seq.blocks))]
-        find = self.store.find
+        every = range(len(seq.blocks))
+        lines = [self.store.find_all(seq.keys(g, pages)[:pages]) for g in every]
 
         def here(group: int, page: int) -> bool:
-            block = find(lines[group][page])
+            block = lines[group][page]
             return block is not None and block.page >= 0
 
         return self.longest(0, pages, here)
@@ -495,9 +494,9 @@ class PrefixMatcher:
 
     def known_blocks(self, seq: Sequence) -> list[Block]:
         """Return the known blocks of a prompt's pages, in every group."""
-        pages = range(len(seq.tokens) // self.page_size)
-        found = [self.find(seq, g, page) for g in range(len(seq.blocks)) for page in pages]
-        return [block for block in found if block is not None]
+        pages, find_all = len(seq.tokens) // self.page_size, self.store.find_all
+        lines = [find_all(seq.keys(g, pages)[:pages]) for g in range(len(seq.blocks))]
+        return [block for line in lines for block in line if block is not None]
 
 
 def _sound(said: torch.Tensor | None) -> bool:
@@ -845,14 +844,9 @@ class RestoreScheduler:
         self.tell_span(request, flight.tier, op.tokens, op.layers, (begun_s, seconds), n_bytes)
 
     def tell_span(
-        self,
-        request: RestoreRequest,
-        engine: str,
-        tokens: Span,
-        layers: Span,
-        when: tuple[float, float],
-        n_bytes: int = 0,
-    ) -> None:
+        self, request: RestoreRequest, engine: str, tokens: Span, layers: Span,
+        when: tuple[float, float], n_bytes: int = 0,
+    ) -> None:  # fmt: skip
         """Emit a `RestoreSpan` for a piece of a restore; `when` is its start and its seconds."""
         if self.bus.wants(RestoreSpan):
             span = RestoreSpan(
@@ -1260,15 +1254,9 @@ class RestoreJob:
     """
 
     def __init__(
-        self,
-        restores: RestoreScheduler,
-        seq: Sequence,
-        plan: RestorePlan,
-        *,
-        computable: bool,
-        behind: Items[PageLoad] = (),
-        limit: int = 0,
-    ) -> None:
+        self, restores: RestoreScheduler, seq: Sequence, plan: RestorePlan, *, computable: bool,
+        behind: Items[PageLoad] = (), limit: int = 0,
+    ) -> None:  # fmt: skip
         # The reference is weak: a restore must not keep a dropped sequence open.
         self._whose = WeakSequence(seq)
         self._restores, self._planner = restores, restores.restorer.planner

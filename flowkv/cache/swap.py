@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flowkv.cache.block_table import WINDOW_SLACK_TOKENS, Planner
 from flowkv.cache.export import DTYPES, MOST_ELEMENTS
-from flowkv.cache.index import LAYOUT, Block, Copy, Saved, SwappedCopy
+from flowkv.cache.index import LAYOUT, Block, Copy, Saved, SwappedCopy, frame_infos
 from flowkv.cache.pool import download, upload
 from flowkv.cache.restore import PrefixMatcher, RestoreJob
 from flowkv.cache.sequence import READY, SUSPENDED, Sequence
@@ -431,7 +431,7 @@ class Snapshots:
         block.tokens = seq.tokens[pages * size : length].copy()
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
-        info = block.info(LAYOUT, tokens=block.tail, stripe_bytes=GRANULE_BYTES)
+        info = frame_infos([block], LAYOUT, block.tail, GRANULE_BYTES)[0]
         if not (saved := self.store.writes.store_state(block, info, body)):
             self.store.stack.miss_out(self.store.stack.lasting())
         self.store.writes.drain()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowkv.cache.index import Block, matching
+from flowkv.cache.index import Block, frame_infos, matching
 from flowkv.cache.sequence import Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.geometry import CODEC_SHIFT
@@ -197,11 +197,8 @@ class Tails:
         block = store.index.get_or_create(key, above, group, "state")
         block.tokens, block.tail, block.n_bytes = tokens, count, len(body)
         block.tenant, block.namespace, block.fidelity = seq.tenant, seq.namespace, seq.fidelity
-        info = block.info(
-            store.forms[group].fingerprints[0],
-            tokens=count,
-            stripe_bytes=layout.stripe_stride_bytes,
-        )
+        form = store.forms[group].fingerprints[0], count, layout.stripe_stride_bytes
+        info = frame_infos([block], *form)[0]
         store.writes.store_tail(block, number, info, body.numpy().data)
 
     def stored(self, seq: Sequence, page_no: int, stop: int) -> list[Block]:

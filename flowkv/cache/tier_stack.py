@@ -10,9 +10,12 @@ import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
 from flowkv.cache.listing import Listing
@@ -152,12 +155,11 @@ class PolicyContext:
             first, last = run[0], run[-1]
             more = 0 if here else _ALIKE - 1
             middle = ((first.depth & ~more) + (last.depth | more) + 1) / 2  # one cost for all
-            known, slot = {block.key: block.slot for block in run}, self.index.slot
-            above = [known.get(block.parent) or slot(block.parent) for block in run]
+            above = self.index.slots(map(_PARENT, run))
             place.policy.insert(
                 self.now_ns(),
-                as_slots([block.slot for block in run]),
-                as_slots(above),
+                np.array([*map(_SLOT, run)], np.int64),
+                np.array(above, np.int64),
                 n_bytes=n_bytes(first),
                 cost_ns=round(self.gate.token_s(middle * self.page_size) * self.page_size * 1e9),
                 lease=first.lease,
@@ -169,6 +171,7 @@ class PolicyContext:
 #
 # A block is forgotten when no place holds it any more.
 
+_PARENT, _SLOT = attrgetter("parent"), attrgetter("slot")
 _ALIKE = 16  # pages that follow each other in a prompt have one cost in tiers, however they come
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
@@ -278,7 +281,8 @@ class TierStack:
             tier.page_of = self._page_of
         # The log is opened before the listing, so that no erasure after it is missed.
         log = self.erasure_logs.open_log(number, tier)
-        self.mover.add(tier, partial(self.erasure_logs.storing, log))
+        storing = self.erasure_logs.storing
+        self.mover.add(tier, None if log is None else partial(storing, log))
         policy = self._policies(tier.kind, tier.capacity_bytes)
         self.places.append(PolicyPlace(tier.name, tier.kind, policy))
         found = listed(tier)
@@ -304,7 +308,7 @@ class TierStack:
     def settle(self, *blocks: Block) -> None:
         """Update the protection of blocks; forget those that no place holds, or is storing."""
         for block in blocks:
-            lies = block.page >= 0 or block.tiers or block.going
+            lies = (block.page >= 0 and not block.ahead) or block.tiers or block.going
             if not (lies or block.gone or block in self.leaving):
                 self.dismiss(block)
         self.protect(*blocks)
@@ -326,8 +330,10 @@ class TierStack:
             if not block.gone:  # its slot may be another block's by now
                 (held if block.kept or block.going else free).append(block.slot)
         for place in self.places:
-            place.hold(*held)
-            place.let_go(*free)
+            if held:
+                place.hold(*held)
+            if free:
+                place.let_go(*free)
 
     def insert(self, blocks: Sequence[Block], number: int) -> None:
         """Insert blocks that became resident on a tier into its policy, root to leaf."""
@@ -363,11 +369,15 @@ class TierStack:
 
     def worth_storing(self, blocks: Sequence[Block], number: int) -> list[Block]:
         """Return the pages that can ever be worth loading from a tier; count the others."""
-        name, size, reach = self.tiers[number].name, self.context.page_size, self.index.reach
-        pays = partial(self._gate.pays_to_store, name, self._prompt_bytes, size)
+        terms = self.tiers[number].name, self._prompt_bytes, self.context.page_size
         groups = 0 if self._sends() else len(self.forms)
-        pages = [block for block in blocks if block.kind == "page" and block.group < groups]
-        poor = {block for block in pages if not pays(partial(reach, block))}
+        poor = set[Block]()
+        for block in [b for b in blocks if b.kind == "page" and b.group < groups]:
+            reach = lru_cache(partial(self.index.reach, block))
+            if not self._gate.pays_to_store(*terms, reach):
+                poor.add(block)
+            elif not reach.cache_info().misses:  # it pays in any prompt: so do all others
+                break
         self.mover.lanes[number].unpaid += len(poor)
         return [block for block in blocks if block not in poor]
 
@@ -433,7 +443,8 @@ class TierStack:
         self, blocks: list[Block], number: int, codec: int, answers: list[TierAnswer]
     ) -> None:
         tier, lane, kept = self.tiers[number], self.mover.lanes[number], list[Block]()
-        n_bytes, seconds, failed, shared = 0, 0.0, dict[Block, str](), tier.shared
+        n_bytes, seconds, failed = 0, 0.0, dict[Block, str]()
+        known = UNKNOWN if tier.shared else codec
         for block, answer in zip(blocks, answers, strict=True):
             block.going &= ~(1 << number)
             if answer.outcome is not Outcome.STORED:
@@ -446,7 +457,8 @@ class TierStack:
                 self._wipe(number, [block.key])
             else:
                 # Where others write too, theirs may have been there before.
-                block.enter(number, UNKNOWN if shared else codec)
+                block.tiers |= 1 << number
+                block.codecs = block.codecs & ~(UNKNOWN << 4 * number) | known << 4 * number
                 kept.append(block)
                 n_bytes, seconds = n_bytes + answer.n_bytes, max(seconds, answer.seconds)
         if kept:
@@ -606,7 +618,8 @@ class TierStack:
 
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
-        if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
+        left = (block.page < 0 or block.ahead) and not block.tiers >> (number + 1)
+        if reason not in ("lease", "unused") and left:
             last = block.tiers | block.going == 1 << number and block not in self.leaving
             lower = next(iter(self.takers([block], number + 1, leaves=[block] * last)), -1)
             lane = self.mover.lanes[lower]
@@ -618,6 +631,11 @@ class TierStack:
         block.tiers &= ~(1 << number)
         self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
         self.settle(block)
+
+    def take_back(self, block: Block, number: int) -> None:
+        """Delete a tier's copy of a block that lies on its device too."""
+        self.places[number].remove(block)
+        self._evict(block, number, "space")
 
     def copy(self, block: Block, source: int, target: int) -> int:
         """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
@@ -719,6 +737,11 @@ class TierStack:
     def writes_to(self) -> int:
         """Return the number of the tier that full pages are written to at once, else -1."""
         return self.lasting() if self.write_back or self._sends() else -1
+
+    def near(self) -> int:
+        """Return the number of the nearest writable tier if it ends with the process, else -1."""
+        some = [n for n, t in enumerate(self.tiers) if t.writable and n not in self._states_only]
+        return some[0] if some and not self.outlives(some[0]) else -1
 
     def lasting(self) -> int:
         """Return the number of the first writable tier that outlives the process, else -1."""

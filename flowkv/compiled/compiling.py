@@ -77,8 +77,11 @@ class Intervals:
 
         Events during compilation thus keep their order, which policies depend on.
         """
+        if not _WATCHING:
+            watch()
         with self._lock:
-            now_ns, spent_ns = self.at()
+            compiles = bool(self._depths)
+            now_ns, spent_ns = self.at() if compiles else (time.monotonic_ns(), self._spent_ns)
             self._last_ns = max(self._last_ns + 1, now_ns - spent_ns)
             return self._last_ns
 
@@ -176,11 +179,8 @@ def around() -> Iterator[None]:
         end()
 
 
-def now_ns() -> int:
-    """Return `time.monotonic_ns` less all time spent compiling; no two results are equal."""
-    if not _WATCHING:
-        watch()
-    return _INTERVALS.stopped_ns()
+now_ns = _INTERVALS.stopped_ns
+"""Returns `time.monotonic_ns` less all time spent compiling; no two results are equal."""
 
 
 class SystemClock:

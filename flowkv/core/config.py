@@ -773,14 +773,12 @@ def _convert(fields: Mapping[str, Any], where: str = "") -> Config:
     try:
         return msgspec.convert(dict(fields), Config)
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):  # raised by __post_init__
-            cause = error.__cause__
+        if isinstance(cause := error.__cause__, ConfigError):  # raised by __post_init__
             raise ConfigError(where + cause.problem, cause.remedy) from None
         problem, _, place = str(error).partition(" - at ")
-        raise ConfigError(
-            f"{where}{place.replace('$.', '')}: {problem[:1].lower()}{problem[1:]}",
-            "See help(Config) for the field's values",
-        ) from None
+        problem = problem.replace("null", "None").replace("array", "list").replace("object", "dict")
+        said = f"{where}{place.replace('$.', '')}: {problem[:1].lower()}{problem[1:]}"
+        raise ConfigError(said, "See help(Config) for the field's values") from None
 
 
 def _check_choice(name: str, value: object, where: str = "") -> None:

@@ -174,11 +174,11 @@ class KeyChain:
 
     def page(self, parent: bytes, tokens: NDArray[np.uint32], salts: Sequence[Salt] = ()) -> bytes:
         """Return the key of a page below `parent`; positions of salts count within the page."""
-        return self._digest(self._base, parent, tokens, salts)
+        return self._digests(self._base, parent, [(tokens, salts)])[0]
 
     def state(self, parent: bytes, tokens: NDArray[np.uint32], salts: Sequence[Salt] = ()) -> bytes:
         """Return the key of a snapshot after `tokens`, a partial page below `parent`."""
-        return self._digest(self._state_base, parent, tokens, salts)
+        return self._digests(self._state_base, parent, [(tokens, salts)])[0]
 
     def keys(
         self,
@@ -189,30 +189,35 @@ class KeyChain:
         parent: bytes = ROOT,
     ) -> list[bytes]:
         """Return the keys of all full pages of `tokens` from page `start` on, below `parent`."""
-        size, keys = self.page_size, []
-        for page in range(start, len(tokens) // size):
-            first = page * size
-            here = within(salts, first, size) if salts else ()
-            parent = self._digest(self._base, parent, tokens[first : first + size], here)
-            keys.append(parent)
-        return keys
+        size = self.page_size
+        firsts = range(start * size, len(tokens) // size * size, size)
+        here = [within(salts, first, size) if salts else () for first in firsts]
+        pages = [(tokens[at : at + size], some) for at, some in zip(firsts, here, strict=True)]
+        return self._digests(self._base, parent, pages)
 
     @staticmethod
-    def _digest(
-        base: hashlib._Hash, parent: bytes, tokens: NDArray[np.uint32], salts: Sequence[Salt]
-    ) -> bytes:
-        if len(parent) != KEY_BYTES:
+    def _digests(
+        base: hashlib._Hash,
+        parent: bytes,
+        pages: Sequence[tuple[NDArray[np.uint32], Sequence[Salt]]],
+    ) -> list[bytes]:
+        """Return the keys of pages below `parent`, each below the one before."""
+        if pages and len(parent) != KEY_BYTES:
             raise TokenError(
                 f"a parent key of {len(parent)} bytes", "Pass ROOT or a key that `page` returned"
             )
-        state = base.copy()
-        state.update(parent)
-        state.update(len(tokens).to_bytes(4, "little"))
-        state.update(tokens.astype("<u4", copy=False).tobytes())
-        state.update(len(salts).to_bytes(4, "little"))
-        for salt in sorted(salts, key=lambda salt: (salt.position, salt.digest)):
-            state.update(salt.position.to_bytes(4, "little") + salt.digest)
-        return state.digest()
+        keys = list[bytes]()
+        for tokens, salts in pages:
+            state = base.copy()
+            state.update(parent)
+            state.update(len(tokens).to_bytes(4, "little"))
+            state.update(tokens.astype("<u4", copy=False).tobytes())
+            state.update(len(salts).to_bytes(4, "little"))
+            for salt in sorted(salts, key=lambda salt: (salt.position, salt.digest)):
+                state.update(salt.position.to_bytes(4, "little") + salt.digest)
+            parent = state.digest()
+            keys.append(parent)
+        return keys
 
 
 def within(salts: Sequence[Salt], first: int, count: int) -> list[Salt]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Iterable
+from itertools import repeat
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -38,4 +41,11 @@ def address_of(view: memoryview) -> int:
     """Return the address of the bytes of a contiguous view."""
     if view.nbytes and not view.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    return addresses_of([view])[0]
+
+
+def addresses_of(views: Iterable[bytes | memoryview]) -> list[int]:
+    """Return the addresses of the bytes of contiguous views."""
+    arrays = map(np.frombuffer, views, repeat(np.uint8))
+    found = map(itemgetter("data"), map(attrgetter("__array_interface__"), arrays))
+    return [*map(itemgetter(0), found)]

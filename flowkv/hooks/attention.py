@@ -62,7 +62,7 @@ def attention(  # noqa: PLR0913 - the switches of attention belong to one call
             gradients are required inside one.
 
     Example:
-        >>> with kv.step([seq], [tokens]) as step:  # doctest: +SKIP
+        >>> with kv.step([seq], [tokens]) as step:
         ...     logits = model(step.tokens, step.positions)
     """
     step = CURRENT.get()
@@ -184,8 +184,8 @@ class intercept(TorchFunctionMode):
     (cross-attention, encoders) are left alone.
 
     Example:
-        >>> with flowkv.intercept(), kv.step([seq], [tokens]) as step:  # doctest: +SKIP
-        ...     logits = model(step.tokens, step.positions)
+        >>> with flowkv.intercept(), kv.step([seq], [tokens]) as step:
+        ...     logits = unchanged(step.tokens, step.positions)
     """
 
     def __init__(self) -> None:

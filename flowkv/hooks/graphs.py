@@ -472,8 +472,8 @@ def graphed(model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], kv: KV)
         A callable that replaces the model.
 
     Example:
-        >>> run = flowkv.graphed(model, kv)  # doctest: +SKIP
-        >>> with kv.step(seqs, tokens) as step:
+        >>> run = flowkv.graphed(model, kv)
+        >>> with kv.step([seq], [tokens]) as step:
         ...     logits = run(step.tokens, step.positions)
     """
     return Own(model, kv)

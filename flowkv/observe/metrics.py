@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from itertools import accumulate, repeat
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -235,7 +235,8 @@ def read(event: Event) -> tuple[Labels, list[tuple[Kind, str, tuple[float, ...]]
         if value or not metric.maybe:
             values = value if isinstance(value, tuple) else (value,)
             found.append((metric.kind, name, values))
-    return tuple([(label, text(getattr(event, label))) for label in labels]), found
+    told = zip(labels, map(getattr, repeat(event), labels), strict=False)
+    return tuple([(label, one if type(one) is str else text(one)) for label, one in told]), found
 
 
 def text(value: object) -> str:

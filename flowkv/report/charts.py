@@ -72,7 +72,7 @@ _STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": _LIGHT["line"],
     "axes.facecolor": "none",
-    "axes.labelpad": 6,
+    "axes.labelpad": 10,
     "axes.labelcolor": _LIGHT["soft"],
     "axes.titlesize": 13,
     "axes.titleweight": "bold",
@@ -101,7 +101,7 @@ def palette_css() -> str:
         ";".join(f"--{name}:{shades[number]}" for name, shades in PALETTE.items())
         for number in (0, 1)
     )
-    dark = f"@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    dark = f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
     return f":root{{color-scheme:light dark;{light};{_FONTS}}}\n{dark}"
 
 
@@ -305,13 +305,13 @@ class Curves:
             return _picture(self.caption, legend, figure)
 
     def _x_axis(self, axes: Axes) -> None:
-        """Label each size that has room for a label."""
+        """Label each size that has room for a label, in the font of a phone, too."""
         scale = math.log if self.log_x else float
         first, last = scale(self.sizes[0]), scale(self.sizes[-1])
         room, shown, before = WIDTH - _LEFT - _RIGHT, list[float](), -math.inf
         for size in self.sizes:
             at = room * (scale(size) - first) / (last - first) if last > first else 0.0
-            if at - before >= 44:
+            if at - before >= 80:
                 shown.append(size)
                 before = at
         axes.set_xticks(shown, [self._label(size) for size in shown])
@@ -339,13 +339,14 @@ class Curves:
     def _label(self, value: float) -> str:
         if self.percent:
             return f"{100 * value:.4g}%"
-        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+        least = 1_000 if self.sizes[-1] >= 10_000 else 10_000  # alike on one axis
+        return f"{value:,.0f}" if abs(value) >= least else f"{value:.4g}"
 
     def _value(self, value: float) -> str:
         return f"{100 * value:.2f}%" if self.percent else f"{value:.4g}"
 
 
-# Distributions of times, side by side: bars over a logarithmic axis, with marked quantiles.
+# Distributions of times, one below the other: bars over a logarithmic axis, with marked quantiles.
 
 _BARS = 30
 _QUANTILES = {"P50": (0.5, "-"), "P95": (0.95, "--"), "P99": (0.99, ":")}
@@ -365,15 +366,14 @@ class Distributions:
 
     def draw(self) -> Picture:
         """Draw the distributions as a picture."""
-        rows = -(-len(self.spreads) // 2)
-        with _sheet(176 * rows) as figure:
-            figure.subplots_adjust(0.01, 0.16 / rows, 0.99, 1 - 0.26 / rows, 0.1, 0.78)
+        with _sheet(156 * (rows := len(self.spreads))) as figure:
+            figure.subplots_adjust(0.01, 0.18 / rows, 0.99, 1 - 0.36 / rows, hspace=1.2)
             for number, (name, spread) in enumerate(self.spreads.items()):
-                axes = figure.add_subplot(rows, 2, number + 1)
+                axes = figure.add_subplot(rows, 1, number + 1)
                 _draw_spread(axes, spread, _colour(number % 6))
                 said = (f"{q} {seconds(spread.quantile(at))}" for q, (at, _) in _QUANTILES.items())
-                axes.set_title(name, pad=24)
-                axes.set_title(f"{spread.count:,}", loc="right", pad=24, fontweight=400,
+                axes.set_title(name, pad=32)
+                axes.set_title(f"{spread.count:,}", loc="right", pad=32, fontweight=400,
                                color=_LIGHT["soft"])  # fmt: skip
                 axes.text(0, 1.1, " · ".join(said), transform=axes.transAxes, fontsize=12)
             return _picture(self.caption, [], figure)
@@ -391,8 +391,8 @@ def _draw_spread(axes: Axes, spread: Spread, colour: str) -> None:
     for bar, count in zip(bars, held, strict=True):
         _say(bar, f"{count:,} of {len(spread.newest):,}")
     axes.set_yticks([])
-    many = high / low > 100
-    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if many else (1, 2, 5), numticks=9))
+    subs = (1,) if high / low > 100 else (1, 2, 5)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: seconds(value))
     for at, dash in _QUANTILES.values():

@@ -155,7 +155,8 @@ def _scratch(rows, held):
 
 
 @kept(**_ENTRY)
-def _check_all(rows, expected, reasons, held):
+def check_all(rows, expected, reasons, held):
+    """Check frames, as `check_frames` does; it has `overloads` once it is compiled."""
     scratch = np.int64(_scratch(rows, held))
     for i in range(len(rows)):
         reasons[i] = _check_frame(rows[i], expected[i], scratch)
@@ -176,10 +177,6 @@ def _seal_all(rows, held):
         at = row.header + np.uint64(_DIGEST_AT)
         _put(_digest_header(row.header, row.header_bytes), at)
     fence()
-
-
-def _held() -> NDArray[np.uint8]:
-    return np.empty(PIECE_BYTES, np.uint8)
 
 
 def checks_of(rows: Sequence[tuple[int, ...]]) -> NDArray[np.void]:
@@ -209,7 +206,7 @@ def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArr
             "Pass an array of dtype CHECK and 256 bytes of fields per row",
         )
     reasons = np.empty(n, np.uint8)
-    _check_all(checks, expected, reasons, _held())
+    check_all(checks, expected, reasons, np.empty(PIECE_BYTES, np.uint8))
     return reasons
 
 
@@ -219,14 +216,11 @@ def compile_frames() -> None:
     seal_frames(np.zeros(0, SEAL))
 
 
-def is_compiled() -> bool:
-    """Return whether `check_frames` needs no compiling or loading in this process."""
-    return bool(getattr(_check_all, "signatures", ()))
-
-
 def check_known(rows: Sequence[tuple[int, ...]]) -> list[int]:
     """Call `check_frames` for rows with headers that were checked before; return the reasons."""
-    return check_frames(checks_of(rows), np.zeros((len(rows), FIXED_BYTES), np.uint8)).tolist()
+    reasons, fields = np.empty(len(rows), np.uint8), np.zeros((len(rows), FIXED_BYTES), np.uint8)
+    check_all(checks_of(rows), fields, reasons, np.empty(PIECE_BYTES, np.uint8))
+    return reasons.tolist()
 
 
 # Seal many plain frames: copy and digest their bodies in the same pass.
@@ -240,4 +234,4 @@ body, and address of the copy, which may be the body itself."""
 
 def seal_frames(rows: NDArray[np.void]) -> None:
     """Copy bodies, and write all digests into the headers; `rows` is `[n]` of dtype `SEAL`."""
-    _seal_all(rows, _held())
+    _seal_all(rows, np.empty(PIECE_BYTES, np.uint8))

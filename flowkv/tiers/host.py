@@ -6,10 +6,13 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +21,7 @@ from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.geometry import GRANULE_BYTES
-from flowkv.core.memory import address_of
+from flowkv.core.memory import addresses_of
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
@@ -114,45 +117,25 @@ def missed(key: bytes, reason: str = "") -> TierAnswer:
     return TierAnswer(0, 0, key, Outcome.MISS, reason)
 
 
-def copied(
-    header: Header, item: Load, copy: Callable[[memoryview, int], None], body_at: int = 0
-) -> TierAnswer:
+def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) -> TierAnswer:
     """Copy the requested stripes of a frame into the target, and verify the copy.
 
     Args:
         header: Header of the frame.
         item: The request.
         copy: Fills memory with the body from the given offset on.
-        body_at: Address of the body; 0 if it has none.
 
     Raises:
         BadFrame: The frame is not the requested one, or damaged.
     """
-    stripes, step = _asked(header, item, body_at), header.info.stripe_bytes
-    n_bytes = len(stripes) * step
-    if not n_bytes:
-        return failed(item.key, "target")
-    target = item.target.cast("B")[:n_bytes]
-    copy(target, stripes.start * step)
-    verify_stripes(header, stripes.start, target)
-    return TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
-
-
-def _asked(header: Header, item: Load, body_at: int = 0) -> range:
-    """Return the requested stripes of a frame; an empty range if the target cannot take them.
-
-    Read-only memory is a target only if it is the memory of the frame itself.
-
-    Raises:
-        BadFrame: The frame is not the requested one.
-    """
     accept(header, item.key, item.layout, item.fidelity)
-    stripes = span(header, item.first, item.stripes)
-    target, step = item.target, header.info.stripe_bytes
-    fits = target.c_contiguous and target.nbytes >= len(stripes) * step
-    if fits and target.readonly:
-        fits = bool(body_at) and address_of(target) == body_at + stripes.start * step
-    return stripes if fits else range(0)
+    stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
+    target, n_bytes = item.target, len(stripes) * step
+    if not target.c_contiguous or target.nbytes < n_bytes or target.readonly:
+        return failed(item.key, "target")
+    copy(target.cast("B")[:n_bytes], stripes.start * step)
+    verify_stripes(header, stripes.start, target.cast("B")[:n_bytes])
+    return TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
 
 APART_BYTES = 1 << 20
@@ -231,22 +214,13 @@ class HostTier(Immediate):
     def _run(
         self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], TierAnswer]
     ) -> int:
-        """Run small jobs at once, and large ones in the background."""
-        sizes = [(one.target if isinstance(one, Load) else one.body).nbytes for one in items]
-        stores = bool(items) and isinstance(items[0], Store)
-        if sum(sizes) < (TOGETHER_BYTES if stores else APART_BYTES) or not self._usable():
+        """Run small jobs at once, and share large ones among threads."""
+        if not items or not self._usable():
             return super()._run(items, deadline_s, answer)
+        sizes = [(one.target if isinstance(one, Load) else one.body).nbytes for one in items]
+        stores = isinstance(items[0], Store)
+        small = sum(sizes) < (TOGETHER_BYTES if stores else APART_BYTES)
         many: Any = self._store_all if stores else self._load_all
-        return self._share_out(items, sizes, deadline_s, many)
-
-    def _share_out(
-        self,
-        items: Sequence[Wish],
-        sizes: list[int],
-        deadline_s: float,
-        answer: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
-    ) -> int:
-        """Share the items of a job among threads; return the number of the job."""
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         times = start_ns, start_ns + round(min(deadline_s, 1e9) * 1e9)
         shares, share_bytes, first = list[slice](), 0, 0
@@ -259,52 +233,41 @@ class HostTier(Immediate):
         self._waiting[job] = len(shares)
         for part in shares:
             turns, those = itertools.count(), (part.start, items[part], sizes[part])
-            work = partial(self._carry_out, job, *those, times, answer, turns)
+            work = partial(self._carry_out, job, *those, times, many, turns)
             try:
-                self._apart.submit(work)
+                work() if small else self._apart.submit(work)
             # the tier is closed, which will be the answer, or no thread can start
             except RuntimeError:
                 work()
         return job
 
     def _carry_out(
-        self,
-        job: int,
-        number: int,
-        items: Sequence[Wish],
-        sizes: list[int],
-        times: tuple[int, int],
-        answer: Callable[[Sequence[Wish]], Sequence[TierAnswer]],
+        self, job: int, number: int, items: Sequence[Wish], sizes: list[int],
+        times: tuple[int, int], answer: Callable[[Sequence[Wish]], list[TierAnswer]],
         turns: Iterator[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Serve a share of a job; its first item has the given number in the job."""
         if next(turns):  # the share was queued, although no thread could start then
             return
-        (start_ns, end_ns), first = times, 0
+        (start_ns, end_ns), first, now_ns = times, 0, self._clock.now_ns()
         most_bytes = 4 * TOGETHER_BYTES if _compiled() else 1
         while first < len(items):
             part, n_bytes = list[Wish](), 0
             while n_bytes < most_bytes and first + len(part) < len(items):
                 n_bytes += sizes[first + len(part)]
                 part.append(items[first + len(part)])
-            if self._closed or job not in self._waiting:
-                why = "closed" if self._closed else "cancelled"
-                replies: Sequence[TierAnswer] = [failed(item.key, why) for item in part]
-            elif self._clock.now_ns() >= end_ns:
-                replies = [failed(item.key, "deadline") for item in part]
-            else:
-                try:
-                    replies = answer(part)
-                except Exception as error:
-                    why = f"{type(error).__name__}: {error}"
-                    replies = [failed(item.key, why) for item in part]
-            seconds = (self._clock.now_ns() - start_ns) / 1e9
-            self._answers.post(
-                [
-                    reply._replace(job=job, item=number + first + n, seconds=seconds)
-                    for n, reply in enumerate(replies)
-                ]
-            )
+            why = "deadline" if now_ns >= end_ns else ""
+            why = "closed" if self._closed else why if job in self._waiting else "cancelled"
+            try:
+                replies = [failed(item.key, why) for item in part] if why else answer(part)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                replies = [failed(item.key, why) for item in part]
+            now_ns = self._clock.now_ns()
+            seconds = (now_ns - start_ns) / 1e9
+            for n, reply in enumerate(replies):
+                replies[n] = TierAnswer(job, number + first + n, *reply[2:7], seconds)
+            self._answers.post(replies)
             first += len(part)
         with self._lock:
             left = self._waiting.pop(job, 1) - 1
@@ -355,12 +318,19 @@ class HostTier(Immediate):
             first: First stripe.
             stripes: Number of stripes; 0 for all from the first on.
         """
-        frame = self._frames.get(key)
-        if frame is None or not frame.reached:
-            return None
-        step = frame.header.info.stripe_bytes
-        stop = (first + stripes) * step if stripes else len(frame.body)
-        return frame.body[first * step : stop] if stop <= len(frame.body) else None
+        return self.lend_all([key], first, stripes)[0]
+
+    def lend_all(self, keys: Iterable[bytes], first: int, stripes: int) -> list[Bytes | None]:
+        """Return the memory of the same stripes of several frames; see `lend`."""
+        found = list[Bytes | None]()
+        for frame in map(self._frames.get, keys):
+            body = frame.body if frame is not None and frame.reached else None
+            if frame is not None and body is not None and (first or stripes):
+                step, size = frame.header.info.stripe_bytes, len(body)
+                stop = (first + stripes) * step if stripes else size
+                body = body[first * step : stop] if stop <= size else None
+            found.append(body)
+        return found
 
     def scan(self) -> Iterator[Entry]:
         """Yield all frames, oldest store first."""
@@ -382,51 +352,50 @@ class HostTier(Immediate):
         self.slots.close()
         self._answers.close()
 
-    def _load(self, item: Load, end_ns: int) -> TierAnswer:
-        frame = self._frames.get(item.key)
-        if frame is None:
-            return missed(item.key)
-
-        def copy(target: memoryview, at: int) -> None:
-            into, part = np.frombuffer(target, np.uint8), frame.body[at : at + len(target)]
-            if into.ctypes.data != part.ctypes.data:
-                np.copyto(into, part)  # without the interpreter's lock
-
-        try:  # The copy is verified, since `erase` may overwrite the frame meanwhile.
-            return copied(frame.header, item, copy, frame.body_at)
-        except BadFrame as error:
-            return self._bad(frame, error.reason)
-
     def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
         """Load many frames in one compiled call that needs no interpreter, if it is compiled."""
-        if not _compiled():
-            return [self._load(item, 0) for item in items]
-        from flowkv.tiers.digest import REASONS, check_known
-
-        replies, found, rows = list[TierAnswer](), list[tuple[int, KeptFrame]](), []
+        replies, found = list[TierAnswer](), list[tuple[int, KeptFrame, int, int]]()
+        targets, rows = list[memoryview](), list[tuple[int, ...]]()
         for number, item in enumerate(items):
             frame = self._frames.get(item.key)
             if frame is None:
                 replies.append(missed(item.key))
                 continue
-            header, body_at, digests_at = frame.header, frame.body_at, frame.digests_at
-            try:
-                stripes, step = _asked(header, item, body_at), header.info.stripe_bytes
-            except BadFrame as error:
-                replies.append(self._bad(frame, error.reason))
-                continue
-            first, count = stripes.start, len(stripes)
-            if not count:
+            header, info, target = frame.header, frame.header.info, item.target
+            every, first = len(frame.body) // info.stripe_bytes, item.first
+            stop = first + item.stripes if item.stripes else every
+            same = (item.key, item.layout) == (header.key, info.layout)
+            if not (same and info.fidelity <= item.fidelity and 0 <= first < stop <= every):
+                try:
+                    accept(header, item.key, item.layout, item.fidelity)
+                    span(header, first, item.stripes)
+                except BadFrame as error:
+                    replies.append(self._bad(frame, error.reason))
+                    continue
+            if not (target.c_contiguous and target.nbytes >= (stop - first) * info.stripe_bytes):
                 replies.append(failed(item.key, "target"))
                 continue
-            part = body_at + first * step, count * step, address_of(item.target), step
-            rows.append((digests_at, 0, *part, len(frame.body) // step, first, count, 1))
-            found.append((number, frame))
-            answer = TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, count * step)
-            replies.append(answer)
-        for (number, frame), reason in zip(found, check_known(rows), strict=True):
-            if reason:
-                replies[number] = self._bad(frame, REASONS[reason])
+            targets.append(target)
+            found.append((number, frame, first, stop - first))
+            n_bytes = (stop - first) * info.stripe_bytes
+            replies.append(TierAnswer(0, 0, item.key, Outcome.HIT, "", info, n_bytes))
+        places = addresses_of(targets)
+        for (number, frame, first, count), target_at in zip(found, places, strict=True):
+            step, every = frame.header.info.stripe_bytes, len(frame.body)
+            at = frame.body_at + first * step
+            if target_at != at and items[number].target.readonly:
+                replies[number], count = failed(items[number].key, "target"), 0
+            part = at, count * step, target_at, step, every // step, first, count, 1
+            rows.append((frame.digests_at, 0, *part))
+        if _compiled():
+            from flowkv.tiers.digest import REASONS, check_known
+
+            reasons = [REASONS[reason] for reason in check_known(rows)]
+        else:
+            reasons = [*map(_copy, found, targets)]
+        for (number, frame, *_), reason in zip(found, reasons, strict=True):
+            if reason and replies[number].outcome is Outcome.HIT:
+                replies[number] = self._bad(frame, reason)
         return replies
 
     def _bad(self, frame: KeptFrame, reason: str) -> TierAnswer:
@@ -438,39 +407,12 @@ class HostTier(Immediate):
                 self.corrupt += damaged
         return missed(key, reason if damaged else "")
 
-    def _store(self, item: Store, end_ns: int) -> TierAnswer:
-        return self._store_all([item])[0]
-
     def _store_all(self, items: Sequence[Store]) -> list[TierAnswer]:
         """Store many frames: copy and digest them in one compiled call without the interpreter."""
         found, claimed = dict[int, TierAnswer](), dict[int, int]()
-        rows, made, compiled = list[tuple[int, ...]](), list[tuple[Any, ...]](), _compiled()
         try:
             found = self._claim(items, claimed)
-            for number, charge in claimed.items():
-                key, info, body = items[number]
-                stripes = body.nbytes // info.stripe_bytes
-                header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
-                array, source, at, reached = self._memory(body)
-                if compiled:
-                    places = address_of(memoryview(header)), len(header), source, at
-                    rows.append((*places, info.stripe_bytes, stripes))
-                else:
-                    # Digests come from the caller's memory: should it change during the copy,
-                    # against the contract, then the copy will not match them and never be served.
-                    header[FIXED_BYTES:] = describe(key, info, body).digests
-                    if at != source:
-                        np.copyto(array, np.frombuffer(body, np.uint8))
-                made.append((number, header, array, at, reached, charge))
-            if rows:
-                from flowkv.tiers.digest import SEAL, seal_frames
-
-                seal_frames(np.array(rows, SEAL))
-            for number, header, *memory in made:
-                key, info, _ = items[number]
-                kept = Header(key, info, bytes(header[FIXED_BYTES:]))
-                found[number] = self._keep(kept, *memory)
-                del claimed[number]
+            self._keep(items, claimed, found)
         except BaseException as error:
             with self._lock:
                 self._used_bytes -= sum(claimed.values())
@@ -478,18 +420,22 @@ class HostTier(Immediate):
             if isinstance(error, MemoryError):
                 return [found.get(n) or failed(one.key, "memory") for n, one in enumerate(items)]
             raise
-        return [found[number] for number in range(len(items))]
+        return [*map(found.__getitem__, range(len(items)))]
 
     def _claim(self, items: Sequence[Store], claimed: dict[int, int]) -> dict[int, TierAnswer]:
         """Reserve room for frames, and add their charges; return answers to the others."""
-        found = dict[int, TierAnswer]()
-        for number, (key, info, body) in enumerate(items):
+        found, known = dict[int, TierAnswer](), dict[tuple[Any, ...], int]()
+        for number, (key, info, body, *_) in enumerate(items):
+            names = key, info.layout, info.parent, info.namespace, info.tenant
+            form = *map(len, names), *info[:3], *info[6:9], *info[10:], body.nbytes
             try:
-                digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes)
+                if form not in known:
+                    digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes)
+                    known[form] = body.nbytes + digest_bytes + OVERHEAD_BYTES
             except BadFrame as error:
                 found[number] = failed(key, error.reason)
                 continue
-            charge = body.nbytes + digest_bytes + OVERHEAD_BYTES
+            charge = known[form]
             with self._lock:
                 if key in self._frames:
                     found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, 0)
@@ -502,42 +448,81 @@ class HostTier(Immediate):
         return found
 
     def _keep(
-        self, header: Header, body: Bytes, at: int, reached: bool | None, charge: int
-    ) -> TierAnswer:
-        kept_bytes = -(-len(body) // GRANULE_BYTES) * GRANULE_BYTES * (reached is not None)
-        place = at, kept_bytes, bool(reached)
-        frame = KeptFrame(header, body, *place, address_of(memoryview(header.digests)), charge)
-        with self._lock:
-            self._claimed_bytes -= charge
-            new = not self._closed and header.key not in self._frames
-            if new:
-                self._frames[header.key] = frame
-                self.slots.kept_bytes += kept_bytes
-            else:
-                self._used_bytes -= charge
-        n_bytes = len(body) if new else 0
-        return TierAnswer(0, 0, header.key, Outcome.STORED, "", None, n_bytes)
+        self, items: Sequence[Store], claimed: dict[int, int], found: dict[int, TierAnswer]
+    ) -> None:
+        """Copy and enter the claimed frames, and add the answers to them."""
+        wished = [*map(items.__getitem__, claimed)]
+        arrays, sources, places, reached = self._memory([*map(attrgetter("body"), wished)])
+        digests = self._digests(wished, arrays, sources, places) if wished else []
+        where = places, reached, digests, addresses_of(digests)
+        for number, body, at, reaches, its, its_at in zip([*claimed], arrays, *where, strict=True):
+            (key, info, *_), n_bytes = items[number], len(body)
+            kept_bytes = -(-n_bytes // GRANULE_BYTES) * GRANULE_BYTES * (reaches is not None)
+            made = Header(key, info, its), body, at, kept_bytes, bool(reaches), its_at
+            frame = KeptFrame(*made, claimed[number])
+            with self._lock:
+                self._claimed_bytes -= frame.charge
+                del claimed[number]
+                if not self._closed and key not in self._frames:
+                    self._frames[key] = frame
+                    self.slots.kept_bytes += kept_bytes
+                else:
+                    self._used_bytes -= frame.charge
+                    n_bytes = 0
+            found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, n_bytes)
 
-    def _memory(self, body: memoryview) -> tuple[Bytes, int, int, bool | None]:
-        """Return memory for a body: the body itself, if it is a slot.
+    def _digests(
+        self, items: Sequence[Store], arrays: list[Bytes], sources: list[int], places: list[int]
+    ) -> list[bytes]:
+        """Copy bodies into memory where they are not there; return the digests of each."""
+        if not _compiled():
+            for n, item in enumerate(items):
+                if places[n] != sources[n]:
+                    np.copyto(arrays[n], np.frombuffer(item.body, np.uint8))
+            # Digests come from the caller's memory: should it change during the copy, against the
+            # contract, then the copy will not match them and never be served.
+            return [describe(item.key, item.info, item.body).digests for item in items]
+        from flowkv.tiers.digest import SEAL, seal_frames
+
+        rows = np.empty(len(items), SEAL)
+        steps = rows["step"] = [*map(attrgetter("info.stripe_bytes"), items)]
+        counts = rows["stripes"] = np.array([*map(len, arrays)]) // steps
+        sizes = rows["header_bytes"] = FIXED_BYTES + DIGEST_BYTES * counts
+        ends = np.cumsum(sizes)
+        headers = np.zeros(ends[-1], np.uint8)
+        rows["header"] = headers.ctypes.data + ends - sizes
+        rows["body"], rows["data"] = sources, places
+        seal_frames(rows)
+        parts = map(slice, (ends - DIGEST_BYTES * counts).tolist(), ends.tolist())
+        return [*map(bytes, map(headers.data.__getitem__, parts))]
+
+    def _memory(
+        self, bodies: Sequence[memoryview]
+    ) -> tuple[list[Bytes], list[int], list[int], list[bool | None]]:
+        """Return memory for bodies: a body itself, if it is a slot.
 
         Returns:
-            The memory, the addresses of the body and of the memory, and whether a device reaches
+            The memory, the addresses of the bodies and of the memory, and whether a device reaches
             it; None if that is no slot.
 
         Raises:
             MemoryError: There is none.
         """
-        source, n_bytes = address_of(body), body.nbytes
-        reached = self.slots.reaches(source, n_bytes)
-        if reached is not None:
-            return np.frombuffer(body, np.uint8), source, source, reached
-        slot = self.slots.acquire(n_bytes) if n_bytes >= SLOT_BYTES else None
-        if slot is None:
-            array = np.frombuffer(bytearray(n_bytes), np.uint8)
-            return array, source, array.ctypes.data, None
-        at = slot.ctypes.data
-        return slot, source, at, self.slots.reaches(at, n_bytes)
+        sources, sizes = addresses_of(bodies), [*map(attrgetter("nbytes"), bodies)]
+        reached = self.slots.reaches(sources, sizes)
+        arrays = [*map(np.frombuffer, bodies, repeat(np.uint8))]
+        if None not in reached:
+            return arrays, sources, sources, reached
+        others = Counter([n for n, there in zip(sizes, reached, strict=True) if there is None])
+        slots = {
+            n: self.slots.acquire_all(count * (n >= SLOT_BYTES), n) for n, count in others.items()
+        }
+        for number in [number for number, there in enumerate(reached) if there is None]:
+            n_bytes = sizes[number]
+            spare = slots[n_bytes] or [np.frombuffer(bytearray(n_bytes), np.uint8)]
+            arrays[number] = spare.pop()
+        places = addresses_of([array.data for array in arrays])
+        return arrays, sources, places, self.slots.reaches(places, sizes)
 
     def _drop(self, key: bytes) -> KeptFrame | None:
         """Remove a frame from the table; return it, or None if it is not present."""
@@ -548,7 +533,21 @@ class HostTier(Immediate):
         return frame
 
 
+def _copy(wanted: tuple[int, KeptFrame, int, int], target: memoryview) -> str:
+    """Copy stripes of a frame, and verify the copy, since `erase` may overwrite the frame."""
+    _, frame, first, count = wanted
+    step = frame.header.info.stripe_bytes
+    into = np.frombuffer(target, np.uint8)[: count * step]
+    if not target.readonly:
+        np.copyto(into, frame.body[first * step :][: count * step])  # without Python's lock
+    try:
+        verify_stripes(frame.header, first, into.data)
+    except BadFrame as error:
+        return error.reason
+    return ""
+
+
 def _compiled() -> bool:
     """Return whether the compiled batch functions are ready, without a wait for compiling."""
     digest = sys.modules.get("flowkv.tiers.digest")
-    return digest is not None and bool(digest.is_compiled())
+    return digest is not None and bool(getattr(digest.check_all, "overloads", ()))

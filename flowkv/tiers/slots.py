@@ -7,7 +7,7 @@ import threading
 import weakref
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import attrgetter
 
@@ -56,13 +56,10 @@ class SlotPool:
     @property
     def pinned(self) -> bool:
         """Return whether a device reaches the memory, or a part of it."""
-        return any(chunk.pinned for chunk in self._chunks)
+        return any(map(attrgetter("pinned"), self._chunks))
 
     def register(
-        self,
-        pin: Callable[[int, int], str],
-        unpin: Callable[[int], None],
-        more_bytes: int = 0,
+        self, pin: Callable[[int, int], str], unpin: Callable[[int], None], more_bytes: int = 0
     ) -> None:
         """Register all memory with a device, now and as it is made; later devices are ignored.
 
@@ -99,9 +96,9 @@ class SlotPool:
             self._collect()
             try:
                 while len(found) < count:
-                    if one := self._find(n_bytes, pinned):
-                        found.append(one)
-                        self._free_bytes -= one[1].taken_bytes
+                    if some := self._find(count - len(found), n_bytes, pinned):
+                        found += some
+                        self._free_bytes -= sum([slot.taken_bytes for _, slot in some])
                         continue
                     chunk = None if pinned and (self.why or not self._pin) else self._next(n_bytes)
                     if chunk is None:
@@ -120,10 +117,13 @@ class SlotPool:
             weakref.finalize(array, _end, slot, chunk, *books).atexit = False
         return arrays
 
-    def reaches(self, address: int, n_bytes: int) -> bool | None:
-        """Return whether a device reaches a slot of this pool; None for other memory."""
-        size, chunk = self._taken.get(address, (0, None))
-        return chunk.pinned if chunk is not None and size == n_bytes else None
+    def reaches(self, addresses: Iterable[int], sizes: Iterable[int]) -> list[bool | None]:
+        """Return for each slot of this pool whether a device reaches it; None for other memory."""
+        found = list[bool | None]()
+        for address, n_bytes in zip(addresses, sizes, strict=True):
+            size, chunk = self._taken.get(address, (0, None))
+            found.append(chunk.pinned if chunk and size == n_bytes else None)
+        return found
 
     def locate(self, address: int) -> tuple[Bytes, int] | None:
         """Return the whole chunk of an address, and the offset in it; None for other memory."""
@@ -155,14 +155,14 @@ class SlotPool:
         if ahead is not None:
             ahead.join()
 
-    def _find(self, n_bytes: int, pinned: bool) -> tuple[_Chunk, ArenaSlot] | None:
+    def _find(self, count: int, n_bytes: int, pinned: bool) -> list[tuple[_Chunk, ArenaSlot]]:
+        """Take up to so many slots of one chunk."""
         for chunk in (self._last, *self._chunks):
-            if chunk is not None and (chunk.pinned or not pinned):
-                slot = chunk.arena.acquire(n_bytes)
-                if slot is not None:
-                    self._last = chunk
-                    return chunk, slot
-        return None
+            fits = chunk is not None and (chunk.pinned or not pinned)
+            if chunk and fits and (slots := chunk.arena.acquire_all(count, n_bytes)):
+                self._last = chunk
+                return [(chunk, slot) for slot in slots]
+        return []
 
     def _collect(self) -> None:
         while self._ended:

@@ -240,7 +240,7 @@ class World:
             value = self.fresh()
             row.fill_(value)  # a tier: at once
             if value % 5:
-                self.copies.upload(row, number * self.granules)
+                self.copies.upload([(number * self.granules, row)])
                 self.model[number] = value  # else a miss
         self.copies.launch()
 
@@ -325,7 +325,7 @@ def test_a_slot_is_not_used_before_its_copy_is_over() -> None:
     rows = world.copies.stage(2, GRANULE)
     for number, row in enumerate(rows):
         row.fill_(number + 1)
-        world.copies.upload(row, number)
+        world.copies.upload([(number, row)])
     assert world.copies.staged_bytes() == 2 * GRANULE
     world.copies.launch()
     assert not world.page(0).any()  # nothing has happened yet
@@ -364,7 +364,7 @@ def test_an_upload_from_another_stream_waits_for_the_copy_that_reads_its_page(by
         world.reuse(1)
         (coming,) = world.copies.stage(1, GRANULE)
         coming.fill_(99)
-        world.copies.upload(coming, 1)
+        world.copies.upload([(1, coming)])
         world.device.current = "other"
         getattr(world.copies, by)()
         mark.wait()
@@ -386,7 +386,7 @@ def test_rows_of_a_copy_that_fails_half_way_are_kept_until_it_is_over(leaves: bo
     rows = world.copies.stage(2, GRANULE)
     if not leaves:
         for place, row in zip((1, 5), rows, strict=True):
-            world.copies.upload(row, place)
+            world.copies.upload([(place, row)])
     row = rows = None
     with pytest.raises(MemoryError):
         world.copies.download([1, 5], GRANULE) if leaves else world.copies.launch()
@@ -400,7 +400,7 @@ def test_neighbours_are_one_piece() -> None:
     world = World(0, 2, 20)
     rows = world.copies.stage(6, 2 * GRANULE)
     for row, granule in zip(rows, (4, 6, 8, 0, 12, 14), strict=True):
-        world.copies.upload(row, granule)
+        world.copies.upload([(granule, row)])
     world.copies.launch()
     sizes = [3 * 2 * GRANULE, 2 * GRANULE, 2 * 2 * GRANULE]
     assert world.device.calls == [f"copy {n}" for n in sizes]
@@ -751,20 +751,20 @@ def test_damaged_memory_of_the_host_tier_is_not_used(moment: str) -> None:
     for text in texts:
         published(kv, text)
     kv.flush()
-    lend, spoilt = tier.lend, set[bytes]()
+    lend, spoilt = tier.lend_all, set[bytes]()
 
-    def spoil(key: bytes, *part: int) -> Any:
-        lent = lend(key, *part)
-        if lent is not None and key[0] % 3 == 0 and key not in spoilt:
-            spoilt.add(key)
-            lent[key[1]] ^= 1 << key[2] % 8
-        return lent
+    def spoil(keys: list[bytes], *part: int) -> Any:
+        every = lend(keys, *part)
+        for key, lent in zip(keys, every, strict=True):
+            if lent is not None and key[0] % 3 == 0 and key not in spoilt:
+                spoilt.add(key)
+                lent[key[1]] ^= 1 << key[2] % 8
+        return every
 
     if moment == "while":
-        tier.lend = spoil
+        tier.lend_all = spoil
     else:
-        for key in list(tier._frames):
-            spoil(key)
+        spoil(list(tier._frames), 0, 0)
     for text in [*texts, *texts]:
         with kv.open([*text, 99]) as seq:
             check_content(kv, seq, text[: seq.length])
@@ -787,8 +787,8 @@ def test_pages_that_are_erased_while_they_come_stay_as_they_are() -> None:
     key, upload = next(k for k in tier._frames if tier.lend(k) is not None), copies.upload
     keys = list(tier._frames)
 
-    def erased(row: torch.Tensor, granule: int) -> None:
-        upload(row, granule)
+    def erased(rows: list[tuple[int, torch.Tensor]]) -> None:
+        upload(rows)
         tier.erase(keys)
 
     copies.upload = erased
@@ -874,7 +874,7 @@ def test_a_slow_producer_on_a_gpu(granules: int) -> None:
         torch.cuda._sleep(50_000_000)
         before = pages.clone()  # reads the pages late, as they were
         for row, place in zip(rows, places, strict=True):
-            copies.upload(row, place)
+            copies.upload([(place, row)])
         del rows, row
         copies.launch()
         after = pages.view(2 * count, n_bytes)[0::2].clone()

@@ -69,7 +69,8 @@ def test_a_list_of_tiers_can_be_hashed() -> None:
     [
         ({"pag_size": 64}, r"`pag_size` is not a field\. Did you mean `page_size`\."),
         ({"zzz": 64}, r"`zzz` is not a field\. Fields are gpu, host"),
-        ({"page_size": "64"}, r"`page_size`: expected `int"),
+        ({"page_size": "64"}, r"`page_size`: expected `int \| None`, got `str`"),
+        ({"quotas": "a"}, r"`quotas`: expected `dict`, got `str`"),
         ({"page_size": 64.0}, r"`page_size`: .*`int"),
         ({"page_size": 12}, r"`page_size`: .*multiple of 8"),
         ({"page_size": 512}, r"`page_size`"),

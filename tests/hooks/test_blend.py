@@ -481,6 +481,7 @@ class TestWhatIsNotServed:
         ("options", "problem"),
         [
             (dict(reuse="blended"), "reuse='blended'"),
+            (dict(reads="pages"), "reads='pages'. Pass"),
             (dict(reuse="blend", recompute="middle"), "no blend rule 'middle'"),
             (dict(reuse="blend", recompute="first:1.5"), "first:1.5"),
             (dict(reuse="blend", recompute="first:inf"), "first:inf"),

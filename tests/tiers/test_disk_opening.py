@@ -103,10 +103,10 @@ def test_what_checks_large_batches_is_compiled_when_a_tier_is_open(
     names = [f"{n}" for n in range(9)]
     for known in (False, True):  # frames whose headers are read first, and those of this process
         tier = DiskTier(tmp_path, 8 << 20)
-        compiled = list(digest._check_all.signatures)
+        compiled = list(digest.check_all.signatures)
         assert compiled
         if not known:
             stored(tier, names)
         assert hits(tier, names) == len(names)
-        assert list(digest._check_all.signatures) == compiled
+        assert list(digest.check_all.signatures) == compiled
         tier.close()

@@ -69,6 +69,7 @@ def test_what_is_erased_while_it_is_read_is_a_miss(monkeypatch: pytest.MonkeyPat
         raise BadFrame("digest", "half of it was overwritten when it was copied")
 
     monkeypatch.setattr(host, "verify_stripes", slow)
+    monkeypatch.setattr(host, "_compiled", lambda: False)
     assert outcomes(get(tier, ["a"])) == [("miss", "")]
     assert tier.corrupt == 0
 
@@ -82,7 +83,9 @@ def test_full() -> None:
     assert outcomes(put(tier, [4])) == [("stored", "")]
 
 
-def test_a_late_item_is_not_started() -> None:
+def test_a_late_item_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_compiled", lambda: False)  # else four small ones are one call
+
     class Slow(ManualClock):
         def now_ns(self) -> int:
             self.advance(s=1)
@@ -90,7 +93,7 @@ def test_a_late_item_is_not_started() -> None:
 
     tier = HostTier(1 << 20, clock=Slow())
     items = [Store(key_of(n), info_of(8192), memoryview(body_of(n))) for n in range(4)]
-    done = answers(tier, tier.submit_store(items, deadline_s=3.5), 4)
+    done = answers(tier, tier.submit_store(items, deadline_s=2.5), 4)
     assert outcomes(done) == [("stored", "")] * 2 + [("failed", "deadline")] * 2
 
 
@@ -196,10 +199,10 @@ def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     tier.close()
 
 
-def many(names: str, size: int = 1 << 17) -> list[Store]:
+def many(names: str, size: int = 1 << 17, step: int = 4096) -> list[Store]:
     """Stores of frames that lie in slots."""
     bodies = [body_of(name, size) for name in names]
-    info = info_of(size, stripe_bytes=4096)
+    info = info_of(size, stripe_bytes=step)
     return [Store(key_of(n), info, memoryview(b)) for n, b in zip(names, bodies, strict=True)]
 
 
@@ -228,7 +231,7 @@ def test_many_bytes_are_stored_by_threads(threads: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
 @pytest.mark.parametrize(
-    "where", ["count_stripes", "seal_frames", "_memory", "address_of", "_keep"]
+    "where", ["count_stripes", "seal_frames", "_memory", "addresses_of", "KeptFrame"]
 )
 def test_a_store_that_raises_occupies_nothing(
     where: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -239,19 +242,20 @@ def test_a_store_that_raises_occupies_nothing(
     stored(tier, ["a"], 1 << 17)
     before = tier.used_bytes(), tier.slots.used_bytes, tier.slots.kept_bytes
 
-    place = {"seal_frames": tiers_digest, "_memory": tier, "_keep": tier}.get(where, host)
+    place = {"seal_frames": tiers_digest, "_memory": tier}.get(where, host)
     real, calls = getattr(place, where), list[int]()
 
     def failing(*args: object) -> object:
         calls.append(1)
-        if where in ("count_stripes", "_keep") and len(calls) < 3:
+        if where in ("count_stripes", "KeptFrame") and len(calls) < 3:
             return real(*args)
         raise error("odd")
 
     with monkeypatch.context() as patch:
         patch.setattr(place, where, failing)
-        said = outcomes(answers(tier, tier.submit_store(many("bcd")), 3))
-    kept = 2 * (where == "_keep" and error is MemoryError)
+        items = [store for n, name in enumerate("bcd") for store in many(name, step=4096 << n)]
+        said = outcomes(answers(tier, tier.submit_store(items), 3))
+    kept = 2 * (where == "KeptFrame" and error is MemoryError)
     assert [outcome for outcome, _ in said] == ["stored"] * kept + ["failed"] * (3 - kept)
     tier.delete([key_of("b"), key_of("c")])
     gc.collect()
@@ -485,10 +489,10 @@ def test_memory_that_no_device_reaches_is_not_lent() -> None:
         st.tuples(st.sampled_from("abcx"), st.integers(0, 3), st.integers(0, 3), st.integers(0, 6))
     )
 )
-def test_a_thread_answers_as_a_small_job_is_answered(
+def test_compiled_code_answers_many_as_the_interpreter_answers_each(
     wishes: list[tuple[str, int, int, int]],
 ) -> None:
-    def run(apart: bool) -> list[object]:
+    def run(compiled: bool) -> list[object]:
         tier, found = HostTier(1 << 20), []
         load_all(tier, ["a", "b", "c"], 8192, damaged="c")
         items = []
@@ -497,7 +501,10 @@ def test_a_thread_answers_as_a_small_job_is_answered(
             target = target.toreadonly() if odd == 2 else target[::2] if odd == 3 else target
             layout = bytes(16) if odd == 4 else LAYOUT
             items.append(Load(key_of(name), target, layout, 0, first, stripes))
-        done = tier._load_all(items) if apart else [tier._load(item, 0) for item in items]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host, "_compiled", lambda: compiled)
+            each = [items] if compiled else [[item] for item in items]
+            done = [answer for some in each for answer in tier._load_all(some)]
         for item, answer in zip(items, done, strict=True):
             there = bytes(item.target[: answer.n_bytes]) if answer.outcome is Outcome.HIT else b""
             found.append((answer, there))

@@ -52,15 +52,14 @@ def test_slots_are_apart_and_come_back(steps: list[tuple[int, int]]) -> None:
     for value, (number, n_bytes) in enumerate(steps):
         if number in held:
             array, wanted = held.pop(number)
-            assert (array == wanted).all() and pool.reaches(
-                array.ctypes.data, len(array)
-            ) is not None
+            (reached,) = pool.reaches([array.ctypes.data], [len(array)])
+            assert (array == wanted).all() and reached is not None
             del array
         elif (array := pool.acquire(n_bytes, pinned=True)) is not None:
             assert (
                 len(array) == n_bytes
                 and device.reaches(array)
-                and pool.reaches(array.ctypes.data, n_bytes)
+                and pool.reaches([array.ctypes.data], [n_bytes])[0]
             )
             array[:] = value % 251
             held[number] = array[:1].base, value % 251
@@ -106,7 +105,10 @@ def test_memory_that_cannot_be_registered_is_memory() -> None:
     more = [pool.acquire(SIZE) for _ in range(8)]
     assert all(array is not None for array in more) and pool.acquire(SIZE) is None
     assert (
-        sum(bool(pool.reaches(array.ctypes.data, len(array))) for array in [*held[:4], *more]) == 4
+        sum(
+            bool(pool.reaches([array.ctypes.data], [len(array)])[0]) for array in [*held[:4], *more]
+        )
+        == 4
     )
     pool.register(device.pin, device.unpin)
     pool.close()

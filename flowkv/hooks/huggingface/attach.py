@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
@@ -109,13 +109,15 @@ def attach(
         StoreError: A directory cannot be used.
 
     Example:
-        >>> kv = flowkv.attach(model, disk="./kv:20GiB")  # doctest: +SKIP
-        >>> model.generate(**inputs)
+        >>> kv = flowkv.attach(model, disk="./kv:1GiB")
+        >>> answer = model.generate(**inputs)
     """
     compiled, model = hasattr(model, "_orig_mod"), base_model(model)
     sparsifier = None if sparsify is None else make_sparsifier(sparsify)
     if sparsifier is not None:
         experimental("attach(sparsify=)", "it is new, and approximate by nature")
+    if reads not in get_args(Reads):
+        raise ConfigError(f"reads={reads!r}", 'Pass "auto" or "dense"')
     if reuse not in ("exact", "blend"):
         raise ConfigError(f"reuse={reuse!r}", 'Pass "exact", or "blend" for documents')
     rule = make_blend_rule(recompute) if reuse == "blend" else None
@@ -423,7 +425,8 @@ def verify(model: Any, *, tokens: int = 64) -> Report:
         ConfigError: `model` is no transformers model.
 
     Example:
-        >>> print(flowkv.verify(model))  # doctest: +SKIP
+        >>> bool(flowkv.verify(model))
+        True
     """
     model = base_model(model)
     name = type(model).__name__

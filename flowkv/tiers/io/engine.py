@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -702,17 +703,20 @@ class Extents:
         self.free_pages = pages
         self._firsts, self._counts = [0], [pages]
 
-    def allocate(self, pages: int) -> int | None:
-        """Take neighbouring pages; return the first one, or None if there are not as many."""
-        for at, count in enumerate(self._counts):
-            if count >= pages:
-                first = self._firsts[at]
-                self._firsts[at], self._counts[at] = first + pages, count - pages
-                if count == pages:
-                    del self._firsts[at], self._counts[at]
-                self.free_pages -= pages
-                return first
-        return None
+    def allocate(self, pages: int, count: int = 1) -> list[int]:
+        """Take neighbouring pages so often, or as often as there is room; return the first ones."""
+        found, at = list[int](), 0
+        while len(found) < count and at < len(self._counts):
+            first, taken = self._firsts[at], min(self._counts[at] // pages, count - len(found))
+            found += range(first, first + taken * pages, pages)
+            self._firsts[at] += taken * pages
+            self._counts[at] -= taken * pages
+            if self._counts[at]:
+                at += 1
+            else:
+                del self._firsts[at], self._counts[at]
+        self.free_pages -= len(found) * pages
+        return found
 
     def free(self, first: int, pages: int) -> None:
         """Free pages; free neighbours become one extent."""
@@ -733,23 +737,23 @@ PAGE_BYTES = 4096
 _kept: list[Any] = []  # mappings that may still be written to: never unmapped
 
 
-class ArenaSlot:
+class ArenaSlot(msgspec.Struct, eq=False):  # made without a call of Python
     """Piece of an arena.
 
     Attributes:
         arena: The arena.
         address: Start of the slot, a multiple of 4096.
+        view: The memory.
         n_bytes: Requested bytes.
         taken_bytes: Bytes that the slot occupies, whole pages.
-        view: The memory.
     """
 
-    __slots__ = ("_state", "address", "arena", "n_bytes", "taken_bytes", "view")
-
-    def __init__(self, arena: Arena, address: int, view: memoryview) -> None:
-        self.arena, self.address, self.view, self.n_bytes = arena, address, view, len(view)
-        self.taken_bytes = max(1, -(-self.n_bytes // PAGE_BYTES)) * PAGE_BYTES
-        self._state = "taken"
+    arena: Arena
+    address: int
+    view: memoryview
+    n_bytes: int
+    taken_bytes: int
+    _state: str = "taken"
 
     def __repr__(self) -> str:
         return f"Slot({self.address:#x}, {self.n_bytes} bytes, {self._state})"
@@ -810,14 +814,17 @@ class Arena:
         Raises:
             StateError: The arena is closed.
         """
+        return next(iter(self.acquire_all(1, n_bytes)), None)
+
+    def acquire_all(self, count: int, n_bytes: int) -> list[ArenaSlot]:
+        """Return so many slots, or as many as there is room for; see `acquire`."""
+        pages, view, address = max(1, -(-n_bytes // PAGE_BYTES)), self.view, self.address
         with self._lock:
             if self._map is None:
                 raise StateError("the staging arena is closed", "Make another one")
-            first = self._extents.allocate(max(1, -(-n_bytes // PAGE_BYTES)))
-            if first is None:
-                return None
-            start = first * PAGE_BYTES
-            return ArenaSlot(self, self.address + start, self.view[start : start + n_bytes])
+            starts = map(PAGE_BYTES.__mul__, self._extents.allocate(pages, count))
+        sizes = n_bytes, pages * PAGE_BYTES
+        return [ArenaSlot(self, address + at, view[at : at + n_bytes], *sizes) for at in starts]
 
     def give_back(self, slot: ArenaSlot) -> None:
         """Free a slot that no operation uses any more.

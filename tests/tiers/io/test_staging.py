@@ -79,8 +79,10 @@ def test_many_sizes_against_a_model() -> None:
             free[first : first + pages] = [True] * pages
         else:
             pages = random.choice((1, 2, 7, 15, 16, 17, 31, 33, 100, random.randrange(1, 400)))
-            first = extents.allocate(pages)
-            if first is not None:
+            wished = random.choice((1, 1, 1, 3))
+            firsts = extents.allocate(pages, wished)
+            assert len(firsts) <= wished
+            for first in firsts:
                 assert all(free[first : first + pages]) and first + pages <= 4096
                 free[first : first + pages] = [False] * pages
                 held.append((first, pages))
@@ -91,8 +93,9 @@ def test_the_best_part_of_the_memory_is_used() -> None:
     """Sizes of one class at a time: no more is wasted than the last slot."""
     for pages in (1, 3, 17, 33, 65, 129):
         extents, count = Extents(1024), 0
-        while extents.allocate(pages) is not None:
+        while extents.allocate(pages):
             count += 1
+        assert not extents.allocate(pages, 2)
         assert count == 1024 // pages
 
 
