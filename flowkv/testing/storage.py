@@ -13,6 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from flowkv.core.errors import StoreError
 from flowkv.core.geometry import CODECS, GRANULE_BYTES, LayerGroup, PageLayout, page_layout
@@ -20,20 +29,7 @@ from flowkv.kernels import reference as reference_codec
 from flowkv.kernels import transcode
 from flowkv.kernels.dispatch import SOUND
 from flowkv.kernels.loss import bounds
-from flowkv.testing.stories import (
-    HealthCheck,
-    RuleBasedStateMachine,
-    given,
-    invariant,
-    precondition,
-    require,
-    rule,
-    run_state_machine_as_test,
-    settings,
-    st,
-    tell,
-    told,
-)
+from flowkv.testing.stories import require, tell, told
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import KINDS
 
@@ -862,17 +858,12 @@ def check_codec(
     Raises:
         AssertionError: The codec breaks a rule; the message says which.
     """
-    cases = [
-        (
-            CatalogueCodec(codec, shape, dtype, device, backend)
-            if isinstance(codec, str)
-            else codec,
-            shape,
-        )
-        for shape in shapes
-    ]
-
-    element = getattr(torch, dtype)
+    element, cases = getattr(torch, dtype), list[tuple[Codec, tuple[int, int, int, int]]]()
+    for shape in shapes:
+        if isinstance(codec, str):
+            cases.append((CatalogueCodec(codec, shape, dtype, device, backend), shape))
+        else:
+            cases.append((codec, shape))
 
     @told(max_examples, shrink=False)  # a smaller seed is no simpler page
     @given(st.sampled_from(cases), *[st.sampled_from(PAGE_KINDS)] * 2, st.integers(0, 1 << 16))
@@ -880,10 +871,8 @@ def check_codec(
         case: tuple[Codec, tuple[int, int, int, int]], kind: str, kind_v: str, seed: int
     ) -> None:
         one, (heads, tokens, dim, dim_v) = case
-        k, v = (
-            page_of(kind, (heads, tokens, dim), seed),
-            page_of(kind_v, (heads, tokens, dim_v), seed + 1),
-        )
+        k = page_of(kind, (heads, tokens, dim), seed)
+        v = page_of(kind_v, (heads, tokens, dim_v), seed + 1)
         judge(one, k.to(element).float(), v.to(element).float(), element, seed)
 
     tell(story)
