@@ -489,12 +489,8 @@ class Serving(Closing):
         if self._levels is None or now_s < self._next_s:
             return
         self._next_s = now_s + self._every_s
-        used = {
-            next(iter(level.labels.values())): level.value
-            for level in self._levels()
-            if level.name in MEMORY
-        }
-        self.series.set(now_s, used)
+        used = [level for level in self._levels() if level.name in MEMORY]
+        self.series.set(now_s, {next(iter(one.labels.values())): one.value for one in used})
 
     # ---- reading
 
@@ -642,11 +638,9 @@ def place_of(event: Event) -> TracePlace:
     moved = isinstance(event, events.Promoted | events.Demoted)
     tier: str = getattr(event, "source" if moved else "tier", "")
     label = type(event).__name__.lower()
-    return (
-        TracePlace(_TIERS, tier, tier, label)
-        if tier
-        else TracePlace(_EVENTS, "events", "events", label)
-    )
+    if tier:
+        return TracePlace(_TIERS, tier, tier, label)
+    return TracePlace(_EVENTS, "events", "events", label)
 
 
 def request_place(request: int, label: str) -> TracePlace:
@@ -790,12 +784,8 @@ class TraceFile(Closing):
         """Return the slices of forward and sampling at the end of their step, and its counters."""
         middle = max(first, stop - _ns(step.sampling_s))
         begin = max(first, middle - _ns(step.model_s))
-        parts = [("model", begin, middle), ("sampling", middle, stop)]
-        lines = [
-            _line(track, name, "EngineStep", (left, right), {})
-            for name, left, right in parts
-            if left < right
-        ]
+        parts, kind = {"model": (begin, middle), "sampling": (middle, stop)}, "EngineStep"
+        lines = [_line(track, name, kind, (a, b), {}) for name, (a, b) in parts.items() if a < b]
         crowd = {"running": step.rows, "waiting": step.waiting, "set aside": step.aside}
         for name, levels in (("requests", crowd), ("pages", {"in use": step.pages})):
             ids = {"pid": track.group, "tid": track.number}

@@ -393,13 +393,10 @@ def _header(path: str, size: int) -> tuple[dict[str, Any], int, bytes]:
     """Return the header of a file, the offset of its data, and the header's bytes."""
     with open_regular(path) as file:
         n_bytes = int.from_bytes(file.read(8), "little")
-        if size < 8 or n_bytes > min(size - 8, _MOST_HEADER_BYTES):
-            raise StoreError(f"{path} is no safetensors file", "Convert the weights first")
-        text = file.read(n_bytes)
-    try:
+        fits = size >= 8 and n_bytes <= min(size - 8, _MOST_HEADER_BYTES)
+        text, header = file.read(n_bytes) if fits else b"", None
+    with contextlib.suppress(*MALFORMED):
         header = json.loads(text)
-    except MALFORMED:
-        header = None
     if not isinstance(header, dict):
         raise StoreError(f"{path} is no safetensors file", "Convert the weights first")
     return header, 8 + n_bytes, text

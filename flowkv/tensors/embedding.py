@@ -24,6 +24,7 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from flowkv.policy.order.compiled import NODE
 from flowkv.residency import Ledger, Meta, Place
 from flowkv.residency.blocks import BLOCK
 from flowkv.tiers.io import open_best
-from flowkv.tiers.io.engine import ALIGNMENT, OPERATION, READ, Arena
+from flowkv.tiers.io.engine import ALIGNMENT, OPERATION, READ, Arena, FileIO
 
 MAGIC = b"FKVTABLE"
 VERSION = 1
@@ -126,11 +127,7 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
             raise
         for old in before:  # files of an earlier table, or of a process that was killed
             (folder / old).unlink(missing_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        FileIO().sync_directory(str(folder))
     except OSError as error:
         raise StoreError(
             f"a table cannot be written to {folder} ({error.strerror or error})",
@@ -255,7 +252,7 @@ class EmbeddingTable(Closing):
         self._space = self._ledger.namespace(b"rows")
         self._at = np.full(1024, -1, np.int64)  # ledger's slot -> row of the pool
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("lookups", "rows", "hits", "blocks", "read_bytes"), 0)
+        self._counts = Counter(lookups=0, rows=0, hits=0, blocks=0, read_bytes=0)
         self._blocked_s, self._open = 0.0, True
         path = self._folder / said.table
         self._arena = Arena(staging)
@@ -289,14 +286,10 @@ class EmbeddingTable(Closing):
                 hits, blocks = hits + more[0], blocks + more[1]
             seconds = time.perf_counter() - began_s
             n_bytes = blocks * self._said.block_bytes
-            for name, n in zip(
-                self._counts, (1, len(different), hits, blocks, n_bytes), strict=True
-            ):
-                self._counts[name] += n
-        if self.bus.wants(RowsRead):
             rows = len(different)
-            told = RowsRead(rows=rows, found=hits, n_bytes=n_bytes, seconds=seconds)
-            self.bus.emit(told)
+            self._counts.update(lookups=1, rows=rows, hits=hits, blocks=blocks, read_bytes=n_bytes)
+        if self.bus.wants(RowsRead):
+            self.bus.emit(RowsRead(rows=rows, found=hits, n_bytes=n_bytes, seconds=seconds))
         return found[back.reshape(-1)]
 
     def all_rows(self) -> torch.Tensor:
