@@ -204,24 +204,9 @@ def tell_queued(bus: Bus, live: RunningRequest, waiting: int) -> None:
 def tell_finished(bus: Bus, live: RunningRequest, completion: Completion, reason: str) -> None:
     """Emit `Finished` for a request that is over."""
     if bus.wants(Finished):
-        bus.emit(
-            Finished(
-                request=live.number,
-                reason=reason,
-                prompt_tokens=completion.prompt_tokens,
-                reused_tokens=completion.reused_tokens,
-                new_tokens=len(completion.tokens),
-                started_s=live.arrived_s,
-                seconds=completion.seconds,
-                queued_s=completion.queued_s,
-                ttft_s=completion.ttft_s,
-                tpot_s=completion.tpot_s,
-                preempted=completion.preempted,
-                restore_s=completion.restore_s,
-                exposed_s=completion.exposed_s,
-                tenant=live.request.tenant or "",
-            )
-        )
+        told = {**vars(completion), "reason": reason, "started_s": live.arrived_s}
+        told["new_tokens"] = len(told.pop("tokens"))  # the other fields have the same names
+        bus.emit(Finished(request=live.number, tenant=live.request.tenant or "", **told))
 
 
 # The turns of an engine: requests come in, a step is run over all rows, tokens go out.

@@ -67,25 +67,6 @@ class RunningRequest(Job):
         queued: Result of `KV.enqueue` while it waits; None if it was not enqueued.
     """
 
-    __slots__ = (
-        "answer",
-        "begin",
-        "choice",
-        "context",
-        "due_s",
-        "exposed_s",
-        "first_s",
-        "known",
-        "last_s",
-        "queued",
-        "queued_s",
-        "request",
-        "restore_s",
-        "reused",
-        "row",
-        "tokens",
-    )
-
     def __init__(
         self,
         request: Request,
@@ -186,8 +167,6 @@ class _Wait:
         loads: Loading the rest is estimated to be faster than computing it.
         seen_s: End of the last turn that was accounted for.
     """
-
-    __slots__ = ("begun_s", "computes", "exposed_s", "loads", "n_bytes", "seen_s", "tokens")
 
     def __init__(self, restoration: RestoreJob, kv: KV, now_s: float) -> None:
         self.begun_s = self.seen_s = now_s
@@ -459,22 +438,16 @@ class QueuePrefetch:
 
     def opened(self, live: RunningRequest) -> None:
         """End the prefetch of a request that has a row now."""
-        self._probes.pop(live, None)
-        if live.queued is None:
-            return
-        self._queued.discard(live)
-        if live.queued.waiting:  # opening the prompt served another entry with the same key: swap
-            for other in self._queued:
+        if live.queued is not None and live.queued.waiting:
+            for other in self._queued:  # opening the prompt served one with the same key: swap
                 served = other.queued
                 if served is not None and not served.waiting and served._key == live.queued._key:
-                    other.queued, live.queued = live.queued, None
+                    other.queued, live.queued = live.queued, served
                     break
-            else:
-                live.queued.cancel()
-        live.queued = None
+        self.over(live)
 
     def over(self, live: RunningRequest) -> None:
-        """Cancel the prefetch of a request that will not be served."""
+        """Cancel the prefetch of a request that will not be served, or end that of a served one."""
         self._probes.pop(live, None)
         if live.queued is not None:
             live.queued.cancel()
@@ -490,10 +463,7 @@ class QueuePrefetch:
         """
         kv, known = self._kv, live.known.size
         with kv.lock:
-            if live.row is not None:
-                seq = live.row.seq
-            else:
-                seq = self._probe(live)
+            seq = self._probe(live) if live.row is None else live.row.seq
             if Planner.of(seq) is not kv.planner:  # in pools from before the model changed
                 return 0
             return footprint.held(seq, min(known, live.ready or known - 1) // kv.page_size)
@@ -772,8 +742,6 @@ class StepOutcome:
         short: The error if some of the other parts do not fit; None if they do.
         late: Other requests, in a step that waited for failed loads, each with its error.
     """
-
-    __slots__ = ("done", "failed", "late", "short")
 
     def __init__(self) -> None:
         self.done: list[tuple[Items[Part], torch.Tensor]] = []

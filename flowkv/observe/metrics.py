@@ -204,12 +204,10 @@ def _table() -> Iterator[tuple[str, Metric]]:
 NAMES: Mapping[str, Metric] = MappingProxyType(dict(_table()))
 """Definition of each metric, by name without the prefix `flowkv_`."""
 
-RULES: Mapping[type[Event], Mapping[str, Metric]] = MappingProxyType(
-    {
-        getattr(events, event): {name: one for name, one in NAMES.items() if one.event == event}
-        for event in dict.fromkeys(one.event for one in NAMES.values() if one.event)
-    }
-)
+RULES: Mapping[type[Event], Mapping[str, Metric]] = {
+    getattr(events, event): {name: one for name, one in NAMES.items() if one.event == event}
+    for event in dict.fromkeys(one.event for one in NAMES.values() if one.event)
+}
 """Event type -> the metrics that it feeds, all with the same labels."""
 
 
@@ -284,6 +282,11 @@ class Histogram:
         rank, seen = q * sum(self.counts), accumulate(self.counts)
         holding = (bound for bound, count in zip(self.bounds, seen, strict=False) if count >= rank)
         return next(holding, self.bounds[-1])
+
+    def summary(self) -> dict[str, float]:
+        """Return plain numbers: count, sum, and quantiles as upper bounds of buckets."""
+        p50, p99 = self.quantile(0.5), self.quantile(0.99)
+        return {"count": sum(self.counts), "sum": self.total, "p50": p50, "p99": p99}
 
 
 class Family(NamedTuple):
@@ -373,16 +376,8 @@ class Metrics:
         with self._lock:
             for name, series in self._series.items():
                 for key, value in series.items():
-                    plain[name + _braces(key)] = (
-                        {
-                            "count": sum(value.counts),
-                            "sum": value.total,
-                            "p50": value.quantile(0.5),
-                            "p99": value.quantile(0.99),
-                        }
-                        if isinstance(value, Histogram)
-                        else value
-                    )
+                    told = value.summary() if isinstance(value, Histogram) else value
+                    plain[name + _braces(key)] = told
         return dict(sorted(plain.items()))
 
     def by(self, name: str, label: str, /) -> dict[str, float]:

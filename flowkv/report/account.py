@@ -256,19 +256,14 @@ def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any
         curves = {place: series.level(place) for place in places}
         caption = "Bytes by place, on top of each other"
         parts.append(OverTime(caption, series.times_s, curves, until_s, "bytes", stacked=True))
-    rows = [
-        [
-            place,
-            _bytes(held[f"{kind}_used_bytes"]),
-            _capacity(held[f"{kind}_capacity_bytes"]),
-            share(held["device_fragmentation"]) if kind == "device" else None,
-            _bytes(held["tier_loaded_bytes_total"]) if kind == "tier" else None,
-            _bytes(serving.moves.total("stored_bytes_total", tier=place)),
-            _breaker(held),
-        ]
-        for place, held in by_place.items()
-        for kind in ("device" if "device_used_bytes" in held else "tier",)
-    ]
+    rows: list[list[object]] = []
+    for place, held in by_place.items():
+        kind = "device" if "device_used_bytes" in held else "tier"
+        here, room = held[f"{kind}_used_bytes"], _capacity(held[f"{kind}_capacity_bytes"])
+        fragmented = share(held["device_fragmentation"]) if kind == "device" else None
+        loaded = _bytes(held["tier_loaded_bytes_total"]) if kind == "tier" else None
+        written = _bytes(serving.moves.total("stored_bytes_total", tier=place))
+        rows.append([place, _bytes(here), room, fragmented, loaded, written, _breaker(held)])
     columns = ["place", "in use", "of", "fragmented", "loaded", "written", "breaker"]
     return [*parts, Table(columns, rows)] if rows else parts
 
@@ -307,16 +302,11 @@ def _reuse(
 
 
 def _beside(told: dict[str, Any]) -> list[Any]:
-    rows: list[list[object]] = [
-        [
-            what,
-            int(of["asked"]),
-            int(of["found"]),
-            share(of["found"] / of["asked"]),
-            None if what == "results" else _bytes(of["read_bytes"]),
-        ]
-        for what, of in told["beside"].items()
-    ]
+    rows: list[list[object]] = []
+    for what, of in told["beside"].items():
+        asked, found = int(of["asked"]), int(of["found"])
+        read = None if what == "results" else _bytes(of["read_bytes"])
+        rows.append([what, asked, found, share(found / asked), read])
     return [Table(["what", "asked for", "found", "share", "read"], rows)] if rows else []
 
 

@@ -141,6 +141,7 @@ class Checkpoint:
         """Return the layout of tensors in a buffer: each aligned range of a file is read once."""
         tensors = list(tensors)
         runs: list[list[int]] = []  # file, start, end
+        run_of: dict[StoredTensor, int] = {}
         for t in sorted(tensors, key=lambda t: t[:3]):  # dtypes have no order
             start = t.offset // ALIGNMENT * ALIGNMENT
             end = -(-(t.offset + t.n_bytes) // ALIGNMENT) * ALIGNMENT
@@ -148,6 +149,7 @@ class Checkpoint:
                 runs[-1][2] = max(end, runs[-1][2])
             else:
                 runs.append([t.file, start, end])
+            run_of[t] = len(runs) - 1
         pieces, at, bases = [], 0, []
         for file, start, end in runs:
             bases.append(at - start)
@@ -155,14 +157,7 @@ class Checkpoint:
                 length = min(PART_BYTES, end - offset)
                 pieces.append((file, offset, length, at))
                 at += length
-        read_at = [
-            next(
-                base + t.offset
-                for base, (file, start, end) in zip(bases, runs, strict=True)
-                if file == t.file and start <= t.offset and t.offset + t.n_bytes <= end
-            )
-            for t in tensors
-        ]
+        read_at = [bases[run_of[t]] + t.offset for t in tensors]
         places, end = dict[int, int](), 0
         for i in sorted(range(len(tensors)), key=read_at.__getitem__):
             places[i] = -(-max(read_at[i], end) // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
