@@ -76,17 +76,10 @@ class RunningRequest(Job):
         arrived_s: float,
         context: Context | None,
     ) -> None:
-        late = math.inf if request.deadline_s is None else arrived_s + request.deadline_s
-        super().__init__(
-            answer.number,
-            arrived_s,
-            len(prompt),
-            request.max_new_tokens,
-            priority=request.priority,
-            deadline_s=late,
-        )
-        self.due_s = math.inf if request.deadline_s is None else compiling.now_s()
-        self.due_s += request.deadline_s or 0.0
+        super().__init__(answer.number, arrived_s, len(prompt), request.max_new_tokens)
+        patience_s = math.inf if request.deadline_s is None else request.deadline_s
+        self.priority, self.deadline_s = request.priority, arrived_s + patience_s
+        self.due_s = compiling.now_s() + patience_s
         self.request, self.answer, self.choice = request, answer, choice
         self.context = context
         self.begin = self.known = prompt

@@ -110,18 +110,12 @@ class Rewrite:
             firsts = np.flatnonzero(np.diff(at, prepend=-2) != 1)
             starts = np.append(firsts, len(at))
             ends = at[starts[1:] - 1] + 1
-            device = whole.table.device
+            table, rows = whole.table, whole.rows.expand(len(firsts)).contiguous()
             lengths, cuts = (
-                torch.from_numpy(x.astype(np.int32)).to(device) for x in (ends, starts)
+                torch.from_numpy(x.astype(np.int32)).to(table.device) for x in (ends, starts)
             )
-            self._batches[group] = Ragged(
-                whole.table,
-                whole.rows.expand(len(firsts)).contiguous(),
-                lengths,
-                cuts,
-                int(np.diff(starts).max()),
-                int(ends[-1]),
-            )
+            most_new, most_length = int(np.diff(starts).max()), int(ends[-1])
+            self._batches[group] = Ragged(table, rows, lengths, cuts, most_new, most_length)
         return self._batches[group]
 
     def decode(self, group: int) -> None:

@@ -99,6 +99,7 @@ class StepShape(NamedTuple):
     pages: int
 
 
+@cache
 def shape_of(rows: int, pages: int, most_rows: int) -> StepShape:
     """Return the smallest captured shape that serves a step.
 
@@ -273,7 +274,6 @@ class GraphedForward:
         self._known: object = None
         self._graphs: OrderedDict[StepShape, _Graph] = OrderedDict()
         self._seen: dict[StepShape, int] = {}
-        self._shapes: dict[tuple[int, int], StepShape] = {}
         self._lock = threading.Lock()
         self._planner: Planner | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -372,13 +372,9 @@ class GraphedForward:
         planner = step.planner
         if planner is not self._planner:
             self._forget()
-            self._shapes.clear()
             self._planner = planner
-        least = len(step.seqs), -(-step.advance.most_length // planner.page_size)
-        shape = self._shapes.get(least)
-        if shape is None:
-            shape = self._shapes[least] = shape_of(*least, planner.tables.max_rows)
-        return shape
+        pages = -(-step.advance.most_length // planner.page_size)
+        return shape_of(len(step.seqs), pages, planner.tables.max_rows)
 
     def _serving(self, shape: StepShape) -> StepShape | None:
         """Return the shape of the graph that serves a step: its own, else the next longer one.

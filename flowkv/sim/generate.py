@@ -27,7 +27,7 @@ from msgspec import Meta
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError, did_you_mean
+from flowkv.core.errors import ConfigError, refuse_unknown
 from flowkv.policy.base import TOOL_USE, TURN_END, PolicyConfig, configure
 from flowkv.sim.trace import COLUMNS, Trace, build_trace, join, wide
 
@@ -554,11 +554,8 @@ def generate(kind: str, **options: object) -> Trace:
     Raises:
         ConfigError: If there is no such kind, or an option is wrong.
     """
-    row = KINDS.get(kind)
-    if row is None:
-        hint = did_you_mean(kind, KINDS)
-        raise ConfigError(f"there is no generator {kind!r}", f"{hint}Use one of {', '.join(KINDS)}")
-    return row.make(configure(row.config, kind, options))
+    refuse_unknown("there is no generator", kind, KINDS)
+    return KINDS[kind].make(configure(KINDS[kind].config, kind, options))
 
 
 def _steady(draft: Draft, config: TalkConfig) -> Iterator[float]:

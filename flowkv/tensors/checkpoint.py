@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED, open_regular, sensible
+from flowkv.core.files import MALFORMED, open_regular, replacing, sensible
 from flowkv.core.memory import own_memory
 from flowkv.naming.fingerprint import BLOCK_BYTES, sums_of
 from flowkv.tiers.io.engine import (
@@ -485,18 +485,13 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         }
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with replacing(path) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
                 data = tensors[name].detach().cpu().contiguous().view(-1)
                 file.write(data.view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StoreError(
             f"{path} cannot be written ({error})", "Make room, or pass disk="
         ) from error

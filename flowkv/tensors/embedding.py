@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.core.files import MALFORMED, open_regular
+from flowkv.core.files import MALFORMED, open_regular, replacing
 from flowkv.observe.events import Bus, Closing, RowsRead
 from flowkv.policy import make_policy
 from flowkv.policy.order.compiled import NODE
@@ -115,15 +115,10 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
             described, digests = _write(folder / name, parts)
             body = json.dumps(msgspec.to_builtins(described)).encode()
             raw = MAGIC + len(body).to_bytes(4, "little") + body + digests.tobytes()
-            part = folder / f".{_MANIFEST}.{name}"
-            with part.open("wb") as file:
+            with replacing(folder / _MANIFEST) as file:
                 file.write(raw + xxhash.xxh3_128_digest(raw))
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(folder / _MANIFEST)
         except BaseException:
             (folder / name).unlink(missing_ok=True)
-            (folder / f".{_MANIFEST}.{name}").unlink(missing_ok=True)
             raise
         for old in before:  # files of an earlier table, or of a process that was killed
             (folder / old).unlink(missing_ok=True)

@@ -804,11 +804,8 @@ class CatalogueCodec:
             runs[:, start : start + part.shape[1]] = part
         page = runs.numpy().tobytes()
         code, status = self.convert(page, self.raw, self.layout, self.backend)
-        same = code, status
-        require(
-            same == self.convert(page, self.raw, self.layout, "reference"),
-            "the backend and the oracle write different bytes",
-        )
+        oracle = self.convert(page, self.raw, self.layout, "reference")
+        require((code, status) == oracle, "the backend and the oracle write different bytes")
         if status != SOUND:
             raise ValueError("NaN, infinity, or a scale beyond float16")
         return code
@@ -893,12 +890,9 @@ def judge(codec: Codec, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, se
     near = codec.decode(code)
     _within(near, (k, v), codec, "an element is off by more than the bound")
     once = [reference_codec.narrowed(x, dtype).float() for x in near]
-    _within(
-        codec.decode(codec.encode(*once)),
-        (once[0], once[1]),
-        codec,
-        "an element that was encoded twice is off by more than the bound",
-    )
+    again = codec.decode(codec.encode(*once))
+    sentence = "an element that was encoded twice is off by more than the bound"
+    _within(again, (once[0], once[1]), codec, sentence)
     for x, bad in ((k, torch.nan), (v, torch.inf), (k, -torch.inf), (v, torch.nan)):
         place = seed % x.numel()
         kept = x.view(-1)[place].item()
