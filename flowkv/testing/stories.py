@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from flowkv.core.errors import FlowKVError
 
+__all__ = ["VerificationError", "require", "tell", "tell_machine", "told"]
+
 
 def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings:
     """Return the Hypothesis settings of a suite.
