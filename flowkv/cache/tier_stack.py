@@ -503,11 +503,11 @@ class TierStack:
                 continue  # frames that have landed count as incoming no more
             if (stranger := self.listing.stranger(number)) is not None:
                 place.remove(stranger)
-                self._evict(stranger, number, "unused")
+                self._evict_all([stranger], number, "unused")
                 continue
             victims = place.evict(self.context.now_ns(), 1)
             if victims is not None:
-                self._evict(self.index.at(int(victims[0])), number, "space")
+                self._evict_all([self.index.at(int(victims[0]))], number, "space")
             elif not self.listing.adopt(number):
                 return False
         return True
@@ -615,6 +615,14 @@ class TierStack:
             if block.tiers >> number & 1:
                 self.places[number].remove(block)
         block.tiers = 0
+
+    def _evict_all(self, victims: Sequence[Block], number: int, reason: str) -> None:
+        """Evict blocks that left a tier's policy; after an error, those that stay return to it."""
+        try:
+            for block in victims:
+                self._evict(block, number, reason)
+        finally:
+            self.insert([block for block in victims if block.tiers >> number & 1], number)
 
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
@@ -731,8 +739,8 @@ class TierStack:
     def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         """Evict the blocks that `chosen` has removed from each place's policy."""
         for number, place in enumerate(self.places):
-            for slot in chosen(place, self.context.now_ns()):
-                self._evict(self.index.at(slot), number, reason)
+            slots = chosen(place, self.context.now_ns())
+            self._evict_all([self.index.at(slot) for slot in slots], number, reason)
 
     def writes_to(self) -> int:
         """Return the number of the tier that full pages are written to at once, else -1."""
