@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import bench.blend
+import bench.cold
 import bench.embedding
 import bench.engines.command
 import bench.mass
@@ -36,6 +37,7 @@ def parser() -> Parser:
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
     bench.blend.add_verbs(verb)
+    bench.cold.add_verbs(verb)
     bench.mass.add_verbs(verb)
     bench.sparsify.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):

@@ -38,6 +38,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     DOCS / "benchmarks.md",
     *sorted((DOCS / "benchmarks").glob("*.md")),
+    DOCS / "guides" / "cold.md",
     DOCS / "index.md",
     ROOT / "README.md",
 ]
@@ -559,6 +560,25 @@ def _by_length(rows: list[list[str]]) -> list[list[str]]:
         ]
         for (base, goal), same in alike.items()
     ]
+
+
+@block
+def cold(results: Results) -> str:
+    rows = results.get("cold_cpu", {}).get("rows", [])
+    head = "bound", "text", "bits a value", "KL", "same token", "perplexity", "tokens judged"
+    lines = [
+        [
+            f"{row['bound']:g}",
+            row["text"],
+            f"{row['bits']:.2f}",
+            f"{row['kl']:.4f}",
+            f"{row['same_token']:.3f}",
+            f"{100 * row['perplexity']:+.1f}%",
+            f"{row['tokens']:,.0f}",
+        ]
+        for row in rows
+    ]
+    return table(head, lines) if lines else NOT_YET
 
 
 @block

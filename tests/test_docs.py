@@ -158,7 +158,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_reference_lists_every_method_of_a_cache() -> None:
     public = {name: member for name, member in vars(KV).items() if not name.startswith("_")}
     methods = {name for name, member in public.items() if callable(member)}
-    assert len(methods) <= 35, "what only hooks need is no method of a cache"
+    assert len(methods) <= 36, "what only hooks need is no method of a cache"
     text = (ROOT / "docs" / "reference.md").read_text()
     table, rest = text.split("| method |")[1].split("Its properties are", 1)
     listed = [

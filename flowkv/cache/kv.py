@@ -50,7 +50,7 @@ from flowkv.core import interrupts
 from flowkv.core.clock import Clock
 from flowkv.core.config import PLACE_KINDS, load_config
 from flowkv.core.errors import ConfigError, NonFiniteError, StateError, TokenError
-from flowkv.core.geometry import Geometry, page_layout
+from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, as_tokens, tenant_salt
 from flowkv.kvt.tier import CodecTier, PageBases
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
@@ -374,6 +374,8 @@ class KV:
             bind: Callable[[bytes, str], None] | None = getattr(tier, "bind", None)
             if bind is not None:
                 bind(namespace.digest(), namespace.title)
+            if isinstance(tier, CodecTier):
+                tier.read_bases(namespace.digest())
 
     def _build(self, geometry: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)
@@ -385,7 +387,7 @@ class KV:
                 on_cpu=_on_cpu(geometry),
             )
             if self.config.cold:
-                nothing = PageBases(())
+                nothing = PageBases(None)
                 self._tiers = [
                     tier
                     if tier.kind == "host" or tier in self._given
@@ -400,8 +402,7 @@ class KV:
             store.stack.detach()
         link_pools(pools.values(), self._tiers)
         if self.config.cold:
-            size = geometry.page_size
-            self.bases = PageBases([page_layout(group, size) for group in geometry.groups])
+            self.bases = PageBases(geometry)
             for tier in self._tiers:
                 if isinstance(tier, CodecTier):
                     tier.bases = self.bases
@@ -1444,7 +1445,7 @@ class KV:
             raise StateError("this cache codes no pages", 'Attach the model with cold="kvt"')
         found = self._calibrates(tokens, self.bases, kl or self.config.cold_divergence())
         for tier in self._tiers:
-            if found["kept"] and isinstance(tier, CodecTier) and not tier.publish():
+            if found["kept"] and isinstance(tier, CodecTier) and not tier.store_bases():
                 warn(self, "bases", f"{tier.name} did not store how its pages are coded")
         return found
 
@@ -1547,7 +1548,7 @@ class KV:
                 "audit": {},
                 "overflow": {},
                 "blend": dict(self.blended),
-                "cold": self.bases.report() if self.bases is not None else {},
+                "cold": self.bases.measured() if self.bases is not None else {},
                 "graphs": dict(self.graphed),
                 "events": self.metrics.snapshot(),
             }

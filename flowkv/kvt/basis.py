@@ -157,7 +157,7 @@ class BasisChunk:
         """Return coefficients `[tokens, axes]` of elements `[tokens, n]`, as floats."""
         return ((x - self.mean) @ self.analysis).round_()
 
-    def restore(self, q: torch.Tensor) -> torch.Tensor:
+    def synthesise(self, q: torch.Tensor) -> torch.Tensor:
         """Return the elements `[tokens, n]` of coefficients i16 `[tokens, axes]`."""
         out = torch.addmm(self.mean, q[:, : self.coarse_axes].float(), self.coarse)
         return out.add_(q[:, self.coarse_axes :].to(self.fine.dtype) @ self.fine)
@@ -189,8 +189,8 @@ class Basis:
         self.layout, self.step, self.turns, self.turn_of = layout, step, turns, turn_of
         self.chunks, self.tables, self.measured = chunks, tables, measured
 
-    def dump(self) -> bytes:
-        """Return the bytes that `load` reads."""
+    def pack(self) -> bytes:
+        """Return the bytes that `unpack` reads."""
         stored = _StoredBasis(
             1,
             self.layout,
@@ -214,8 +214,8 @@ class Basis:
         return msgspec.msgpack.encode(stored)
 
     @classmethod
-    def load(cls, data: bytes, layout: PageLayout) -> Basis:
-        """Return the basis that `dump` wrote.
+    def unpack(cls, data: bytes, layout: PageLayout) -> Basis:
+        """Return the basis that `pack` wrote.
 
         Raises:
             ValueError: The bytes are no basis of pages of this layout.

@@ -164,7 +164,7 @@ class PageCoder:
         q = np.empty((chunk.axes, self.layout.page_size), np.int16)  # type: ignore[attr-defined]
         if not self.basis.tables.decode(coded, chunk.classes, q):  # type: ignore[attr-defined]
             return None
-        return chunk.restore(torch.from_numpy(q).T.contiguous())  # type: ignore[attr-defined, no-any-return]
+        return chunk.synthesise(torch.from_numpy(q).T.contiguous())  # type: ignore[attr-defined, no-any-return]
 
     def views(self, body: memoryview, layers: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[layers, heads, tokens, dim]` of a page, or of some layers."""

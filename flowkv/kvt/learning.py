@@ -99,8 +99,8 @@ class GroupLearner:
         chunks = [chunk.chunk(step) for chunk in self._chunks]
         tables = learn_tables(self._pairs(chunks))
         said = self.layout.fingerprint(), step, self._turns, self._turn_of, chunks, tables, measured
-        data = Basis(*said).dump()
-        return PageCoder(self.layout, digest(data), Basis.load(data, self.layout)), data
+        data = Basis(*said).pack()
+        return PageCoder(self.layout, digest(data), Basis.unpack(data, self.layout)), data
 
     def _pairs(self, chunks: list[BasisChunk]) -> Iterator[tuple[BasisChunk, torch.Tensor]]:
         for sides in self._samples:

@@ -26,7 +26,7 @@ import numpy as np
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.errors import StateError
-from flowkv.core.geometry import COLD, PageLayout
+from flowkv.core.geometry import COLD, Geometry, PageLayout, page_layout
 from flowkv.core.memory import address_of
 from flowkv.kvt.basis import Basis, digest
 from flowkv.kvt.codec import PageCoder, codable, read_head
@@ -67,17 +67,19 @@ class PageBases:
     """Bases of a cache's pages, for all of its tiers. Thread-safe.
 
     Args:
-        layouts: Layout of the raw pages of each layer group.
+        geometry: Layer groups of the model; None for none.
 
     Attributes:
         forms: The groups with pages that can be coded.
         counts: Pages and bytes coded and decoded.
     """
 
-    def __init__(self, layouts: Sequence[PageLayout]) -> None:
+    def __init__(self, geometry: Geometry | None) -> None:
         self.forms = dict[int, CodedForm]()
-        for group, layout in enumerate(layouts):
-            if codable(layout):
+        size = geometry.page_size if geometry is not None else 0
+        for group, one in enumerate(geometry.groups if geometry is not None else ()):
+            layout = page_layout(one, size)
+            if one.kind == "full" and codable(layout):
                 raw = layout.fingerprint()
                 coded = hashlib.sha256(b"flowkv.kvt/1" + raw).digest()[:16]
                 self.forms[group] = CodedForm(layout, raw, coded)
@@ -97,15 +99,15 @@ class PageBases:
         name = digest(data)
         with self._lock:
             if name not in self._known:
-                self._known[name] = PageCoder(layout, name, Basis.load(data, layout))
+                self._known[name] = PageCoder(layout, name, Basis.unpack(data, layout))
                 self.blobs[name] = data
             return self._known[name]
 
-    def find(self, name: bytes) -> PageCoder | None:
+    def coder(self, name: bytes) -> PageCoder | None:
         """Return the coder of a basis by its name, if it is known."""
         return self._known.get(name)
 
-    def report(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, Any]:
         """Return what is coded, and what the bases in use were measured to cost."""
         measured = next((one.basis.measured for one in self.current.values()), {})
         return {"groups": len(self.current), **measured, **self.counts}
@@ -197,11 +199,8 @@ class CodecTier:
 
     # ---- bases
 
-    def bind(self, namespace: bytes, title: str) -> None:
-        """Record the namespace, and read the bases that its pages have in this tier."""
-        bind: Callable[[bytes, str], None] | None = getattr(self.inner, "bind", None)
-        if bind is not None:
-            bind(namespace, title)
+    def read_bases(self, namespace: bytes) -> None:
+        """Read the bases that pages of a namespace have in this tier, if none are known."""
         self._namespace = namespace
         if self.bases.current or not self.inner.contains([self._current_key()])[0]:
             return
@@ -218,7 +217,7 @@ class CodecTier:
                     coders[group] = coder
             self.bases.use(coders)
 
-    def publish(self) -> bool:
+    def store_bases(self) -> bool:
         """Store the bases in use, and that they are; return whether all is stored."""
         if not self.inner.writable:
             return False
@@ -236,7 +235,7 @@ class CodecTier:
 
     def _coder(self, name: bytes, n_bytes: int, layout: PageLayout) -> PageCoder | None:
         """Return the coder of a basis, read from the inner tier if need be."""
-        coder = self.bases.find(name)
+        coder = self.bases.coder(name)
         if coder is None and 0 < n_bytes < 1 << 32:
             data = self._get(_basis_key(name), _BASIS_LAYOUT, n_bytes)
             with suppress(ValueError):

@@ -7,16 +7,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowkv.core.geometry import LayerGroup, PageLayout, page_layout
-from tests.inside import GroupLearner, KeyTurn, PageCoder
+from flowkv import LayerGroup
+from tests.inside import GroupLearner, KeyTurn, PageCoder, PageLayout, page_layout
 
 SIZE = 64
 TURN = KeyTurn(1e4 ** (-np.arange(0, 16, 2) / 16))
 
 
-def layout(dtype: str = "float32", **more: Any) -> PageLayout:
+def group(dtype: str = "float32", **more: Any) -> LayerGroup:
     given: dict[str, Any] = {"layers": (0, 1, 2), "kv_heads": 2, "head_dim": 16, "value_dim": 16}
-    return page_layout(LayerGroup(**given | {"dtype": dtype} | more), SIZE, "raw")
+    return LayerGroup(**given | {"dtype": dtype} | more)
+
+
+def layout(dtype: str = "float32", **more: Any) -> PageLayout:
+    return page_layout(group(dtype, **more), SIZE, "raw")
 
 
 class Source:

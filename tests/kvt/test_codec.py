@@ -167,8 +167,8 @@ def test_damaged_pages_raise_nothing(at: int, bit: int, cut: int, data: Any) -> 
 
 
 def test_bases_come_back_the_same() -> None:
-    again = PageCoder(CODER.layout, CODER.name, Basis.load(DATA, CODER.layout))
-    assert again.basis.measured == {"kl": 0.25} and again.basis.dump() == DATA
+    again = PageCoder(CODER.layout, CODER.name, Basis.unpack(DATA, CODER.layout))
+    assert again.basis.measured == {"kl": 0.25} and again.basis.pack() == DATA
     assert again.encode(memoryview(BODY), 4) == CODED
 
 
@@ -180,7 +180,7 @@ def test_damaged_bases_are_refused(at: int, cut: bool) -> None:
     else:
         spoilt[at % 40] ^= 0x40
     try:
-        Basis.load(bytes(spoilt), CODER.layout)
+        Basis.unpack(bytes(spoilt), CODER.layout)
     except ValueError:
         return
     assert not cut
@@ -188,7 +188,7 @@ def test_damaged_bases_are_refused(at: int, cut: bool) -> None:
 
 def test_bases_of_other_pages_are_refused() -> None:
     with pytest.raises(ValueError, match="other pages"):
-        Basis.load(DATA, layout("bfloat16"))
+        Basis.unpack(DATA, layout("bfloat16"))
 
 
 def test_pages_of_another_basis_are_refused() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowkv import Tier
+from flowkv import Geometry, Tier
 from flowkv.testing import FlakyTier, check_tier
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
+from flowkv.tiers import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.conftest import examples
 from tests.inside import (
@@ -24,9 +24,10 @@ from tests.inside import (
     StateError,
     kvt_codec,
 )
-from tests.kvt.pages import SIZE, Source, layout, learner, page
+from tests.kvt.pages import SIZE, Source, group, layout, learner, page
 
 LAYOUT = layout("bfloat16")
+GEOMETRY = Geometry(groups=(group("bfloat16"),), page_size=SIZE)
 SOURCE = Source(LAYOUT)
 CODER, BASIS = learner(SOURCE).coder(1e-3, {"bits": 2.0})
 OTHER, OTHER_BASIS = learner(SOURCE).coder(1e-3, {})  # of another text
@@ -46,10 +47,10 @@ def info(**more: Any) -> FrameInfo:
 
 def made(inner: Tier, *, basis: bytes | None = BASIS) -> CodecTier:
     """A tier that codes pages, whose numbers are those of their keys."""
-    bases = PageBases([LAYOUT])
+    bases = PageBases(GEOMETRY)
     tier = CodecTier(inner, bases)
     tier.page_of = lambda key: int.from_bytes(key, "big")
-    tier.bind(NAMESPACE, "test")
+    tier.read_bases(NAMESPACE)
     if basis is not None:
         bases.use({0: bases.add(basis, LAYOUT)})
     return tier
@@ -132,16 +133,16 @@ def test_readers_without_bases_never_get_them(tmp_path: Path) -> None:
 
 def test_another_process_reads_with_the_stored_basis(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
-    assert tier.publish()
+    assert tier.store_bases()
     store(tier, range(3))
     tier.bases.use({0: tier.bases.add(OTHER_BASIS, LAYOUT)})
-    assert tier.publish()
+    assert tier.store_bases()
     store(tier, range(3, 6))
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     assert again.bases.current[0].name == OTHER.name
     assert {entry.key for entry in again.scan()} == {key(n) for n in range(6)}
-    assert again.bases.find(CODER.name) is None
+    assert again.bases.coder(CODER.name) is None
     for number, wanted in enumerate(PAGES):
         answer, got = load(again, number)
         assert answer.outcome is Outcome.HIT and near(got, wanted), number
@@ -165,7 +166,7 @@ def test_a_basis_in_the_name_of_another_is_refused(tmp_path: Path) -> None:
     store(tier)
     blobs = tier.bases.blobs
     blobs[CODER.name] = OTHER_BASIS
-    tier.publish()
+    tier.store_bases()
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     list(again.scan())
@@ -296,12 +297,12 @@ def test_it_is_a_tier(tmp_path: Path) -> None:
     numbers = itertools.count()
 
     def fresh(size: int) -> Tier:
-        return CodecTier(DiskTier(tmp_path / str(next(numbers)), size), PageBases([LAYOUT]))
+        return CodecTier(DiskTier(tmp_path / str(next(numbers)), size), PageBases(GEOMETRY))
 
     def reopen(tier: Tier) -> Tier:
         tier.close()
         path = tier.name.removeprefix("disk:")
-        return CodecTier(DiskTier(path, tier.capacity_bytes), PageBases([LAYOUT]))
+        return CodecTier(DiskTier(path, tier.capacity_bytes), PageBases(GEOMETRY))
 
     with examples(2):
         check_tier(fresh, reopen=reopen, capacity_bytes=256 << 10)

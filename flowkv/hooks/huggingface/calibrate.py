@@ -22,6 +22,7 @@ from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import as_tokens
 from flowkv.hooks.huggingface.blend import key_turns
 from flowkv.hooks.huggingface.probe import execution_device, native_cache, quiet
+from flowkv.kvt.codec import PageCoder
 from flowkv.kvt.learning import MOST_BITS, GroupLearner, Scores, coded_pages, search
 from flowkv.kvt.tier import PageBases
 
@@ -32,6 +33,9 @@ _SHARE = 4  # a window's last quarter is predicted
 _JUDGED = 3  # every third window is judged, and not learned from
 _SAMPLES = 3  # windows whose coefficients fill the tables
 _SEED = 2027
+
+
+_Exact = tuple[torch.Tensor, Any, torch.Tensor]
 
 
 class Calibrator:
@@ -56,7 +60,7 @@ class Calibrator:
         self.window = self.prompt * _SHARE // (_SHARE - 1)
         return min(count // self.window, MOST_WINDOWS)
 
-    def run(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
+    def calibrate(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
         """Learn bases from token ids, and use them if they keep to a divergence.
 
         Raises:
@@ -100,9 +104,7 @@ class Calibrator:
                 sides = self._sides(cache, group)
                 learner.add(sides, gradients.get(group), sample=samples < _SAMPLES)
             samples += 1
-        caches = [self._prompt_cache(window) for window in judged]
-        tails = [self._tail(*pair) for pair in zip(judged, caches, strict=True)]
-        exact = list(zip(judged, caches, tails, strict=True))
+        exact = self._exact(judged)
         score, first = partial(self._score, learners, exact), self._first(learners, bound)
         found = search(score, bound, first)
         good = {s: one for s, one in found.items() if one.kl <= bound and one.bits <= MOST_BITS}
@@ -124,6 +126,20 @@ class Calibrator:
             coders[group] = bases.add(data, bases.forms[group].layout)
         bases.use(coders)
         return {"kept": 1.0, **measured}
+
+    def judge(self, tokens: Any, bases: PageBases) -> Scores:
+        """Return what pages coded by the bases in use change in another text."""
+        ids = torch.from_numpy(as_tokens(tokens).astype(np.int64))
+        count = self._cut(len(ids))
+        windows = [ids[n * self.window : (n + 1) * self.window] for n in range(count)]
+        with self._door.aside(), quiet(self._model):
+            return self._judged(bases.current, self._exact(windows))
+
+    def _exact(self, windows: list[torch.Tensor]) -> list[_Exact]:
+        """Return windows with the caches of their prompts and the predictions behind them."""
+        caches = [self._prompt_cache(window) for window in windows]
+        tails = [self._tail(*pair) for pair in zip(windows, caches, strict=True)]
+        return list(zip(windows, caches, tails, strict=True))
 
     def _layers(self, group: int) -> tuple[int, ...]:
         return tuple(self._door.plan.geometry.groups[group].layers)
@@ -196,16 +212,13 @@ class Calibrator:
         bases = self._kv.bases
         return list(bases.forms) if bases is not None else []
 
-    def _score(
-        self,
-        learners: dict[int, GroupLearner],
-        exact: list[tuple[torch.Tensor, Any, torch.Tensor]],
-        step: float,
-    ) -> Scores:
-        """Measure what pages coded with a step change behind the judged windows."""
+    def _score(self, learners: dict[int, GroupLearner], exact: list[_Exact], step: float) -> Scores:
+        return self._judged({g: one.coder(step, {})[0] for g, one in learners.items()}, exact)
+
+    def _judged(self, coders: dict[int, PageCoder], exact: list[_Exact]) -> Scores:
+        """Measure what coded pages change behind the prompts of windows."""
         kl = same = nll = 0.0
         coded_bytes = raw_bytes = tokens = 0
-        coders = {group: learner.coder(step, {})[0] for group, learner in learners.items()}
         for window, cache, wanted in exact:
             own = copy.deepcopy(cache)
             for group, coder in coders.items():
@@ -246,6 +259,6 @@ def calibrating(door: Any) -> Callable[[Any, PageBases, float], dict[str, float]
                 f"the pages of this model are not shared: {door.identity.foreign}",
                 'Remove that from the model, or attach it with revision="..."',
             )
-        return Calibrator(door).run(tokens, bases, bound)
+        return Calibrator(door).calibrate(tokens, bases, bound)
 
     return calibrate
