@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, cast
 
 from flowkv.compiled import compiling
+from flowkv.core.digest import DIGEST_BYTES, digests
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.restore.costs import Rates
@@ -782,7 +783,7 @@ def _failed(key: bytes, reason: str) -> TierAnswer:
 def from_memory(load: Load, store: Store) -> TierAnswer | None:
     """Answer a load with the body of a store that is under way; None if that does not match.
 
-    The bytes never left this process, so there is nothing to verify.
+    Bytes that never left this process have no digests, and need none.
     """
     info, body, step = store.info, store.body.cast("B"), store.info.stripe_bytes
     try:
@@ -794,7 +795,11 @@ def from_memory(load: Load, store: Store) -> TierAnswer | None:
     n_bytes = (end - load.first) * step
     if not 0 <= load.first < end <= stripes or n_bytes > load.target.nbytes or load.target.readonly:
         return None
-    load.target.cast("B")[:n_bytes] = body[load.first * step : end * step]
+    target, known = load.target.cast("B")[:n_bytes], store.digests
+    target[:] = body[load.first * step : end * step]
+    span = slice(DIGEST_BYTES * load.first, DIGEST_BYTES * end)
+    if known is not None and digests(target, step) != known[span]:
+        return None
     return TierAnswer(0, 0, load.key, Outcome.HIT, "", info, n_bytes)
 
 

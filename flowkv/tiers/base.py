@@ -103,11 +103,14 @@ class Store(NamedTuple):
         key: 32 bytes.
         info: Description of the frame, written into its header.
         body: Readable memory with the stripes; must stay unchanged until the item is answered.
+        digests: NH-128 of each stripe, 16 bytes in order, made where the body came from; as the
+            body, it must stay unchanged. A tier may take them for its own. None if unknown.
     """
 
     key: bytes
     info: FrameInfo
     body: memoryview
+    digests: bytes | memoryview | None = None
 
 
 class TierAnswer(NamedTuple):

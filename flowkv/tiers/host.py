@@ -448,17 +448,17 @@ class HostTier(Immediate):
         try:
             found = self._claim(items, claimed)
             for number, charge in claimed.items():
-                key, info, body = items[number]
+                key, info, body, known = items[number]
                 stripes = body.nbytes // info.stripe_bytes
                 header = bytearray(FIXED_BYTES + DIGEST_BYTES * stripes)
                 array, source, at, reached = self._memory(body)
-                if compiled:
+                if compiled and known is None:
                     places = address_of(memoryview(header)), len(header), source, at
                     rows.append((*places, info.stripe_bytes, stripes))
                 else:
-                    # Digests come from the caller's memory: should it change during the copy,
-                    # against the contract, then the copy will not match them and never be served.
-                    header[FIXED_BYTES:] = describe(key, info, body).digests
+                    # Digests come from the caller's memory, or a device's: should it change until
+                    # the copy is over, then the copy will not match them and never be served.
+                    header[FIXED_BYTES:] = describe(key, info, body, known=known).digests
                     if at != source:
                         np.copyto(array, np.frombuffer(body, np.uint8))
                 made.append((number, header, array, at, reached, charge))
@@ -467,7 +467,7 @@ class HostTier(Immediate):
 
                 seal_frames(np.array(rows, SEAL))
             for number, header, *memory in made:
-                key, info, _ = items[number]
+                key, info, *_ = items[number]
                 kept = Header(key, info, bytes(header[FIXED_BYTES:]))
                 found[number] = self._keep(kept, *memory)
                 del claimed[number]
@@ -483,9 +483,9 @@ class HostTier(Immediate):
     def _claim(self, items: Sequence[Store], claimed: dict[int, int]) -> dict[int, TierAnswer]:
         """Reserve room for frames, and add their charges; return answers to the others."""
         found = dict[int, TierAnswer]()
-        for number, (key, info, body) in enumerate(items):
+        for number, (key, info, body, known) in enumerate(items):
             try:
-                digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes)
+                digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes, known)
             except BadFrame as error:
                 found[number] = failed(key, error.reason)
                 continue

@@ -204,7 +204,7 @@ def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
         calls.append(len(frames))
         refused = save(frames[:1], *given)
         store.stack.mover.lanes[0].rest(1.0)
-        return [*refused, *(block for block, _, _ in frames[1:])]
+        return [*refused, *(block for block, *_ in frames[1:])]
 
     monkeypatch.setattr(store.stack, "store", going)
     published(kv, P)
