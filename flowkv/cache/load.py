@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -191,12 +191,18 @@ class PageLoad:
 
     # ---- arrival, publication, release
 
-    def came(self, first: int, count: int, buffer: torch.Tensor, fidelity: int) -> None:
-        """Record that verified layers arrived; `launch` starts their copies to the device now."""
-        pool = self._pool
-        if pool.copies is not None:
-            at = self._forms.layouts[self.page >> CODEC_SHIFT].stripe_stride_bytes * first
-            pool.copies.upload(buffer, (self.page & GRANULE_MASK) + at // GRANULE_BYTES)
+    def granule(self, first: int) -> int:
+        """Return the granule of the device where a layer begins."""
+        at = self._forms.layouts[self.page >> CODEC_SHIFT].stripe_stride_bytes * first
+        return (self.page & GRANULE_MASK) + at // GRANULE_BYTES
+
+    def came(self, first: int, count: int, buffer: torch.Tensor | None, fidelity: int) -> None:
+        """Record that verified layers arrived; `launch` starts their copies to the device now.
+
+        The buffer is None if they are there.
+        """
+        if self._pool.copies is not None and buffer is not None:
+            self._pool.copies.upload(buffer, self.granule(first))
         self._came |= ((1 << count) - 1) << first
         self.fidelity = max(self.fidelity, fidelity)
         if self._line is not None:
@@ -603,6 +609,8 @@ class PageLoader:
         flight.left += 1
         flight.trips[trip] = load.target.nbytes
         if is_lent and lent is not None and flight.priority is IOPriority.DEMAND:
+            # A batch that is waited for is verified on the device, one for steps under way here.
+            load = load._replace(unread=flight.fresh is not None)
             lent.setdefault(source.tier, []).append((trip, load))
             return load.target.nbytes
         those = partial(self._answered, [trip]), flight.owner, flight.priority
@@ -635,6 +643,7 @@ class PageLoader:
         """Handle the answers to trips of one batch, which were given together."""
         flight, stack, now_s = trips[0].flight, self._store.stack, time.perf_counter()
         landed, missed = list[Any](), list[tuple[_Trip, TierAnswer]]()
+        hits = list[tuple[_Trip, TierAnswer]]()
         for trip, answer in zip(trips, answers, strict=True):
             trip.piece.page_load.flying.remove(trip.piece)
             if trip.given_up:
@@ -642,24 +651,46 @@ class PageLoader:
             flight.trips.pop(trip)
             end_s = trip.asked_s + answer.seconds if answer.seconds else now_s
             flight.ended_s = max(flight.ended_s, min(end_s, now_s))
-            if answer.outcome is Outcome.HIT and answer.info is not None:
-                tier, n_bytes = trip.source.tier, answer.n_bytes
-                if trip.joined:
-                    flight.joined[tier] += n_bytes
-                else:
-                    stack.mover.lanes[tier].loaded_bytes += n_bytes
-                flight.n_bytes[tier] += n_bytes
-                if trip.buffer is not None:
-                    landed.append((trip.piece, trip.source, trip.buffer, answer.info.fidelity))
+            hit = answer.outcome is Outcome.HIT and answer.info is not None
+            (hits if hit else missed).append((trip, answer))
+        unsound = self._verify(hits)
+        for trip, answer in hits:
+            tier, n_bytes = trip.source.tier, answer.n_bytes
+            if trip in unsound:
+                continue
+            if trip.joined:
+                flight.joined[tier] += n_bytes
             else:
-                missed.append((trip, answer))
+                stack.mover.lanes[tier].loaded_bytes += n_bytes
+            flight.n_bytes[tier] += n_bytes
+            if trip.buffer is not None and answer.info is not None:
+                buffer = None if answer.digests else trip.buffer
+                landed.append((trip.piece, trip.source, buffer, answer.info.fidelity))
         self._landed(flight, landed)
+        for trip in unsound:  # now the tier reads it: it is damaged, or its copy was
+            self._ask(flight, trip.piece, chain([trip.source], trip.sources))
         for trip, answer in missed:
             self._missed(trip, answer)
         self._less(flight, sum([not trip.given_up for trip in trips]))
         for trip in trips:
             if not trip.piece.page_load.wanted:
                 trip.piece.page_load.let_go()
+
+    def _verify(self, hits: Items[tuple[_Trip, TierAnswer]]) -> list[_Trip]:
+        """Copy layers that came unread to their device; return those with other digests there."""
+        forms, unsound = dict[Any, list[Any]](), list[_Trip]()
+        for trip, answer in hits:
+            one, known, row = trip.piece.page_load, answer.digests, trip.buffer
+            if known and row is not None and one.wanted and not one.complete:
+                form = self._store.pool(one.group).copies, len(row), len(known)
+                given = trip, row, one.granule(trip.piece.first), known
+                forms.setdefault(form, []).append(given)
+        for (copies, *_), those in forms.items():
+            trips, *rows = zip(*those, strict=True)
+            sound = copies.verify(*rows)
+            unsound += [trip for trip, fine in zip(trips, sound, strict=True) if not fine]
+            trips[0].flight.ended_s = time.perf_counter()  # the copies are part of the load
+        return unsound
 
     def _landed(self, batch: LoadBatch, some: Iterable[tuple[Any, ...]]) -> None:
         """Take verified layers that arrived, and publish the pages that are complete now.

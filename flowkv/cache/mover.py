@@ -795,10 +795,9 @@ def from_memory(load: Load, store: Store) -> TierAnswer | None:
     n_bytes = (end - load.first) * step
     if not 0 <= load.first < end <= stripes or n_bytes > load.target.nbytes or load.target.readonly:
         return None
-    target, known = load.target.cast("B")[:n_bytes], store.digests
+    target, known = load.target.cast("B")[:n_bytes], store.digests or b""
     target[:] = body[load.first * step : end * step]
-    span = slice(DIGEST_BYTES * load.first, DIGEST_BYTES * end)
-    if known is not None and digests(target, step) != known[span]:
+    if known and digests(target, step) != known[DIGEST_BYTES * load.first : DIGEST_BYTES * end]:
         return None
     return TierAnswer(0, 0, load.key, Outcome.HIT, "", info, n_bytes)
 

@@ -132,9 +132,9 @@ class CudaStreams:
             dispatch.gather_pages(pages, source, size, memory, lines=lines_there)
 
     def digest(self, pages: torch.Tensor, granules: Places, stripes: int, n_bytes: int,
-               memory: torch.Tensor) -> None:  # fmt: skip
-        """Copy the digests of pages of an arena to pinned memory, as copies from the device."""
-        with torch.cuda.stream(self._down):
+               memory: torch.Tensor, *, to_device: bool) -> None:  # fmt: skip
+        """Copy the digests of pages to pinned memory, behind the copies of one direction."""
+        with torch.cuda.stream(self._up if to_device else self._down):
             source, _ = self._places(granules, granules)
             found = dispatch.digest_pages(pages, source, n_bytes // GRANULE_BYTES, stripes)
             memory.copy_(found.view(-1).view(torch.uint8), non_blocking=True)
@@ -305,25 +305,44 @@ class Copies:
             self._read.update(dict.fromkeys(granules, (next(self._copies), mark)))
         return rows, mark
 
-    def digest(self, granules: Sequence[int], n_bytes: int, stripes: int) -> torch.Tensor:
+    def digest(self, granules: Sequence[int], n_bytes: int, stripes: int, *,
+               to_device: bool = False) -> torch.Tensor:  # fmt: skip
         """Start digesting pages on the device, where no copy can have changed them.
 
         Args:
-            granules: First granules of the pages, which a `download` copies next.
+            granules: First granules of the pages.
             n_bytes: Bytes of each.
             stripes: Stripes of each.
+            to_device: Whether to begin behind the copies to the device, not those from it.
 
         Returns:
-            uint8 `[pages, 16 * stripes]`, pinned; filled at the mark of that `download`.
+            uint8 `[pages, 16 * stripes]`, pinned; filled at the mark of a later copy.
         """
         self.launch()
         found = self._pinned(len(granules), DIGEST_BYTES * stripes)
         self.streams.follow()  # the work that computes the pages must be done first
+        where = self.pages, granules, stripes, n_bytes, found.view(-1)
         try:
-            self.streams.digest(self.pages, granules, stripes, n_bytes, found.view(-1))
-        finally:
-            self._leaving.append((self.streams.mark(to_device=False), [found], ()))
+            self.streams.digest(*where, to_device=to_device)
+        finally:  # once it was begun, it uses the memory
+            mark = self.streams.mark(to_device=to_device)
+            (self._coming if to_device else self._leaving).append((mark, [found], ()))
         return found
+
+    def verify(self, rows: Sequence[torch.Tensor], granules: Sequence[int],
+               known: Sequence[bytes]) -> list[bool]:  # fmt: skip
+        """Copy rows of one size to pages, wait, and return which have their digests there.
+
+        Args:
+            rows: Rows.
+            granules: Granule for each where it goes.
+            known: Digests of the stripes of each.
+        """
+        for row, granule in zip(rows, granules, strict=True):
+            self.upload(row, granule)
+        found = self.digest(granules, len(rows[0]), len(known[0]) // DIGEST_BYTES, to_device=True)
+        self._coming[-1][0].wait()
+        return [bytes(made) == one for made, one in zip(found.numpy(), known, strict=True)]
 
     def free(self, *granules: int) -> None:
         """Record that pages are free, although a copy may still read them."""

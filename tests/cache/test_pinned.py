@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -186,6 +187,8 @@ class FakeStreams:
         stripes: int,
         n_bytes: int,
         memory: torch.Tensor,
+        *,
+        to_device: bool,
     ) -> None:
         where, there = torch.tensor(granules, dtype=torch.int32), at(memory)
 
@@ -193,7 +196,7 @@ class FakeStreams:
             found = dispatch.digest_pages(pages, where, n_bytes // GRANULE, stripes)
             there().copy_(found.view(-1).view(torch.uint8))
 
-        self.queues["down"].append((None, carry_out))
+        self._direction(to_device).append((None, carry_out))
 
     def mark(self, *, to_device: bool) -> FakeMark:
         mark = self._mark("up" if to_device else "down")
@@ -264,6 +267,21 @@ class World:
                 self.model[number] = value  # else a miss
         self.copies.launch()
 
+    def load_unread(self, numbers: list[int]) -> None:
+        """As `load`, of memory that the device verifies; every fifth page is another one's."""
+        rows = self.copies.stage(len(numbers), self.n_bytes)
+        self.reuse(*numbers)
+        known, values = [], [self.fresh() for _ in numbers]
+        for value, row in zip(values, rows, strict=True):
+            row.fill_(value)
+            known.append(digests(row.numpy() + (value % 5 == 0), GRANULE))
+        sound = self.copies.verify(rows, [n * self.granules for n in numbers], known)
+        for number, value, fine in zip(numbers, values, sound, strict=True):
+            self.model[number] = value
+            self.check("verified", torch.tensor(fine), value % 5 > 0)
+            if fine:  # it is there now
+                self.check("there", self.page(number), value)
+
     def save(self, numbers: list[int]) -> None:
         rows, mark = self.copies.download([n * self.granules for n in numbers], self.n_bytes)
         self.saved.append(
@@ -294,7 +312,7 @@ class World:
 some = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=5, unique=True)
 steps = st.lists(
     st.tuples(st.sampled_from(["compute_write", "compute_read"]), st.integers(0, PAGES - 1))
-    | st.tuples(st.sampled_from(["load", "save"]), some),
+    | st.tuples(st.sampled_from(["load", "load_unread", "save"]), some),
     max_size=40,
 )
 
@@ -518,8 +536,8 @@ class Eager(FakeStreams):
     def gather(self, pages: torch.Tensor, *move: Any) -> None:
         super().gather(pages.clone(), *move)
 
-    def digest(self, pages: torch.Tensor, *move: Any) -> None:
-        super().digest(pages.clone(), *move)
+    def digest(self, pages: torch.Tensor, *move: Any, to_device: bool) -> None:
+        super().digest(pages if to_device else pages.clone(), *move, to_device=to_device)
 
 
 def behind_a_bus(kv: KV, *faults: str) -> list[Copies]:
@@ -667,6 +685,114 @@ def test_the_processor_reads_no_page_that_leaves(
         with kv.open([*text, 99]) as seq:
             assert seq.reused == 48
             check_content(kv, seq, text[:48])
+    assert kv.stats()["tiers"][tier.name]["loaded_bytes"] > 0
+    assert bool(count.n_bytes) == (below == "disk"), "a disk's pages pass through staging memory"
+    kv.close()
+
+
+def spoil_bit(bodies: list[Any], picks: random.Random) -> None:
+    body = picks.choice(bodies)
+    body[picks.randrange(len(body))] ^= 1 << picks.randrange(8)
+
+
+def spoil_page(bodies: list[Any], picks: random.Random) -> None:
+    """A page of another text in the slot."""
+    one, other = picks.sample([body for body in bodies if len(body) == len(bodies[0])], 2)
+    one[:] = other
+
+
+def spoil_stripes(bodies: list[Any], picks: random.Random) -> None:
+    body = picks.choice(bodies)
+    body[:] = np.roll(body, len(body) // 2)
+
+
+@pytest.mark.parametrize("spoil", [spoil_bit, spoil_page, spoil_stripes])
+@pytest.mark.parametrize("moment", ["stored", "lent", "queued", "copied"])
+def test_nothing_wrong_comes_from_pinned_memory(
+    moment: str, spoil: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever its memory changes: pages count once the device has found their digests there."""
+    tier, picks, spoilt = HostTier(1 << 24), random.Random(moment), [0]
+    kv = make_kv(geometry(layers=4), pages=20, tiers=[tier], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+
+    def now() -> None:
+        bodies = [frame.body for frame in tier._frames.values() if frame.body.any()]
+        before = [body.copy() for body in bodies]
+        spoil(bodies, picks)
+        spoilt[0] += sum(map(bool, map(np.any, map(np.not_equal, bodies, before))))
+
+    lend, verify, digest = tier.lend, copies.verify, copies.streams.digest
+
+    def lent(key: bytes, *part: int) -> Any:
+        found = lend(key, *part)
+        if picks.randrange(4) == 0:
+            now()
+        return found
+
+    def queued(*given: Any) -> list[bool]:
+        now()
+        return verify(*given)
+
+    def copied(pages: torch.Tensor, where: Sequence[int], *given: Any, to_device: bool) -> None:
+        if to_device:  # the device's own memory, or the way there
+            copies.streams.queues["up"].append(
+                (None, lambda: spoil([pages.numpy()[g * GRANULE :][: 2 * GRANULE] for g in where]
+                                     * (1 + (len(where) < 2)), picks))
+            )  # fmt: skip
+            spoilt[0] += 1
+        digest(pages, where, *given, to_device=to_device)
+
+    if moment == "stored":
+        for _ in range(6):
+            now()
+    elif moment == "lent":
+        tier.lend = lent
+    elif moment == "queued":
+        copies.verify = queued
+    else:
+        copies.streams.digest = copied
+    for text in [*texts, *texts]:
+        with kv.open([*text, 99]) as seq:
+            check_content(kv, seq, text[: seq.length])
+        published(kv, text)
+    assert spoilt[0]
+    if moment == "copied":
+        assert not tier.corrupt and not kv.stats()["tiers"]["host"]["refused"]
+    else:
+        assert 0 < tier.corrupt <= spoilt[0]
+    kv.flush()
+    audit(kv)
+    copies.streams.finish()
+    gc.collect()
+    assert copies.staged_bytes() == 0
+    kv.close()
+
+
+def test_a_copy_that_went_wrong_on_the_way_in_is_made_again() -> None:
+    kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    tier, verify, asked = kv.planner.store.stack.tiers[0], copies.verify, list[int]()
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+
+    def never(rows: Any, *given: Any) -> list[bool]:
+        asked.append(len(rows))
+        return [not fine for fine in verify(rows, *given)]
+
+    copies.verify = never
+    for text in texts:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    assert asked and not tier.corrupt
+    audit(kv)
     kv.close()
 
 
@@ -825,6 +951,9 @@ def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.Monkey
     go_on = threading.Event()
 
     class Slow(HostTier):
+        def submit_load(self, items: Sequence[Load], **options: Any) -> int:
+            return super().submit_load([one._replace(unread=False) for one in items], **options)
+
         def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
             assert go_on.wait(60)
             return super()._load_all(items)

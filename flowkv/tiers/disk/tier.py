@@ -777,13 +777,11 @@ class DiskScheduler:
         if seq is None:
             return None
         try:
-            if self._envelope.plain:
+            if self._envelope.plain and (direct or not known):
                 head = Header(key, info, bytes(known or DIGEST_BYTES * stripes), seq)
                 start, n_bytes = head.header_bytes, head.frame_bytes
-                if known:
+                if direct:
                     memory.view[:start] = pack_header(head)
-                if known and not direct:
-                    memory.view[start:n_bytes] = body
             else:
                 sealed = self._envelope.seal(key, info, body, generation=seq, known=known)
                 head, start, n_bytes = sealed.head, len(sealed.header), 0
