@@ -1100,7 +1100,7 @@ def test_a_slow_producer_on_a_gpu(granules: int) -> None:
     """Fault F6: what leaves is what the producer left, what arrives is what its reader sees."""
     device, count, n_bytes = torch.device("cuda"), 32, granules * GRANULE
     pages = torch.zeros(2 * count * n_bytes, dtype=torch.uint8, device=device)
-    copies = open_copies(CudaStreams(device), pages, 128 << 20)
+    copies = open_copies(CudaStreams(device), pages, n_bytes=128 << 20)
     assert copies.why == ""
     places = [2 * i * granules for i in torch.randperm(count).tolist()]
     for value in range(1, 6):
@@ -1124,4 +1124,28 @@ def test_a_slow_producer_on_a_gpu(granules: int) -> None:
         assert before.unique().tolist() == [value]
         assert after.unique().tolist() == [100 + value]
         del again, row
+    copies.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granules", [1, 512])
+def test_digests_are_made_and_checked_on_a_gpu(granules: int) -> None:
+    """Of what a late producer left, and of what arrived: by the kernel and by the copy engine."""
+    device, count, n_bytes = torch.device("cuda"), 32, granules * GRANULE
+    stripes = max(1, granules // 4)
+    pages = torch.randint(0, 255, (2 * count * n_bytes,), dtype=torch.uint8, device=device)
+    copies = open_copies(CudaStreams(device), pages, n_bytes=128 << 20)
+    places = [2 * i * granules for i in torch.randperm(count).tolist()]
+    torch.cuda._sleep(50_000_000)
+    pages.add_(1)
+    made = copies.digest(places, n_bytes, stripes)
+    rows, mark = copies.download(places, n_bytes)
+    mark.wait()
+    known = [digests(row.numpy(), n_bytes // stripes) for row in rows]
+    assert [bytes(one) for one in made.numpy()] == known
+    pages.zero_()
+    assert copies.verify(rows, places, known) == [True] * count
+    rows[3][-1] ^= 1
+    assert copies.verify(rows, places, known) == [n != 3 for n in range(count)]
+    assert copies.verify(rows[::-1], places, known) == [False] * count
     copies.close()
