@@ -107,7 +107,9 @@ class Store(NamedTuple):
         info: Description of the frame, written into its header.
         body: Readable memory with the stripes; must stay unchanged until the item is answered.
         digests: NH-128 of each stripe, 16 bytes in order, made where the body came from; as the
-            body, it must stay unchanged. A tier may take them for its own. None if unknown.
+            body, it must stay unchanged. A tier may take them for its own, and write the body from
+            where it lies: that memory must not be used again while anything refers to it, also
+            behind a `FAILED`. None if unknown.
     """
 
     key: bytes
