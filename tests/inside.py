@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
     from flowkv.cache.step import CURRENT, Step
-    from flowkv.cache.store import PageStore, Samples, Verdict
+    from flowkv.cache.store import NextVictims, PageStore, Samples, Verdict
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
     from flowkv.cache.tier_stack import TierStack
     from flowkv.cli import command, doctor

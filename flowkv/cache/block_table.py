@@ -776,6 +776,8 @@ class Planner:
             if self.pending:
                 self.pending.end_step()
             self.store.writes.drain()
+            if step.flags & FILLS:
+                self.store.copy_ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
             if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
                 self.look_ahead()
         self.guard.run_deferred()

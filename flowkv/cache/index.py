@@ -168,6 +168,7 @@ class Block:
         kept: Number of reasons, beside holds, that protect it from eviction everywhere.
         going: Bit i is set while a store of it to tier i of the stack is under way.
         pinned: Whether `KV.pin` protects it.
+        ahead: Whether its page was evicted from the device, and stays until its room is needed.
         gone: Whether the index has forgotten it; only open sequences may still use its page.
         lease: Retention class for the policies, see `policy.Lease`.
         n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
@@ -193,6 +194,7 @@ class Block:
     kept: int = 0
     going: int = 0
     pinned: bool = False
+    ahead: bool = False
     gone: bool = False
     lease: str | Lease = ""
     n_bytes: int = 0

@@ -762,7 +762,7 @@ class KV:
             if seq.restoration is not None:
                 seq.publishable &= not seq.restoration.lacks
                 seq.restoration.abandon()
-            seq.closed = True
+            seq.closed, served = True, seq.length >= seq.prompted
             swap.discard(Planner.of(seq), seq)
             self._open.pop(id(seq), None)
             if Planner.of(seq) is self.planner:
@@ -770,6 +770,8 @@ class KV:
             Planner.of(seq).release(seq)
             if self.config.quotas:
                 Planner.of(seq).store.shed()
+            if served:
+                Planner.of(seq).store.copy_ahead()
             Planner.of(seq).look_ahead()
 
     def fork(self, seq: Sequence) -> Sequence:

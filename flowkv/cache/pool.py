@@ -120,6 +120,7 @@ class PagePool:
             use occupies at least one.
 
     Attributes:
+        allocated: Granules that were allocated so far.
         copies: Copies between pages and pinned memory, where the device is not the CPU.
         lent: Pages that transfers use, and how often; they neither move nor become free.
 
@@ -159,7 +160,7 @@ class PagePool:
         self._refs: dict[int, int] = {}
         self.lent: dict[int, int] = {}
         self._awaited = set[int]()
-        self._used_granules = self._touched = 0
+        self._used_granules = self._touched = self.allocated = 0
         self.copies: Copies | None = None
         self._touch(0)
 
@@ -243,6 +244,7 @@ class PagePool:
         self._refs |= dict.fromkeys(taken, 1)
         self._change(granules, -count)
         self._used_granules += granules * count
+        self.allocated += granules * count
         return taken
 
     def share(self, *pages: int) -> None:

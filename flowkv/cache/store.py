@@ -160,6 +160,112 @@ class PrefetchedUnused(dict[Block, tuple[int, int]]):
                 self._on_leave(block)
 
 
+# Pages that leave a device for host memory while no request waits for their room.
+
+_WINDOW_NS = 8 * 10**9
+_POOL_SHARE, _TIER_SHARE, _WASTE = 8, 32, 20
+"""Greatest part of the pool, and of what a tier has beyond the pools' size, that is held in both;
+and of the stored bytes that may be wasted: one part in so many."""
+
+
+class NextVictims(dict[Block, None]):
+    """Pages of one device that its policy has evicted, and that stay until their room is needed.
+
+    The policy chooses them at the end of requests, and of steps behind first tokens. Each has a
+    copy in the host tier, or on the way there, so that to free it copies nothing. A use before that
+    makes it an ordinary page again.
+
+    Their bytes, with those of pages that were used again and still have their copy, are at most
+    those that the device allocated within the last seconds. Older copies of used pages make room
+    for new ones; these are wasted, as are those that the tier loses before the page has left. No
+    page is copied while too many bytes are wasted. Callers hold the KV lock.
+
+    Args:
+        store: The store of the pages.
+        device: The device.
+
+    Attributes:
+        twice: Pages with a copy made here, and the bytes of each.
+        wasted_bytes: Bytes of wasted copies.
+    """
+
+    def __init__(self, store: PageStore, device: str) -> None:
+        super().__init__()
+        self._store, self._pool = store, store.pools[device]
+        self._place, self._tier = store.device_places[device], -1
+        self._largest = max(one.raw.page_bytes for one in store.forms)
+        self.twice, self.wasted_bytes = dict[Block, int](), 0
+        self._seen, self._windows = 0, ((0, 0), (0, 0))
+
+    def left(self, *blocks: Block) -> None:
+        """Forget blocks that have left the device."""
+        for block in blocks:
+            block.ahead = False
+            self.pop(block, None)
+            self.twice.pop(block, None)
+
+    def copy_ahead(self, served: Callable[[], bool] | None) -> None:
+        """Evict pages ahead, as many as the last seconds took, as far as the host tier is idle.
+
+        Args:
+            served: Returns whether all requests of a step, which just ended, had their first token
+                before it; None at the end of a request. Steps leave few pages to a later one.
+        """
+        store, pool, self._tier = self._store, self._pool, self._store.stack.near()
+        if pool.copies is None or pool.allocated == self._seen or self._tier < 0:
+            return  # a CPU has its pages in the memory of the host, or all was done last time
+        now_ns, lane = store.context.now_ns(), store.stack.mover.lanes[self._tier]
+        if now_ns - self._windows[1][0] >= _WINDOW_NS:
+            self._windows = self._windows[1], (now_ns, pool.allocated)  # begin, allocated before
+        mark = min(pool.allocated - self._windows[0][1], pool.capacity_granules // _POOL_SHARE)
+        short = GRANULE_BYTES * (mark + pool.used_granules - pool.capacity_granules)
+        if short <= 0 or lane.rests or not all(request.stores for request in lane.schedule):
+            return
+        if served is not None and (4 * (pool.allocated - self._seen) < mark or not served()):
+            return
+        short -= sum(map(store.size, self))
+        left, count = min(short, self._room(mark * GRANULE_BYTES, short)), 1
+        while left >= self._largest:
+            n_bytes = count * self._largest
+            if not (pool.copies.has_room(n_bytes) and lane.takes(n_bytes)):
+                return
+            if (found := self._place.evict(now_ns, count)) is None:
+                break
+            blocks = [store.index.at(slot) for slot in found.tolist()]
+            for block in blocks:
+                block.ahead, self[block] = True, None
+            left -= sum(map(store.size, blocks))
+            fresh = [block for block in blocks if block.lacked_by(self._tier)]
+            for those in _by_form(blocks).values():
+                store._leave_together(those, "space", ahead=True)
+            self.twice |= {one: store.size(one) for one in fresh if one.going >> self._tier & 1}
+            if any(block.page < 0 for block in blocks):
+                break
+            count = min(AT_ONCE_BYTES, left) // self._largest
+        self._seen = pool.allocated
+
+    def _room(self, most: int, wished: int) -> int:
+        """Return the bytes that may be copied now; take older copies of used pages back for them.
+
+        Args:
+            most: Most bytes in both places.
+            wished: Bytes to copy.
+        """
+        stack, tier, twice, devices = self._store.stack, self._tier, self.twice, self._store.pools
+        for block in [one for one in twice if one.lacked_by(tier)]:
+            self.wasted_bytes += twice.pop(block)
+        beyond = stack.tiers[tier].capacity_bytes // len(devices) - self._pool.capacity_bytes()
+        most = min(most, beyond // _TIER_SHARE)
+        used = [one for one in twice if not (one in self or one.going or one.kept)]
+        held = sum(twice.values())
+        while used and held + wished > most:
+            held -= twice[used[0]]
+            self.wasted_bytes += twice.pop(used[0])
+            stack.take_back(used.pop(0), tier)
+        stored = stack.mover.lanes[tier].stored_bytes
+        return min(most, stored - _WASTE * len(devices) * self.wasted_bytes) - held
+
+
 # The devices: the block on each page there, and its users.
 
 
@@ -195,6 +301,7 @@ class PageStore:
         context: Time, tenants and costs, shared by the policies of all places.
         stack: The tiers.
         writes: What writes pages to the persistent tier.
+        next_victims: Each device's pages that no policy orders any more, with a copy below.
         swapped: Pages on their device that suspended sequences need as they are now.
         tails: Partly filled last pages of closed sequences, the oldest first, with the page of
             each group. No policy orders them; tiers get copies, see `WriteBack.store_tail`.
@@ -217,16 +324,12 @@ class PageStore:
         self.samples = Samples(config.audit)
         self.coming: dict[Block, list[Any]] = {}
         self.pools = pools
-        self.device_places = {
-            device: PolicyPlace(device, "gpu", policies("gpu", pool.capacity_bytes()))
-            for device, pool in pools.items()
-        }
+        made = [(device, policies("gpu", pool.capacity_bytes())) for device, pool in pools.items()]
+        self.device_places = {device: PolicyPlace(device, "gpu", one) for device, one in made}
         self._pools = [pools[group.device] for group in geometry.groups]
         self._places = [self.device_places[group.device] for group in geometry.groups]
-        self._orphans: set[Block] = set()
-        self.tails: dict[Block, list[int]] = {}
-        self.swapped: dict[Block, SwappedCopy] = {}
-        self._idle = dict.fromkeys(pools, 0)
+        self._orphans, self.tails = set[Block](), dict[Block, list[int]]()
+        self.swapped, self._idle = dict[Block, SwappedCopy](), dict.fromkeys(pools, 0)
         self.stack = TierStack(
             self.context,
             tiers,
@@ -238,10 +341,14 @@ class PageStore:
             on_forget=self._let_go,
         )
         self.writes = WriteBack(self.stack, self.size, self.store_pages)
+        self.next_victims = {device: NextVictims(self, device) for device in pools}
         self.prefetched_unused = PrefetchedUnused(self.stack.mover, on_unused)
 
     def insert(self, blocks: Sequence[Block]) -> None:
         """Insert blocks that became resident on their devices, see `PolicyContext.insert`."""
+        for block in [one for one in blocks if one.ahead]:
+            block.ahead = False
+            del self.next_victims[self.device(block.group)][block]
         for group, some in groupby(blocks, attrgetter("group")):
             self.context.insert(self._places[group], some, self.size)
 
@@ -269,6 +376,8 @@ class PageStore:
     def _let_go(self, block: Block) -> None:
         if block.group < len(self._places):
             self._places[block.group].let_go(block.slot)
+            if block.ahead:
+                self._free_pages([block], "space")
 
     def _drop(self, slots: Sequence[int]) -> None:
         for place in self.places:
@@ -380,6 +489,7 @@ class PageStore:
             (self.keep if pinned else self.unkeep)(block)
 
     def _guard(self, *blocks: Block) -> None:
+        self.insert([one for one in blocks if one.ahead and (one.holds or one.kept)])
         slots = dict[tuple[int, bool], list[int]]()
         for block in blocks:
             held = block.holds > 0 or block.kept > 0
@@ -553,7 +663,12 @@ class PageStore:
         device, now = self.device(group), self.context.now_ns()
         place, pages = self.device_places[device], self.pools[device].capacity_granules
         share = pages // self.forms[group].raw.granules // _BATCH_SHARE
-        for n in dict.fromkeys((max(short, min(share, _BATCH_PAGES)), short, 1)):
+        some = max(short, min(share, _BATCH_PAGES))
+        if ahead := _by_form(islice(self.next_victims[device], some)):
+            for those in ahead.values():
+                self._free_pages(those, "space")
+            return True
+        for n in dict.fromkeys((some, short, 1)):
             victims = place.evict(now, n)
             if victims is not None:
                 self.leave(self.index.those(victims.tolist()), "space")
@@ -586,8 +701,8 @@ class PageStore:
             stay = [block for block in blocks if block.page >= 0 and not block.gone]
             self.insert([block for chain in chains(stay) for block in chain])
 
-    def _leave_together(self, blocks: list[Block], reason: str) -> None:
-        """Evict blocks of one form from their device."""
+    def _leave_together(self, blocks: list[Block], reason: str, *, ahead: bool = False) -> None:
+        """Evict blocks of one form from their device; `ahead` keeps those that lie below."""
         stack, n_bytes = self.stack, self.size(blocks[0])
         wanted = [b for b in blocks if not b.going and reason != "lease"]
         takers = stack.takers(wanted, leaves={b for b in wanted if not b.tiers})
@@ -597,9 +712,10 @@ class PageStore:
             with ExitStack() as over:
                 going = {n: over.enter_context(self._frames(some, n)) for n, some in takers.items()}
                 # Before tiers make room, so that they pass on what they evict of these blocks.
-                self._free_pages(blocks, reason)
+                if not ahead:
+                    self._free_pages(blocks, reason)
                 for number, (frames, done, mark) in going.items():
-                    waits = reason == "space" and not stack.outlives(number)  # memory is soon free
+                    waits = reason == "space" and not (ahead or stack.outlives(number))
                     refused = stack.store(frames, number, done, mark, waits=waits)
                     if pages := len(frames) - len(refused):
                         stack.demoted("device", number, n_bytes * pages, pages)
@@ -619,6 +735,7 @@ class PageStore:
             if self.prefetched_unused:
                 self.prefetched_unused.end(block, used=False)
             block.page = -1
+        self.next_victims[self.device(blocks[0].group)].left(*blocks)
         self.recount(*blocks)
         self._pools[blocks[0].group].release(*pages)
         self.bus.emit(Evicted(tier="device", pages=len(pages), n_bytes=n_bytes, reason=reason))
@@ -634,6 +751,11 @@ class PageStore:
             return "device"
         number = block.tier
         return self.stack.tiers[number].name if number >= 0 else ""
+
+    def copy_ahead(self, served: Callable[[], bool] | None = None) -> None:
+        """Evict pages of each device ahead of their time, see `NextVictims.copy_ahead`."""
+        for victims in self.next_victims.values():
+            victims.copy_ahead(served)
 
     def expire(self) -> None:
         """Evict blocks from the places where their lease has run out."""
@@ -738,6 +860,7 @@ class PageStore:
         page = block.page
         if page >= 0:
             self._places[block.group].remove(block)
+            self.next_victims[self.device(block.group)].left(block)
             self._swap_out(block)
             if block.holds:
                 self._orphans.add(block)

@@ -304,7 +304,7 @@ class TierStack:
     def settle(self, *blocks: Block) -> None:
         """Update the protection of blocks; forget those that no place holds, or is storing."""
         for block in blocks:
-            lies = block.page >= 0 or block.tiers or block.going
+            lies = (block.page >= 0 and not block.ahead) or block.tiers or block.going
             if not (lies or block.gone or block in self.leaving):
                 self.dismiss(block)
         self.protect(*blocks)
@@ -499,11 +499,11 @@ class TierStack:
                 continue  # frames that have landed count as incoming no more
             if (stranger := self.listing.stranger(number)) is not None:
                 place.remove(stranger)
-                self._evict(stranger, number, "unused")
+                self._evict_all([stranger], number, "unused")
                 continue
             victims = place.evict(self.context.now_ns(), 1)
             if victims is not None:
-                self._evict(self.index.at(int(victims[0])), number, "space")
+                self._evict_all([self.index.at(int(victims[0]))], number, "space")
             elif not self.listing.adopt(number):
                 return False
         return True
@@ -612,9 +612,18 @@ class TierStack:
                 self.places[number].remove(block)
         block.tiers = 0
 
+    def _evict_all(self, victims: Sequence[Block], number: int, reason: str) -> None:
+        """Evict blocks that left a tier's policy; after an error, those that stay return to it."""
+        try:
+            for block in victims:
+                self._evict(block, number, reason)
+        finally:
+            self.insert([block for block in victims if block.tiers >> number & 1], number)
+
     def _evict(self, block: Block, number: int, reason: str) -> None:
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
-        if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
+        left = (block.page < 0 or block.ahead) and not block.tiers >> (number + 1)
+        if reason not in ("lease", "unused") and left:
             last = block.tiers | block.going == 1 << number and block not in self.leaving
             lower = next(iter(self.takers([block], number + 1, leaves=[block] * last)), -1)
             lane = self.mover.lanes[lower]
@@ -626,6 +635,11 @@ class TierStack:
         block.tiers &= ~(1 << number)
         self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
         self.settle(block)
+
+    def take_back(self, block: Block, number: int) -> None:
+        """Delete a tier's copy of a block that lies on its device too."""
+        self.places[number].remove(block)
+        self._evict(block, number, "space")
 
     def copy(self, block: Block, source: int, target: int) -> int:
         """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
@@ -721,12 +735,17 @@ class TierStack:
     def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         """Evict the blocks that `chosen` has removed from each place's policy."""
         for number, place in enumerate(self.places):
-            for slot in chosen(place, self.context.now_ns()):
-                self._evict(self.index.at(slot), number, reason)
+            slots = chosen(place, self.context.now_ns())
+            self._evict_all([self.index.at(slot) for slot in slots], number, reason)
 
     def writes_to(self) -> int:
         """Return the number of the tier that full pages are written to at once, else -1."""
         return self.lasting() if self.write_back or self._sends() else -1
+
+    def near(self) -> int:
+        """Return the number of the nearest writable tier if it ends with the process, else -1."""
+        some = [n for n, t in enumerate(self.tiers) if t.writable and n not in self._states_only]
+        return some[0] if some and not self.outlives(some[0]) else -1
 
     def lasting(self) -> int:
         """Return the number of the first writable tier that outlives the process, else -1."""

@@ -58,10 +58,7 @@ def _add_replays(verb: AddVerb) -> None:
         about = "prefetch by a Markov chain over the order of chains"
         more: Any = {"action": "store_const", "dest": "prefetch", "const": "markov"}
         parser.add_argument("--markov", help=about, **more)
-        about = (
-            "places below the first, such as dram:5%%,disk:30%%:kv8, or none; may be given several"
-        )
-        about += " times, to be compared"
+        about = "places below the first, as dram:5%%,disk:30%%:kv8, or none; repeat it to compare"
         parser.option("--tiers", "A,B", about, type=names, action="append", default=[])
         about = "of the first place with --tiers: raw, kv8 or kv4"
         parser.add_argument("--codec", default="raw", help=about)
@@ -265,16 +262,10 @@ def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     lines = []
     for result in results:
         extra: dict[str, Any] = result.extra
-        times = [extra[f"ttft_ms_{name}"] for name in ("mean", "p99", "mean_without")]
-        lines.append(
-            [
-                result.policy,
-                f"{100 * result.size:.4g}%",
-                *(_or_dash(extra.get(name), ".1%") for name in places),
-                *(f"{value:,.1f}" for value in times),
-                f"{extra['dollars_per_million_tokens']:.4f}",
-            ]
-        )
+        found = [_or_dash(extra.get(name), ".1%") for name in places]
+        times = [f"{extra[f'ttft_ms_{name}']:,.1f}" for name in ("mean", "p99", "mean_without")]
+        price = f"{extra['dollars_per_million_tokens']:.4f}"
+        lines.append([result.policy, f"{100 * result.size:.4g}%", *found, *times, price])
     return columns, lines
 
 

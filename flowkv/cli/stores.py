@@ -114,10 +114,8 @@ def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         screen.say(text, style="red bold")
     elif not report.locked:
         screen.say("All are sound.", style="green")
-    return int(report.bad > 0), {
-        "directory": str(given.directory),
-        **msgspec.structs.asdict(report),
-    }
+    found = {"directory": str(given.directory), **msgspec.structs.asdict(report)}
+    return int(report.bad > 0), found
 
 
 def _keyring(path: Path | None) -> Keyring | None:

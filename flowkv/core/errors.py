@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
@@ -44,6 +44,17 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
 
 class ConfigError(FlowKVError, ValueError):
     """Error for a wrong configuration field, size or place."""
+
+
+def refuse_unknown(problem: str, name: str, names: Collection[str], remedy: str = "") -> None:
+    """Check that a name is one of some.
+
+    Raises:
+        ConfigError: It is none of them; `problem` goes before it.
+    """
+    if name not in names:
+        remedy = remedy or f"Use one of {', '.join(names)}"
+        raise ConfigError(f"{problem} {name!r}", did_you_mean(name, names) + remedy)
 
 
 class GeometryError(FlowKVError, ValueError):

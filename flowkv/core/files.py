@@ -1,10 +1,14 @@
-"""Opening of files that others name or write, and the errors of damaged ones."""
+"""Opening of files that others name or write, errors of damaged ones, and writes of whole files."""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
 
 MALFORMED = (ValueError, RecursionError, OverflowError)
@@ -52,6 +56,25 @@ def sensible(shape: tuple[int, ...]) -> bool:
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading; see `open_descriptor`."""
     return os.fdopen(open_descriptor(path), "rb")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that appears whole or not at all, in place of an old one.
+
+    Raises:
+        OSError: It cannot be written; the old one, if there was one, is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _refuse(regular: bool, path: str | os.PathLike[str]) -> None:

@@ -40,7 +40,7 @@ from flowkv.core.errors import (
     StateError,
     TokenError,
     UnsupportedModelError,
-    did_you_mean,
+    refuse_unknown,
 )
 from flowkv.core.keys import Salt, as_tokens
 from flowkv.engine.invariant import check_cache, invariant, marked
@@ -204,24 +204,9 @@ def tell_queued(bus: Bus, live: RunningRequest, waiting: int) -> None:
 def tell_finished(bus: Bus, live: RunningRequest, completion: Completion, reason: str) -> None:
     """Emit `Finished` for a request that is over."""
     if bus.wants(Finished):
-        bus.emit(
-            Finished(
-                request=live.number,
-                reason=reason,
-                prompt_tokens=completion.prompt_tokens,
-                reused_tokens=completion.reused_tokens,
-                new_tokens=len(completion.tokens),
-                started_s=live.arrived_s,
-                seconds=completion.seconds,
-                queued_s=completion.queued_s,
-                ttft_s=completion.ttft_s,
-                tpot_s=completion.tpot_s,
-                preempted=completion.preempted,
-                restore_s=completion.restore_s,
-                exposed_s=completion.exposed_s,
-                tenant=live.request.tenant or "",
-            )
-        )
+        told = {**vars(completion), "reason": reason, "started_s": live.arrived_s}
+        told["new_tokens"] = len(told.pop("tokens"))  # the other fields have the same names
+        bus.emit(Finished(request=live.number, tenant=live.request.tenant or "", **told))
 
 
 # The turns of an engine: requests come in, a step is run over all rows, tokens go out.
@@ -823,11 +808,7 @@ def make_settings(**given: Any) -> EngineSettings:
     """
     names = [one.name for one in fields(EngineSettings)]
     for name in given:
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise ConfigError(
-                f"an engine has no setting {name!r}", f"{hint}Use one of {', '.join(names)}"
-            )
+        refuse_unknown("an engine has no setting", name, names)
     return EngineSettings(**given)
 
 
@@ -900,10 +881,9 @@ def serve(
 
 
 def _transformers(model: Any, kv: KV, sampler: Sampler | None, fixed: bool) -> ServedModel:
-    parts = importlib.import_module("flowkv.hooks.huggingface").make_runner_parts(model, kv)
-    if sampler is None:
-        sampling = importlib.import_module("flowkv.hooks.huggingface.runners")
-        sampler = sampling.GenerateSampler(parts.model)
+    runners = importlib.import_module("flowkv.hooks.huggingface.runners")
+    parts = runners.make_runner_parts(model, kv)
+    sampler = sampler or runners.GenerateSampler(parts.model)
     runner: Runner = parts.apart
     if parts.forward is not None:
         if fixed and parts.blend is not None:
@@ -932,13 +912,9 @@ def make_request(prompt: Tokens | Request, fields: Mapping[str, Any]) -> Request
     Raises:
         ConfigError: There is no such field, or its value is invalid.
     """
+    remedy = "How tokens are chosen goes into options={...}, see flowkv.Request"
     for name in fields:
-        if name not in _FIELDS:
-            hint = did_you_mean(name, _FIELDS)
-            raise ConfigError(
-                f"a request has no field {name!r}",
-                f"{hint}How tokens are chosen goes into options={{...}}, see flowkv.Request",
-            )
+        refuse_unknown("a request has no field", name, _FIELDS, remedy)
     if isinstance(prompt, Request):
         request = replace(prompt, **fields) if fields else prompt
     else:

@@ -282,8 +282,6 @@ class _Ear:
         loop: The event loop that the waiter runs on; None for a thread.
     """
 
-    __slots__ = ("loop", "told", "wake")
-
     def __init__(
         self, wake: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:

@@ -67,25 +67,6 @@ class RunningRequest(Job):
         queued: Result of `KV.enqueue` while it waits; None if it was not enqueued.
     """
 
-    __slots__ = (
-        "answer",
-        "begin",
-        "choice",
-        "context",
-        "due_s",
-        "exposed_s",
-        "first_s",
-        "known",
-        "last_s",
-        "queued",
-        "queued_s",
-        "request",
-        "restore_s",
-        "reused",
-        "row",
-        "tokens",
-    )
-
     def __init__(
         self,
         request: Request,
@@ -95,17 +76,10 @@ class RunningRequest(Job):
         arrived_s: float,
         context: Context | None,
     ) -> None:
-        late = math.inf if request.deadline_s is None else arrived_s + request.deadline_s
-        super().__init__(
-            answer.number,
-            arrived_s,
-            len(prompt),
-            request.max_new_tokens,
-            priority=request.priority,
-            deadline_s=late,
-        )
-        self.due_s = math.inf if request.deadline_s is None else compiling.now_s()
-        self.due_s += request.deadline_s or 0.0
+        super().__init__(answer.number, arrived_s, len(prompt), request.max_new_tokens)
+        patience_s = math.inf if request.deadline_s is None else request.deadline_s
+        self.priority, self.deadline_s = request.priority, arrived_s + patience_s
+        self.due_s = compiling.now_s() + patience_s
         self.request, self.answer, self.choice = request, answer, choice
         self.context = context
         self.begin = self.known = prompt
@@ -186,8 +160,6 @@ class _Wait:
         loads: Loading the rest is estimated to be faster than computing it.
         seen_s: End of the last turn that was accounted for.
     """
-
-    __slots__ = ("begun_s", "computes", "exposed_s", "loads", "n_bytes", "seen_s", "tokens")
 
     def __init__(self, restoration: RestoreJob, kv: KV, now_s: float) -> None:
         self.begun_s = self.seen_s = now_s
@@ -459,22 +431,16 @@ class QueuePrefetch:
 
     def opened(self, live: RunningRequest) -> None:
         """End the prefetch of a request that has a row now."""
-        self._probes.pop(live, None)
-        if live.queued is None:
-            return
-        self._queued.discard(live)
-        if live.queued.waiting:  # opening the prompt served another entry with the same key: swap
-            for other in self._queued:
+        if live.queued is not None and live.queued.waiting:
+            for other in self._queued:  # opening the prompt served one with the same key: swap
                 served = other.queued
                 if served is not None and not served.waiting and served._key == live.queued._key:
-                    other.queued, live.queued = live.queued, None
+                    other.queued, live.queued = live.queued, served
                     break
-            else:
-                live.queued.cancel()
-        live.queued = None
+        self.over(live)
 
     def over(self, live: RunningRequest) -> None:
-        """Cancel the prefetch of a request that will not be served."""
+        """Cancel the prefetch of a request that will not be served, or end that of a served one."""
         self._probes.pop(live, None)
         if live.queued is not None:
             live.queued.cancel()
@@ -490,10 +456,7 @@ class QueuePrefetch:
         """
         kv, known = self._kv, live.known.size
         with kv.lock:
-            if live.row is not None:
-                seq = live.row.seq
-            else:
-                seq = self._probe(live)
+            seq = self._probe(live) if live.row is None else live.row.seq
             if Planner.of(seq) is not kv.planner:  # in pools from before the model changed
                 return 0
             return footprint.held(seq, min(known, live.ready or known - 1) // kv.page_size)
@@ -772,8 +735,6 @@ class StepOutcome:
         short: The error if some of the other parts do not fit; None if they do.
         late: Other requests, in a step that waited for failed loads, each with its error.
     """
-
-    __slots__ = ("done", "failed", "late", "short")
 
     def __init__(self) -> None:
         self.done: list[tuple[Items[Part], torch.Tensor]] = []

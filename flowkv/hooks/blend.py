@@ -110,18 +110,12 @@ class Rewrite:
             firsts = np.flatnonzero(np.diff(at, prepend=-2) != 1)
             starts = np.append(firsts, len(at))
             ends = at[starts[1:] - 1] + 1
-            device = whole.table.device
+            table, rows = whole.table, whole.rows.expand(len(firsts)).contiguous()
             lengths, cuts = (
-                torch.from_numpy(x.astype(np.int32)).to(device) for x in (ends, starts)
+                torch.from_numpy(x.astype(np.int32)).to(table.device) for x in (ends, starts)
             )
-            self._batches[group] = Ragged(
-                whole.table,
-                whole.rows.expand(len(firsts)).contiguous(),
-                lengths,
-                cuts,
-                int(np.diff(starts).max()),
-                int(ends[-1]),
-            )
+            most_new, most_length = int(np.diff(starts).max()), int(ends[-1])
+            self._batches[group] = Ragged(table, rows, lengths, cuts, most_new, most_length)
         return self._batches[group]
 
     def decode(self, group: int) -> None:
@@ -427,18 +421,15 @@ class Blender:
             counts[id(place.document)] = max(counts[id(place.document)], place.count)
         lines, widest = list(sources), max(counts.values())
         reading = Step(planner, list(sources.values()), np.zeros(len(sources), np.int64))
-        rows, columns, tokens = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-        deltas = np.zeros(count, np.int64)
+        # By new token: its place in all tokens read, -1 for none, and how far it moves.
+        source, deltas = np.full(count, -1), np.zeros(count, np.int64)
         for place in places:
             row, held = lines.index(id(place.document)), counts[id(place.document)]
-            own = np.arange(place.first - start, place.first - start + place.count)
-            tokens.append(own)
-            rows.append(np.full(place.count, row))
-            columns.append(np.arange(widest - held, widest - held + place.count))
+            own = slice(place.first - start, place.first - start + place.count)
+            source[own] = (row + 1) * widest - held + np.arange(place.count)
             deltas[own] = place.first - 1  # in its own sequence the lead is at 0
-        at = torch.from_numpy(np.concatenate(tokens))
-        taken = torch.from_numpy(np.concatenate(rows) * widest + np.concatenate(columns))
-        moved = deltas[at.numpy()]
+        at = torch.from_numpy(np.flatnonzero(source >= 0))
+        taken, moved = torch.from_numpy(source)[at], deltas[at.numpy()]
         shown = torch.tensor([1 + counts[line] for line in lines], dtype=torch.int32)
         angles: dict[int, Any] = {}
         values: torch.Tensor | None = None

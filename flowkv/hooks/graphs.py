@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,23 +35,6 @@ Call = Callable[[Step], torch.Tensor]
 """Runs a model over a step with `tokens` `[1, R]` and `positions` `[1, R]`; logits `[1, R, V]`."""
 
 
-class StepRecorder(Protocol):
-    """Interface of an object that records the device's work once, and replays it."""
-
-    def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Record the work of `run`; return its result, which each replay overwrites."""
-        ...
-
-    def replay(self) -> None:
-        """Replay the recorded work on the current stream."""
-        ...
-
-    @property
-    def n_bytes(self) -> int:
-        """Return the device memory that the recording holds."""
-        ...
-
-
 _CAPTURING = threading.Lock()  # a capture takes in all that is queued on its stream
 
 
@@ -66,17 +49,23 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    """Recorder of a CUDA graph.
+    """Recorder of the device's work as a CUDA graph.
 
     Args:
         device: The device.
+
+    Attributes:
+        n_bytes: Device memory that the recording holds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph, self.n_bytes = device, torch.cuda.CUDAGraph(), 0
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Record the work of `run`, after one run before: libraries and kernels are loaded then."""
+        """Record the work of `run`; return its result, which each replay overwrites.
+
+        `run` runs once before: libraries and kernels are loaded then.
+        """
         side, own = _capture_stream(self._device), torch.cuda.current_stream(self._device)
         # torch leaves the thread on the capture's stream if the capture fails: `own` is set again.
         with _CAPTURING, torch.cuda.device(self._device), torch.cuda.stream(own):
@@ -93,7 +82,7 @@ class CudaRecorder:
             self._graph.replay()
 
 
-def recorder_of(device: torch.device) -> StepRecorder | None:
+def recorder_of(device: torch.device) -> CudaRecorder | None:
     """Return a recorder of steps on a device; None if the device has none."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
@@ -110,6 +99,7 @@ class StepShape(NamedTuple):
     pages: int
 
 
+@cache
 def shape_of(rows: int, pages: int, most_rows: int) -> StepShape:
     """Return the smallest captured shape that serves a step.
 
@@ -260,7 +250,7 @@ class StaticStep(Step):
 
 class _Graph(NamedTuple):
     step: StaticStep
-    recorder: StepRecorder
+    recorder: CudaRecorder
     logits: torch.Tensor
 
 
@@ -284,7 +274,6 @@ class GraphedForward:
         self._known: object = None
         self._graphs: OrderedDict[StepShape, _Graph] = OrderedDict()
         self._seen: dict[StepShape, int] = {}
-        self._shapes: dict[tuple[int, int], StepShape] = {}
         self._lock = threading.Lock()
         self._planner: Planner | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -383,13 +372,9 @@ class GraphedForward:
         planner = step.planner
         if planner is not self._planner:
             self._forget()
-            self._shapes.clear()
             self._planner = planner
-        least = len(step.seqs), -(-step.advance.most_length // planner.page_size)
-        shape = self._shapes.get(least)
-        if shape is None:
-            shape = self._shapes[least] = shape_of(*least, planner.tables.max_rows)
-        return shape
+        pages = -(-step.advance.most_length // planner.page_size)
+        return shape_of(len(step.seqs), pages, planner.tables.max_rows)
 
     def _serving(self, shape: StepShape) -> StepShape | None:
         """Return the shape of the graph that serves a step: its own, else the next longer one.

@@ -9,9 +9,10 @@ import bisect
 import functools
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from itertools import accumulate, repeat
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -203,12 +204,10 @@ def _table() -> Iterator[tuple[str, Metric]]:
 NAMES: Mapping[str, Metric] = MappingProxyType(dict(_table()))
 """Definition of each metric, by name without the prefix `flowkv_`."""
 
-RULES: Mapping[type[Event], Mapping[str, Metric]] = MappingProxyType(
-    {
-        getattr(events, event): {name: one for name, one in NAMES.items() if one.event == event}
-        for event in dict.fromkeys(one.event for one in NAMES.values() if one.event)
-    }
-)
+RULES: Mapping[type[Event], Mapping[str, Metric]] = {
+    getattr(events, event): {name: one for name, one in NAMES.items() if one.event == event}
+    for event in dict.fromkeys(one.event for one in NAMES.values() if one.event)
+}
 """Event type -> the metrics that it feeds, all with the same labels."""
 
 
@@ -274,12 +273,6 @@ class Histogram:
             self.counts[bisect.bisect_left(self.bounds, value)] += 1
             self.total += value
 
-    def snapshot(self) -> Histogram:
-        """Return a copy of the histogram's current state."""
-        other = Histogram(self.bounds)
-        other.counts, other.total = self.counts.copy(), self.total
-        return other
-
     def below(self) -> list[tuple[str, int]]:
         """Return each upper bound as text, with the number of values not above it."""
         bounds = map(number, (*self.bounds, math.inf))
@@ -290,6 +283,11 @@ class Histogram:
         rank, seen = q * sum(self.counts), accumulate(self.counts)
         holding = (bound for bound, count in zip(self.bounds, seen, strict=False) if count >= rank)
         return next(holding, self.bounds[-1])
+
+    def summary(self) -> dict[str, float]:
+        """Return plain numbers: count, sum, and quantiles as upper bounds of buckets."""
+        p50, p99 = self.quantile(0.5), self.quantile(0.99)
+        return {"count": sum(self.counts), "sum": self.total, "p50": p50, "p99": p99}
 
 
 class Family(NamedTuple):
@@ -379,16 +377,8 @@ class Metrics:
         with self._lock:
             for name, series in self._series.items():
                 for key, value in series.items():
-                    plain[name + _braces(key)] = (
-                        {
-                            "count": sum(value.counts),
-                            "sum": value.total,
-                            "p50": value.quantile(0.5),
-                            "p99": value.quantile(0.99),
-                        }
-                        if isinstance(value, Histogram)
-                        else value
-                    )
+                    told = value.summary() if isinstance(value, Histogram) else value
+                    plain[name + _braces(key)] = told
         return dict(sorted(plain.items()))
 
     def by(self, name: str, label: str, /) -> dict[str, float]:
@@ -404,13 +394,7 @@ class Metrics:
         """Return all series and levels now, sorted by name: the source of all export formats."""
         levels = [level for source in self._sources for level in source()]
         with self._lock:
-            found = {
-                name: {
-                    key: one.snapshot() if isinstance(one, Histogram) else one
-                    for key, one in of.items()
-                }
-                for name, of in self._series.items()
-            }
+            found = deepcopy(self._series)
         for level in levels:
             found.setdefault(level.name, {})[_key(level.labels)] = level.value
         return [
@@ -647,8 +631,8 @@ class Tenancy:
 
     def __init__(self, bus: Bus, *, most: int = 64) -> None:
         self._lock, self._most = threading.Lock(), most
-        self._found: dict[str, dict[str, int]] = {}  # tenant -> tier -> tokens; "" is nowhere
-        self._others: dict[str, int] = {}
+        self._found: dict[str, Counter[str]] = {}  # tenant -> tier -> tokens; "" is nowhere
+        self._others = Counter[str]()
         # Ranks as in Space-Saving (Metwally et al., ICDT 2005): a newcomer continues from the rank
         # that it takes over; otherwise many small tenants would keep it from growing.
         self._ranks: dict[str, int] = {}
@@ -662,21 +646,20 @@ class Tenancy:
             if event.tenant not in self._ranks and len(self._ranks) >= self._most:
                 rank = self._join(min(self._ranks, key=self._ranks.__getitem__))
             self._ranks[event.tenant] = rank + event.tokens
-            found = self._found.setdefault(event.tenant, {})
-            found[tier] = found.get(tier, 0) + event.tokens
+            self._found.setdefault(event.tenant, Counter())[tier] += event.tokens
 
     def _join(self, tenant: str) -> int:
         """Move a tenant's tokens to the others; return its rank."""
-        _add_tokens(self._others, self._found.pop(tenant))
+        self._others += self._found.pop(tenant)
         return self._ranks.pop(tenant)
 
     def tokens(self) -> dict[str, dict[str, int]]:
         """Return prompt tokens by tenant and by the tier that had them; "" is nowhere."""
         with self._lock:
-            told = {tenant: dict(found) for tenant, found in self._found.items()}
+            told = dict(self._found)
             if self._others:  # a tenant may have that name, too
-                _add_tokens(told.setdefault(OTHERS, {}), self._others)
-            return told
+                told[OTHERS] = self._others + told.get(OTHERS, Counter())
+            return {tenant: dict(found) for tenant, found in told.items()}
 
     def report(self) -> dict[str, Any]:
         """Return plain numbers for each tenant: hit tokens by tier, missed tokens, hit rate."""
@@ -691,8 +674,3 @@ class Tenancy:
     def close(self) -> None:
         """Stop counting; the counts stay."""
         self._subscription.close()
-
-
-def _add_tokens(found: dict[str, int], more: dict[str, int]) -> None:
-    for tier, tokens in more.items():
-        found[tier] = found.get(tier, 0) + tokens

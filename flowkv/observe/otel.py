@@ -21,7 +21,7 @@ from typing import Any
 from flowkv.core.errors import MissingDependencyError
 from flowkv.observe import events
 from flowkv.observe.events import Closing, Event
-from flowkv.observe.metrics import NAMES, RULES, Histogram, Observable, read
+from flowkv.observe.metrics import NAMES, RULES, Observable, read
 from flowkv.observe.timeline import OF_REQUESTS, Lanes, RequestLane
 
 try:
@@ -106,14 +106,8 @@ class Bridge(Closing):
     def _all(self) -> dict[str, list[Any]]:
         if self.closed:
             return {}
-        return {
-            family.name: [
-                metrics.Observation(value, dict(labels))
-                for labels, value in family.series
-                if not isinstance(value, Histogram)
-            ]
-            for family in self._metrics.families()
-        }
+        plain = [one for one in self._metrics.families() if one.kind != "histogram"]
+        return {one.name: [metrics.Observation(v, dict(k)) for k, v in one.series] for one in plain}
 
     def _record(self, event: Event) -> None:
         labels, readings = read(event)

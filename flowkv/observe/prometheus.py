@@ -20,11 +20,7 @@ from flowkv.observe.metrics import NAMES, PREFIX, Family, Histogram, Observable
 
 try:
     from prometheus_client import REGISTRY
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 except ImportError as error:
     raise MissingDependencyError("Prometheus metrics", "metrics") from error
 

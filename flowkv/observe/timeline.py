@@ -390,7 +390,7 @@ class Serving(Closing):
         series: Over time: "rows", "waiting", "aside" and "kv" (pages held, as a share of all),
             the used bytes of each place, and counted "made", "prefill" and "decode" tokens.
         lanes: Phases of requests.
-        moves: Counts of hits, transfers and losses.
+        moves: Counts of requests, hits, transfers and losses.
         tenants: Hit tokens of each tenant.
     """
 
@@ -407,33 +407,27 @@ class Serving(Closing):
         self.spreads = {name: Spread() for name in LATENCIES}
         self.series, self.lanes = Series(), Lanes()
         self.moves, self.tenants = Metrics(), Tenancy(bus)
-        self._reasons: Counter[str] = Counter()
-        self._totals: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()  # of steps
         self._most: dict[str, float] = {}
         self._started_s, self._stopped_s = clock(), 0.0
         self._busy_s = self._used_s = self._row_s = 0.0
         self._begun_s, self._until_s = float("inf"), 0.0  # of all steps
         self._subscriptions = [
-            self.moves.subscribe(bus, *_MOVES, *(kind for _, _, kind in _BESIDE.values())),
+            self.moves.subscribe(bus, *OF_REQUESTS, *_MOVES, *(one[2] for one in _BESIDE.values())),
             bus.subscribe(self.note, *OF_REQUESTS, events.EngineStep, events.RestoreEnded),
             bus.subscribe(self._moved, *_MOVES),
         ]
 
     def note(self, event: Event) -> None:
         """Record an event of an engine, or the end of a restore."""
-        spreads, totals = self.spreads, self._totals
+        spreads = self.spreads
         with self._lock:
             self.lanes.record(event, self._clock())
             match event:
                 case events.EngineStep():
                     self._step(event)
-                case events.Queued():
-                    totals["requests"] += 1
                 case events.Admitted():
                     spreads["aside_s" if event.resumed else "queue_s"].add(event.queued_s)
-                    totals["reused_tokens"] += 0 if event.resumed else event.reused_tokens
-                case events.Preempted():
-                    totals["kept" if event.kept else "dropped"] += 1
                 case events.Finished():
                     self._finished(event)
                 case events.RestoreEnded():
@@ -472,7 +466,6 @@ class Serving(Closing):
         self._sample(step.started_s + seconds)
 
     def _finished(self, event: events.Finished) -> None:
-        self._reasons[event.reason] += 1
         self.spreads["request_s"].add(event.seconds)
         if event.ttft_s:
             self.spreads["ttft_s"].add(event.ttft_s)
@@ -489,12 +482,8 @@ class Serving(Closing):
         if self._levels is None or now_s < self._next_s:
             return
         self._next_s = now_s + self._every_s
-        used = {
-            next(iter(level.labels.values())): level.value
-            for level in self._levels()
-            if level.name in MEMORY
-        }
-        self.series.set(now_s, used)
+        used = [level for level in self._levels() if level.name in MEMORY]
+        self.series.set(now_s, {next(iter(one.labels.values())): one.value for one in used})
 
     # ---- reading
 
@@ -521,24 +510,26 @@ class Serving(Closing):
         with self._lock:
             span_s = max(0.0, self._until_s - self._begun_s)
             totals, most, busy_s = self._totals, self._most, self._busy_s
-            made, over = totals["made_tokens"], sum(self._reasons.values())
+            made, finished = totals["made_tokens"], self.moves.by("finished_total", "reason")
             found = self.moves.by("hit_tokens_total", "tier")
             known = sum(found.values()) + self.moves.total("miss_tokens_total")
+            kept, dropped = (self.moves.total("preemptions_total", kept=k) for k in (True, False))
+            reused = self.moves.total("admitted_reused_tokens_total", resumed=False)
             return {
                 "seconds": self.now_s - self._started_s,
-                "requests": totals["requests"],
-                "finished": dict(self._reasons),
+                "requests": int(self.moves.total("requests_total")),
+                "finished": finished,
                 "steps": totals["steps"],
                 "busy_s": busy_s,
                 "made_tokens": made,
                 "prefill_tokens": totals["prefill_tokens"],
-                "reused_tokens": totals["reused_tokens"],
+                "reused_tokens": int(reused),
                 "tokens_per_s": made / span_s if span_s else 0.0,
-                "requests_per_s": over / span_s if span_s else 0.0,
+                "requests_per_s": sum(finished.values()) / span_s if span_s else 0.0,
                 "rows": {"mean": _share(self._row_s, busy_s), "max": most.get("rows", 0)},
                 "waiting": {"max": most.get("waiting", 0)},
                 "kv_utilisation": {"mean": _share(self._used_s, busy_s), "max": most.get("kv", 0)},
-                "preempted": {"kept": totals["kept"], "dropped": totals["dropped"]},
+                "preempted": {"kept": int(kept), "dropped": int(dropped)},
                 "hit_rate": {tier: tokens / known for tier, tokens in found.items() if known},
                 "tenants": self.tenants.report(),
                 "beside": self._beside(),
@@ -642,11 +633,9 @@ def place_of(event: Event) -> TracePlace:
     moved = isinstance(event, events.Promoted | events.Demoted)
     tier: str = getattr(event, "source" if moved else "tier", "")
     label = type(event).__name__.lower()
-    return (
-        TracePlace(_TIERS, tier, tier, label)
-        if tier
-        else TracePlace(_EVENTS, "events", "events", label)
-    )
+    if tier:
+        return TracePlace(_TIERS, tier, tier, label)
+    return TracePlace(_EVENTS, "events", "events", label)
 
 
 def request_place(request: int, label: str) -> TracePlace:
@@ -790,12 +779,8 @@ class TraceFile(Closing):
         """Return the slices of forward and sampling at the end of their step, and its counters."""
         middle = max(first, stop - _ns(step.sampling_s))
         begin = max(first, middle - _ns(step.model_s))
-        parts = [("model", begin, middle), ("sampling", middle, stop)]
-        lines = [
-            _line(track, name, "EngineStep", (left, right), {})
-            for name, left, right in parts
-            if left < right
-        ]
+        parts, kind = {"model": (begin, middle), "sampling": (middle, stop)}, "EngineStep"
+        lines = [_line(track, name, kind, (a, b), {}) for name, (a, b) in parts.items() if a < b]
         crowd = {"running": step.rows, "waiting": step.waiting, "set aside": step.aside}
         for name, levels in (("requests", crowd), ("pages", {"in use": step.pages})):
             ids = {"pid": track.group, "tid": track.number}

@@ -91,23 +91,15 @@ def _figures(timeline: Timeline) -> list[tuple[str, object, str]]:
     ended = timeline.ended
     known = ended.tokens - ended.resident_tokens
     loaded = ended.loaded_tokens / known if known else 0.0
+    both = timeline.overlap_s() / timeline.until_s if timeline.until_s else 0.0
     figures: list[tuple[str, object, str]] = [
         ("Computed", f"{ended.computed_tokens:,}", "tokens, from the front"),
         ("Loaded", f"{ended.loaded_tokens:,}", f"tokens, {loaded:.0%} of what was missing"),
-        (
-            "Both at work",
-            f"{100 * timeline.overlap_s() / timeline.until_s:.0f}%" if timeline.until_s else "0%",
-            "of the time",
-        ),
+        ("Both at work", f"{both:.0%}", "of the time"),
     ]
     if timeline.bound_ratio:
-        figures.append(
-            (
-                "Of the bound",
-                f"{timeline.bound_ratio:.2f}x",
-                "lower bound of any policy, at these rates",
-            )
-        )
+        note = "lower bound of any policy, at these rates"
+        figures.append(("Of the bound", f"{timeline.bound_ratio:.2f}x", note))
     return figures
 
 
@@ -115,20 +107,12 @@ def _rows(timeline: Timeline) -> list[list[object]]:
     rows: list[list[object]] = []
     for engine in timeline.engines:
         spans = [span for span in timeline.spans if span.engine == engine]
-        cells = sum(span.tokens * span.layers for span in spans)
-        n_bytes = sum(span.n_bytes for span in spans)
+        tokens = round(sum(span.tokens * span.layers for span in spans) / timeline.layers)
+        n_mb = None if engine in COMPUTING else sum(span.n_bytes for span in spans) / 1e6
         busy_s = timeline.busy_s(engine)
         busy = busy_s / timeline.until_s if timeline.until_s else 0.0
-        rows.append(
-            [
-                timeline.names[engine],
-                round(cells / timeline.layers),
-                len(spans),
-                None if engine in COMPUTING else n_bytes / 1e6,
-                busy_s * 1e3,
-                100 * busy,
-            ]
-        )
+        name = timeline.names[engine]
+        rows.append([name, tokens, len(spans), n_mb, busy_s * 1e3, 100 * busy])
     return rows
 
 
@@ -193,7 +177,7 @@ def _headline(told: dict[str, Any]) -> list[Any]:
         items.append(("Requests", f"{told['requests']:,}", rest))
     if told["steps"]:
         made, rows = told["made_tokens"], told["rows"]
-        items.append(("Tokens per second", _count(told["tokens_per_s"]), f"{made:,} in all"))
+        items.append(("Tokens per second", told["tokens_per_s"], f"{made:,} in all"))
         items.append(("Rows in a step", f"{rows['mean']:.1f}", f"at most {rows['max']:g}"))
         used = told["kv_utilisation"]
         items.append(("KV in use", share(used["mean"]), f"at most {share(used['max'])}"))
@@ -228,8 +212,7 @@ def _requests(serving: Serving) -> list[Any]:
     series, lanes = serving.series, _lanes(serving)
     if not lanes and not any(name in series.names for name in ("rows", "made")):
         return []
-    begun_s = min([lane.started_s for lane in lanes], default=series.started_s)
-    begun_s = min(begun_s, series.started_s)
+    begun_s = min([*(lane.started_s for lane in lanes), series.started_s])
     ends = [piece.stop_s for lane in lanes for piece in lane.pieces]
     until_s = max([*ends, series.started_s + series.cells * series.cell_s]) - begun_s
     parts: list[Any] = []
@@ -273,19 +256,14 @@ def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any
         curves = {place: series.level(place) for place in places}
         caption = "Bytes by place, on top of each other"
         parts.append(OverTime(caption, series.times_s, curves, until_s, "bytes", stacked=True))
-    rows = [
-        [
-            place,
-            _bytes(held[f"{kind}_used_bytes"]),
-            _capacity(held[f"{kind}_capacity_bytes"]),
-            share(held["device_fragmentation"]) if kind == "device" else None,
-            _bytes(held["tier_loaded_bytes_total"]) if kind == "tier" else None,
-            _bytes(serving.moves.total("stored_bytes_total", tier=place)),
-            _breaker(held),
-        ]
-        for place, held in by_place.items()
-        for kind in ("device" if "device_used_bytes" in held else "tier",)
-    ]
+    rows: list[list[object]] = []
+    for place, held in by_place.items():
+        kind = "device" if "device_used_bytes" in held else "tier"
+        here, room = held[f"{kind}_used_bytes"], _capacity(held[f"{kind}_capacity_bytes"])
+        fragmented = share(held["device_fragmentation"]) if kind == "device" else None
+        loaded = _bytes(held["tier_loaded_bytes_total"]) if kind == "tier" else None
+        written = _bytes(serving.moves.total("stored_bytes_total", tier=place))
+        rows.append([place, _bytes(here), room, fragmented, loaded, written, _breaker(held)])
     columns = ["place", "in use", "of", "fragmented", "loaded", "written", "breaker"]
     return [*parts, Table(columns, rows)] if rows else parts
 
@@ -306,21 +284,12 @@ def _reuse(
         ]
         rows.append(["nowhere: computed", int(missed), share(missed / known)])
         parts.append(Table(["found in", "prompt tokens", "share"], rows))
-    early = {
-        place: (held["prefetch_used_bytes_total"], held["prefetch_wasted_bytes_total"])
-        for place, held in by_place.items()
-        if held.get("prefetch_used_bytes_total") or held.get("prefetch_wasted_bytes_total")
-    }
-    if early:
-        rows = [
-            [
-                place,
-                _bytes(used),
-                _bytes(wasted),
-                share(used / (used + wasted)),
-            ]
-            for place, (used, wasted) in early.items()
-        ]
+    rows = []
+    for place, held in by_place.items():
+        used, wasted = (held.get(f"prefetch_{end}_bytes_total", 0) for end in ("used", "wasted"))
+        if used or wasted:
+            rows.append([place, _bytes(used), _bytes(wasted), share(used / (used + wasted))])
+    if rows:
         parts.append(Table(["brought early from", "used", "wasted", "precision"], rows))
     asked = told["tenants"]
     if len(asked) > 1:
@@ -333,16 +302,11 @@ def _reuse(
 
 
 def _beside(told: dict[str, Any]) -> list[Any]:
-    rows: list[list[object]] = [
-        [
-            what,
-            int(of["asked"]),
-            int(of["found"]),
-            share(of["found"] / of["asked"]),
-            None if what == "results" else _bytes(of["read_bytes"]),
-        ]
-        for what, of in told["beside"].items()
-    ]
+    rows: list[list[object]] = []
+    for what, of in told["beside"].items():
+        asked, found = int(of["asked"]), int(of["found"])
+        read = None if what == "results" else _bytes(of["read_bytes"])
+        rows.append([what, asked, found, share(found / asked), read])
     return [Table(["what", "asked for", "found", "share", "read"], rows)] if rows else []
 
 
@@ -414,10 +378,6 @@ def _capacity(n_bytes: float) -> str:
     return _bytes(n_bytes) if n_bytes < 2**60 else "no limit"
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 class Account(OpenReport):
     """Report as one HTML file.
 
@@ -477,12 +437,9 @@ class Account(OpenReport):
         """
         collected_s = self.serving.summary()["seconds"]
         lead = f"{collected_s:,.1f} seconds from {self._begun:%Y-%m-%d %H:%M:%S %Z} on"
-        machine = (
-            f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        )
-        return write_report(
-            self.path, self._title, self.sections(), lead=lead, footer=f"FlowKV on {machine}."
-        )
+        python = platform.python_version()
+        footer = f"FlowKV on {platform.machine()}, {os.cpu_count()} cores, Python {python}."
+        return write_report(self.path, self._title, self.sections(), lead=lead, footer=footer)
 
     def close(self) -> None:
         """Stop collecting and write the report. Safe to call again.

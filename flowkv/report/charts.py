@@ -22,7 +22,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 
 from flowkv.core.config import format_size
-from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.errors import ConfigError
 from flowkv.observe.events import RestoreSpan
 from flowkv.observe.metrics import Spread
 from flowkv.observe.timeline import COMPUTING, PHASES, Phase, RequestLane, Timeline, joined
@@ -149,11 +149,9 @@ class Chart(Protocol):
 @contextlib.contextmanager
 def _sheet(height: float) -> Iterator[Figure]:
     """Yield a figure of some height, under the settings of its drawing."""
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError("A report", "report", "matplotlib") from error
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
     with _drawing, style.context(["default", _STYLE]), warnings.catch_warnings():
         # The page has its own fonts: glyphs that matplotlib's font lacks are shown anyway.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)

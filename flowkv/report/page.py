@@ -17,13 +17,13 @@ import functools
 import importlib.util
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.files import replacing
 from flowkv.report.charts import Chart, palette_css
 
 _MOST_BARS = 6  # per label
@@ -170,15 +170,9 @@ def write_report(
     """
     path = Path(path)
     page = render_report(title, sections, lead=lead, footer=footer)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(page)
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is meant to be shared
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        os.fchmod(file.fileno(), 0o644)  # a report is meant to be shared, whatever the umask
+        file.write(page.encode(errors="replace"))
     return path
 
 

@@ -20,35 +20,11 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.policy.base import NO_SLOTS, Lease, Policy, Slots, Visit, counts_pins
-from flowkv.policy.order.compiled import SLOT_LIMIT, Array, fold, inner, kernel
+from flowkv.policy.order.compiled import SLOT_LIMIT
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.tenants import Tenants
 from flowkv.residency import blocks as at
-from flowkv.residency.blocks import (
-    BIRTHS,
-    BLOCK,
-    DIGEST,
-    FREE,
-    FRESH,
-    GHOSTS,
-    IN_FLIGHT,
-    LARGEST,
-    NOWHERE,
-    PINNED,
-    RESIDENT,
-    USED,
-    Ids,
-    as_ids,
-    buckets_for,
-    factors,
-    fastest,
-    find,
-    ghost_insert,
-    parent_of,
-    put,
-    rehash,
-    settled,
-)
+from flowkv.residency.blocks import Ids
 
 __all__ = ["PLAIN", "Ledger", "Meta", "Move", "Place", "Plan"]
 
@@ -108,7 +84,7 @@ class Shelf:
             )
         self.policy = policy
         self.number = number
-        self.used_at = USED + number
+        self.used_at = at.USED + number
         self.resize(place.capacity_bytes)
         self.shed = policy.shed if isinstance(policy, Tenants) else None
         self.pins = counts_pins(policy)
@@ -200,103 +176,6 @@ class Plan(NamedTuple):
     moves: Sequence[Move]
 
 
-# From a request's ids to slots.
-
-
-@inner
-def seek(
-    blocks: Array, buckets: Array, mix: Array, lo: int, hi: int, where: tuple[int, int]
-) -> int:
-    """Return the slot of an id, or -1; `where` = (space, slot of the block before it or -1)."""
-    space, above = where
-    if above >= 0:
-        s = int(blocks[above].heir)
-        if s >= 0 and blocks[s].lo == lo and blocks[s].hi == hi and blocks[s].space == space:
-            return s
-    return find(blocks, buckets, mix, lo, hi, space)
-
-
-@kernel
-def run_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, chained: bool) -> int:
-    """Return the number of leading blocks that can be read from any place; change nothing."""
-    s = np.int64(-1)
-    for i in range(len(ids)):
-        above = s if chained else np.int64(-1)
-        s = seek(blocks, buckets, mix, ids[i, 0], ids[i, 1], (space, above))
-        if s < 0 or settled(blocks, s) == 0:
-            return i
-    return len(ids)
-
-
-@kernel
-def known_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, out: Array) -> int:
-    """Write the slots of the leading known blocks, resident or not, to `out`; return how many."""
-    for i in range(len(ids)):
-        s = find(blocks, buckets, mix, ids[i, 0], ids[i, 1], space)
-        if s < 0:
-            return i
-        out[i] = s
-    return len(ids)
-
-
-@inner
-def christen(blocks: Array, buckets: Array, mix: Array, state: Array, lo: int, hi: int) -> int:
-    """Allocate a slot for an unknown id, still without space and parent."""
-    s = state[FREE]
-    if s >= 0:
-        state[FREE] = blocks[s].after
-    else:
-        s = state[FRESH]
-        state[FRESH] += 1
-    state[BIRTHS] += 1
-    b = blocks[s]
-    b.birth = state[BIRTHS]
-    b.pins, b.heir, b.parent = 0, -1, -1
-    b.here, b.flight, b.stale, b.ghost = 0, 0, 0, 0
-    return s
-
-
-@kernel
-def follow(
-    blocks: Array,
-    buckets: Array,
-    mix: Array,
-    state: Array,
-    ids: Array,
-    where: tuple[int, bool],
-    chain: Array,
-    sources: Array,
-) -> int:
-    """Write the slots of a request's blocks, new ones included, and the fastest place of each.
-
-    `where` = (space, whether each block is the parent of the next). The caller ensures that as many
-    slots as ids are free. Return the number of leading blocks that can be read.
-    """
-    space, chained = where
-    above, hits = np.int64(-1), -1
-    for i in range(len(ids)):
-        lo, hi = ids[i, 0], ids[i, 1]
-        s = seek(blocks, buckets, mix, lo, hi, (space, above))
-        if s < 0:
-            s = christen(blocks, buckets, mix, state, lo, hi)
-            put(blocks, buckets, mix, s, lo, hi, space)
-            ghost_insert(blocks, state, s)
-        if above >= 0:
-            blocks[above].heir = s
-            if parent_of(blocks, s) < 0 and above != s:
-                blocks[s].parent = above
-                blocks[s].bond = blocks[above].birth
-        places = settled(blocks, s)
-        chain[i] = s
-        sources[i] = fastest(places) if places else (IN_FLIGHT if blocks[s].here else NOWHERE)
-        if places == 0 and hits < 0:
-            hits = i
-        above = s if chained else np.int64(-1)
-    hits = len(ids) if hits < 0 else hits
-    fold(state, DIGEST, hits)
-    return hits
-
-
 UNNAMED = 1 << 61  # first number of requests that have none
 MASK = (1 << 64) - 1
 
@@ -340,12 +219,12 @@ class Ledger:
         self._clock = FIRST_TIME
         self._moves: list[Move] = []
         self._state = np.zeros(at.STATE_SIZE, np.int64)
-        self._state[FREE] = -1
-        self._state[LARGEST] = 1
-        self._blocks = np.zeros(0, BLOCK)
+        self._state[at.FREE] = -1
+        self._state[at.LARGEST] = 1
+        self._blocks = np.zeros(0, at.BLOCK)
         self._terms = np.zeros(0, TERMS)  # used only with several places
         self._leases: list[str | Lease] = [""]
-        self._buckets, self._mix = buckets_for(1), factors(seed)
+        self._buckets, self._mix = at.buckets_for(1), at.factors(seed)
         self._grow(FIRST_CAPACITY)
         self._widen(64)
         self._names: dict[bytes, int] = {}
@@ -363,11 +242,11 @@ class Ledger:
             raise ConfigError(
                 f"a ledger cannot hold {room} blocks, only {SLOT_LIMIT}", "Pass a smaller ghosts="
             )
-        blocks = np.zeros(new, BLOCK)
+        blocks = np.zeros(new, at.BLOCK)
         blocks[:old] = self._blocks
         blocks["space"][old:] = -1
-        buckets = buckets_for(new)
-        rehash(self._buckets, buckets)
+        buckets = at.buckets_for(new)
+        at.rehash(self._buckets, buckets)
         self._blocks, self._buckets = blocks, buckets
         self._index = blocks, buckets, self._mix, self._state
         if not self._alone:
@@ -435,7 +314,7 @@ class Ledger:
             if len(victims):
                 self._give_up(now, k, victims)
         while (over := int(state[shelf.used_at]) - shelf.capacity) > 0:
-            n = -(-over // int(state[LARGEST]))
+            n = -(-over // int(state[at.LARGEST]))
             victims = shelf.victims(now, n, self._protected(shelf))
             if not len(victims):
                 return
@@ -474,7 +353,7 @@ class Ledger:
             missing = missing[admitted]
         if not len(missing):
             return
-        chain = np.empty(int(self._state[RESIDENT]), np.int64)
+        chain = np.empty(int(self._state[at.RESIDENT]), np.int64)
         chain = chain[: at.lower(self._blocks, k, missing, chain)]
         start = len(self._moves)
         self._bring(now, k, chain)
@@ -514,7 +393,7 @@ class Ledger:
         """Return the pinned blocks of a place, for a policy that does not track pins itself."""
         if shelf.pins:
             return NO_SLOTS
-        known = self._blocks[: self._state[FRESH]]
+        known = self._blocks[: self._state[at.FRESH]]
         here = known["here"] >> shelf.number & 1 == 1
         found: Slots = np.flatnonzero((known["pins"] > 0) & here)
         return found
@@ -568,7 +447,7 @@ class Ledger:
         """Return the most ghosts that stay after a call."""
         if self._ghosts is not None:
             return self._ghosts
-        return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[RESIDENT]))
+        return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[at.RESIDENT]))
 
     def _flush(self) -> list[Move]:
         """End a call, and return its moves."""
@@ -579,10 +458,10 @@ class Ledger:
     def _trim(self) -> None:
         """Forget the oldest ghosts, where they are too many."""
         bound = self.ghost_bound
-        if self._state[GHOSTS] <= bound:
+        if self._state[at.GHOSTS] <= bound:
             return
         bound -= bound // GHOSTS_AT_ONCE
-        out = np.empty(int(self._state[GHOSTS]) - bound, np.int64)
+        out = np.empty(int(self._state[at.GHOSTS]) - bound, np.int64)
         at.lay_ghosts(*self._index, bound, out)
         for shelf in self._shelves:
             shelf.policy.forget(out)
@@ -626,7 +505,7 @@ class Ledger:
     def lookup(self, namespace: int, ids: Ids, *, chained: bool = True) -> int:
         """Return the number of leading blocks that can be read now, without any effect."""
         space = self._spaces[namespace]
-        return int(run_of(*self._index[:3], as_ids(ids), space, chained))
+        return int(at.run_of(*self._index[:3], at.as_ids(ids), space, chained))
 
     def serve(
         self,
@@ -688,7 +567,7 @@ class Ledger:
         row, sources, hits = self._follow(now, request, namespace, ids, meta)
         self._live[request] = chain = row.copy()
         self._pin(chain)
-        free_bytes = self._shelves[0].capacity - int(self._state[PINNED])
+        free_bytes = self._shelves[0].capacity - int(self._state[at.PINNED])
         kept = at.fitting(self._blocks, chain, 0, terms.n_bytes, free_bytes)
         n = self._land(now, 0, chain[:kept], terms, flying=True)
         declined = self._overflow(now, n)
@@ -738,7 +617,7 @@ class Ledger:
         Raises:
             StateError: Not all of the slots are pinned.
         """
-        slots, pins = as_slots(slots), self._blocks["pins"][: self._state[FRESH]]
+        slots, pins = as_slots(slots), self._blocks["pins"][: self._state[at.FRESH]]
         here = slots[(slots >= 0) & (slots < len(pins))]
         if len(here) != len(slots) or (pins[here] <= 0).any():
             raise StateError(
@@ -756,7 +635,7 @@ class Ledger:
 
     def digest(self) -> int:
         """Return a 64-bit hash of every decision so far, those of the policies included."""
-        value = int(self._state[DIGEST]) & MASK
+        value = int(self._state[at.DIGEST]) & MASK
         for shelf in self._shelves:
             value = (value * 0x9E37_79B9_7F4A_7C15 ^ shelf.policy.digest()) & MASK
         return value
@@ -768,7 +647,7 @@ class Ledger:
     @property
     def ghosts(self) -> int:
         """Return the number of ghosts: known blocks in no place, without pins."""
-        return int(self._state[GHOSTS])
+        return int(self._state[at.GHOSTS])
 
     def used_bytes(self, place: int) -> int:
         """Return the bytes in use in a place."""
@@ -776,7 +655,7 @@ class Ledger:
 
     def __len__(self) -> int:
         """Return the number of blocks that lie in any place."""
-        return int(self._state[RESIDENT])
+        return int(self._state[at.RESIDENT])
 
     def _follow(
         self, now: int, request: int, namespace: int, ids: Ids, meta: Meta
@@ -787,15 +666,15 @@ class Ledger:
             The slots and the fastest places of the blocks, in buffers that the next request uses,
             too; and the number of leading blocks that can be read.
         """
-        ids = as_ids(ids)
+        ids = at.as_ids(ids)
         n = len(ids)
         if n > self._widest:
             self._widen(n)
-        if self._state[FRESH] + n > len(self._blocks):
-            self._grow(int(self._state[FRESH]) + n)
+        if self._state[at.FRESH] + n > len(self._blocks):
+            self._grow(int(self._state[at.FRESH]) + n)
         chain, sources = self._rows[0, :n], self._sources[:n]
         where = self._spaces[namespace], meta.chained
-        hits = int(follow(*self._index, ids, where, chain, sources))
+        hits = int(at.follow(*self._index, ids, where, chain, sources))
         visit = Visit(request, meta.session, meta.tokens, n)
         for shelf in self._shelves:
             shelf.policy.access(now, chain, visit)
@@ -805,5 +684,5 @@ class Ledger:
         """Return the slots of the known leading blocks."""
         out = np.empty(len(ids), np.int64)
         space = self._spaces[namespace]
-        n = known_of(*self._index[:3], as_ids(ids), space, out)
+        n = at.known_of(*self._index[:3], at.as_ids(ids), space, out)
         return out[:n]

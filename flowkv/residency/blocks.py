@@ -450,3 +450,100 @@ def lower(blocks: Array, k: int, victims: Array, out: Array) -> int:
     for j in range(n):
         blocks[out[j]].here &= ~bit
     return n
+
+
+# From a request's ids to slots.
+
+
+@inner
+def seek(
+    blocks: Array, buckets: Array, mix: Array, lo: int, hi: int, where: tuple[int, int]
+) -> int:
+    """Return the slot of an id, or -1; `where` = (space, slot of the block before it or -1)."""
+    space, above = where
+    if above >= 0:
+        s = int(blocks[above].heir)
+        if s >= 0 and blocks[s].lo == lo and blocks[s].hi == hi and blocks[s].space == space:
+            return s
+    return find(blocks, buckets, mix, lo, hi, space)
+
+
+@kernel
+def run_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, chained: bool) -> int:
+    """Return the number of leading blocks that can be read from any place; change nothing."""
+    s = np.int64(-1)
+    for i in range(len(ids)):
+        above = s if chained else np.int64(-1)
+        s = seek(blocks, buckets, mix, ids[i, 0], ids[i, 1], (space, above))
+        if s < 0 or settled(blocks, s) == 0:
+            return i
+    return len(ids)
+
+
+@kernel
+def known_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, out: Array) -> int:
+    """Write the slots of the leading known blocks, resident or not, to `out`; return how many."""
+    for i in range(len(ids)):
+        s = find(blocks, buckets, mix, ids[i, 0], ids[i, 1], space)
+        if s < 0:
+            return i
+        out[i] = s
+    return len(ids)
+
+
+@inner
+def christen(blocks: Array, buckets: Array, mix: Array, state: Array, lo: int, hi: int) -> int:
+    """Allocate a slot for an unknown id, still without space and parent."""
+    s = state[FREE]
+    if s >= 0:
+        state[FREE] = blocks[s].after
+    else:
+        s = state[FRESH]
+        state[FRESH] += 1
+    state[BIRTHS] += 1
+    b = blocks[s]
+    b.birth = state[BIRTHS]
+    b.pins, b.heir, b.parent = 0, -1, -1
+    b.here, b.flight, b.stale, b.ghost = 0, 0, 0, 0
+    return s
+
+
+@kernel
+def follow(
+    blocks: Array,
+    buckets: Array,
+    mix: Array,
+    state: Array,
+    ids: Array,
+    where: tuple[int, bool],
+    chain: Array,
+    sources: Array,
+) -> int:
+    """Write the slots of a request's blocks, new ones included, and the fastest place of each.
+
+    `where` = (space, whether each block is the parent of the next). The caller ensures that as many
+    slots as ids are free. Return the number of leading blocks that can be read.
+    """
+    space, chained = where
+    above, hits = np.int64(-1), -1
+    for i in range(len(ids)):
+        lo, hi = ids[i, 0], ids[i, 1]
+        s = seek(blocks, buckets, mix, lo, hi, (space, above))
+        if s < 0:
+            s = christen(blocks, buckets, mix, state, lo, hi)
+            put(blocks, buckets, mix, s, lo, hi, space)
+            ghost_insert(blocks, state, s)
+        if above >= 0:
+            blocks[above].heir = s
+            if parent_of(blocks, s) < 0 and above != s:
+                blocks[s].parent = above
+                blocks[s].bond = blocks[above].birth
+        places = settled(blocks, s)
+        chain[i] = s
+        sources[i] = fastest(places) if places else (IN_FLIGHT if blocks[s].here else NOWHERE)
+        if places == 0 and hits < 0:
+            hits = i
+        above = s if chained else np.int64(-1)
+    hits = len(ids) if hits < 0 else hits
+    fold(state, DIGEST, hits)
+    return hits

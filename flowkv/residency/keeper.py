@@ -396,20 +396,28 @@ class Keeper(Closing):
         while (excess := level.excess_bytes(need)) > 0:
             now, most = self._clock.now_ns(), -(-excess // level.book.largest_bytes)
             victims = level.book.evict(now, most, kept) or level.book.evict(now, 1, kept)
-            if victims:
-                self._give_up(level, victims, "space")
-            elif not self._let_go_late() and not self._rescan(level):
+            if victims and not self._give_up(level, victims, "space"):
+                return False
+            if not (victims or self._let_go_late() or self._rescan(level)):
                 return False
         return True
 
-    def _give_up(self, level: _Level, keys: Sequence[bytes], reason: str) -> None:
-        if keys:
-            before = level.tier.used_bytes()
+    def _give_up(self, level: _Level, keys: Sequence[bytes] | None, reason: str) -> bool:
+        """Delete evicted frames; return whether any went. Those that stay become known again."""
+        if not keys:
+            return False
+        before = level.tier.used_bytes()
+        try:
             level.tier.delete(keys)
-            gone = max(0, before - level.tier.used_bytes())
-            told = Evicted(tier=level.tier.name, pages=len(keys), n_bytes=gone, reason=reason)
-            self.bus.emit(told)
-            self._lost(keys)
+        except Exception:  # a third-party client may raise anything
+            _log.warning("frames of %s cannot be deleted", level.tier.name, exc_info=True)
+            self._rescan(level)
+            return False
+        gone = max(0, before - level.tier.used_bytes())
+        told = Evicted(tier=level.tier.name, pages=len(keys), n_bytes=gone, reason=reason)
+        self.bus.emit(told)
+        self._lost(keys)
+        return True
 
     def _lost(self, keys: Iterable[bytes]) -> None:
         """Call `on_evicted` with those of the keys that lie in no tier any more."""
@@ -671,9 +679,8 @@ class Keeper(Closing):
         over = item.over or flight.erased or not self._open
         if over or flight.tries > _TRIES or now >= item.end_ns:
             return False
-        victims = level.book.evict(now, 1 << flight.tries) or level.book.evict(now, 1) or ()
-        self._give_up(level, victims, "space")
-        return bool(victims)
+        victims = level.book.evict(now, 1 << flight.tries) or level.book.evict(now, 1)
+        return self._give_up(level, victims, "space")
 
     def _answer(self, item: _Item) -> None:
         best, caller = item.best, item.caller

@@ -6,7 +6,7 @@ import io
 import itertools
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, TypeAlias, TypeVar, cast
 
@@ -30,7 +30,7 @@ from flowkv.observe.recording import (
     Writer,  # noqa: F401 - its public name
 )
 from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
-from flowkv.sim.trace import LEAST_BYTES, MOST_A_BYTE, Trace, build_trace, read_npz, wide
+from flowkv.sim.trace import COLUMNS, LEAST_BYTES, MOST_A_BYTE, Trace, build_trace, read_npz, wide
 
 # JSON lines, plain or zstd-compressed, read one at a time within limits.
 
@@ -159,7 +159,7 @@ def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
         OSError: The file cannot be read.
     """
     times: list[tuple[int | float, int]] = []
-    lines: list[tuple[int, int, int, int, int]] = []
+    lines: list[tuple[int, ...]] = []
     ids: list[NDArray[np.int64]] = []
     sessions: dict[int | str | None, int] = {}
     tenants: dict[int | str | None, int] = {}
@@ -171,28 +171,20 @@ def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
         tenant = tenants.setdefault(line.tenant, len(tenants))
         stop = STOPS.get(line.stop, UNKNOWN_STOP)
         times.append(line.time)
-        lines.append((line.input_length, line.output_length, session, tenant, stop))
+        lines.append((line.input_length, line.output_length, session, stop, tenant))
         ids.append(_ids(path, line.hash_ids))
-    whole = np.array(lines, np.int64).reshape(-1, 5)
-    lengths = np.array(list(map(len, ids)), np.int64)
-    return build_trace(
-        _stem(path),
-        _nanoseconds(path, times),
-        lengths,
-        wide(np.concatenate([*ids, np.empty(0, np.int64)])),
-        block_tokens or _tokens_of_blocks(path, whole[:, 0], lengths),
-        input_tokens=whole[:, 0],
-        output_tokens=whole[:, 1],
-        sessions=_dense(whole[:, 2]),
-        tenants=whole[:, 3],
-        stops=whole[:, 4],
-    )
+    columns, lengths = _columns(lines), np.array(list(map(len, ids)), np.int64)
+    tokens = block_tokens or _tokens_of_blocks(path, columns["input_tokens"], lengths)
+    pairs = wide(np.concatenate([*ids, np.empty(0, np.int64)]))
+    return build_trace(_stem(path), _nanoseconds(path, times), lengths, pairs, tokens, **columns)
 
 
-def _dense(sessions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number sessions from 0 on, in the order of their numbers; -1 stays."""
-    different, found = np.unique(sessions, return_inverse=True)
-    return np.asarray(found.ravel() - int((different < 0).any()))
+def _columns(rows: Sequence[tuple[int, ...]]) -> dict[str, NDArray[np.int64]]:
+    """Return the `COLUMNS` of rows, with sessions numbered from 0 on in their order; -1 stays."""
+    table = np.array(rows, np.int64).reshape(-1, len(COLUMNS))
+    columns = dict(zip(COLUMNS, table.T, strict=True))
+    different, found = np.unique(columns["sessions"], return_inverse=True)
+    return columns | {"sessions": found.ravel() - int((different < 0).any())}
 
 
 def _nanoseconds(path: Path, times: list[tuple[int | float, int]]) -> list[int]:
@@ -328,27 +320,18 @@ def read_sessions(
             if left < 0:
                 raise ConfigError(f"{path}, line {s + 1} names too many blocks", REMEDY)
             ids = _sessions_ids(turn.runs, step)
-            spaces = [
-                2 * common.setdefault(key, len(common)) + 1 for key in _prompts(tools, system)
-            ]
+            prompts: tuple[tuple[int, ...], ...] = (tools,), (tools, system)
+            spaces = [2 * common.setdefault(key, len(common)) + 1 for key in prompts]
             ends = [n // session.block_size // step for n in (tools, tools + system)]
             pairs.append(_named(ids, 2 * s, spaces, ends))
             stop = STOPS.get(turn.stop or "end_turn", TURN_END)  # by default it did not call a tool
             time = round((start + at) * 1e9)
             rows.append((time, len(ids), turn.tokens_in, turn.tokens_out, s, stop))
-    table = np.array(rows, np.int64).reshape(-1, 6)
-    name = path.name.partition(".")[0]
-    return build_trace(
-        f"{name}:{seed}",
-        table[:, 0],
-        table[:, 1],
-        np.concatenate([*pairs, np.empty((0, 2), np.uint64)]),
-        block_tokens,
-        input_tokens=table[:, 2],
-        output_tokens=table[:, 3],
-        sessions=table[:, 4],
-        stops=table[:, 5],
-    )
+    times, lengths, *table = np.array(rows, np.int64).reshape(-1, 6).T
+    columns = dict(zip(COLUMNS, table, strict=False))  # without tenants
+    name = f"{path.name.partition('.')[0]}:{seed}"
+    blocks = np.concatenate([*pairs, np.empty((0, 2), np.uint64)])
+    return build_trace(name, times, lengths, blocks, block_tokens, **columns)
 
 
 def _turns(session: SessionLine) -> Iterator[tuple[SessionTurn, float, int, int]]:
@@ -367,11 +350,6 @@ def _sessions_ids(runs: list[Run], step: int) -> Ints:
     last = np.arange(step - 1, int(ends[-1]) if len(ends) else 0, step)
     run = np.searchsorted(ends, last, side="right")
     return np.asarray(starts[run] + last - (ends - counts)[run])
-
-
-def _prompts(tools: int, system: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the keys of the two prompts."""
-    return (tools,), (tools, system)
 
 
 def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[np.uint64]:
@@ -452,19 +430,12 @@ class Reader:
             tips.append(above)
         chains = [_chain_to(tip, parents) for tip in tips]
         pairs = np.frombuffer(b"".join(ids), "<u8").reshape(-1, 2).astype(np.uint64)
+        pairs = pairs[np.concatenate([*chains, np.empty(0, np.int64)])]
         times = np.array([request.time_ns for request in requests], np.int64)
-        return build_trace(
-            self.path.stem,
-            times - times.min(initial=times[0]) if len(times) else times,
-            [len(chain) for chain in chains],
-            pairs[np.concatenate([*chains, np.empty(0, np.int64)])],
-            self.about.block_tokens,
-            input_tokens=[request.input_tokens for request in requests],
-            output_tokens=[request.output_tokens for request in requests],
-            sessions=_dense(np.array([request.session for request in requests], np.int64)),
-            stops=[request.stop for request in requests],
-            tenants=[request.tenant for request in requests],
-        )
+        times -= times.min(initial=times[0] if len(times) else 0)
+        lengths, tokens = [len(chain) for chain in chains], self.about.block_tokens
+        rows = [(r.input_tokens, r.output_tokens, r.session, r.stop, r.tenant) for r in requests]
+        return build_trace(self.path.stem, times, lengths, pairs, tokens, **_columns(rows))
 
     def _frames(self) -> Iterator[bytes]:
         with open_regular(self.path) as file:

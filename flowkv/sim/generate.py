@@ -19,7 +19,6 @@ import bisect
 import heapq
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -28,9 +27,9 @@ from msgspec import Meta
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError, did_you_mean
+from flowkv.core.errors import ConfigError, refuse_unknown
 from flowkv.policy.base import TOOL_USE, TURN_END, PolicyConfig, configure
-from flowkv.sim.trace import Trace, build_trace, join, wide
+from flowkv.sim.trace import COLUMNS, Trace, build_trace, join, wide
 
 # Conversations under way while a trace is generated, each a Python generator.
 
@@ -138,19 +137,11 @@ class Draft:
 
     def trace(self, name: str) -> Trace:
         """Return the trace of all noted requests."""
-        table = list(zip(*self._rows, strict=True))
-        return build_trace(
-            name,
-            np.round(np.array(table[0]) * 1e9).astype(np.int64),
-            table[1],
-            np.concatenate(self._ids),
-            self.config.block_tokens,
-            input_tokens=table[2],
-            output_tokens=table[3],
-            sessions=table[4],
-            stops=table[5],
-            tenants=table[6],
-        )
+        times, lengths, *table = zip(*self._rows, strict=True)
+        times_ns = np.round(np.array(times) * 1e9).astype(np.int64)
+        ids, tokens = np.concatenate(self._ids), self.config.block_tokens
+        columns = dict(zip(COLUMNS, table, strict=True))
+        return build_trace(name, times_ns, lengths, ids, tokens, **columns)
 
 
 def _span(space: int, count: int) -> NDArray[np.uint64]:
@@ -563,11 +554,8 @@ def generate(kind: str, **options: object) -> Trace:
     Raises:
         ConfigError: If there is no such kind, or an option is wrong.
     """
-    row = KINDS.get(kind)
-    if row is None:
-        hint = did_you_mean(kind, KINDS)
-        raise ConfigError(f"there is no generator {kind!r}", f"{hint}Use one of {', '.join(KINDS)}")
-    return row.make(configure(row.config, kind, options))
+    refuse_unknown("there is no generator", kind, KINDS)
+    return KINDS[kind].make(configure(KINDS[kind].config, kind, options))
 
 
 def _steady(draft: Draft, config: TalkConfig) -> Iterator[float]:
@@ -605,17 +593,15 @@ def _streamed(make: Callable[[Any, np.random.Generator], Trace]) -> Callable[[An
     return lambda config: make(config, np.random.default_rng(config.seed))
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "chat": Kind(ChatConfig, partial(_talked, "chat", chat)),
-        "agents": Kind(AgentsConfig, partial(_talked, "agents", agents)),
-        "rag": Kind(RagConfig, partial(_talked, "rag", rag)),
-        "bursts": Kind(BurstsConfig, partial(_talked, "bursts", chat, starts=_in_bursts)),
-        "drift": Kind(DriftConfig, partial(_talked, "drift", rag, starts=_drifting)),
-        "mix": Kind(MixConfig, _mix),
-        "scan": Kind(ScanConfig, _streamed(scan)),
-        "cyclic": Kind(CyclicTraceConfig, _streamed(cyclic)),
-        "markov": Kind(MarkovTraceConfig, _streamed(markov)),
-    }
-)
+KINDS: Mapping[str, Kind] = {
+    "chat": Kind(ChatConfig, partial(_talked, "chat", chat)),
+    "agents": Kind(AgentsConfig, partial(_talked, "agents", agents)),
+    "rag": Kind(RagConfig, partial(_talked, "rag", rag)),
+    "bursts": Kind(BurstsConfig, partial(_talked, "bursts", chat, starts=_in_bursts)),
+    "drift": Kind(DriftConfig, partial(_talked, "drift", rag, starts=_drifting)),
+    "mix": Kind(MixConfig, _mix),
+    "scan": Kind(ScanConfig, _streamed(scan)),
+    "cyclic": Kind(CyclicTraceConfig, _streamed(cyclic)),
+    "markov": Kind(MarkovTraceConfig, _streamed(markov)),
+}
 """Generators by name, and the configuration of each."""

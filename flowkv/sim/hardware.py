@@ -6,8 +6,9 @@ FlowKV; all results computed from it are simulated (DESIGN D17).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +19,12 @@ from flowkv.core.errors import ConfigError
 from flowkv.sim.trace import Trace
 
 Positive = Annotated[float, Meta(gt=0.0)]
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+def by_name(*constants: T) -> Mapping[str, T]:
+    """Return tuples of constants by their first fields, their names."""
+    return MappingProxyType({one[0]: one for one in constants})
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,48 +129,34 @@ class Hardware(NamedTuple):
 # memory 0.004, NVMe 0.00011 and objects 0.00003 dollars per GiB and hour are the order of public
 # cloud list prices in 2025. Latencies of host and NVMe: tens of microseconds, the time that a copy
 # and a read take to begin (assumptions); of a remote store about one round trip and a look-up.
-_DISK = ModelledPlace(
-    "disk", 100e-6, 6.5e9, 0.00011
-)  # one PCIe 4 x4 drive, read: data sheets, 6.5-7 GB/s
+# One PCIe 4 x4 drive, read: data sheets, 6.5-7 GB/s.
+_DISK = ModelledPlace("disk", 100e-6, 6.5e9, 0.00011)
 _REMOTE = ModelledPlace("remote", 1e-3, 10e9, 0.0005)  # 100 Gbit/s at 80 %; assumption
 _HOST_GIB = 0.004
 
 
-def _server(name: str, flops: float, memory_gb: float, rate: float, link: float) -> Hardware:
-    """Return a data-centre accelerator. `rate`: bytes/s of its memory, `link`: to the host."""
-    dollars = {"h100": 3.0, "h200": 3.8, "b200": 6.0, "mi300x": 3.0}[name]
+def _server(name: str, flops: float, memory_gb: float, rate: float, dollars: float) -> Hardware:
+    """Return a data-centre accelerator. `rate`: bytes/s of its memory, `dollars`: per hour."""
     memory = memory_gb * 1e9
     own = ModelledPlace("hbm", 1e-6, rate, dollars / (memory / 2**30))
-    host = ModelledPlace("dram", 15e-6, link, _HOST_GIB)
+    host = ModelledPlace("dram", 15e-6, 55e9, _HOST_GIB)  # PCIe 5 x16 is 63 GB/s: copies reach 55
     return Hardware(name, flops, 0.5, memory, dollars, (own, host, _DISK, _REMOTE))
 
 
-HARDWARE = MappingProxyType(
-    {
-        hardware.name: hardware
-        for hardware in (
-            # Makers' data sheets: dense bf16, memory, its bandwidth. Link: PCIe 5 x16 is 63 GB/s,
-            # of which copies reach about 55.
-            _server("h100", 989e12, 80, 3.35e12, 55e9),
-            _server("h200", 989e12, 141, 4.8e12, 55e9),
-            _server("b200", 2250e12, 180, 8.0e12, 55e9),
-            _server("mi300x", 1307e12, 192, 5.3e12, 55e9),
-            # A laptop with a mobile GPU and a PCIe 4 x8 link; all figures are assumptions.
-            Hardware(
-                "laptop",
-                40e12,
-                0.4,
-                8e9,
-                0.05,
-                (
-                    ModelledPlace("hbm", 2e-6, 256e9, 0.05 / (8e9 / 2**30)),
-                    ModelledPlace("dram", 20e-6, 12e9, _HOST_GIB),
-                    ModelledPlace("disk", 120e-6, 3.5e9, 0.00011),
-                    ModelledPlace("remote", 20e-3, 100e6, 0.0005),
-                ),
-            ),
-        )
-    }
+# A laptop with a mobile GPU and a PCIe 4 x8 link; all figures are assumptions.
+_LAPTOP = (
+    ModelledPlace("hbm", 2e-6, 256e9, 0.05 / (8e9 / 2**30)),
+    ModelledPlace("dram", 20e-6, 12e9, _HOST_GIB),
+    ModelledPlace("disk", 120e-6, 3.5e9, 0.00011),
+    ModelledPlace("remote", 20e-3, 100e6, 0.0005),
+)
+HARDWARE = by_name(
+    # Makers' data sheets: dense bf16, memory, its bandwidth.
+    _server("h100", 989e12, 80, 3.35e12, 3.0),
+    _server("h200", 989e12, 141, 4.8e12, 3.8),
+    _server("b200", 2250e12, 180, 8.0e12, 6.0),
+    _server("mi300x", 1307e12, 192, 5.3e12, 3.0),
+    Hardware("laptop", 40e12, 0.4, 8e9, 0.05, _LAPTOP),
 )
 """Accelerators by name."""
 

@@ -22,7 +22,7 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, refuse_unknown
 from flowkv.policy import make_policy
 from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
 from flowkv.policy.optimum import Optimum, belady
@@ -571,8 +571,7 @@ class ReplayTier(msgspec.Struct, frozen=True, kw_only=True):
 
     def capacity(self, unique: int) -> int:
         """Return how many blocks fit, once compressed."""
-        if self.codec not in CODECS:
-            raise ConfigError(f"no codec {self.codec!r}", f"Use one of {', '.join(CODECS)}")
+        refuse_unknown("no codec", self.codec, CODECS)
         return max(1, int(self.size * unique / CODECS[self.codec] + 1e-9))
 
 

@@ -9,7 +9,6 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +28,7 @@ from flowkv.policy.restore.policy import (
     State,
     Suffix,
 )
-from flowkv.sim.hardware import CODECS
+from flowkv.sim.hardware import CODECS, by_name
 
 __all__ = [
     "GPUS",
@@ -353,16 +352,11 @@ class Decoder(NamedTuple):
         return 2 * self.kv_heads * self.head_dim * 2
 
 
-SHAPES = MappingProxyType(
-    {
-        shape.name: shape
-        for shape in (
-            Decoder("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336),
-            Decoder("Qwen3-8B", 36, 4096, 32, 8, 128, 12288),
-            Decoder("Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 768, experts=8),
-            Decoder("Llama-3.1-70B", 80, 8192, 64, 8, 128, 28672),
-        )
-    }
+SHAPES = by_name(
+    Decoder("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336),
+    Decoder("Qwen3-8B", 36, 4096, 32, 8, 128, 12288),
+    Decoder("Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 768, experts=8),
+    Decoder("Llama-3.1-70B", 80, 8192, 64, 8, 128, 28672),
 )
 """Shapes of the protocol, from the models' public configuration files."""
 
@@ -381,16 +375,11 @@ class Accelerator(NamedTuple):
     bytes_per_s: float
 
 
-GPUS = MappingProxyType(
-    {
-        gpu.name: gpu
-        for gpu in (
-            Accelerator("L40S", 362e12, 864e9),
-            Accelerator("A100", 312e12, 1.555e12),
-            Accelerator("H100", 989e12, 3.35e12),
-            Accelerator("H200", 989e12, 4.8e12),
-        )
-    }
+GPUS = by_name(
+    Accelerator("L40S", 362e12, 864e9),
+    Accelerator("A100", 312e12, 1.555e12),
+    Accelerator("H100", 989e12, 3.35e12),
+    Accelerator("H200", 989e12, 4.8e12),
 )
 """Accelerators of the protocol, from the makers' data sheets."""
 

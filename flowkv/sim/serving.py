@@ -187,17 +187,9 @@ class VirtualRow(Job):
         computed: See `ServedRequest`.
     """
 
-    __slots__ = ("ask", "computed", "first_s", "gap_s", "here_s", "last_s", "place", "queued_s")
-
     def __init__(self, number: int, ask: VirtualRequest) -> None:
-        super().__init__(
-            number,
-            ask.arrived_s,
-            ask.prompt,
-            ask.limit,
-            priority=ask.priority,
-            deadline_s=ask.deadline_s,
-        )
+        super().__init__(number, ask.arrived_s, ask.prompt, ask.limit)
+        self.priority, self.deadline_s = ask.priority, ask.deadline_s
         self.ask, self.place, self.computed = ask, -1, 0
         self.here_s = self.queued_s = self.first_s = self.last_s = self.gap_s = 0.0
 

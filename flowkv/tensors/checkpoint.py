@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED, open_regular, sensible
+from flowkv.core.files import MALFORMED, open_regular, replacing, sensible
 from flowkv.core.memory import own_memory
 from flowkv.naming.fingerprint import BLOCK_BYTES, sums_of
 from flowkv.tiers.io.engine import (
@@ -141,6 +141,7 @@ class Checkpoint:
         """Return the layout of tensors in a buffer: each aligned range of a file is read once."""
         tensors = list(tensors)
         runs: list[list[int]] = []  # file, start, end
+        run_of: dict[StoredTensor, int] = {}
         for t in sorted(tensors, key=lambda t: t[:3]):  # dtypes have no order
             start = t.offset // ALIGNMENT * ALIGNMENT
             end = -(-(t.offset + t.n_bytes) // ALIGNMENT) * ALIGNMENT
@@ -148,6 +149,7 @@ class Checkpoint:
                 runs[-1][2] = max(end, runs[-1][2])
             else:
                 runs.append([t.file, start, end])
+            run_of[t] = len(runs) - 1
         pieces, at, bases = [], 0, []
         for file, start, end in runs:
             bases.append(at - start)
@@ -155,14 +157,7 @@ class Checkpoint:
                 length = min(PART_BYTES, end - offset)
                 pieces.append((file, offset, length, at))
                 at += length
-        read_at = [
-            next(
-                base + t.offset
-                for base, (file, start, end) in zip(bases, runs, strict=True)
-                if file == t.file and start <= t.offset and t.offset + t.n_bytes <= end
-            )
-            for t in tensors
-        ]
+        read_at = [bases[run_of[t]] + t.offset for t in tensors]
         places, end = dict[int, int](), 0
         for i in sorted(range(len(tensors)), key=read_at.__getitem__):
             places[i] = -(-max(read_at[i], end) // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
@@ -393,13 +388,10 @@ def _header(path: str, size: int) -> tuple[dict[str, Any], int, bytes]:
     """Return the header of a file, the offset of its data, and the header's bytes."""
     with open_regular(path) as file:
         n_bytes = int.from_bytes(file.read(8), "little")
-        if size < 8 or n_bytes > min(size - 8, _MOST_HEADER_BYTES):
-            raise StoreError(f"{path} is no safetensors file", "Convert the weights first")
-        text = file.read(n_bytes)
-    try:
+        fits = size >= 8 and n_bytes <= min(size - 8, _MOST_HEADER_BYTES)
+        text, header = file.read(n_bytes) if fits else b"", None
+    with contextlib.suppress(*MALFORMED):
         header = json.loads(text)
-    except MALFORMED:
-        header = None
     if not isinstance(header, dict):
         raise StoreError(f"{path} is no safetensors file", "Convert the weights first")
     return header, 8 + n_bytes, text
@@ -493,18 +485,13 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         }
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with replacing(path) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
                 data = tensors[name].detach().cpu().contiguous().view(-1)
                 file.write(data.view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StoreError(
             f"{path} cannot be written ({error})", "Make room, or pass disk="
         ) from error

@@ -24,6 +24,7 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,14 @@ from numpy.typing import NDArray
 
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.core.files import MALFORMED, open_regular
+from flowkv.core.files import MALFORMED, open_regular, replacing
 from flowkv.observe.events import Bus, Closing, RowsRead
 from flowkv.policy import make_policy
 from flowkv.policy.order.compiled import NODE
 from flowkv.residency import Ledger, Meta, Place
 from flowkv.residency.blocks import BLOCK
 from flowkv.tiers.io import open_best
-from flowkv.tiers.io.engine import ALIGNMENT, OPERATION, READ, Arena
+from flowkv.tiers.io.engine import ALIGNMENT, OPERATION, READ, Arena, FileIO
 
 MAGIC = b"FKVTABLE"
 VERSION = 1
@@ -114,23 +115,14 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
             described, digests = _write(folder / name, parts)
             body = json.dumps(msgspec.to_builtins(described)).encode()
             raw = MAGIC + len(body).to_bytes(4, "little") + body + digests.tobytes()
-            part = folder / f".{_MANIFEST}.{name}"
-            with part.open("wb") as file:
+            with replacing(folder / _MANIFEST) as file:
                 file.write(raw + xxhash.xxh3_128_digest(raw))
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(folder / _MANIFEST)
         except BaseException:
             (folder / name).unlink(missing_ok=True)
-            (folder / f".{_MANIFEST}.{name}").unlink(missing_ok=True)
             raise
         for old in before:  # files of an earlier table, or of a process that was killed
             (folder / old).unlink(missing_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        FileIO().sync_directory(str(folder))
     except OSError as error:
         raise StoreError(
             f"a table cannot be written to {folder} ({error.strerror or error})",
@@ -255,7 +247,7 @@ class EmbeddingTable(Closing):
         self._space = self._ledger.namespace(b"rows")
         self._at = np.full(1024, -1, np.int64)  # ledger's slot -> row of the pool
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("lookups", "rows", "hits", "blocks", "read_bytes"), 0)
+        self._counts = Counter(lookups=0, rows=0, hits=0, blocks=0, read_bytes=0)
         self._blocked_s, self._open = 0.0, True
         path = self._folder / said.table
         self._arena = Arena(staging)
@@ -289,14 +281,10 @@ class EmbeddingTable(Closing):
                 hits, blocks = hits + more[0], blocks + more[1]
             seconds = time.perf_counter() - began_s
             n_bytes = blocks * self._said.block_bytes
-            for name, n in zip(
-                self._counts, (1, len(different), hits, blocks, n_bytes), strict=True
-            ):
-                self._counts[name] += n
-        if self.bus.wants(RowsRead):
             rows = len(different)
-            told = RowsRead(rows=rows, found=hits, n_bytes=n_bytes, seconds=seconds)
-            self.bus.emit(told)
+            self._counts.update(lookups=1, rows=rows, hits=hits, blocks=blocks, read_bytes=n_bytes)
+        if self.bus.wants(RowsRead):
+            self.bus.emit(RowsRead(rows=rows, found=hits, n_bytes=n_bytes, seconds=seconds))
         return found[back.reshape(-1)]
 
     def all_rows(self) -> torch.Tensor:

@@ -709,28 +709,18 @@ def memo(
         >>> encoder = flowkv.memo(encoder, places=["host:256MiB", "disk:./memo:2GiB"])
         >>> features = encoder(pixel_values)
     """
+    how: dict[str, Any] = dict(key=key, ttl=ttl, tenant=tenant, batch=batch, clock=clock)
     if function is None:
-        made: dict[str, Any] = {"places": places, "key": key, "ttl": ttl, "tenant": tenant}
-        return functools.partial(memo, **made, batch=batch, clock=clock, **options)
+        return functools.partial(memo, places=places, **how, **options)
     if isinstance(places, Keeper):
         if options:
             raise ConfigError(f"a keeper takes no {sorted(options)}", "Pass them to open_keeper")
-        return Memo(function, places, key=key, ttl=ttl, tenant=tenant, batch=batch, clock=clock)
-    said = {"secret": options["secret"]} if "secret" in options else {}
-    secret = Config(**said).secret_bytes
+        return Memo(function, places, **how)
+    secret = Config(secret=options.get("secret", "")).secret_bytes
     listed = (places,) if isinstance(places, str) else tuple(places)
     keeper = open_keeper(*listed, **options)
     try:
-        held = Memo(
-            function,
-            keeper,
-            key=key,
-            ttl=ttl,
-            tenant=tenant,
-            batch=batch,
-            clock=clock,
-            secret=secret,
-        )
+        held = Memo(function, keeper, **how, secret=secret)
     except BaseException:
         keeper.close()
         raise

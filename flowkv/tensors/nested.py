@@ -143,7 +143,7 @@ class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
     device: str = "cpu"
 
     @property
-    def n_bytes(self) -> int:
+    def row_bytes(self) -> int:
         """Return the bytes of one row."""
         return math.prod(self.shape) * int(self._torch_or_numpy.itemsize)
 
@@ -163,7 +163,7 @@ class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
             ValueError: A row has another number of bytes than its shape.
         """
         shape, dtype = (len(rows), *self.shape), self._torch_or_numpy
-        data = np.empty((len(rows), self.n_bytes), np.uint8)
+        data = np.empty((len(rows), self.row_bytes), np.uint8)
         for i, row in enumerate(rows):
             data[i] = np.frombuffer(row, np.uint8)
         if self.kind == "array":
@@ -261,7 +261,7 @@ class StoredRow(NamedTuple):
     @property
     def n_bytes(self) -> int:
         """Return the bytes of all leaves."""
-        return sum(info.n_bytes for info in self.infos)
+        return sum(info.row_bytes for info in self.infos)
 
     def encode(self) -> list[Any]:
         """Return bytes that `decode_row` reads, in pieces."""
@@ -285,7 +285,7 @@ def decode_row(body: memoryview) -> tuple[StoredRow, int]:
     at = _SIZE_BYTES + size
     try:
         head = msgspec.msgpack.decode(body[_SIZE_BYTES:at], type=_Head)
-        sizes = [info.n_bytes for info in head.infos]
+        sizes = [info.row_bytes for info in head.infos]
     except (*MALFORMED, TypeError) as error:
         raise ValueError(f"no row: {error}") from error
     if min(sizes, default=0) < 0 or at > len(body):

@@ -134,9 +134,8 @@ class _Entry:
     def changed(self) -> bool:
         p = self.parameter
         written = p._version != self.version or p.data_ptr() != self.address
-        written = (
-            written or p.untyped_storage()._cdata != self._storage
-        )  # an empty one has no address
+        # An empty one has no address.
+        written = written or p.untyped_storage()._cdata != self._storage
         return written or (p.dtype, p.shape, p.stride()) != self._layout
 
     def stays(self) -> bool:
@@ -451,7 +450,7 @@ class StreamedWeights:
                 self._met = []
                 with contextlib.suppress(ConfigError):  # the first order needs less memory
                     self._plan(order)
-            self._checkpoint_saved()
+            self._reader.submit(self._checkpoint.save)  # on the thread that records digests
         if self._met:
             self._sequence, self._at = self._met, len(self._met) - 1
         self._met, self._last = [], None
@@ -475,10 +474,6 @@ class StreamedWeights:
             return self._reader.submit(self._checkpoint.sums, stored).result()
         except RuntimeError as error:  # the reader is shut down
             raise UnnamedError("a weight of a model that was closed") from error
-
-    def _checkpoint_saved(self) -> None:
-        # On the reader's thread, the only one that records digests.
-        self._reader.submit(self._checkpoint.save)
 
     def _acquire(self, unit: _Unit) -> None:
         if unit is not self._last and unit is not self._small:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
-from flowkv.core.errors import StateError
+from flowkv.core.errors import MissingDependencyError, StateError
 from flowkv.tiers.base import Entry, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, span, verify
 
@@ -52,6 +52,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import_module("hypothesis")
+    except ImportError:
+        raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 

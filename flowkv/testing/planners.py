@@ -9,6 +9,8 @@ from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowkv.policy.restore.costs import Measured
 from flowkv.policy.restore.policy import (
@@ -37,7 +39,7 @@ from flowkv.policy.scheduling import (
 )
 from flowkv.sim.restore import VirtualClock
 from flowkv.sim.serving import ServingResult, StepCosts, VirtualEngine, VirtualRequest
-from flowkv.testing.stories import VerificationError, given, require, st, tell, told
+from flowkv.testing.stories import VerificationError, require, tell, told
 
 # A restore policy, executed on simulated engines with the durations and failures of a story.
 
@@ -475,11 +477,10 @@ class SchedulerStory(VirtualEngine):
         """
         result = super().run(asks or self.world.asks)
         for one in result.served:
-            job = Job(0, 0.0, self.world.asks[one.number].prompt, self.world.asks[one.number].limit)
-            job.priority = self.world.asks[one.number].priority
-            bound = self.watch.scheduler.bound_s(job)
-            late = one.overtaken_s <= bound + _SLACK
-            require(late, f"passed by one that came {one.overtaken_s} s later", one)
+            ask = self.world.asks[one.number]
+            job = Job(0, 0.0, ask.prompt, ask.limit, priority=ask.priority)
+            fair = one.overtaken_s <= self.watch.scheduler.bound_s(job) + _SLACK
+            require(fair, f"passed by one that came {one.overtaken_s} s later", one)
         return result
 
     def turn(self, next_s: float | None = None) -> None:

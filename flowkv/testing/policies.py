@@ -9,19 +9,12 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
 from flowkv.policy.base import DEFAULT_RANK, NEVER_NS, Lease, Policy, Slots, Visit
-from flowkv.testing.stories import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    require,
-    rule,
-    st,
-    tell_machine,
-)
+from flowkv.testing.stories import require, tell_machine
 
 
 def check_policy(
@@ -303,11 +296,8 @@ class PolicyStory(RuleBasedStateMachine):
     @rule(slots=few_slots)
     def forget(self, slots: list[int]) -> None:
         """Forget some blocks that are neither resident, pinned nor queued for."""
-        busy = {
-            *self.model.parent,
-            *self.model.pins,
-            *chain.from_iterable(self.model.queued.values()),
-        }
+        queued = chain.from_iterable(self.model.queued.values())
+        busy = {*self.model.parent, *self.model.pins, *queued}
         self.call_all(lambda x, now, a: x.forget(a), [s for s in slots if s not in busy])
 
     @rule(slot=st.integers(0, SLOTS - 1))
@@ -449,10 +439,8 @@ class PolicyStory(RuleBasedStateMachine):
     def ask_wanted(self, dt: int, n: int) -> None:
         """Query which slots should come back."""
         self.pass_time(dt)
-        (got, rates), (same, equal) = (
-            self.raw.wanted(self.clock, n),
-            self.twin.wanted(self.clamped, n),
-        )
+        got, rates = self.raw.wanted(self.clock, n)
+        same, equal = self.twin.wanted(self.clamped, n)
         tips = self.agreed(got, same)
         require(bool(np.array_equal(rates, equal)), "equal stories must give equal answers")
         require(len(tips) <= n and len(tips) == len(rates), "wanted: at most n, one rate each")

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.sparsify import Sparsifier
-from flowkv.testing.stories import given, require, st, tell, told
+from flowkv.testing.stories import require, tell, told
 
 Array = np.ndarray[Any, Any]
 

@@ -13,6 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from flowkv.core.errors import StoreError
 from flowkv.core.geometry import CODECS, GRANULE_BYTES, LayerGroup, PageLayout, page_layout
@@ -20,20 +29,7 @@ from flowkv.kernels import reference as reference_codec
 from flowkv.kernels import transcode
 from flowkv.kernels.dispatch import SOUND
 from flowkv.kernels.loss import bounds
-from flowkv.testing.stories import (
-    HealthCheck,
-    RuleBasedStateMachine,
-    given,
-    invariant,
-    precondition,
-    require,
-    rule,
-    run_state_machine_as_test,
-    settings,
-    st,
-    tell,
-    told,
-)
+from flowkv.testing.stories import require, tell, told
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import KINDS
 
@@ -808,11 +804,8 @@ class CatalogueCodec:
             runs[:, start : start + part.shape[1]] = part
         page = runs.numpy().tobytes()
         code, status = self.convert(page, self.raw, self.layout, self.backend)
-        same = code, status
-        require(
-            same == self.convert(page, self.raw, self.layout, "reference"),
-            "the backend and the oracle write different bytes",
-        )
+        oracle = self.convert(page, self.raw, self.layout, "reference")
+        require((code, status) == oracle, "the backend and the oracle write different bytes")
         if status != SOUND:
             raise ValueError("NaN, infinity, or a scale beyond float16")
         return code
@@ -862,17 +855,12 @@ def check_codec(
     Raises:
         AssertionError: The codec breaks a rule; the message says which.
     """
-    cases = [
-        (
-            CatalogueCodec(codec, shape, dtype, device, backend)
-            if isinstance(codec, str)
-            else codec,
-            shape,
-        )
-        for shape in shapes
-    ]
-
-    element = getattr(torch, dtype)
+    element, cases = getattr(torch, dtype), list[tuple[Codec, tuple[int, int, int, int]]]()
+    for shape in shapes:
+        if isinstance(codec, str):
+            cases.append((CatalogueCodec(codec, shape, dtype, device, backend), shape))
+        else:
+            cases.append((codec, shape))
 
     @told(max_examples, shrink=False)  # a smaller seed is no simpler page
     @given(st.sampled_from(cases), *[st.sampled_from(PAGE_KINDS)] * 2, st.integers(0, 1 << 16))
@@ -880,10 +868,8 @@ def check_codec(
         case: tuple[Codec, tuple[int, int, int, int]], kind: str, kind_v: str, seed: int
     ) -> None:
         one, (heads, tokens, dim, dim_v) = case
-        k, v = (
-            page_of(kind, (heads, tokens, dim), seed),
-            page_of(kind_v, (heads, tokens, dim_v), seed + 1),
-        )
+        k = page_of(kind, (heads, tokens, dim), seed)
+        v = page_of(kind_v, (heads, tokens, dim_v), seed + 1)
         judge(one, k.to(element).float(), v.to(element).float(), element, seed)
 
     tell(story)
@@ -904,12 +890,9 @@ def judge(codec: Codec, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, se
     near = codec.decode(code)
     _within(near, (k, v), codec, "an element is off by more than the bound")
     once = [reference_codec.narrowed(x, dtype).float() for x in near]
-    _within(
-        codec.decode(codec.encode(*once)),
-        (once[0], once[1]),
-        codec,
-        "an element that was encoded twice is off by more than the bound",
-    )
+    again = codec.decode(codec.encode(*once))
+    sentence = "an element that was encoded twice is off by more than the bound"
+    _within(again, (once[0], once[1]), codec, sentence)
     for x, bad in ((k, torch.nan), (v, torch.inf), (k, -torch.inf), (v, torch.nan)):
         place = seed % x.numel()
         kept = x.view(-1)[place].item()

@@ -4,41 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flowkv.core.errors import FlowKVError, MissingDependencyError
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import Flaky
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-try:
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import strategies as st
-    from hypothesis.errors import Flaky
-    from hypothesis.stateful import (
-        RuleBasedStateMachine,
-        initialize,
-        invariant,
-        precondition,
-        rule,
-        run_state_machine_as_test,
-    )
-except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
+from flowkv.core.errors import FlowKVError
 
-# Hypothesis is imported in this module alone, so that its absence raises one clear error.
-__all__ = [
-    "HealthCheck",
-    "RuleBasedStateMachine",
-    "VerificationError",
-    "given",
-    "initialize",
-    "invariant",
-    "precondition",
-    "require",
-    "rule",
-    "run_state_machine_as_test",
-    "settings",
-    "st",
-    "tell",
-    "tell_machine",
-    "told",
-]
+__all__ = ["VerificationError", "require", "tell", "tell_machine", "told"]
 
 
 def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings:

@@ -117,7 +117,12 @@ def audit_residency(kv: KV, store: PageStore) -> None:
     for device, place in store.device_places.items():
         groups = {g for g, spec in enumerate(store.geometry.groups) if spec.device == device}
         here = [b for b in store.index if b.group in groups]
-        assert sorted(place.policy.resident()) == sorted(b.slot for b in here if b.page >= 0)
+        ahead = store.next_victims[device]
+        assert all(b.page >= 0 and not (b.holds or b.kept or b.gone) for b in ahead)
+        assert all(b.tiers or b.going for b in ahead) and {*ahead} == {b for b in here if b.ahead}
+        assert all(b.page >= 0 and not b.gone for b in ahead.twice)
+        ordered = [b.slot for b in here if b.page >= 0 and b not in ahead]
+        assert sorted(place.policy.resident()) == sorted(ordered)
         assert set(place.held) == used & {b.slot for b in here}
         pool = store.pools[device]
         idle = {b.page for b in here if b.page >= 0 and not (b.holds or b.kept)}

@@ -24,6 +24,7 @@ from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier, MemoryTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Wrapped
+from tests.cache.test_pinned import behind_a_bus
 from tests.cache.toy import PAGE, check_content, geometry, make_kv, write
 from tests.inside import CapacityError, Faults, ManualClock, StateError
 
@@ -53,6 +54,7 @@ class Row:
 
 class Machine(RuleBasedStateMachine):
     rows = Bundle("rows")
+    ahead, near = False, 8 * 4096
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class Machine(RuleBasedStateMachine):
         self.silent: set[tuple[str, tuple[int, ...]]] = set()
 
     def tiers(self, kind: str) -> list[Any]:
-        near, far = MemoryTier(8 * 4096, name="near"), MemoryTier(20 * 4096, name="far")
+        near, far = MemoryTier(self.near, name="near"), MemoryTier(20 * 4096, name="far")
         faults = Faults(fail=0.1, lose=0.1, flip=0.1)
         stacks: dict[str, Callable[[], list[Any]]] = {
             "none": list,
@@ -99,6 +101,11 @@ class Machine(RuleBasedStateMachine):
             codec=codec,
             recent_tokens=recent,
         )
+        if self.ahead:
+            for copies in behind_a_bus(self.kv):
+                copies.streams.behind, copies.most_bytes = not recent, 1 << 30
+            for lane in self.kv.planner.store.stack.mover.lanes:
+                lane.stored_bytes = 1 << 30
 
     # ---- sequences
 

@@ -195,6 +195,35 @@ class Broken(Wrapped):
         return -1
 
 
+class Stuck(Wrapped):
+    """Deletes nothing while `stuck`."""
+
+    stuck = True
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        if self.stuck:
+            raise ValueError("a client's own")
+        return int(self.inner.delete(keys))
+
+
+def test_a_page_that_cannot_be_deleted_can_be_evicted_later() -> None:
+    near = Stuck(MemoryTier())
+    kv = make_kv(simple(), pages=16, tiers=[near], clock=ManualClock())
+    published(kv, P)
+    stack = kv.planner.store.stack
+    evict_all(kv)
+    stack.mover.drain()
+    near.capacity_bytes = near.used_bytes()
+    with kv.lock:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="own"):
+                stack._make_room(HOST, 1)
+        near.stuck = False
+        assert stack._make_room(HOST, 1)
+    assert len(near.frames) == 2
+    audit(kv)
+
+
 @pytest.mark.parametrize("near", [Broken(MemoryTier()), MemoryTier(), None])
 def test_what_cannot_be_written_is_counted(near: Any) -> None:
     """Its copy in memory cannot be read, or the tier that lasts has no room."""

@@ -310,6 +310,24 @@ def test_a_frame_larger_than_the_tier_is_refused(caller: Caller) -> None:
     assert hits(caller, range(3)) == 3
 
 
+def test_a_frame_that_cannot_be_deleted_is_evicted_later() -> None:
+    tier = host(4)
+    keeper, delete = Keeper([tier], lru), tier.delete
+    caller = keeper.caller()
+    stored(caller, range(4))
+    tier.delete = fails
+    assert outcomes(put(caller, ["new"])) == [("failed", "full")]
+    assert hits(caller, range(4)) == 4
+    tier.delete = delete
+    stored(caller, ["new"])
+    assert set(keeper.levels[0].book) == {entry.key for entry in tier.scan()}
+    keeper.close()
+
+
+def fails(*_: object, **__: object) -> int:
+    raise ValueError("a client's own")
+
+
 # ---- look-ups
 
 

@@ -6,18 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowkv import Lease, Policy
 from flowkv.residency import Ledger, Meta, Move, Place, Plan
-from flowkv.testing.stories import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    require,
-    rule,
-    st,
-)
+from flowkv.testing.stories import require
 from tests.inside import Ids, Quota, Tenants, requests, steps_ns
 from tests.inside import policies_SECOND as SECOND
 

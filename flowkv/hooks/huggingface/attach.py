@@ -320,8 +320,7 @@ def _in_child() -> None:
     _LOCK = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)
 
 
 # `verify`: does FlowKV give the same results on *this* model as the model's own cache?

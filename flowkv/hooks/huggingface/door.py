@@ -473,10 +473,9 @@ class ForwardHook:
             paged.rows.disable_publishing()
         self._watch(paged)
         paged.audits = nested if self.kv.config.audit and not shifted else None
-        paged.rows.noted = call.columns  # the sequences were opened with these ids
         base = self._arrived(paged, call)
         if base == found.base:  # no page that was being loaded was lost
-            paged.rows.noted = call.columns
+            paged.rows.noted = call.columns  # the sequences were opened with these ids
         if not self._begin(paged, call, call.columns - base):
             return given
         left = call.skip(base, fill.rest(base, pads) if call.modal else None)

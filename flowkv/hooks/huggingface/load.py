@@ -24,14 +24,8 @@ from flowkv.hooks.huggingface.smollm2 import NAME, smollm2_path
 from flowkv.tensors.checkpoint import check_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
+_TOKENIZER_FILES = """tokenizer.json tokenizer_config.json tokenizer.model spiece.model vocab.json
+    vocab.txt""".split()
 _UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout"}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +17,7 @@ from numpy.typing import NDArray
 
 from flowkv.cache.kv import KV, PagedRow, open_row
 from flowkv.cache.sequence import STOPS, Sequence
-from flowkv.core.errors import (
-    ConfigError,
-    StateError,
-    TokenError,
-    UnsupportedModelError,
-)
+from flowkv.core.errors import ConfigError, StateError, TokenError, UnsupportedModelError
 from flowkv.hooks.huggingface.attach import base_model, door_of
 from flowkv.hooks.huggingface.attention import exact
 from flowkv.hooks.huggingface.cache import PagedCache
@@ -32,11 +26,7 @@ from flowkv.hooks.huggingface.inputs import MODEL_INPUTS, Prompt
 from flowkv.hooks.huggingface.packed import PackedForward, alone_reason, packed_way, try_rows
 from flowkv.hooks.huggingface.restore import ReuseLimits, admit
 from flowkv.hooks.huggingface.rows import closed_on_error
-from flowkv.hooks.huggingface.versions import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    PreTrainedModel,
-)
+from flowkv.hooks.huggingface.versions import EosTokenCriteria, MaxLengthCriteria, PreTrainedModel
 
 # Rows of models that cannot be packed run beside each other as left-padded rectangles.
 #
@@ -366,13 +356,11 @@ _APART = (  # arguments of `generate` that are no part of a generation config
     "stopping_criteria",
     "tokenizer",
 )
-_UNSERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(  # option: values that change nothing
-    {
-        "guidance_scale": (None, 1, 1.0),  # runs the model a second time
-        "num_return_sequences": (None, 1),
-        "token_healing": (None, False),  # rewrites the prompt
-    }
-)
+_UNSERVED: Mapping[str, tuple[Any, ...]] = {  # option: values that change nothing
+    "guidance_scale": (None, 1, 1.0),  # runs the model a second time
+    "num_return_sequences": (None, 1),
+    "token_healing": (None, False),  # rewrites the prompt
+}
 
 
 class GeneratedChoice:

@@ -31,10 +31,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.utils import (
-    MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
-    GenerationMixin,
-)
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerationMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
