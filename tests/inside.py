@@ -421,6 +421,7 @@ if TYPE_CHECKING:
     from flowkv.testing.stories import VerificationError, require
     from flowkv.tiers import digest, envelope, erasure_log, host, slots
     from flowkv.tiers import digest as tiers_digest
+    from flowkv.tiers import frame as tiers_frame
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, SEAL, STREAMED_BYTES, check_frames, seal_frames
     from flowkv.tiers.disk import journal

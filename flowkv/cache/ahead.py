@@ -76,6 +76,7 @@ class Kernels(msgspec.Struct, frozen=True):
                 kv.flush()
                 for pool in kv.planner.store.pools.values() if kv.planner is not None else ():
                     if pool.copies is not None:
+                        pool.copies.digest([0], GRANULE_BYTES, 1)
                         pool.copies.download([0] * LEAST_PIECES, GRANULE_BYTES)
 
     def _small(self) -> Geometry:

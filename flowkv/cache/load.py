@@ -25,7 +25,7 @@ from flowkv.compiled import compiling
 from flowkv.core.errors import NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, GRANULE_MASK
 from flowkv.policy.restore import RestoreLoad
-from flowkv.tiers.base import Load, Outcome, TierAnswer
+from flowkv.tiers.base import FrameInfo, Load, Outcome, TierAnswer
 
 Allocate = Callable[[int, int, int], list[int] | None]
 """`allocate(group, count, codec)` returns up to `count` private pages, or None."""
@@ -251,6 +251,17 @@ def set_pages(loads: Items[PageLoad], pages: Iterable[int]) -> None:
         pool.release(*fresh)
 
 
+def _granules(some: Items[LayerSlice]) -> list[int]:
+    """Return the granule of a GPU where each slice begins; -1 for layers that nothing lacks."""
+    found = [-1] * len(some)
+    for n, (one, first, _) in enumerate(some):
+        lacks = one.wanted and not one.held and one._came != one._whole
+        if lacks and one._pool.copies is not None:
+            step = one._forms.layouts[one.page >> CODEC_SHIFT].stripe_stride_bytes
+            found[n] = (one.page & GRANULE_MASK) + step * first // GRANULE_BYTES
+    return found
+
+
 def _arrive(some: Items[_Landed]) -> dict[PageLoad, ReadFrom]:
     """Record verified layers that arrived; `launch` starts their copies to the device now.
 
@@ -258,12 +269,10 @@ def _arrive(some: Items[_Landed]) -> dict[PageLoad, ReadFrom]:
         Loads with layers that they lacked, with the place that these were read from.
     """
     rows = dict[PagePool, list[tuple[int, torch.Tensor]]]()
-    for (one, first, _), _, buffer, _ in some:
-        lacks = one.wanted and not one.held and one._came != one._whole
-        if lacks and one._pool.copies is not None:
-            step = one._forms.layouts[one.page >> CODEC_SHIFT].stripe_stride_bytes
-            at = (one.page & GRANULE_MASK) + step * first // GRANULE_BYTES
-            rows.setdefault(one._pool, []).append((at, buffer))
+    places = _granules([piece for piece, *_ in some])
+    for at, (piece, _, buffer, _) in zip(places, some, strict=True):
+        if at >= 0 and buffer is not None:
+            rows.setdefault(piece.page_load._pool, []).append((at, buffer))
     for pool, those in rows.items():
         if pool.copies is not None:
             pool.copies.upload(those)
@@ -357,8 +366,9 @@ class LayerSlice(NamedTuple):
     stripes: int
 
 
-_Landed = tuple[LayerSlice, ReadFrom, torch.Tensor, int]
-"""Layers that arrived, the place that they were read from, their bytes, and their fidelity."""
+_Landed = tuple[LayerSlice, ReadFrom, torch.Tensor | None, int]
+"""Layers that arrived, the place that they were read from, their bytes (None if these are on the
+device), and their fidelity."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -594,12 +604,14 @@ class PageLoader:
 
     def _ask(
         self, flight: LoadBatch, pieces: Items[LayerSlice], source: ReadFrom,
-        sources: Iterator[ReadFrom] | None = None,
+        sources: Iterator[ReadFrom] | None = None, *, read: bool = False,
     ) -> int:  # fmt: skip
         """Request the same layers of like pages; return their bytes.
 
         The targets are the pages; beside a GPU the tier's own memory, or staged rows. Demands into
-        the tier's memory are a few large requests, each copied up while the next is verified.
+        the tier's memory are a few large requests. In a batch that is waited for, the device
+        verifies them unless the tier is to `read` them; in one for steps under way, each is copied
+        up while the next is verified here.
         """
         (one, first, count), stack, demand = pieces[0], self._store.stack, IOPriority.DEMAND
         copies, layout = one._pool.copies, one._forms.layouts[source.codec]
@@ -609,7 +621,7 @@ class PageLoader:
         bodies, lend = list[Any](), getattr(stack.tiers[source.tier], "lend_all", None)
         if lend is not None and copies is not None and not one.block.going:  # else a body is read
             bodies = lend([piece.page_load.block.key for piece in pieces], *span)
-        lent = list[tuple[_Trip, Load]]()
+        lent, unread = list[tuple[_Trip, Load]](), flight.fresh is not None and not read
         for piece, body in zip_longest(pieces, bodies):
             one, is_lent = piece.page_load, body is not None and len(body) == n_bytes
             if is_lent:
@@ -620,8 +632,8 @@ class PageLoader:
                 (buffer,) = copies.stage(1, n_bytes)
             # Another copy from the tier's memory may be under way: nothing may write there.
             target = body.data.toreadonly() if is_lent else buffer.numpy().data
-            load, trip = Load(one.block.key, target, *terms), _Trip(flight, piece, source, buffer)
-            trip.sources = sources
+            trip = _Trip(flight, piece, source, buffer, sources)
+            load = Load(one.block.key, target, *terms, unread and is_lent)
             one.flying.append(piece)
             flight.left += 1
             flight.trips[trip] = n_bytes
@@ -650,7 +662,8 @@ class PageLoader:
     def _answered(self, trips: Items[_Trip], answers: Items[TierAnswer]) -> None:
         """Handle the answers to trips of one batch, which were given together."""
         flight, stack, now_s = trips[0].flight, self._store.stack, time.perf_counter()
-        landed, missed = list[_Landed](), list[tuple[_Trip, TierAnswer]]()
+        landed, hits = list[_Landed](), list[tuple[_Trip, TierAnswer]]()
+        missed, unsound = hits[:], hits[:]
         for trip, answer in zip(trips, answers, strict=True):
             trip.piece.page_load.flying.remove(trip.piece)
             if trip.given_up:
@@ -658,23 +671,46 @@ class PageLoader:
             flight.trips.pop(trip)
             end_s = trip.asked_s + answer.seconds if answer.seconds else now_s
             flight.ended_s = max(flight.ended_s, min(end_s, now_s))
-            if answer.outcome is Outcome.HIT and answer.info is not None:
-                tier, n_bytes = trip.source.tier, answer.n_bytes
-                if trip.joined:
-                    flight.joined[tier] += n_bytes
-                else:
-                    stack.mover.lanes[tier].loaded_bytes += n_bytes
-                flight.n_bytes[tier] += n_bytes
-                landed.append((trip.piece, trip.source, trip.buffer, answer.info.fidelity))
+            hit = answer.outcome is Outcome.HIT and answer.info is not None
+            (hits if hit else missed).append((trip, answer))
+        sound = self._verify(hits)
+        for trip, answer in hits:
+            if answer.digests and not sound.get(trip):
+                unsound += [(trip, answer)] * (trip in sound)  # else nothing lacks it
+                continue
+            tier, n_bytes, info = trip.source.tier, answer.n_bytes, cast(FrameInfo, answer.info)
+            if trip.joined:
+                flight.joined[tier] += n_bytes
             else:
-                missed.append((trip, answer))
+                stack.mover.lanes[tier].loaded_bytes += n_bytes
+            flight.n_bytes[tier] += n_bytes
+            buffer = None if answer.digests else trip.buffer
+            landed.append((trip.piece, trip.source, buffer, info.fidelity))
         self._landed(flight, landed)
-        for trip, answer in missed:
+        # Those first: until they fly again, a source in another codec could change their page.
+        for trip, answer in (*unsound, *missed):
             self._missed(trip, answer)
         self._less(flight, sum([not trip.given_up for trip in trips]))
         for trip in trips:
             if not trip.piece.page_load.wanted:
                 trip.piece.page_load.let_go()
+
+    def _verify(self, hits: Items[tuple[_Trip, TierAnswer]]) -> dict[_Trip, bool]:
+        """Copy layers that came unread to their device; return whether each is sound there.
+
+        Layers that nothing lacks are left out.
+        """
+        forms, found = dict[Any, list[Any]](), dict[_Trip, bool]()
+        places = _granules([trip.piece for trip, _ in hits])
+        for (trip, answer), at in zip(hits, places, strict=True):
+            if answer.digests and at >= 0:
+                form = trip.piece.page_load._pool, len(trip.buffer), len(answer.digests)
+                forms.setdefault(form, []).append((trip, trip.buffer, at, answer.digests))
+        for (pool, *_), those in forms.items():
+            trips, *rows = zip(*those, strict=True)
+            found |= zip(trips, pool.copies.verify(*rows), strict=True)
+            trips[0].flight.ended_s = time.perf_counter()  # the copies are part of the load
+        return found
 
     def _landed(self, batch: LoadBatch, some: Items[_Landed]) -> None:
         """Take verified layers that arrived, and publish the pages that are complete now."""
@@ -697,17 +733,21 @@ class PageLoader:
                 pool.copies.launch()
 
     def _missed(self, trip: _Trip, answer: TierAnswer) -> None:
-        """Count a miss, and request the slice from its next source."""
+        """Count a miss, and request the slice from its next source; an unsound copy once more."""
         page_load, source, flight = trip.piece.page_load, trip.source, trip.flight
         known = not page_load.block.gone and (source.last or answer.reason != "layout")
-        unasked = answer.reason in ("cancelled", "busy")
-        if known and not unasked:
+        unasked, unsound = answer.reason in ("cancelled", "busy"), answer.outcome is Outcome.HIT
+        if known and not (unasked or unsound):
             self._store.stack.not_served(page_load.block, source.tier, answer)
         flight.refused |= answer.reason == "busy"
         again = flight.priority is IOPriority.DEMAND or not unasked
         if again and page_load.wanted and not page_load.held and not flight.called_off:
-            others = (one for one in page_load.sources(flight.prefer) if one.tier != source.tier)
-            self._ask_next(flight, trip.piece, trip.sources or others)
+            if unsound and page_load.change(source.codec):
+                # Now the tier reads it: it is damaged, or its copy was.
+                self._ask(flight, [trip.piece], source, trip.sources, read=True)
+            else:
+                others = (o for o in page_load.sources(flight.prefer) if o.tier != source.tier)
+                self._ask_next(flight, trip.piece, trip.sources or others)
             self._allow(flight)
         else:
             flight.lost |= not page_load.held

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, cast
 import msgspec
 
 from flowkv.compiled import compiling
+from flowkv.core.digest import DIGEST_BYTES, digests
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.restore.costs import Rates
@@ -760,7 +761,7 @@ def _failed(key: bytes, reason: str) -> TierAnswer:
 def from_memory(load: Load, store: Store) -> TierAnswer | None:
     """Answer a load with the body of a store that is under way; None if that does not match.
 
-    The bytes never left this process, so there is nothing to verify.
+    Bytes that never left this process have no digests, and need none.
     """
     info, body, step = store.info, store.body.cast("B"), store.info.stripe_bytes
     try:
@@ -772,7 +773,10 @@ def from_memory(load: Load, store: Store) -> TierAnswer | None:
     n_bytes = (end - load.first) * step
     if not 0 <= load.first < end <= stripes or n_bytes > load.target.nbytes or load.target.readonly:
         return None
-    load.target.cast("B")[:n_bytes] = body[load.first * step : end * step]
+    target, known = load.target.cast("B")[:n_bytes], store.digests or b""
+    target[:] = body[load.first * step : end * step]
+    if known and digests(target, step) != known[DIGEST_BYTES * load.first : DIGEST_BYTES * end]:
+        return None
     return TierAnswer(0, 0, load.key, Outcome.HIT, "", info, n_bytes)
 
 

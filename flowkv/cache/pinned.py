@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from flowkv.core.digest import DIGEST_BYTES
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.kernels import dispatch
 from flowkv.kernels.operands import sent
@@ -130,6 +131,14 @@ class CudaStreams:
             size = n_bytes // GRANULE_BYTES
             dispatch.gather_pages(pages, source, size, memory, lines=lines_there)
 
+    def digest(self, pages: torch.Tensor, granules: Places, stripes: int, n_bytes: int,
+               memory: torch.Tensor, *, to_device: bool) -> None:  # fmt: skip
+        """Copy the digests of pages to pinned memory, behind the copies of one direction."""
+        with torch.cuda.stream(self._up if to_device else self._down):
+            source, _ = self._places(granules, granules)
+            found = dispatch.digest_pages(pages, source, n_bytes // GRANULE_BYTES, stripes)
+            memory.copy_(found.view(-1).view(torch.uint8), non_blocking=True)
+
     def mark(self, *, to_device: bool) -> CudaMark:
         """Return a mark after the copies of one direction that were queued so far."""
         return CudaMark(self._up if to_device else self._down)
@@ -221,10 +230,13 @@ class Copies:
                 (self._coming or self._leaving)[0][0].wait()
                 self._reclaim()
             else:
-                pin, left = self.pages.device.type == "cuda", count - len(rows)
-                more = self.pages.new_empty((left, n_bytes), pin_memory=pin, device="cpu")
-                rows += list(more)
+                rows += list(self._pinned(count - len(rows), n_bytes))
         return rows
+
+    def _pinned(self, count: int, n_bytes: int) -> torch.Tensor:
+        """Return rows of torch's own pinned memory."""
+        pin = self.pages.device.type == "cuda"
+        return self.pages.new_empty((count, n_bytes), pin_memory=pin, device="cpu")
 
     def upload(self, rows: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Queue the copies of rows to the pages at granules."""
@@ -292,6 +304,44 @@ class Copies:
             self._leaving.append((mark, rows, granules))
             self._read.update(dict.fromkeys(granules, (next(self._copies), mark)))
         return rows, mark
+
+    def digest(self, granules: Sequence[int], n_bytes: int, stripes: int, *,
+               to_device: bool = False) -> torch.Tensor:  # fmt: skip
+        """Start digesting pages on the device, where no copy can have changed them.
+
+        Args:
+            granules: First granules of the pages.
+            n_bytes: Bytes of each.
+            stripes: Stripes of each.
+            to_device: Whether to begin behind the copies to the device, not those from it.
+
+        Returns:
+            uint8 `[pages, 16 * stripes]`, pinned; filled at the mark of a later copy.
+        """
+        self.launch()
+        found = self._pinned(len(granules), DIGEST_BYTES * stripes)
+        self.streams.follow()  # the work that computes the pages must be done first
+        where = self.pages, granules, stripes, n_bytes, found.view(-1)
+        try:
+            self.streams.digest(*where, to_device=to_device)
+        finally:  # once it was begun, it uses the memory
+            mark = self.streams.mark(to_device=to_device)
+            (self._coming if to_device else self._leaving).append((mark, [found], ()))
+        return found
+
+    def verify(self, rows: Sequence[torch.Tensor], granules: Sequence[int],
+               known: Sequence[bytes]) -> list[bool]:  # fmt: skip
+        """Copy rows of one size to pages, wait, and return which have their digests there.
+
+        Args:
+            rows: Rows.
+            granules: Granule for each where it goes.
+            known: Digests of the stripes of each.
+        """
+        self.upload(zip(granules, rows, strict=True))
+        found = self.digest(granules, len(rows[0]), len(known[0]) // DIGEST_BYTES, to_device=True)
+        self._coming[-1][0].wait()
+        return [bytes(made) == one for made, one in zip(found.numpy(), known, strict=True)]
 
     def free(self, *granules: int) -> None:
         """Record that pages are free, although a copy may still read them."""

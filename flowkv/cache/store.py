@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flowkv.cache.index import Block, PrefixIndex, SwappedCopy, frame_infos
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
-from flowkv.cache.tier_stack import PolicyContext, TierStack, chains
+from flowkv.cache.tier_stack import Frame, PolicyContext, TierStack, chains
 from flowkv.cache.write_back import WriteBack
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
@@ -116,7 +116,6 @@ class Samples:
             self.worst = max(self.worst, verdict.error / verdict.bound)
 
 
-Frame = tuple[Block, FrameInfo, memoryview]
 Done = Callable[[Iterable[Block]], None]
 Frames = tuple[list[Frame], Done, CopyMark | None]
 
@@ -802,8 +801,12 @@ class PageStore:
         """
         pool, n_bytes = self._pools[blocks[0].group], self.size(blocks[0])
         pages, mark = {block: block.page for block in blocks}, None
+        infos, known = self.describe(blocks), list[memoryview | None]([None]) * len(blocks)
         if pool.copies is not None:
-            rows, mark = pool.copies.download([p & GRANULE_MASK for p in pages.values()], n_bytes)
+            where = [page & GRANULE_MASK for page in pages.values()]
+            made = pool.copies.digest(where, n_bytes, n_bytes // infos[0].stripe_bytes)
+            known = [row.data for row in made.numpy()]
+            rows, mark = pool.copies.download(where, n_bytes)
             pages.clear()
         else:
             rows = [pool.page_bytes(page, n_bytes).cpu() for page in pages.values()]
@@ -815,7 +818,7 @@ class PageStore:
 
         try:
             bodies = [row.numpy().data for row in rows]
-            yield [*zip(blocks, self.describe(blocks), bodies, strict=True)], done, mark
+            yield [*zip(blocks, infos, bodies, known, strict=True)], done, mark
         finally:
             done([block for block in blocks if not block.going >> number & 1])
 

@@ -77,6 +77,10 @@ class Provisional(dict[Block, bool]):
         return {block: self.tails.pop(block, None) for block in proven}
 
 
+Plain = tuple[Block, FrameInfo, memoryview]
+Frame = Plain | tuple[Block, FrameInfo, memoryview, memoryview | None]
+
+
 class ReadFrom(NamedTuple):
     """A place from which a page may be read, and its form there.
 
@@ -383,7 +387,7 @@ class TierStack:
 
     def store(
         self,
-        frames: Sequence[tuple[Block, FrameInfo, memoryview]],
+        frames: Sequence[Frame],
         number: int,
         done: Callable[[list[Block]], object] = lambda _: None,
         mark: CopyMark | None = None,
@@ -395,8 +399,8 @@ class TierStack:
         A block with a store under way is not stored a second time, nor is a forgotten one.
 
         Args:
-            frames: Blocks, each with the header and the bytes of its frame; the bytes must stay
-                unchanged until `done` is called with the block.
+            frames: Blocks, each with the header, the bytes and perhaps the digests of its frame;
+                bytes and digests must stay unchanged until `done` is called with the block.
             number: Tier in the stack.
             done: Called with blocks that are not returned, several together: now with those that
                 are not stored again, and later with those that the tier has answered.
@@ -406,7 +410,7 @@ class TierStack:
         if late := dict.fromkeys(b for b, *_ in frames if b.gone or b.going >> number & 1):
             done([*late])
             frames = [one for one in frames if one[0] not in late]
-        blocks = {block.key: block for block, _, _ in frames}
+        blocks = {block.key: block for block, *_ in frames}
         if not blocks:
             return []
         lane, n_bytes, count = self.mover.lanes[number], frames[0][2].nbytes, len(frames)
@@ -429,7 +433,7 @@ class TierStack:
             done(ended)
             self._stored(ended, number, frames[0][1].codec, answers)
 
-        items = [Store(block.key, info, body) for block, info, body in frames]
+        items = [Store(frame[0].key, *frame[1:]) for frame in frames]
         taken = [*blocks.values()][: self.mover.store(number, items, answered, mark)]
         lane.incoming_bytes += each * len(taken)
         for block in taken:

@@ -86,6 +86,8 @@ class Load(NamedTuple):
         first: First requested stripe; written from the first byte of `target` on.
         stripes: Number of stripes; 0 for all from `first` on. Stripes beyond the frame are a miss
             with reason "stripes". Only the requested stripes are verified.
+        unread: Whether the caller verifies them where they go: a tier may leave a target unread
+            that is its own memory, and answer with the digests that the stripes must have.
     """
 
     key: bytes
@@ -94,6 +96,7 @@ class Load(NamedTuple):
     fidelity: int = 0
     first: int = 0
     stripes: int = 0
+    unread: bool = False
 
 
 class Store(NamedTuple):
@@ -103,11 +106,16 @@ class Store(NamedTuple):
         key: 32 bytes.
         info: Description of the frame, written into its header.
         body: Readable memory with the stripes; must stay unchanged until the item is answered.
+        digests: NH-128 of each stripe, 16 bytes in order, made where the body came from; as the
+            body, it must stay unchanged. A tier may take them for its own, and write the body from
+            where it lies: that memory must not be used again while anything refers to it, also
+            behind a `FAILED`. None if unknown.
     """
 
     key: bytes
     info: FrameInfo
     body: memoryview
+    digests: bytes | memoryview | None = None
 
 
 class TierAnswer(NamedTuple):
@@ -122,6 +130,7 @@ class TierAnswer(NamedTuple):
         info: Description from the frame's header, on a `HIT`.
         n_bytes: Bytes moved; for a `HIT` the bytes written to `target`.
         seconds: From submission to completion.
+        digests: NH-128 of each stripe, for the caller to verify; empty for verified ones.
     """
 
     job: int
@@ -132,6 +141,7 @@ class TierAnswer(NamedTuple):
     info: FrameInfo | None = None
     n_bytes: int = 0
     seconds: float = 0.0
+    digests: bytes = b""
 
 
 Completion = TierAnswer

@@ -235,9 +235,8 @@ class Envelope:
         lossless = self._lossless is not None
         return most_header_bytes(body_bytes, lossless=lossless) + body_bytes
 
-    def seal(
-        self, key: bytes, info: FrameInfo, body: Buffer, *, generation: int = 0
-    ) -> SealedFrame:
+    def seal(self, key: bytes, info: FrameInfo, body: Buffer, *, generation: int = 0,
+             known: Buffer | None = None) -> SealedFrame:  # fmt: skip
         """Seal a frame. `body` must stay unchanged until the parts are written.
 
         Args:
@@ -246,9 +245,10 @@ class Envelope:
             body: The stripes.
             generation: Number of the slot that will hold the frame, if that is part of its
                 identity.
+            known: Digests of the stripes, if they are known.
 
         Raises:
-            BadFrame: "invalid": `info` and `body` do not fit together, or are out of range;
+            BadFrame: "invalid": the arguments do not fit together, or are out of range;
                 "integrity": there is no key to seal it with.
         """
         view = memoryview(body).cast("B")
@@ -257,7 +257,7 @@ class Envelope:
         if self.integrity == "aead":
             header = Header(key, info, bytes(stripes * DIGEST_BYTES), generation, AES_256_GCM)
             return self._encrypt(header, view, packed)
-        header = describe(key, info, view, generation)
+        header = describe(key, info, view, generation, known)
         if packed is None:
             head = pack_header(header)
             return SealedFrame(head, [view], len(head) + len(view), header)

@@ -138,11 +138,12 @@ def most_header_bytes(body_bytes: int, *, lossless: bool = False) -> int:
     return header_bytes(stripes, lossless=lossless)
 
 
-def count_stripes(key: bytes, info: FrameInfo, body_bytes: int) -> int:
+def count_stripes(key: bytes, info: FrameInfo, body_bytes: int, known: Buffer | None = None) -> int:
     """Check the description of a frame; return the stripes of a body of that length.
 
     Raises:
-        BadFrame: "invalid": a field is out of range, or body and stripes do not fit.
+        BadFrame: "invalid": a field is out of range, or body, stripes and `known` digests do not
+            fit.
     """
     counts = (info.group, info.tokens, info.rank, info.world, info.head_start, info.head_stop)
     names = {len(key), len(info.parent), len(info.namespace), len(info.tenant)}
@@ -163,18 +164,22 @@ def count_stripes(key: bytes, info: FrameInfo, body_bytes: int) -> int:
             f"{stripes} stripes of {info.stripe_bytes} bytes (at most {MAX_STRIPES}; several must "
             f"be multiples of {GRANULE_BYTES} bytes, so that each can be read alone)",
         )
+    if known is not None and len(known) != DIGEST_BYTES * stripes:
+        raise BadFrame("invalid", f"{len(known)} bytes of digests of {stripes} stripes")
     return stripes
 
 
-def describe(key: bytes, info: FrameInfo, body: Buffer, generation: int = 0) -> Header:
-    """Build the header of a frame: check `info` and digest every stripe.
+def describe(key: bytes, info: FrameInfo, body: Buffer, generation: int = 0,
+             known: Buffer | None = None) -> Header:  # fmt: skip
+    """Build the header of a frame: check `info`, and digest every stripe unless that is `known`.
 
     Raises:
-        BadFrame: "invalid": `info` and `body` do not fit together, or are out of range.
+        BadFrame: "invalid": `info`, `body` and `known` do not fit together, or are out of range.
     """
     view = memoryview(body).cast("B")
-    count_stripes(key, info, len(view))
-    return Header(key, info, digests(view, info.stripe_bytes), generation)
+    count_stripes(key, info, len(view), known)
+    found = digests(view, info.stripe_bytes) if known is None else bytes(known)
+    return Header(key, info, found, generation)
 
 
 def fixed_fields(header: Header) -> bytes:

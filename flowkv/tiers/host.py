@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import repeat
+from itertools import repeat, starmap
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -214,11 +214,11 @@ class HostTier(Immediate):
     def _run(
         self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], TierAnswer]
     ) -> int:
-        """Run small jobs at once, and share large ones among threads."""
+        """Run small jobs at once, and share large ones among threads; unread bytes do not count."""
         if not items or not self._usable():
             return super()._run(items, deadline_s, answer)
-        sizes = [(one.target if isinstance(one, Load) else one.body).nbytes for one in items]
-        stores = isinstance(items[0], Store)
+        stores, wishes = isinstance(items[0], Store), cast(Sequence[Any], items)
+        sizes = [w.body.nbytes if stores else w.target.nbytes * (not w.unread) for w in wishes]
         small = sum(sizes) < (TOGETHER_BYTES if stores else APART_BYTES)
         many: Any = self._store_all if stores else self._load_all
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
@@ -264,9 +264,9 @@ class HostTier(Immediate):
                 why = f"{type(error).__name__}: {error}"
                 replies = [failed(item.key, why) for item in part]
             now_ns = self._clock.now_ns()
-            seconds = (now_ns - start_ns) / 1e9
+            seconds, begun = (now_ns - start_ns) / 1e9, number + first
             for n, reply in enumerate(replies):
-                replies[n] = TierAnswer(job, number + first + n, *reply[2:7], seconds)
+                replies[n] = TierAnswer(job, begun + n, *reply[2:7], seconds, reply.digests)
             self._answers.post(replies)
             first += len(part)
         with self._lock:
@@ -353,7 +353,10 @@ class HostTier(Immediate):
         self._answers.close()
 
     def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
-        """Load many frames in one compiled call that needs no interpreter, if it is compiled."""
+        """Load many frames in one compiled call that needs no interpreter, if it is compiled.
+
+        A frame that may stay unread does so if its own memory is the target.
+        """
         replies, found = list[TierAnswer](), list[tuple[int, KeptFrame, int, int]]()
         targets, rows = list[memoryview](), list[tuple[int, ...]]()
         for number, item in enumerate(items):
@@ -379,22 +382,28 @@ class HostTier(Immediate):
             found.append((number, frame, first, stop - first))
             n_bytes = (stop - first) * info.stripe_bytes
             replies.append(TierAnswer(0, 0, item.key, Outcome.HIT, "", info, n_bytes))
-        places = addresses_of(targets)
-        for (number, frame, first, count), target_at in zip(found, places, strict=True):
+        read = list[tuple[tuple[int, KeptFrame, int, int], memoryview]]()
+        for wanted, target, target_at in zip(found, targets, addresses_of(targets), strict=True):
+            (number, frame, first, count), digests = wanted, wanted[1].header.digests
             step, every = frame.header.info.stripe_bytes, len(frame.body)
             at = frame.body_at + first * step
-            if target_at != at and items[number].target.readonly:
-                replies[number], count = failed(items[number].key, "target"), 0
-            part = at, count * step, target_at, step, every // step, first, count, 1
-            rows.append((frame.digests_at, 0, *part))
+            if target_at != at and target.readonly:
+                replies[number] = failed(items[number].key, "target")
+            elif target_at == at and items[number].unread:
+                known = digests[DIGEST_BYTES * first :][: DIGEST_BYTES * count]
+                replies[number] = TierAnswer(*replies[number][:8], known)
+            else:
+                part = at, count * step, target_at, step, every // step, first, count, 1
+                rows.append((frame.digests_at, 0, *part))
+                read.append((wanted, target))
         if _compiled():
             from flowkv.tiers.digest import REASONS, check_known
 
             reasons = [REASONS[reason] for reason in check_known(rows)]
         else:
-            reasons = [*map(_copy, found, targets)]
-        for (number, frame, *_), reason in zip(found, reasons, strict=True):
-            if reason and replies[number].outcome is Outcome.HIT:
+            reasons = [*starmap(_copy, read)]
+        for ((number, frame, *_), _), reason in zip(read, reasons, strict=True):
+            if reason:
                 replies[number] = self._bad(frame, reason)
         return replies
 
@@ -424,18 +433,19 @@ class HostTier(Immediate):
 
     def _claim(self, items: Sequence[Store], claimed: dict[int, int]) -> dict[int, TierAnswer]:
         """Reserve room for frames, and add their charges; return answers to the others."""
-        found, known = dict[int, TierAnswer](), dict[tuple[Any, ...], int]()
-        for number, (key, info, body, *_) in enumerate(items):
+        found, forms = dict[int, TierAnswer](), dict[tuple[Any, ...], int]()
+        for number, (key, info, body, known) in enumerate(items):
             names = key, info.layout, info.parent, info.namespace, info.tenant
             form = *map(len, names), *info[:3], *info[6:9], *info[10:], body.nbytes
+            form += (None if known is None else len(known),)
             try:
-                if form not in known:
-                    digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes)
-                    known[form] = body.nbytes + digest_bytes + OVERHEAD_BYTES
+                if form not in forms:
+                    digest_bytes = DIGEST_BYTES * count_stripes(key, info, body.nbytes, known)
+                    forms[form] = body.nbytes + digest_bytes + OVERHEAD_BYTES
             except BadFrame as error:
                 found[number] = failed(key, error.reason)
                 continue
-            charge = known[form]
+            charge = forms[form]
             with self._lock:
                 if key in self._frames:
                     found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, 0)
@@ -475,26 +485,35 @@ class HostTier(Immediate):
         self, items: Sequence[Store], arrays: list[Bytes], sources: list[int], places: list[int]
     ) -> list[bytes]:
         """Copy bodies into memory where they are not there; return the digests of each."""
-        if not _compiled():
-            for n, item in enumerate(items):
-                if places[n] != sources[n]:
-                    np.copyto(arrays[n], np.frombuffer(item.body, np.uint8))
-            # Digests come from the caller's memory: should it change during the copy, against the
-            # contract, then the copy will not match them and never be served.
-            return [describe(item.key, item.info, item.body).digests for item in items]
+        found, fresh, compiled = [b""] * len(items), list[int](), _compiled()
+        for n, item in enumerate(items):
+            if compiled and item.digests is None:
+                fresh.append(n)
+                continue
+            if places[n] != sources[n]:
+                np.copyto(arrays[n], np.frombuffer(item.body, np.uint8))
+            # Digests come from the caller's memory, or a device's: should it change until the copy
+            # is over, then the copy will not match them and never be served.
+            known = item.digests
+            its = describe(item.key, item.info, item.body).digests if known is None else known
+            found[n] = bytes(its)
+        if not fresh:
+            return found
         from flowkv.tiers.digest import SEAL, seal_frames
 
-        rows = np.empty(len(items), SEAL)
-        steps = rows["step"] = [*map(attrgetter("info.stripe_bytes"), items)]
-        counts = rows["stripes"] = np.array([*map(len, arrays)]) // steps
+        rows = np.empty(len(fresh), SEAL)
+        steps = rows["step"] = [items[n].info.stripe_bytes for n in fresh]
+        counts = rows["stripes"] = np.array([len(arrays[n]) for n in fresh]) // steps
         sizes = rows["header_bytes"] = FIXED_BYTES + DIGEST_BYTES * counts
         ends = np.cumsum(sizes)
         headers = np.zeros(ends[-1], np.uint8)
         rows["header"] = headers.ctypes.data + ends - sizes
-        rows["body"], rows["data"] = sources, places
+        rows["body"], rows["data"] = ([at[n] for n in fresh] for at in (sources, places))
         seal_frames(rows)
         parts = map(slice, (ends - DIGEST_BYTES * counts).tolist(), ends.tolist())
-        return [*map(bytes, map(headers.data.__getitem__, parts))]
+        for n, its in zip(fresh, map(headers.data.__getitem__, parts), strict=True):
+            found[n] = bytes(its)
+        return found
 
     def _memory(
         self, bodies: Sequence[memoryview]

@@ -116,7 +116,8 @@ class Item:
         if isinstance(wish, Load):
             self.memory, self.wish = wish.target, Load(wish.key, _NOTHING, *wish[2:])
         else:
-            self.memory, self.wish = wish.body, wish._replace(body=_NOTHING)
+            known = None if wish.digests is None else bytes(wish.digests)
+            self.memory, self.wish = wish.body, wish._replace(body=_NOTHING, digests=known)
         self.stores = isinstance(wish, Store)
         self.n_bytes, self.readonly = self.memory.nbytes, self.memory.readonly
         if self.n_bytes and self.memory.c_contiguous:

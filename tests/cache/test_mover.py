@@ -31,7 +31,9 @@ from tests.inside import (
     Mover,
     Promoted,
     Published,
+    digests,
 )
+from tests.inside import mover as inside_mover
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 BODY = bytes(range(256)) * 16
@@ -204,7 +206,7 @@ def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
         calls.append(len(frames))
         refused = save(frames[:1], *given)
         store.stack.mover.lanes[0].rest(1.0)
-        return [*refused, *(block for block, _, _ in frames[1:])]
+        return [*refused, *(block for block, *_ in frames[1:])]
 
     monkeypatch.setattr(store.stack, "store", going)
     published(kv, P)
@@ -830,3 +832,18 @@ def test_what_is_asked_for_anew_keeps_it_busy() -> None:
     tier.allowed = 1
     mover.drain()
     assert answers[0].outcome is Outcome.HIT and not mover.busy
+
+
+def test_what_is_taken_from_a_store_under_way_must_match_its_digests() -> None:
+    """A device made them; the copy in host memory may have gone wrong, in a part that counts."""
+    body, target, from_memory = bytearray(BODY * 4), bytearray(4 * 4096), inside_mover.from_memory
+    store = Store(key_of(1), INFO, memoryview(body), digests(body, 4096))
+    wish = Load(key_of(1), memoryview(target), LAYOUT)
+    part = Load(key_of(1), memoryview(target), LAYOUT, 0, 1, 2)
+    assert from_memory(wish, store) and target == body
+    body[5] ^= 1
+    assert from_memory(wish, store) is None
+    assert from_memory(part, store).n_bytes == 2 * 4096
+    body[4096 * 2] ^= 1
+    assert from_memory(part, store) is None
+    assert from_memory(part, store._replace(digests=None)).n_bytes == 2 * 4096

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,20 +20,23 @@ from hypothesis import strategies as st
 
 from flowkv import KV
 from flowkv.tiers import Load, Store, TierAnswer
+from flowkv.tiers.disk import DiskTier
 from tests.cache.audit import audit
 from tests.cache.fakes import Silent, lasting
-from tests.cache.toy import check_content, make_kv, published
+from tests.cache.test_codecs import wide
+from tests.cache.toy import check_content, geometry, make_kv, published
 from tests.inside import (
     Copies,
     CudaStreams,
     HostTier,
     SlotPool,
+    digests,
     dispatch,
     granule_of,
     host,
     open_copies,
 )
-from tests.tiers.counting import Counting
+from tests.tiers.counting import Counting, Touching
 
 GRANULE = 4096
 PAGES = 8
@@ -175,6 +180,24 @@ class FakeStreams:
 
         self._direction(name == "scatter").append((None, carry_out))
 
+    def digest(
+        self,
+        pages: torch.Tensor,
+        granules: Sequence[int],
+        stripes: int,
+        n_bytes: int,
+        memory: torch.Tensor,
+        *,
+        to_device: bool,
+    ) -> None:
+        where, there = torch.tensor(granules, dtype=torch.int32), at(memory)
+
+        def carry_out() -> None:
+            found = dispatch.digest_pages(pages, where, n_bytes // GRANULE, stripes)
+            there().copy_(found.view(-1).view(torch.uint8))
+
+        self._direction(to_device).append((None, carry_out))
+
     def mark(self, *, to_device: bool) -> FakeMark:
         mark = self._mark("up" if to_device else "down")
         if "mark" in self.faults:
@@ -244,6 +267,21 @@ class World:
                 self.model[number] = value  # else a miss
         self.copies.launch()
 
+    def load_unread(self, numbers: list[int]) -> None:
+        """As `load`, of memory that the device verifies; every fifth page is another one's."""
+        rows = self.copies.stage(len(numbers), self.n_bytes)
+        self.reuse(*numbers)
+        known, values = [], [self.fresh() for _ in numbers]
+        for value, row in zip(values, rows, strict=True):
+            row.fill_(value)
+            known.append(digests(row.numpy() + (value % 5 == 0), GRANULE))
+        sound = self.copies.verify(rows, [n * self.granules for n in numbers], known)
+        for number, value, fine in zip(numbers, values, sound, strict=True):
+            self.model[number] = value
+            self.check("verified", torch.tensor(fine), value % 5 > 0)
+            if fine:  # it is there now
+                self.check("there", self.page(number), value)
+
     def save(self, numbers: list[int]) -> None:
         rows, mark = self.copies.download([n * self.granules for n in numbers], self.n_bytes)
         self.saved.append(
@@ -274,7 +312,7 @@ class World:
 some = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=5, unique=True)
 steps = st.lists(
     st.tuples(st.sampled_from(["compute_write", "compute_read"]), st.integers(0, PAGES - 1))
-    | st.tuples(st.sampled_from(["load", "save"]), some),
+    | st.tuples(st.sampled_from(["load", "load_unread", "save"]), some),
     max_size=40,
 )
 
@@ -498,6 +536,9 @@ class Eager(FakeStreams):
     def gather(self, pages: torch.Tensor, *move: Any) -> None:
         super().gather(pages.clone(), *move)
 
+    def digest(self, pages: torch.Tensor, *move: Any, to_device: bool) -> None:
+        super().digest(pages if to_device else pages.clone(), *move, to_device=to_device)
+
 
 def behind_a_bus(kv: KV, *faults: str) -> list[Copies]:
     """Gives every pool of a cache on the CPU memory for copies, as pools on a GPU have."""
@@ -598,6 +639,205 @@ def test_no_byte_is_copied_between_a_device_and_the_host_tier(
     kv.close()
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("codec", ["raw", "kv8", "k8v4", "kv4c", "kv4h", "auto"])
+def test_digests_of_pages_that_leave_are_made_on_the_device(codec: str, kernel: bool) -> None:
+    """They are those that a processor makes, of every form, group and last page."""
+    forms = {} if codec == "raw" else {"codec": codec, "recent_tokens": 0, "warm_tokens": 128}
+    tier, found = HostTier(1 << 24), list[int]()
+    kv = make_kv(wide(), pages=12, tiers=[tier], prefetch="off", **forms)
+    (copies,) = behind_a_bus(kv)
+    copies.slots.n_bytes, copies.most_bytes = 1 << 26, 1 << 26
+    copies._kernel_bytes, copies._least_pieces = 1 << 20 if kernel else 0, 1
+    submit = tier.submit_store
+
+    def compared(items: Sequence[Store], **options: Any) -> int:
+        for key, info, body, known in items:
+            assert bytes(known) == digests(body, info.stripe_bytes), key
+            found.append(info.codec)
+        return submit(items, **options)
+
+    tier.submit_store = compared
+    for number in range(24):
+        published(kv, [number, *range(64 * 3 + 9)])
+    kv.flush()
+    assert len(found) >= 20 and (len(set(found)) > 1) == (codec == "auto")
+    assert any(call.startswith("gather") for call in copies.streams.calls) == kernel
+    audit(kv)
+    kv.close()
+    gc.collect()
+    assert copies.staged_bytes() == 0
+
+
+@pytest.mark.parametrize("below", ["host", "disk"])
+def test_the_processor_reads_no_page_that_leaves(
+    below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = HostTier(1 << 24) if below == "host" else DiskTier(tmp_path, 1 << 24, threads=0)
+    kv = make_kv(pages=20, tiers=[tier], prefetch="off")
+    behind_a_bus(kv)
+    count, texts = Touching(monkeypatch), [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+    assert kv.stats()["tiers"][tier.name]["stored_bytes"] > 0 and not count.n_bytes
+    for text in texts:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    assert kv.stats()["tiers"][tier.name]["loaded_bytes"] > 0
+    assert bool(count.n_bytes) == (below == "disk"), "a disk's pages pass through staging memory"
+    kv.close()
+
+
+def spoil_bit(bodies: list[Any], picks: random.Random) -> None:
+    body = picks.choice(bodies)
+    body[picks.randrange(len(body))] ^= 1 << picks.randrange(8)
+
+
+def spoil_page(bodies: list[Any], picks: random.Random) -> None:
+    """A page of another text in the slot."""
+    one, other = picks.sample([body for body in bodies if len(body) == len(bodies[0])], 2)
+    one[:] = other
+
+
+def spoil_stripes(bodies: list[Any], picks: random.Random) -> None:
+    body = picks.choice(bodies)
+    body[:] = np.roll(body, len(body) // 2)
+
+
+@pytest.mark.parametrize("spoil", [spoil_bit, spoil_page, spoil_stripes])
+@pytest.mark.parametrize("moment", ["stored", "lent", "queued", "copied"])
+def test_nothing_wrong_comes_from_pinned_memory(
+    moment: str, spoil: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever its memory changes: pages count once the device has found their digests there."""
+    tier, picks, spoilt = HostTier(1 << 24), random.Random(moment), [0]
+    kv = make_kv(geometry(layers=4), pages=20, tiers=[tier], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+
+    def now() -> None:
+        bodies = [frame.body for frame in tier._frames.values() if frame.body.any()]
+        before = [body.copy() for body in bodies]
+        spoil(bodies, picks)
+        spoilt[0] += sum(map(bool, map(np.any, map(np.not_equal, bodies, before))))
+
+    lend, verify, digest = tier.lend_all, copies.verify, copies.streams.digest
+
+    def lent(keys: Sequence[bytes], *part: int) -> Any:
+        found = lend(keys, *part)
+        if picks.randrange(4) == 0:
+            now()
+        return found
+
+    def queued(*given: Any) -> list[bool]:
+        now()
+        return verify(*given)
+
+    def copied(pages: torch.Tensor, where: Sequence[int], *given: Any, to_device: bool) -> None:
+        if to_device:  # the device's own memory, or the way there
+            copies.streams.queues["up"].append(
+                (None, lambda: spoil([pages.numpy()[g * GRANULE :][: 2 * GRANULE] for g in where]
+                                     * (1 + (len(where) < 2)), picks))
+            )  # fmt: skip
+            spoilt[0] += 1
+        digest(pages, where, *given, to_device=to_device)
+
+    if moment == "stored":
+        for _ in range(6):
+            now()
+    elif moment == "lent":
+        tier.lend_all = lent
+    elif moment == "queued":
+        copies.verify = queued
+    else:
+        copies.streams.digest = copied
+    for text in [*texts, *texts]:
+        with kv.open([*text, 99]) as seq:
+            check_content(kv, seq, text[: seq.length])
+        published(kv, text)
+    assert spoilt[0]
+    if moment == "copied":
+        assert not tier.corrupt and not kv.stats()["tiers"]["host"]["refused"]
+    else:
+        assert 0 < tier.corrupt <= spoilt[0]
+    kv.flush()
+    audit(kv)
+    copies.streams.finish()
+    gc.collect()
+    assert copies.staged_bytes() == 0
+    kv.close()
+
+
+def test_a_copy_that_went_wrong_on_the_way_in_is_made_again() -> None:
+    kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    tier, verify, asked = kv.planner.store.stack.tiers[0], copies.verify, list[int]()
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+
+    def never(rows: Any, *given: Any) -> list[bool]:
+        asked.append(len(rows))
+        return [not fine for fine in verify(rows, *given)]
+
+    copies.verify = never
+    for text in texts:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    assert asked and not tier.corrupt
+    audit(kv)
+    kv.close()
+
+
+@pytest.mark.parametrize("what", ["bit", "half", "swapped", "stripes"])
+@pytest.mark.parametrize("below", ["host", "disk"])
+def test_a_copy_that_goes_wrong_is_never_served(what: str, below: str, tmp_path: Path) -> None:
+    """Or memory that changes once the copy is over: pages are found wrong when they come back."""
+    tier = HostTier(1 << 24) if below == "host" else DiskTier(tmp_path, 1 << 24, threads=0)
+    kv = make_kv(geometry(layers=4), pages=20, tiers=[tier], prefetch="off")
+    behind_a_bus(kv)
+    submit, spoilt, picks = tier.submit_store, set[bytes](), random.Random(7)
+
+    def spoil(items: Sequence[Store], **options: Any) -> int:
+        rows = [torch.frombuffer(one.body, dtype=torch.uint8) for one in items]
+        for number, (item, row) in enumerate(zip(items, rows, strict=True)):
+            if picks.randrange(2) and item.key not in spoilt:
+                spoilt.add(item.key)
+                before, half = row.clone(), len(row) // 2
+                if what == "bit":
+                    row[picks.randrange(len(row))] ^= 1 << picks.randrange(8)
+                elif what == "half":
+                    row[128:] = 0
+                elif what == "stripes":
+                    row.copy_(before.roll(half))
+                else:
+                    row.copy_(rows[number - 1] if len(rows) > 1 else before.flip(0))
+                if bool((row == before).all()):
+                    spoilt.discard(item.key)
+        return submit(items, **options)
+
+    tier.submit_store = spoil
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+    assert spoilt
+    for text in [*texts, *texts]:
+        with kv.open([*text, 99]) as seq:
+            check_content(kv, seq, text[: seq.length])
+        published(kv, text)
+    assert kv.stats()["tiers"][tier.name]["refused"]
+    audit(kv)
+    kv.close()
+
+
 @pytest.mark.parametrize("below", ["host", "disk", "both"])
 def test_making_room_waits_for_no_copy(below: str) -> None:
     """Pages are given up while their copies are under way; a tier gets them afterwards."""
@@ -662,20 +902,17 @@ def test_a_page_that_is_asked_for_before_its_copy_is_over_is_waited_for(
     kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
     (copies,) = behind_a_bus(kv)
     copies.streams.behind, copies.most_bytes = True, 1 << 30
-    texts, wrong = [[number, *range(48)] for number in range(8)], 0
+    texts, missing = [[number, *range(48)] for number in range(8)], 0
     for text in texts:
         published(kv, text)
     if not waits:
         monkeypatch.setattr(FakeMark, "wait", lambda mark, timeout_s=0.0: True)
     for text in texts:
         with kv.open([*text, 99]) as seq:
-            assert seq.reused == 48
-            try:
-                check_content(kv, seq, text[:48])
-            except AssertionError:
-                wrong += 1
-    assert kv.planner.store.stack.mover.from_memory
-    assert bool(wrong) != waits
+            check_content(kv, seq, text[: seq.length])  # digests show what came too early
+            missing += seq.reused < 48
+    assert kv.planner.store.stack.mover.from_memory or not waits
+    assert bool(missing) != waits
     copies.streams.finish()
     kv.close()
 
@@ -714,6 +951,9 @@ def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.Monkey
     go_on = threading.Event()
 
     class Slow(HostTier):
+        def submit_load(self, items: Sequence[Load], **options: Any) -> int:
+            return super().submit_load([one._replace(unread=False) for one in items], **options)
+
         def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
             assert go_on.wait(60)
             return super()._load_all(items)
@@ -860,7 +1100,7 @@ def test_a_slow_producer_on_a_gpu(granules: int) -> None:
     """Fault F6: what leaves is what the producer left, what arrives is what its reader sees."""
     device, count, n_bytes = torch.device("cuda"), 32, granules * GRANULE
     pages = torch.zeros(2 * count * n_bytes, dtype=torch.uint8, device=device)
-    copies = open_copies(CudaStreams(device), pages, 128 << 20)
+    copies = open_copies(CudaStreams(device), pages, n_bytes=128 << 20)
     assert copies.why == ""
     places = [2 * i * granules for i in torch.randperm(count).tolist()]
     for value in range(1, 6):
@@ -884,4 +1124,28 @@ def test_a_slow_producer_on_a_gpu(granules: int) -> None:
         assert before.unique().tolist() == [value]
         assert after.unique().tolist() == [100 + value]
         del again, row
+    copies.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granules", [1, 512])
+def test_digests_are_made_and_checked_on_a_gpu(granules: int) -> None:
+    """Of what a late producer left, and of what arrived: by the kernel and by the copy engine."""
+    device, count, n_bytes = torch.device("cuda"), 32, granules * GRANULE
+    stripes = max(1, granules // 4)
+    pages = torch.randint(0, 255, (2 * count * n_bytes,), dtype=torch.uint8, device=device)
+    copies = open_copies(CudaStreams(device), pages, n_bytes=128 << 20)
+    places = [2 * i * granules for i in torch.randperm(count).tolist()]
+    torch.cuda._sleep(50_000_000)
+    pages.add_(1)
+    made = copies.digest(places, n_bytes, stripes)
+    rows, mark = copies.download(places, n_bytes)
+    mark.wait()
+    known = [digests(row.numpy(), n_bytes // stripes) for row in rows]
+    assert [bytes(one) for one in made.numpy()] == known
+    pages.zero_()
+    assert copies.verify(rows, places, known) == [True] * count
+    rows[3][-1] ^= 1
+    assert copies.verify(rows, places, known) == [n != 3 for n in range(count)]
+    assert copies.verify(rows[::-1], places, known) == [False] * count
     copies.close()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.inside import host, tiers_digest
+from tests.inside import GRANULE_BYTES, host, tiers_digest, tiers_frame, transfer
 
 
 class Counting:
@@ -34,3 +34,41 @@ class Counting:
         patch.setattr(tiers_digest, "seal_frames", sealed)
         patch.setattr(tiers_digest, "check_known", checked)
         patch.setattr(host.np, "copyto", copied)
+
+
+class Touching:
+    """Counts bytes of bodies that the processor reads, to digest or to copy them.
+
+    Everything of a disk goes through the compiled calls.
+
+    Attributes:
+        n_bytes: Their number; headers, of few pages, do not count.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.n_bytes = 0
+        seal, all_ = tiers_digest.seal_frames, tiers_digest.check_frames
+        copyto, plain = np.copyto, tiers_frame.digests
+
+        def sealed(rows: Any) -> None:
+            self.n_bytes += sum(int(r["step"] * r["stripes"]) for r in rows)
+            seal(rows)
+
+        def checked(rows: Any, fields: Any) -> Any:
+            self.n_bytes += sum(int(r["step"] * r["stripes"]) for r in rows)
+            return all_(rows, fields)
+
+        def copied(target: Any, source: Any) -> None:
+            self.n_bytes += target.nbytes
+            copyto(target, source)
+
+        def digested(data: Any, step: int) -> bytes:
+            size = memoryview(data).nbytes
+            self.n_bytes += size if size > step or not size % GRANULE_BYTES else 0
+            return plain(data, step)
+
+        patch.setattr(tiers_digest, "seal_frames", sealed)
+        patch.setattr(tiers_digest, "check_frames", checked)
+        patch.setattr(host.np, "copyto", copied)
+        patch.setattr(tiers_frame, "digests", digested)
+        patch.setattr(transfer, "COMPILED_BYTES", 0)

@@ -540,3 +540,35 @@ def test_its_own_thread_can_close_it() -> None:
     tier = HostTier(1 << 20)
     assert tier._apart.submit(tier.close).exception(timeout=60) is None
     assert tier._closed and not tier.contains([bytes(32)])[0]
+
+
+# ---- loads into the memory of a frame, which the caller verifies
+
+
+def test_a_frame_is_left_unread_where_its_own_memory_is_the_target() -> None:
+    tier, size = HostTier(1 << 20), 1 << 17
+    tier.slots.register(lambda *_: "", lambda _: None)
+    assert outcomes(answers(tier, tier.submit_store(many("ab")), 2)) == [("stored", "")] * 2
+    known = tier._frames[key_of("a")].header.digests
+    tier._frames[key_of("a")].body[5] ^= 1  # nobody reads it
+    for first, count in ((0, 0), (3, 5), (31, 1)):
+        memory = tier.lend(key_of("a"), first, count).data.toreadonly()
+        wish = Load(key_of("a"), memory, LAYOUT, 0, first, count, unread=True)
+        (answer,) = answers(tier, tier.submit_load([wish]), 1)
+        assert answer.outcome is Outcome.HIT and answer.n_bytes == memory.nbytes
+        assert answer.digests == known[16 * first : 16 * (first + count or 32)]
+    assert tier.corrupt == 0
+    other = bytearray(size)
+    wishes = [
+        Load(key_of("a"), memoryview(other), LAYOUT, 0, unread=True),
+        Load(key_of("b"), memoryview(other), LAYOUT, 0, unread=True),
+        Load(key_of("c"), memoryview(other), LAYOUT, 0, unread=True),
+        Load(key_of("b"), memoryview(other), bytes(16), 0, unread=True),
+        Load(key_of("b"), memoryview(other), LAYOUT, 0, 30, 3, unread=True),
+    ]
+    found = answers(tier, tier.submit_load(wishes), 5)
+    reasons = [("miss", "digest"), ("hit", ""), ("miss", ""), ("miss", "layout")]
+    assert outcomes(found) == [*reasons, ("miss", "stripes")]
+    assert bytes(other) == body_of("b", size) and not any(one.digests for one in found)
+    assert tier.corrupt == 1
+    tier.close()

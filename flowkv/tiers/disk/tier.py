@@ -118,9 +118,10 @@ class Flight(Operations):
         header: The header, if it was read before the stripes.
         body_at: Offset of the stored stripes in `memory`.
         check: Row of `digest.CHECK` for a plain frame, and `fields`, its expected fixed fields.
+        body: Body that is written from where it lies, and stays there until this is over.
     """
 
-    __slots__ = tuple("body_at check count fields first header held item memory over".split())
+    __slots__ = tuple("body body_at check count fields first header held item memory over".split())
 
     def __init__(
         self, item: Item, memory: ArenaSlot, held: Held, first: int = 0, count: int = 0
@@ -129,6 +130,7 @@ class Flight(Operations):
         self.item, self.memory, self.held, self.over = item, memory, held, False
         self.first, self.count = first, count
         self.header: Header | None = None
+        self.body: memoryview | None = None
         self.body_at = held.header_bytes + first * held.info.stripe_bytes
 
     def expect(self) -> None:
@@ -737,19 +739,22 @@ class DiskScheduler:
             return None  # answered meanwhile
         if self._store.owner and self._holds(wish.key):
             return None
-        stripes, plain = count_stripes(wish.key, wish.info, body.nbytes), self._envelope.plain
+        stripes = count_stripes(wish.key, wish.info, body.nbytes, wish.digests)
+        plain = self._envelope.plain
         if not body.c_contiguous:
             raise Refused("invalid")
         head = header_bytes(stripes, lossless=not plain)
         most = max(self._envelope.most_bytes(body.nbytes), head + body.nbytes)
         n_bytes = slot_granules(head, most - head) * ALIGNMENT
+        direct = plain and bool(wish.digests) and not (address_of(body) | body.nbytes) % ALIGNMENT
+        n_bytes -= body.nbytes if direct else 0  # it is written from where it lies
         memory, flight = self._memory(n_bytes, _STORES, alone=alone), None
         try:
-            flight = self._wrap(item, wish.info, body, memory, stripes)
+            flight = self._wrap(item, wish, body, memory, stripes, direct=direct)
         finally:
             if flight is None:
                 self._free(memory, _STORES)
-        if not plain:
+        if wish.digests or not plain:
             self._queue.unclaim(item)
         return flight
 
@@ -761,19 +766,24 @@ class DiskScheduler:
         self._store.delete([key])
         return False
 
-    def _wrap(
-        self, item: Item, info: FrameInfo, body: memoryview, memory: ArenaSlot, stripes: int
-    ) -> Flight | None:
-        """Reserve a slot for a frame, and seal it into memory; None if it is there already."""
-        key, seq = item.key, self._store.reserve(item.key)
+    def _wrap(self, item: Item, wish: Store, body: memoryview, memory: ArenaSlot, stripes: int, *,
+              direct: bool) -> Flight | None:  # fmt: skip
+        """Reserve a slot for a frame, and seal it into memory; None if it is there already.
+
+        Its body does not go there if it is to be written `direct`.
+        """
+        key, info, _, known = wish
+        seq = self._store.reserve(key)
         if seq is None:
             return None
         try:
-            if self._envelope.plain:
-                head = Header(key, info, bytes(DIGEST_BYTES * stripes), seq)
+            if self._envelope.plain and (direct or not known):
+                head = Header(key, info, bytes(known or DIGEST_BYTES * stripes), seq)
                 start, n_bytes = head.header_bytes, head.frame_bytes
+                if direct:
+                    memory.view[:start] = pack_header(head)
             else:
-                sealed = self._envelope.seal(key, info, body, generation=seq)
+                sealed = self._envelope.seal(key, info, body, generation=seq, known=known)
                 head, start, n_bytes = sealed.head, len(sealed.header), 0
                 for part in (sealed.header, *sealed.parts):
                     end = n_bytes + memoryview(part).nbytes
@@ -786,32 +796,35 @@ class DiskScheduler:
         how = head.integrity, bool(head.sizes)
         held = Held(seq, slot, stripes, info, head.frame_bytes, *how)
         try:
-            return self._begun(item, memory, held, (start, n_bytes), body, stale=stale)
+            written = body if direct else None
+            flight = self._begun(item, memory, held, (start, n_bytes), written, stale=stale)
+            if self._envelope.plain and not known:  # last: every frame in this list gets sealed
+                frame = Unsealed(item.key, info, body, memory, start, seq)
+                self._unsealed.append((item, frame))
+            return flight
         except BaseException:
             self._store.abandon([WrittenFrame(key, held)])
             raise
 
-    def _begun(
-        self,
-        item: Item,
-        memory: ArenaSlot,
-        held: Held,
-        sizes: tuple[int, int],
-        body: memoryview,
-        *,
-        stale: bool,
-    ) -> Flight:
-        """Return the write of a frame with a slot; `sizes` are those of header and frame."""
+    def _begun(self, item: Item, memory: ArenaSlot, held: Held, sizes: tuple[int, int],
+               body: memoryview | None, *, stale: bool) -> Flight:  # fmt: skip
+        """Return the writes of a frame with a slot: from memory, or a `body` from where it lies.
+
+        `sizes` are those of header and frame.
+        """
         (start, n_bytes), slot = sizes, held.slot
         fd = self._store.fd(slot)
         # No bytes of an earlier frame survive behind a shorter one.
         length = slot.n_bytes if stale else aligned(n_bytes)
-        memory.view[n_bytes:length] = bytes(length - n_bytes)
-        flight = Flight(item, memory, held)
-        flight.operations = [(WRITE, fd, slot.offset, memory.address, length)]
-        if self._envelope.plain:  # last: every frame in this list gets sealed
-            frame = Unsealed(item.key, held.info, body, memory, start, held.seq)
-            self._unsealed.append((item, frame))
+        zeros_at, rest = n_bytes if body is None else start, length - n_bytes
+        memory.view[zeros_at:][:rest] = bytes(rest)
+        flight, pieces = Flight(item, memory, held), [(0, memory.address, length)]
+        if body is not None:
+            flight.body, zeros = body, (n_bytes, memory.address + start, rest)
+            pieces = [(0, memory.address, start), (start, address_of(body), body.nbytes), zeros]
+        flight.operations = [
+            (WRITE, fd, slot.offset + to, at, size) for to, at, size in pieces if size
+        ]
         return flight
 
     def _submit(self, flights: Sequence[Operations]) -> None:
@@ -945,7 +958,7 @@ class DiskScheduler:
 
     def _land(self, flight: Flight) -> None:
         """Free the staging memory of an item."""
-        flight.over = True
+        flight.over, flight.body = True, None
         self._free(flight.memory, flight.item.stores)
 
     def _read_whole(self, flight: Flight) -> bool:

@@ -1125,7 +1125,8 @@ class RemoteTier:
             return None
         memory[start:stop] = body
         self._workers.unclaim(item)
-        sealed = self.envelope.seal(item.key, info, memory[start:stop])
+        known = item.wish.digests if isinstance(item.wish, Store) else None
+        sealed = self.envelope.seal(item.key, info, memory[start:stop], known=known)
         if self.envelope.plain:
             begin = start - len(sealed.header)
             memory[begin:start] = sealed.header

@@ -651,7 +651,7 @@ class SharedTier(Immediate):
             words = _words(key)
             if self._row(memory, key) is not None:
                 return there
-            head = pack_header(describe(key, item.info, item.body))
+            head = pack_header(describe(key, item.info, item.body, known=item.digests))
             answer = self._claim(memory, words, len(head) + item.body.nbytes, row, end_ns)
         except BadFrame as error:
             return failed(key, error.reason)
