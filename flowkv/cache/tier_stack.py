@@ -289,7 +289,7 @@ class TierStack:
 
     def _page_of(self, key: bytes) -> int | None:
         block = self.index.find(key)
-        return None if block is None else block.depth
+        return block.depth if block is not None and block.placed else None
 
     def detach(self) -> None:
         """Hand the tiers over to another store; only device pages stay known here."""

@@ -13,7 +13,7 @@ import torch
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
-from tests.inside import ConfigError, StateError
+from tests.inside import ConfigError, StateError, calibrate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,3 +157,40 @@ def test_coded_pages_are_not_audited(tmp_path: Path) -> None:
         assert reused(kv) > 0
         said = kv.stats()["audit"]
         assert said["skipped"] > 0 and said["audited"] == said["mismatches"] == 0
+
+
+def test_coded_pages_of_another_geometry_are_passed_over(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]
+    with cold(model, tmp_path, page_size=32) as kv:
+        answer(model)
+        assert reused(kv) == 0
+
+
+def test_sliding_layers_are_learned_at_all_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = models.causal("gemma3"), set()
+    sides, tail = calibrate.Calibrator._sides, calibrate.Calibrator._tail
+
+    def _sides(one: Any, cache: Any, group: int) -> Any:
+        found = sides(one, cache, group)
+        seen.add((group, found[0].shape[2] - one.prompt))
+        return found
+
+    def _tail(one: Any, window: torch.Tensor, cache: Any) -> torch.Tensor:
+        found = tail(one, window, cache)
+        if len(seen) == 2 and found.shape not in seen:  # before anything is coded
+            seen.add(found.shape)
+            wanted = model(window[None]).logits[0, one.prompt :].log_softmax(-1)
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        return found
+
+    monkeypatch.setattr(calibrate.Calibrator, "_sides", _sides)
+    monkeypatch.setattr(calibrate.Calibrator, "_tail", _tail)
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+    assert {(0, 0), (1, 0)} < seen and len(seen) == 3

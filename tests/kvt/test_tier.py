@@ -21,6 +21,7 @@ from tests.inside import (
     Faults,
     HostTier,
     PageBases,
+    PrefixIndex,
     StateError,
     kvt_codec,
 )
@@ -196,6 +197,15 @@ def test_pages_of_unknown_place_stay_raw(tmp_path: Path) -> None:
     answer, got = load(tier, 3, fidelity=0)
     assert answer.outcome is Outcome.HIT and got == PAGES[3]
     tier.close()
+
+
+def test_pages_behind_unknown_ones_have_no_place() -> None:
+    index = PrefixIndex()
+    blocks = [index.get_or_create(key(2), key(1), 0), index.get_or_create(key(3), key(2), 0)]
+    assert not any(block.placed for block in blocks)
+    index.get_or_create(key(1), bytes(32), 0)
+    assert not blocks[0].placed and index.get_or_create(key(9), key(1), 0).placed
+    assert (index.find(key(1)).depth, index.find(key(9)).depth) == (0, 1)
 
 
 def test_pages_stored_before_stay_readable(tmp_path: Path) -> None:
