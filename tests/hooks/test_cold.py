@@ -194,3 +194,45 @@ def test_sliding_layers_are_learned_at_all_positions(
     with cold(model, tmp_path) as kv:
         learn(kv)
     assert {(0, 0), (1, 0)} < seen and len(seen) == 3
+
+
+def test_full_tiers_make_room_for_bases(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+        for seed in range(12):
+            generate(model, 2, input_ids=torch.tensor([text(240, seed + 50)]))
+        assert kv.flush(60)
+        (tier,) = kv.planner.store.stack.tiers
+        assert tier.used_bytes() > 0.9 * tier.capacity_bytes
+        learn(kv)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+        assert kv.stats()["cold"]["groups"] == 1
+        answer(model)
+        assert reused(kv) > 0
+
+
+def test_bounds_without_sense_are_refused(tmp_path: Path) -> None:
+    with cold(models.causal("llama"), tmp_path) as kv:
+        for bound in (0, -1, float("nan"), 10):
+            with pytest.raises(ConfigError, match="above 0"):
+                kv.calibrate(text(3000), kl=bound)
+
+
+def test_text_of_one_token(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        found = kv.calibrate([7] * 3000, kl=0.01)
+        assert all(value == value for value in found.values())
+        answer(model)
+        assert kv.flush(60)
+
+
+def test_calibration_within_inference_mode(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        with torch.inference_mode():
+            learn(kv)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,20 +153,48 @@ def test_another_process_reads_with_the_stored_basis(tmp_path: Path) -> None:
 def test_pages_without_their_basis_are_misses(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
     store(tier)
+    (own,) = (one.key for one in tier.inner.scan() if one.n_bytes > len(BASIS))
+    assert tier.delete([own]) == 1
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=OTHER_BASIS)
     list(again.scan())
     for number in range(6):
         answer, got = load(again, number)
         assert answer.outcome is Outcome.MISS and not any(got)
+    store(again)  # they make way for readable ones
+    assert {load(again, number)[0].outcome for number in range(6)} == {Outcome.HIT}
     again.close()
+
+
+def test_bases_are_stored_before_pages(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)  # with a basis that another tier, say, had
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    assert again.bases.current[0].name == CODER.name
+    assert {load(again, number)[0].outcome for number in range(6)} == {Outcome.HIT}
+    again.close()
+
+
+@pytest.mark.parametrize("size", [64 << 20, 64 << 10])
+def test_pages_stay_raw_where_no_basis_fits(tmp_path: Path, size: int) -> None:
+    tier = made(HostTier(size))
+    if size > 1 << 20:
+        tier._put = lambda *_: False  # type: ignore[method-assign]
+    answers = store(tier, range(1))
+    assert tier.bases.counts["pages"] == 0
+    if answers[0].outcome is Outcome.STORED:
+        assert load(tier, 0, fidelity=0)[1] == PAGES[0]
+    assert not tier.publish()
+    tier.close()
 
 
 def test_a_basis_in_the_name_of_another_is_refused(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
-    store(tier)
     blobs = tier.bases.blobs
     blobs[CODER.name] = OTHER_BASIS
+    store(tier)
     tier.publish()
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
@@ -241,6 +270,42 @@ def test_erased_pages_are_not_remembered(disk: CodecTier) -> None:
     assert disk.erase([key(3)]) == 1
     assert load(disk, 3)[0].outcome is Outcome.MISS
     assert key(3) not in disk._recent
+
+
+@pytest.mark.parametrize("way", ["erase", "delete", "drop_copies"])
+def test_pages_erased_while_they_are_loaded_are_not_remembered(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    store(disk)
+    route, held = disk._route, threading.Event()
+    monkeypatch.setattr(disk, "_route", lambda answer: (held.wait(20), route(answer)))
+    target = bytearray(LAYOUT.page_bytes)
+    item = Load(key(3), memoryview(target), LAYOUT.fingerprint(), COLD)
+    job = disk.submit_load([item])
+    time.sleep(0.1)
+    getattr(disk, way)([key(3)])
+    held.set()
+    answers(disk, job, 1)
+    assert not disk._recent and key(3) not in disk._coded
+
+
+def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    again.bases.__init__([LAYOUT])  # type: ignore[misc]
+    route, held = again._route, threading.Event()
+    monkeypatch.setattr(again, "_route", lambda answer: (held.wait(20), route(answer)))
+    target = bytearray(LAYOUT.page_bytes)
+    again.submit_load([Load(key(3), memoryview(target), LAYOUT.fingerprint(), COLD)])
+    again._work.shutdown()  # as `close` does first
+    start_s = time.monotonic()
+    held.set()
+    time.sleep(0.3)
+    again.close()
+    assert time.monotonic() - start_s < 15 and len(again.poll()) == 1
 
 
 class Gate:

@@ -78,7 +78,7 @@ class Calibrator:
             )
         starts = np.linspace(0, len(ids) - self.window, count).astype(np.int64)
         windows = [torch.from_numpy(ids[start : start + self.window]) for start in starts]
-        with self._door.aside(), quiet(self._model):
+        with torch.inference_mode(False), self._door.aside(), quiet(self._model):
             return self._learn(windows, bases, bound)
 
     def _learn(
