@@ -57,6 +57,7 @@ class Calibrator:
         self.window = self.prompt * _SHARE // (_SHARE - 1)
         return min(count // self.window, MOST_WINDOWS)
 
+    @torch.inference_mode(False)
     def run(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
         """Learn bases from token ids, and use them if they keep to a divergence.
 
@@ -78,7 +79,7 @@ class Calibrator:
             )
         starts = np.linspace(0, len(ids) - self.window, count).astype(np.int64)
         windows = [torch.from_numpy(ids[start : start + self.window]) for start in starts]
-        with torch.inference_mode(False), self._door.aside(), quiet(self._model):
+        with self._door.aside(), quiet(self._model):
             return self._learn(windows, bases, bound)
 
     def _learn(
