@@ -168,7 +168,8 @@ class CodecTier:
         self._cancelled, self._coded = set[int](), set[bytes]()
         self._recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
         self._closed = self._over = False
-        self._work = ThreadPoolExecutor(THREADS, f"flowkv {inner.name} codec")
+        name = f"flowkv {inner.name} codec"  # loads never wait for stores
+        self._encoders, self._decoders = (ThreadPoolExecutor(THREADS, name) for _ in range(2))
         self._reader = threading.Thread(target=self._read, name="flowkv codec", daemon=True)
         self._reader.start()
 
@@ -382,7 +383,8 @@ class CodecTier:
             self._closed = True
         here = self._pid == os.getpid()  # threads do not exist in a forked child
         if here:
-            self._work.shutdown()
+            self._encoders.shutdown()
+            self._decoders.shutdown()
         self.inner.close()
         with self._lock:
             self._over = True
@@ -417,8 +419,9 @@ class CodecTier:
         return self.bases.current.get(info.group)
 
     def _run(self, work: Callable[..., None], *args: Any) -> None:
+        pool = self._decoders if work == self._decode else self._encoders
         try:
-            self._work.submit(self._guarded, work, *args)
+            pool.submit(self._guarded, work, *args)
         except RuntimeError:  # the tier is closed, or no thread can start
             self._guarded(work, *args)
 

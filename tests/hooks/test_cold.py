@@ -236,3 +236,16 @@ def test_calibration_within_inference_mode(tmp_path: Path) -> None:
             learn(kv)
         answer(model)
         assert kv.flush(60) and kv.stats()["cold"]["pages"]
+
+
+def test_caches_of_coded_pages_are_not_calibrated(tmp_path: Path) -> None:
+    with (
+        cold(models.causal("llama"), tmp_path, codec="kv8") as kv,
+        pytest.raises(ConfigError, match="coded already"),
+    ):
+        kv.calibrate(text(9 * 256))
+
+
+def test_policies_learn_beside_coded_pages(tmp_path: Path) -> None:
+    with cold(models.causal("llama"), tmp_path) as kv:
+        assert kv._learned() == tmp_path

@@ -16,6 +16,7 @@ from flowkv import Tier
 from flowkv.testing import FlakyTier, check_tier
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.remote.tier import RemoteTier
 from tests.conftest import examples
 from tests.inside import (
     CodecTier,
@@ -27,6 +28,8 @@ from tests.inside import (
     kvt_codec,
 )
 from tests.kvt.pages import SIZE, Source, layout, learner, page
+from tests.tiers.remote.faulty import FaultyBackend
+from tests.tiers.wraps import KINDS, envelope_of
 
 LAYOUT = layout("bfloat16")
 SOURCE = Source(LAYOUT)
@@ -300,7 +303,7 @@ def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(again, "_route", lambda answer: (held.wait(20), route(answer)))
     target = bytearray(LAYOUT.page_bytes)
     again.submit_load([Load(key(3), memoryview(target), LAYOUT.fingerprint(), COLD)])
-    again._work.shutdown()  # as `close` does first
+    again._decoders.shutdown()  # as `close` does first
     start_s = time.monotonic()
     held.set()
     time.sleep(0.3)
@@ -336,6 +339,51 @@ def test_stores_that_wait_can_be_cancelled(
     assert sum(one.reason == "cancelled" for one in found) >= 2
     for number, one in enumerate(found):
         assert (load(disk, number)[0].outcome is Outcome.HIT) == (one.outcome is Outcome.STORED)
+
+
+def test_loads_do_not_wait_for_stores(disk: CodecTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(disk, range(3))
+    gate = Gate(monkeypatch, "encode")
+    items = [Store(key(n), info(), memoryview(PAGES[n % 6])) for n in range(10, 30)]
+    job = disk.submit_store(items)
+    assert load(disk, 1)[0].outcome is Outcome.HIT
+    gate.open = True
+    answers(disk, job, len(items))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_remote_tiers_are_read_by_others(warm: bool) -> None:
+    engine = FaultyBackend()
+    tier = made(RemoteTier(engine))
+    store(tier, range(3))
+    tier.close()
+    other = RemoteTier(engine)  # pages without a basis
+    store(other, range(3, 6))
+    other.close()
+    again = made(RemoteTier(engine), basis=None)
+    if not warm:
+        again.bases.use({})
+    for number, (first, count) in itertools.product(range(6), ((1, 1), (0, 0), (2, 1))):
+        answer, got = load(again, number, first, count)
+        assert answer.outcome is Outcome.HIT, (number, answer)
+        stop = (first + count) * STEP if count else len(PAGES[number])
+        assert near(got[: stop - first * STEP], PAGES[number][first * STEP : stop])
+        exact = load(again, number, first, count, fidelity=0)[0]
+        assert (exact.outcome is Outcome.HIT) == (number >= 3), (number, exact)
+    again.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sealed_tiers_hold_coded_pages(tmp_path: Path, kind: str) -> None:
+    for basis in (BASIS, None):
+        tier = made(DiskTier(tmp_path, 64 << 20, envelope=envelope_of(kind)), basis=basis)
+        list(tier.scan())
+        store(tier, range(3) if basis else range(3, 6))
+        for number in range(3 if basis else 6):
+            answer, got = load(tier, number)
+            assert answer.outcome is Outcome.HIT and near(got, PAGES[number])
+        assert tier.bases.counts["pages"] == 3
+        tier.close()
 
 
 @pytest.mark.parametrize("name", ["encode", "decode"])

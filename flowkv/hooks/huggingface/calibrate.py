@@ -64,7 +64,8 @@ class Calibrator:
         Raises:
             ConfigError: There are too few tokens, or the model cannot be calibrated.
         """
-        if self._names.encoder or self._door.plan.stateful or not bases.forms:
+        coded = not bases.forms or self._kv.config.codec != "raw"
+        if self._names.encoder or self._door.plan.stateful or coded:
             raise ConfigError(
                 f'cold="kvt" does not fit this {type(self._model).__name__}: it has layers other'
                 " than attention, or pages that are coded already",
