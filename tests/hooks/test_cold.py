@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -224,7 +225,7 @@ def test_text_of_one_token(tmp_path: Path) -> None:
     model = models.causal("llama")
     with cold(model, tmp_path) as kv:
         found = kv.calibrate([7] * 3000, kl=0.01)
-        assert all(value == value for value in found.values())
+        assert not any(map(math.isnan, found.values()))
         answer(model)
         assert kv.flush(60)
 
