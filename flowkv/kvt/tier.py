@@ -232,9 +232,10 @@ class CodecTier:
         return all([self._holds(coder) for coder in coders])
 
     def basis_bytes(self) -> int:
-        """Return the bytes that the bases in use occupy here at most, and their names."""
+        """Return the most bytes of the bases in use here; 0 if they take more than they save."""
         sizes = [len(self.bases.blobs[one.name]) for one in self.bases.current.values()]
-        return sum(map(self.inner.frame_bytes, [*sizes, 1 << 10]))
+        n_bytes = sum(map(self.inner.frame_bytes, [*sizes, 1 << 10]))
+        return n_bytes if n_bytes <= self.capacity_bytes // 4 else 0
 
     def _holds(self, coder: PageCoder) -> bool:
         """Return whether a basis lies here; store it if need be: pages are useless without it."""
@@ -242,7 +243,7 @@ class CodecTier:
             if coder.name in self._held or self._clock.now_ns() < self._again_ns:
                 return coder.name in self._held
             blobs, current = self.bases.blobs, self.bases.current
-            if self.basis_bytes() > self.capacity_bytes // 4:  # it would take more than it saves
+            if not self.basis_bytes():
                 return False
             said = {group: (one.name, len(blobs[one.name])) for group, one in current.items()}
             data = msgspec.msgpack.encode(_Current(said))
