@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import tempfile
 import time
 import warnings
@@ -60,8 +61,10 @@ def measure(
                 judge, bases = Calibrator(door_of(loaded.model)), kv.bases
                 assert bases is not None
                 for name, own in list(ids.items())[1:]:
-                    found = judge.judge(own[:others], bases)
-                    rows.append({"bound": bound, "text": name, **found._asdict()})
+                    found = judge.judge(own[:others], bases)._asdict()
+                    found["perplexity"] = math.exp(found.pop("nll")) - 1
+                    found["tokens"] = len(own[:others]) // judge.window * (judge.window // 4)
+                    rows.append({"bound": bound, "text": name, **found})
                     say(str(rows[-1]))
     return rows
 

@@ -159,6 +159,7 @@ class Block:
         group: Layer group.
         kind: "page" or "state".
         depth: Pages above the block, as far as they were known when it was published.
+        placed: Whether these are all of them, so that `depth` is its number in its prompt.
         page: Id of its page in the device pool, -1 for none.
         tiers: Bit i is set while tier i of the stack holds a copy.
         codecs: Four bits for each tier: codec index of its copy; see `codec_on`.
@@ -185,6 +186,7 @@ class Block:
     group: int
     kind: str
     depth: int = 0
+    placed: bool = False
     page: int = -1
     tiers: int = 0
     codecs: int = 0
@@ -409,7 +411,8 @@ class PrefixIndex:
         if slot < 0:
             slot = self._free.pop() if self._free else len(self._slots)
         above = self._by_key.get(parent)
-        block = Block(slot, key, parent, group, kind, 0 if above is None else above.depth + 1)
+        depth, placed = (0, parent == ROOT) if above is None else (above.depth + 1, above.placed)
+        block = Block(slot, key, parent, group, kind, depth, placed)
         if slot == len(self._slots):
             self._slots.append(block)
         else:

@@ -491,7 +491,8 @@ class KV:
         from flowkv.tiers.disk import DiskTier
 
         ours = self._tiers[: len(self._tiers) - len(self._given)]  # those given come last
-        disks = (tier for tier in ours if isinstance(tier, DiskTier) and tier.writable)
+        bare = (tier.inner if isinstance(tier, CodecTier) else tier for tier in ours)
+        disks = (tier for tier in bare if isinstance(tier, DiskTier) and tier.writable)
         return next((disk.path for disk in disks), None) if self.config.learned else None
 
     def _tell(self, work: Callable[[Path, Iterable[PolicyPlace], LoadGate], object]) -> None:
@@ -1443,10 +1444,18 @@ class KV:
         """
         if self._calibrates is None or self.bases is None or not self.config.cold:
             raise StateError("this cache codes no pages", 'Attach the model with cold="kvt"')
-        found = self._calibrates(tokens, self.bases, kl or self.config.cold_divergence())
-        for tier in self._tiers:
-            if found["kept"] and isinstance(tier, CodecTier) and not tier.store_bases():
-                warn(self, "bases", f"{tier.name} did not store how its pages are coded")
+        bound = self.config.cold_divergence() if kl is None else kl
+        if not 0 < bound < 10:
+            raise ConfigError(f"kl={kl}", "Name a divergence above 0 and below 10, such as 0.005")
+        found = self._calibrates(tokens, self.bases, bound)
+        coded = [one for one in self._tiers if isinstance(one, CodecTier)] if found["kept"] else []
+        for tier in coded:
+            with self.lock:
+                stack = self.planner.store.stack if self.planner else None
+                if stack is not None and tier.writable and tier in stack.tiers:
+                    stack.make_room(stack.tiers.index(tier), tier.basis_bytes())
+            if not tier.store_bases():
+                warn(self, "bases", f"pages stay raw on {tier.name}: it took no basis")
         return found
 
     def sparsify(

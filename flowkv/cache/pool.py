@@ -597,7 +597,7 @@ class Forms:
 
     def meet(self, info: FrameInfo) -> None:
         """Add the codec of a stored page that another ladder encoded, if it is readable here."""
-        if info.kind != "page" or info.codec in self.layouts:
+        if info.kind != "page" or info.codec in self.layouts or info.codec >= len(CODECS):
             return
         try:
             layout = page_layout(self._group, self._page_size, CODECS[info.codec])

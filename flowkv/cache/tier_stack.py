@@ -297,7 +297,7 @@ class TierStack:
 
     def _page_of(self, key: bytes) -> int | None:
         block = self.index.find(key)
-        return None if block is None else block.depth
+        return block.depth if block is not None and block.placed else None
 
     def detach(self) -> None:
         """Hand the tiers over to another store; only device pages stay known here."""
@@ -419,7 +419,7 @@ class TierStack:
             self.mover.await_room(number, n_bytes, (count - 1) * n_bytes)
         barred = self.outlives(number) and not self.provisional.keys().isdisjoint(blocks.values())
         takes = not barred and lane.takes(n_bytes, (count - 1) * n_bytes)
-        if not (takes and self._make_room(number, count * each)):
+        if not (takes and self.make_room(number, count * each)):
             refused = [] if count > 1 else [*blocks.values()]
             for one in frames if count > 1 else ():
                 refused += self.store([one], number, done, mark, waits=waits)
@@ -498,7 +498,8 @@ class TierStack:
             tier.delete(keys)
             self.bus.emit(Failed(tier=tier.name, operation="erase", reason=error.problem))
 
-    def _make_room(self, number: int, need: int) -> bool:
+    def make_room(self, number: int, need: int) -> bool:
+        """Evict from a tier until a store of so many bytes fits; return whether it does."""
         tier, place, lane = self.tiers[number], self.places[number], self.mover.lanes[number]
         while tier.used_bytes() + lane.incoming_bytes + need > tier.capacity_bytes:
             if need > tier.capacity_bytes:
@@ -731,6 +732,8 @@ class TierStack:
         """
         for number, tier in enumerate(self.tiers):
             keys = [block.key for block in blocks if block.tiers >> number & 1]
+            if isinstance(tier, CodecTier):
+                tier.drop_copies(keys)
             if number == erased_from or not keys:
                 continue
             if tier.writable:

@@ -91,8 +91,8 @@ class PageCoder:
             x = _elements(sides[place.side], place)
             q = chunk.quantise(x)
             size = q.abs()
-            whole = (size[:, chunk.coarse_axes :] > _MOST).any(1)
-            whole |= (size[:, : chunk.coarse_axes] > _MOST_COARSE).any(1)
+            fits = (size[:, chunk.coarse_axes :] <= _MOST).all(1)  # NaN does not
+            whole = ~(fits & (size[:, : chunk.coarse_axes] <= _MOST_COARSE).all(1))
             if not page_no:
                 whole[:SINKS] = True
             q[whole] = 0

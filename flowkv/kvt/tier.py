@@ -36,7 +36,7 @@ from flowkv.tiers.worker import Completions
 THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 RECENT_BYTES = 32 << 20
 """Coded pages that are remembered: layers of one page are often loaded one after the other."""
-_POLL_S, _BASIS_S = 0.5, 30.0
+_POLL_S, _BASIS_S, _AGAIN_S = 0.5, 30.0, 60.0
 _NOTHING = bytes(32)
 _BASIS_LAYOUT = hashlib.sha256(b"flowkv.kvt basis/1").digest()[:16]
 _CURRENT_LAYOUT = hashlib.sha256(b"flowkv.kvt current/1").digest()[:16]
@@ -79,7 +79,7 @@ class PageBases:
         size = geometry.page_size if geometry is not None else 0
         for group, one in enumerate(geometry.groups if geometry is not None else ()):
             layout = page_layout(one, size)
-            if one.kind == "full" and codable(layout):
+            if one.kind in ("full", "sliding") and codable(layout):
                 raw = layout.fingerprint()
                 coded = hashlib.sha256(b"flowkv.kvt/1" + raw).digest()[:16]
                 self.forms[group] = CodedForm(layout, raw, coded)
@@ -127,6 +127,7 @@ class _Sent(NamedTuple):
         coded: Form of the frames asked for, or stored.
         scratch: Memory of each coded page that is loaded.
         last: Whether no other form is left to ask for.
+        known: Keys that were not deleted since.
         end_ns: Deadline.
         start_ns: Time of submission.
     """
@@ -137,6 +138,7 @@ class _Sent(NamedTuple):
     coded: bool
     scratch: list[Any]
     last: bool
+    known: set[bytes]
     end_ns: int
     start_ns: int
 
@@ -163,10 +165,13 @@ class CodecTier:
         self._sent, self._left = dict[int, _Sent](), Counter[int]()
         self._waits = dict[int, threading.Event]()  # loads and stores of bases
         self._found = dict[int, TierAnswer]()
+        self._held, self._lost = set[bytes](), set[bytes]()  # bases that lie here, or did not
+        self._basis_lock, self._again_ns = threading.Lock(), 0
         self._cancelled, self._coded = set[int](), set[bytes]()
         self._recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
         self._closed = self._over = False
-        self._work = ThreadPoolExecutor(THREADS, f"flowkv {inner.name} codec")
+        name = f"flowkv {inner.name} codec"  # loads never wait for stores
+        self._encoders, self._decoders = (ThreadPoolExecutor(THREADS, name) for _ in range(2))
         self._reader = threading.Thread(target=self._read, name="flowkv codec", daemon=True)
         self._reader.start()
 
@@ -205,7 +210,7 @@ class CodecTier:
         if self.bases.current or not self.inner.contains([self._current_key()])[0]:
             return
         raw = self._get(self._current_key(), _CURRENT_LAYOUT, 1 << 16)
-        if raw is None:
+        if not raw:
             return
         with suppress(msgspec.MsgspecError):
             said = msgspec.msgpack.decode(raw, type=_Current)
@@ -221,14 +226,33 @@ class CodecTier:
         """Store the bases in use, and that they are; return whether all is stored."""
         if not self.inner.writable:
             return False
-        stored, said = True, dict[int, tuple[bytes, int]]()
-        for group, coder in self.bases.current.items():
-            data = self.bases.blobs[coder.name]
-            said[group] = coder.name, len(data)
-            stored &= self._put(_basis_key(coder.name), _BASIS_LAYOUT, data)
+        coders, self._again_ns = list(self.bases.current.values()), 0
         self.inner.delete([self._current_key()])
-        data = msgspec.msgpack.encode(_Current(said))
-        return self._put(self._current_key(), _CURRENT_LAYOUT, data) and stored
+        return all([self._holds(coder) for coder in coders])
+
+    def basis_bytes(self) -> int:
+        """Return the most bytes of the bases in use here; 0 if they take more than they save."""
+        sizes = [len(self.bases.blobs[one.name]) for one in self.bases.current.values()]
+        n_bytes = sum(map(self.inner.frame_bytes, [*sizes, 1 << 10]))
+        return n_bytes if n_bytes <= self.capacity_bytes // 4 else 0
+
+    def _holds(self, coder: PageCoder) -> bool:
+        """Return whether a basis lies here; store it if need be: pages are useless without it."""
+        with self._basis_lock:
+            if coder.name in self._held or self._clock.now_ns() < self._again_ns:
+                return coder.name in self._held
+            blobs, current = self.bases.blobs, self.bases.current
+            if not self.basis_bytes():
+                return False
+            said = {group: (one.name, len(blobs[one.name])) for group, one in current.items()}
+            data = msgspec.msgpack.encode(_Current(said))
+            if self._put(_basis_key(coder.name), _BASIS_LAYOUT, blobs[coder.name]) and (
+                self._put(self._current_key(), _CURRENT_LAYOUT, data)
+            ):
+                self._held.add(coder.name)
+            else:
+                self._again_ns = self._clock.now_ns() + round(_AGAIN_S * 1e9)
+            return coder.name in self._held
 
     def _current_key(self) -> bytes:
         return hashlib.blake2b(self._namespace, digest_size=32, person=b"kvt current").digest()
@@ -241,12 +265,18 @@ class CodecTier:
             with suppress(ValueError):
                 if data is not None and digest(data) == name:
                     coder = self.bases.add(data, layout)
+                    self._held.add(name)
+            if coder is None and data is not None:
+                self._lost.add(name)
         return coder
 
     def _get(self, key: bytes, layout: bytes, n_bytes: int) -> bytes | None:
+        """Return a frame's body, empty if there is none; None if the tier does not say."""
         body = bytearray(n_bytes)
         answer = self._await(self.inner.submit_load, Load(key, memoryview(body), layout))
-        return bytes(body[: answer.n_bytes]) if answer.outcome is Outcome.HIT else None
+        if answer.outcome is Outcome.FAILED:
+            return None
+        return bytes(body[: answer.n_bytes]) if answer.outcome is Outcome.HIT else b""
 
     def _put(self, key: bytes, layout: bytes, data: bytes) -> bool:
         info = FrameInfo("memo", 0, 0, layout, _NOTHING, self._namespace, 0, 0, len(data))
@@ -255,6 +285,8 @@ class CodecTier:
 
     def _await(self, submit: Any, item: Load | Store) -> TierAnswer:
         failed = TierAnswer(0, 0, item.key, Outcome.FAILED, "deadline")
+        if threading.current_thread() is self._reader:  # at the end, where no other thread works
+            return failed
         done = threading.Event()
         with self._lock:
             job = submit([item], deadline_s=_BASIS_S)
@@ -324,12 +356,12 @@ class CodecTier:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget frames at once; return how many were present."""
-        self._forget(keys)
+        self.drop_copies(keys)
         return self.inner.delete(keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Delete frames and leave no copy of their bytes; see `Tier.erase`."""
-        self._forget(keys)
+        self.drop_copies(keys)
         return self.inner.erase(keys)
 
     def scan(self) -> Iterator[Entry]:
@@ -351,7 +383,8 @@ class CodecTier:
             self._closed = True
         here = self._pid == os.getpid()  # threads do not exist in a forked child
         if here:
-            self._work.shutdown()
+            self._encoders.shutdown()
+            self._decoders.shutdown()
         self.inner.close()
         with self._lock:
             self._over = True
@@ -386,8 +419,9 @@ class CodecTier:
         return self.bases.current.get(info.group)
 
     def _run(self, work: Callable[..., None], *args: Any) -> None:
+        pool = self._decoders if work == self._decode else self._encoders
         try:
-            self._work.submit(self._guarded, work, *args)
+            pool.submit(self._guarded, work, *args)
         except RuntimeError:  # the tier is closed, or no thread can start
             self._guarded(work, *args)
 
@@ -454,7 +488,8 @@ class CodecTier:
             except StateError:
                 self._post_failed(*kind[:3])
                 return
-            self._sent[inner] = _Sent(*kind, end_ns=times[1], start_ns=times[0])
+            known = {item.key for item in items}
+            self._sent[inner] = _Sent(*kind, known, end_ns=times[1], start_ns=times[0])
             self._left[-inner] = len(items)
             self._changed.notify_all()
 
@@ -485,16 +520,18 @@ class CodecTier:
             sent = self._sent.get(answer.job)
             if sent is None:
                 return
+            hit = answer.outcome is Outcome.HIT and sent.coded and answer.info is not None
+            data = bytes(sent.scratch[answer.item][: answer.n_bytes]) if hit else b""
+            if answer.info is not None and data and answer.key in sent.known:
+                self._remember(answer.key, data, answer.info)
             self._left[-answer.job] -= 1
             if not self._left[-answer.job]:
                 del self._sent[answer.job], self._left[-answer.job]
         item, number = sent.items[answer.item], sent.numbers[answer.item]
         if isinstance(item, Store):
-            if answer.outcome is Outcome.STORED and sent.coded:
+            if answer.outcome is Outcome.STORED and sent.coded and item.key in sent.known:
                 self._coded.add(item.key)
-        elif answer.outcome is Outcome.HIT and sent.coded and answer.info is not None:
-            data = bytes(sent.scratch[answer.item][: answer.n_bytes])
-            self._remember(item.key, data, answer.info)
+        elif hit:
             self._run(self._decode, sent.job, number, item, data, answer.info, sent.start_ns)
             return
         elif answer.reason == "layout" and item.layout in self.bases.by_raw and not sent.last:
@@ -538,6 +575,11 @@ class CodecTier:
                 self.bases.counts["decoded_bytes"] += n_bytes
             else:
                 answer = answer._replace(reason="digest")
+        # Never readable again, and in the way of a new one.
+        useless = head is None or answer.reason == "digest"
+        useless |= head is not None and not coder and head.basis in self._lost
+        if useless and self.inner.writable:
+            self.delete([item.key])
         self._post([answer._replace(seconds=(self._clock.now_ns() - start_ns) / 1e9)])
 
     def _encode(
@@ -546,7 +588,9 @@ class CodecTier:
         if self._clock.now_ns() >= times[1]:
             self._post([TierAnswer(job, number, item.key, Outcome.FAILED, "deadline")])
             return
-        data = coder.encode(_writable(item.body), page_no, len(self.bases.blobs[coder.name]))
+        data, blob = None, self.bases.blobs[coder.name]
+        if self._holds(coder):
+            data = coder.encode(_writable(item.body), page_no, len(blob))
         sent, coded = item, data is not None
         if data is not None:
             info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
@@ -566,8 +610,11 @@ class CodecTier:
             while self._recent_bytes > RECENT_BYTES:
                 self._recent_bytes -= len(self._recent.popitem(last=False)[1][0])
 
-    def _forget(self, keys: Sequence[bytes]) -> None:
+    def drop_copies(self, keys: Sequence[bytes]) -> None:
+        """Remove what is remembered of frames that were deleted, here or by others."""
         with self._lock:
+            for sent in self._sent.values():
+                sent.known.difference_update(keys)
             for key in keys:
                 self._coded.discard(key)
                 if (known := self._recent.pop(key, None)) is not None:

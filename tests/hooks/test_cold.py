@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
-from tests.inside import ConfigError, StateError
+from tests.inside import ConfigError, StateError, calibrate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,3 +158,95 @@ def test_coded_pages_are_not_audited(tmp_path: Path) -> None:
         assert reused(kv) > 0
         said = kv.stats()["audit"]
         assert said["skipped"] > 0 and said["audited"] == said["mismatches"] == 0
+
+
+def test_coded_pages_of_another_geometry_are_passed_over(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]
+    with cold(model, tmp_path, page_size=32) as kv:
+        answer(model)
+        assert reused(kv) == 0
+
+
+def test_sliding_layers_are_learned_at_all_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = models.causal("gemma3"), set()
+    sides, tail = calibrate.Calibrator._sides, calibrate.Calibrator._tail
+
+    def _sides(one: Any, cache: Any, group: int) -> Any:
+        found = sides(one, cache, group)
+        seen.add((group, found[0].shape[2] - one.prompt))
+        return found
+
+    def _tail(one: Any, window: torch.Tensor, cache: Any) -> torch.Tensor:
+        found = tail(one, window, cache)
+        if len(seen) == 2 and found.shape not in seen:  # before anything is coded
+            seen.add(found.shape)
+            wanted = model(window[None]).logits[0, one.prompt :].log_softmax(-1)
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        return found
+
+    monkeypatch.setattr(calibrate.Calibrator, "_sides", _sides)
+    monkeypatch.setattr(calibrate.Calibrator, "_tail", _tail)
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+    assert {(0, 0), (1, 0)} < seen and len(seen) == 3
+
+
+def test_full_tiers_make_room_for_bases(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+        for seed in range(12):
+            generate(model, 2, input_ids=torch.tensor([text(240, seed + 50)]))
+        assert kv.flush(60)
+        (tier,) = kv.planner.store.stack.tiers
+        assert tier.used_bytes() > 0.9 * tier.capacity_bytes
+        learn(kv)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+        assert kv.stats()["cold"]["groups"] == 1
+        answer(model)
+        assert reused(kv) > 0
+
+
+def test_bounds_without_sense_are_refused(tmp_path: Path) -> None:
+    with cold(models.causal("llama"), tmp_path) as kv:
+        for bound in (0, -1, float("nan"), 10):
+            with pytest.raises(ConfigError, match="above 0"):
+                kv.calibrate(text(3000), kl=bound)
+
+
+def test_text_of_one_token(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        found = kv.calibrate([7] * 3000, kl=0.01)
+        assert not any(map(math.isnan, found.values()))
+        answer(model)
+        assert kv.flush(60)
+
+
+def test_calibration_within_inference_mode(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        with torch.inference_mode():
+            learn(kv)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]
+
+
+def test_caches_of_coded_pages_are_not_calibrated(tmp_path: Path) -> None:
+    with (
+        cold(models.causal("llama"), tmp_path, codec="kv8") as kv,
+        pytest.raises(ConfigError, match="coded already"),
+    ):
+        kv.calibrate(text(9 * 256))
+
+
+def test_policies_learn_beside_coded_pages(tmp_path: Path) -> None:
+    with cold(models.causal("llama"), tmp_path) as kv:
+        assert kv._learned() == tmp_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +16,20 @@ from flowkv import Geometry, Tier
 from flowkv.testing import FlakyTier, check_tier
 from flowkv.tiers import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.remote.tier import RemoteTier
 from tests.conftest import examples
 from tests.inside import (
     CodecTier,
     Faults,
     HostTier,
     PageBases,
+    PrefixIndex,
     StateError,
     kvt_codec,
 )
 from tests.kvt.pages import SIZE, Source, group, layout, learner, page
+from tests.tiers.remote.faulty import FaultyBackend
+from tests.tiers.wraps import KINDS, envelope_of
 
 LAYOUT = layout("bfloat16")
 GEOMETRY = Geometry(groups=(group("bfloat16"),), page_size=SIZE)
@@ -152,20 +157,48 @@ def test_another_process_reads_with_the_stored_basis(tmp_path: Path) -> None:
 def test_pages_without_their_basis_are_misses(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
     store(tier)
+    (own,) = (one.key for one in tier.inner.scan() if one.n_bytes > len(BASIS))
+    assert tier.delete([own]) == 1
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=OTHER_BASIS)
     list(again.scan())
     for number in range(6):
         answer, got = load(again, number)
         assert answer.outcome is Outcome.MISS and not any(got)
+    store(again)  # they make way for readable ones
+    assert {load(again, number)[0].outcome for number in range(6)} == {Outcome.HIT}
     again.close()
+
+
+def test_bases_are_stored_before_pages(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)  # with a basis that another tier, say, had
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    assert again.bases.current[0].name == CODER.name
+    assert {load(again, number)[0].outcome for number in range(6)} == {Outcome.HIT}
+    again.close()
+
+
+@pytest.mark.parametrize("size", [64 << 20, 64 << 10])
+def test_pages_stay_raw_where_no_basis_fits(tmp_path: Path, size: int) -> None:
+    tier = made(HostTier(size))
+    if size > 1 << 20:
+        tier._put = lambda *_: False  # type: ignore[method-assign]
+    answers = store(tier, range(1))
+    assert tier.bases.counts["pages"] == 0
+    if answers[0].outcome is Outcome.STORED:
+        assert load(tier, 0, fidelity=0)[1] == PAGES[0]
+    assert not tier.store_bases()
+    tier.close()
 
 
 def test_a_basis_in_the_name_of_another_is_refused(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
-    store(tier)
     blobs = tier.bases.blobs
     blobs[CODER.name] = OTHER_BASIS
+    store(tier)
     tier.store_bases()
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
@@ -197,6 +230,15 @@ def test_pages_of_unknown_place_stay_raw(tmp_path: Path) -> None:
     answer, got = load(tier, 3, fidelity=0)
     assert answer.outcome is Outcome.HIT and got == PAGES[3]
     tier.close()
+
+
+def test_pages_behind_unknown_ones_have_no_place() -> None:
+    index = PrefixIndex()
+    blocks = [index.get_or_create(key(2), key(1), 0), index.get_or_create(key(3), key(2), 0)]
+    assert not any(block.placed for block in blocks)
+    index.get_or_create(key(1), bytes(32), 0)
+    assert not blocks[0].placed and index.get_or_create(key(9), key(1), 0).placed
+    assert (index.find(key(1)).depth, index.find(key(9)).depth) == (0, 1)
 
 
 def test_pages_stored_before_stay_readable(tmp_path: Path) -> None:
@@ -234,6 +276,42 @@ def test_erased_pages_are_not_remembered(disk: CodecTier) -> None:
     assert key(3) not in disk._recent
 
 
+@pytest.mark.parametrize("way", ["erase", "delete", "drop_copies"])
+def test_pages_erased_while_they_are_loaded_are_not_remembered(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    store(disk)
+    route, held = disk._route, threading.Event()
+    monkeypatch.setattr(disk, "_route", lambda answer: (held.wait(20), route(answer)))
+    target = bytearray(LAYOUT.page_bytes)
+    item = Load(key(3), memoryview(target), LAYOUT.fingerprint(), COLD)
+    job = disk.submit_load([item])
+    time.sleep(0.1)
+    getattr(disk, way)([key(3)])
+    held.set()
+    answers(disk, job, 1)
+    assert not disk._recent and key(3) not in disk._coded
+
+
+def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    again.bases.__init__([LAYOUT])  # type: ignore[misc]
+    route, held = again._route, threading.Event()
+    monkeypatch.setattr(again, "_route", lambda answer: (held.wait(20), route(answer)))
+    target = bytearray(LAYOUT.page_bytes)
+    again.submit_load([Load(key(3), memoryview(target), LAYOUT.fingerprint(), COLD)])
+    again._decoders.shutdown()  # as `close` does first
+    start_s = time.monotonic()
+    held.set()
+    time.sleep(0.3)
+    again.close()
+    assert time.monotonic() - start_s < 15 and len(again.poll()) == 1
+
+
 class Gate:
     """Makes the coder wait."""
 
@@ -262,6 +340,51 @@ def test_stores_that_wait_can_be_cancelled(
     assert sum(one.reason == "cancelled" for one in found) >= 2
     for number, one in enumerate(found):
         assert (load(disk, number)[0].outcome is Outcome.HIT) == (one.outcome is Outcome.STORED)
+
+
+def test_loads_do_not_wait_for_stores(disk: CodecTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(disk, range(3))
+    gate = Gate(monkeypatch, "encode")
+    items = [Store(key(n), info(), memoryview(PAGES[n % 6])) for n in range(10, 30)]
+    job = disk.submit_store(items)
+    assert load(disk, 1)[0].outcome is Outcome.HIT
+    gate.open = True
+    answers(disk, job, len(items))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_remote_tiers_are_read_by_others(warm: bool) -> None:
+    engine = FaultyBackend()
+    tier = made(RemoteTier(engine))
+    store(tier, range(3))
+    tier.close()
+    other = RemoteTier(engine)  # pages without a basis
+    store(other, range(3, 6))
+    other.close()
+    again = made(RemoteTier(engine), basis=None)
+    if not warm:
+        again.bases.use({})
+    for number, (first, count) in itertools.product(range(6), ((1, 1), (0, 0), (2, 1))):
+        answer, got = load(again, number, first, count)
+        assert answer.outcome is Outcome.HIT, (number, answer)
+        stop = (first + count) * STEP if count else len(PAGES[number])
+        assert near(got[: stop - first * STEP], PAGES[number][first * STEP : stop])
+        exact = load(again, number, first, count, fidelity=0)[0]
+        assert (exact.outcome is Outcome.HIT) == (number >= 3), (number, exact)
+    again.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sealed_tiers_hold_coded_pages(tmp_path: Path, kind: str) -> None:
+    for basis in (BASIS, None):
+        tier = made(DiskTier(tmp_path, 64 << 20, envelope=envelope_of(kind)), basis=basis)
+        list(tier.scan())
+        store(tier, range(3) if basis else range(3, 6))
+        for number in range(3 if basis else 6):
+            answer, got = load(tier, number)
+            assert answer.outcome is Outcome.HIT and near(got, PAGES[number])
+        assert tier.bases.counts["pages"] == 3
+        tier.close()
 
 
 @pytest.mark.parametrize("name", ["encode", "decode"])

@@ -21,7 +21,8 @@ from flowkv.cache.kv import KV, warn
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import as_tokens
 from flowkv.hooks.huggingface.blend import key_turns
-from flowkv.hooks.huggingface.probe import execution_device, native_cache, quiet
+from flowkv.hooks.huggingface.probe import execution_device, quiet
+from flowkv.hooks.huggingface.versions import DynamicCache
 from flowkv.kvt.codec import PageCoder
 from flowkv.kvt.learning import MOST_BITS, GroupLearner, Scores, coded_pages, search
 from flowkv.kvt.tier import PageBases
@@ -60,13 +61,15 @@ class Calibrator:
         self.window = self.prompt * _SHARE // (_SHARE - 1)
         return min(count // self.window, MOST_WINDOWS)
 
+    @torch.inference_mode(False)
     def calibrate(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
         """Learn bases from token ids, and use them if they keep to a divergence.
 
         Raises:
             ConfigError: There are too few tokens, or the model cannot be calibrated.
         """
-        if self._names.encoder or self._door.plan.stateful or not bases.forms:
+        coded = not bases.forms or self._kv.config.codec != "raw"
+        if self._names.encoder or self._door.plan.stateful or coded:
             raise ConfigError(
                 f'cold="kvt" does not fit this {type(self._model).__name__}: it has layers other'
                 " than attention, or pages that are coded already",
@@ -160,7 +163,7 @@ class Calibrator:
         return self._model(**given).logits[0]  # type: ignore[no-any-return]
 
     def _prompt_cache(self, window: torch.Tensor) -> Any:
-        cache = native_cache(self._model)
+        cache = DynamicCache()  # without a configuration, sliding layers keep all tokens too
         with torch.no_grad():
             self._forward(window[: self.prompt], cache, 0)
         return cache
@@ -173,8 +176,10 @@ class Calibrator:
     def _sides(self, cache: Any, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[layers, heads, tokens, dim]` of a group on the CPU."""
         some = [cache.layers[layer] for layer in self._layers(group)]
-        keys, values = ([getattr(one, name)[0] for one in some] for name in ("keys", "values"))
-        return torch.stack(keys).cpu(), torch.stack(values).cpu()
+        keys, values = (
+            [getattr(one, name)[0].cpu() for one in some] for name in ("keys", "values")
+        )
+        return torch.stack(keys), torch.stack(values)
 
     def _gradients(
         self, window: torch.Tensor, cache: Any, generator: torch.Generator
@@ -205,7 +210,7 @@ class Calibrator:
             count = 2 * len(self._layers(group))
             some = found[at : at + count]
             at += count
-            out[group] = tuple(torch.stack([g[0] for g in some[side::2]]).cpu() for side in (0, 1))
+            out[group] = tuple(torch.stack([g[0].cpu() for g in some[side::2]]) for side in (0, 1))
         return out  # type: ignore[return-value]
 
     def _kv_groups(self) -> list[int]:
