@@ -299,7 +299,7 @@ def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     list(again.scan())
-    again.bases.__init__([LAYOUT])  # type: ignore[misc]
+    again.bases.__init__(GEOMETRY)  # type: ignore[misc]
     route, held = again._route, threading.Event()
     monkeypatch.setattr(again, "_route", lambda answer: (held.wait(20), route(answer)))
     target = bytearray(LAYOUT.page_bytes)
