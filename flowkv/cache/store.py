@@ -723,6 +723,10 @@ class PageStore:
                     busy = not stack.mover.lanes[number].takes(n_bytes)
                     for _ in [b for b in refused if busy and b not in stack.unwritten]:
                         stack.miss_out(number)
+        except BaseException:  # pages that left ahead stay where they have no copy
+            there = reversed(self.next_victims[self.device(blocks[0].group)])
+            self.insert([block for block in there if not (block.tiers or block.going)])
+            raise
         finally:
             stack.leaving -= leaving
             stack.settle(*blocks)

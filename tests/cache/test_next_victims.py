@@ -41,9 +41,11 @@ def prompt(number: int, pages: int = 3) -> list[int]:
     return [number, *range(8 * pages)]
 
 
-def world(pages: int = 64, **options: Any) -> tuple[KV, Copies, Watched]:
+def world(
+    shape: Geometry | None = None, pages: int = 64, **options: Any
+) -> tuple[KV, Copies, Watched]:
     options = {"tiers": [HostTier(1 << 24)], "prefetch": "off"} | options
-    kv = make_kv(simple(), pages=pages, **options)
+    kv = make_kv(shape or simple(), pages=pages, **options)
     (copies,) = behind_a_bus(kv)
     return kv, copies, Watched(copies)
 
@@ -255,6 +257,29 @@ def test_a_page_that_left_ahead_is_lost_once_where_the_host_tier_fails() -> None
     fail_all(kv, tier)
     assert kv.stats()["tiers"]["host"]["dropped"] == waiting
     assert all(block.gone for block in there)
+    end(kv, copies)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_pages_that_memory_is_missing_to_copy_stay_on_the_device(number: int) -> None:
+    kv, copies, _ = world(geometry())
+    filled(kv)
+    store, download, left = kv.planner.store, copies.download, [number]
+
+    def fail(granules: Any, n_bytes: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+        return download(granules, n_bytes)
+
+    with kv.lock:
+        pages = store.allocate(0, len(ahead(kv)) // 2)
+        before, copies.download = {*store.index}, fail
+        with pytest.raises(MemoryError):
+            store.copy_ahead()
+        copies.download = download
+        store.pool(0).release(*pages)
+    assert not [block for block in before if block.gone]
     end(kv, copies)
 
 
