@@ -628,10 +628,10 @@ class PageStore:
         return self.free(group, count, codec)
 
     def free(self, group: int, count: int, codec: int) -> list[int]:
-        """Return up to `count` private pages, dropping tails but evicting no block."""
+        """Return up to `count` private pages; tails and pages evicted ahead make room, no others."""
         pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
-        while self.tails and pool.available(granules) < count:
-            self.drop_tails(islice(self.tails, 1))
+        while pool.available(granules) < count and self._give_up(group, 1, evicts=False):
+            pass
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
 
     def keep_tail(self, tail: Block, pages: list[int]) -> None:
@@ -657,7 +657,7 @@ class PageStore:
                 self._idle[self.device(g)] -= self.forms[g].raw.granules
                 self.pool(g).release(page)
 
-    def _give_up(self, group: int, short: int) -> bool:
+    def _give_up(self, group: int, short: int, *, evicts: bool = True) -> bool:
         if self.tails:
             self.drop_tails(islice(self.tails, max(short, 1)))
             return True
@@ -669,7 +669,7 @@ class PageStore:
             for those in ahead.values():
                 self._free_pages(those, "space")
             return True
-        for n in dict.fromkeys((some, short, 1)):
+        for n in dict.fromkeys((some, short, 1)) if evicts else ():
             victims = place.evict(now, n)
             if victims is not None:
                 self.leave(self.index.those(victims.tolist()), "space")

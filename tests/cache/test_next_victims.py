@@ -316,6 +316,18 @@ def test_devices_above_one_host_tier_do_not_fill_it_with_copies_of_their_pages()
     kv.close()
 
 
+def test_a_prefetch_takes_the_room_of_pages_that_left_ahead() -> None:
+    kv, copies, _ = world(prefetch="auto", clock=ManualClock())
+    filled(kv)
+    kv.flush()
+    store, before = kv.planner.store, len(ahead(kv))
+    stay = [block for block in store.index if block.page >= 0 and not block.ahead]
+    queued = kv.enqueue([*prompt(0), 99])
+    assert queued.prefetch.wait() and queued.prefetch.arrived > 1
+    assert all(block.page >= 0 for block in stay) and len(ahead(kv)) < before
+    end(kv, copies)
+
+
 # ---- ends
 
 
