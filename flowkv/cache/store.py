@@ -237,9 +237,11 @@ class NextVictims(dict[Block, None]):
                 block.ahead, self[block] = True, None
             left -= sum(map(store.size, blocks))
             fresh = [block for block in blocks if block.lacked_by(self._tier)]
-            for those in _by_form(blocks).values():
-                store._leave_together(those, "space", ahead=True)
-            self.twice |= {one: store.size(one) for one in fresh if one.going >> self._tier & 1}
+            for those in _by_form(blocks).values():  # one may make the tier give up the next ones
+                if there := [block for block in those if block.ahead]:
+                    store._leave_together(there, "space", ahead=True)
+            fresh = [one for one in fresh if one.page >= 0 and one.going >> self._tier & 1]
+            self.twice |= {block: store.size(block) for block in fresh}
             if any(block.page < 0 for block in blocks):
                 break
             count = min(AT_ONCE_BYTES, left) // self._largest

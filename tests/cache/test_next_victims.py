@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -20,7 +21,7 @@ from tests.cache.fakes import Deferred, Wrapped, lasting
 from tests.cache.test_machine import Machine
 from tests.cache.test_pinned import behind_a_bus
 from tests.cache.toy import advance, check_content, geometry, make_kv, opened, published, simple
-from tests.inside import Copies, HostTier, ManualClock, NextVictims, bind
+from tests.inside import Copies, HostTier, ManualClock, NextVictims, PolicyPlace, bind
 
 PAGE = 4096
 
@@ -280,6 +281,38 @@ def test_pages_that_memory_is_missing_to_copy_stay_on_the_device(number: int) ->
         copies.download = download
         store.pool(0).release(*pages)
     assert not [block for block in before if block.gone]
+    end(kv, copies)
+
+
+@pytest.mark.usefixtures("much")
+def test_a_page_may_lose_its_copy_to_another_of_the_same_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full host tier makes room for one page with the copy of the next one."""
+    kv, copies, _ = world(geometry(), tiers=[tier := MemoryTier(1 << 24)])
+    filled(kv)
+    kv.flush()
+    served(kv, 2)
+    store = kv.planner.store
+    with kv.lock:
+        idle = [one for one in store.index if one.page >= 0 and not (one.ahead or one.holds)]
+        first, fresh = [one for one in idle if not one.tiers and not one.group][:2]
+        copied = next(one for one in idle if one.tiers and one.group)
+        turns = [[first], [fresh, copied]]
+
+        def choose(place: PolicyPlace, now_ns: int, count: int) -> Any:
+            chosen = (turns.pop(0) if turns else []) if place.kind == "gpu" else [copied]
+            for block in chosen:
+                place.remove(block)
+            return np.array([block.slot for block in chosen]) if chosen else None
+
+        monkeypatch.setattr(PolicyPlace, "evict", choose)
+        tier.capacity_bytes = tier.used_bytes() + 4096 + 2000
+        monkeypatch.setattr(type(ahead(kv)), "_room", lambda *_: 1 << 20)
+        pages = store.free(0, 16, 0)
+        store.copy_ahead()
+        store.pool(0).release(*pages)
+    assert copied.gone and fresh.ahead and not turns
     end(kv, copies)
 
 
