@@ -705,9 +705,7 @@ class Lane:
 
         In that case `done` is called when the tier answers.
         """
-        if self.schedule.withdraw(request):
-            request.ended = True
-            return False
+        request.ended |= self.schedule.withdraw(request)
         if request.ended or not request.flying:  # or given up before, for another of its loads
             return not request.ended
         self._ask_again(self.schedule.end(request))

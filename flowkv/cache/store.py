@@ -334,15 +334,9 @@ class PageStore:
         self._orphans, self.tails = set[Block](), dict[Block, list[int]]()
         self.swapped, self._idle = dict[Block, SwappedCopy](), dict.fromkeys(pools, 0)
         self.stack = TierStack(
-            self.context,
-            tiers,
-            self.forms,
-            policies=policies,
-            bus=bus,
-            config=config,
-            sends=sends,
+            self.context, tiers, self.forms, policies=policies, bus=bus, config=config, sends=sends,
             on_forget=self._let_go,
-        )
+        )  # fmt: skip
         self.writes = WriteBack(self.stack, self.size, self.store_pages)
         self.next_victims = {device: NextVictims(self, device) for device in pools}
         self.prefetched_unused = PrefetchedUnused(self.stack.mover, on_unused)
@@ -630,7 +624,7 @@ class PageStore:
         return self.free(group, count, codec)
 
     def free(self, group: int, count: int, codec: int) -> list[int]:
-        """Return up to `count` private pages; tails and pages evicted ahead make room, no others."""
+        """Return up to `count` private pages; only tails and pages evicted ahead make room."""
         pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
         while pool.available(granules) < count and self._give_up(group, 1, evicts=False):
             pass
