@@ -706,13 +706,12 @@ class Lane:
 
         In that case `done` is called when the tier answers.
         """
-        if self.schedule.withdraw(request):
-            request.ended = True
-            return False
-        if request.ended:
-            return False
+        request.ended |= self.schedule.withdraw(request)
+        if request.ended or not request.flying:  # or given up before, for another of its loads
+            return not request.ended
         self._ask_again(self.schedule.end(request))
         self.overdue += 1
+        request.flying = False
         done = request.done
 
         def late(answers: list[TierAnswer]) -> None:

@@ -178,8 +178,9 @@ class DevicePrefetcher:
     # ---- the view of the cache (`Reach`)
 
     def room_bytes(self) -> int:
-        """Return the free bytes of the device, those of tails included."""
+        """Return the free bytes of the device, those of tails and pages evicted ahead included."""
         store, used = self._store, self._pool.used_bytes()
+        used -= sum(map(store.size, store.next_victims[self._place.name]))
         tail = sum(store.forms[group].raw.page_bytes for group in self._groups)
         return self.capacity_bytes - used + len(store.tails) * tail
 

@@ -236,9 +236,11 @@ class NextVictims(dict[Block, None]):
                 block.ahead, self[block] = True, None
             left -= sum(map(store.size, blocks))
             fresh = [block for block in blocks if block.lacked_by(self._tier)]
-            for those in _by_form(blocks).values():
-                store._leave_together(those, "space", ahead=True)
-            self.twice |= {one: store.size(one) for one in fresh if one.going >> self._tier & 1}
+            for those in _by_form(blocks).values():  # one may make the tier give up the next ones
+                if there := [block for block in those if block.ahead]:
+                    store._leave_together(there, "space", ahead=True)
+            fresh = [one for one in fresh if one.page >= 0 and one.going >> self._tier & 1]
+            self.twice |= {block: store.size(block) for block in fresh}
             if any(block.page < 0 for block in blocks):
                 break
             count = min(AT_ONCE_BYTES, left) // self._largest
@@ -331,15 +333,9 @@ class PageStore:
         self._orphans, self.tails = set[Block](), dict[Block, list[int]]()
         self.swapped, self._idle = dict[Block, SwappedCopy](), dict.fromkeys(pools, 0)
         self.stack = TierStack(
-            self.context,
-            tiers,
-            self.forms,
-            policies=policies,
-            bus=bus,
-            config=config,
-            sends=sends,
+            self.context, tiers, self.forms, policies=policies, bus=bus, config=config, sends=sends,
             on_forget=self._let_go,
-        )
+        )  # fmt: skip
         self.writes = WriteBack(self.stack, self.size, self.store_pages)
         self.next_victims = {device: NextVictims(self, device) for device in pools}
         self.prefetched_unused = PrefetchedUnused(self.stack.mover, on_unused)
@@ -627,10 +623,10 @@ class PageStore:
         return self.free(group, count, codec)
 
     def free(self, group: int, count: int, codec: int) -> list[int]:
-        """Return up to `count` private pages, dropping tails but evicting no block."""
+        """Return up to `count` private pages; only tails and pages evicted ahead make room."""
         pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
-        while self.tails and pool.available(granules) < count:
-            self.drop_tails(islice(self.tails, 1))
+        while pool.available(granules) < count and self._give_up(group, 1, evicts=False):
+            pass
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
 
     def keep_tail(self, tail: Block, pages: list[int]) -> None:
@@ -656,7 +652,7 @@ class PageStore:
                 self._idle[self.device(g)] -= self.forms[g].raw.granules
                 self.pool(g).release(page)
 
-    def _give_up(self, group: int, short: int) -> bool:
+    def _give_up(self, group: int, short: int, *, evicts: bool = True) -> bool:
         if self.tails:
             self.drop_tails(islice(self.tails, max(short, 1)))
             return True
@@ -668,7 +664,7 @@ class PageStore:
             for those in ahead.values():
                 self._free_pages(those, "space")
             return True
-        for n in dict.fromkeys((some, short, 1)):
+        for n in dict.fromkeys((some, short, 1)) if evicts else ():
             victims = place.evict(now, n)
             if victims is not None:
                 self.leave(self.index.those(victims.tolist()), "space")
@@ -722,6 +718,10 @@ class PageStore:
                     busy = not stack.mover.lanes[number].takes(n_bytes)
                     for _ in [b for b in refused if busy and b not in stack.unwritten]:
                         stack.miss_out(number)
+        except BaseException:  # pages that left ahead stay where they have no copy
+            there = reversed(self.next_victims[self.device(blocks[0].group)])
+            self.insert([block for block in there if not (block.tiers or block.going)])
+            raise
         finally:
             stack.leaving -= leaving
             stack.settle(*blocks)

@@ -391,6 +391,20 @@ def test_loads_asked_together_can_be_taken_back_before_they_are_sent() -> None:
     assert [one.key for one in told[0]] == [key_of(1), key_of(2)] and not mover.busy
 
 
+def test_loads_of_one_request_are_given_up_together() -> None:
+    """As many as there are, the request is overdue once, until its tier answers."""
+    tier, told = Slow(MemoryTier()), list[Any]()
+    stored(tier.inner, *range(3))
+    mover = mover_over(tier)
+    loads = [Load(key_of(n), memoryview(bytearray(4096)), LAYOUT, 0) for n in range(3)]
+    request, lane = mover.ask_all(0, loads, told.append), mover.lanes[0]
+    mover.drain()
+    for _ in range(2000):
+        assert lane.give_up(request) and lane.overdue == 1
+    tier.allowed = 3
+    assert mover.drain() and len(told) == 1 and lane.overdue == 0 and lane.answering
+
+
 def test_a_closed_tier_fails_all_that_is_asked_together() -> None:
     tier = HostTier(1 << 20)
     mover = mover_over(tier)

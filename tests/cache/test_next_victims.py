@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -20,7 +21,7 @@ from tests.cache.fakes import Deferred, Wrapped, lasting
 from tests.cache.test_machine import Machine
 from tests.cache.test_pinned import behind_a_bus
 from tests.cache.toy import advance, check_content, geometry, make_kv, opened, published, simple
-from tests.inside import Copies, HostTier, ManualClock, NextVictims, bind
+from tests.inside import Copies, HostTier, ManualClock, NextVictims, PolicyPlace, bind
 
 PAGE = 4096
 
@@ -41,9 +42,11 @@ def prompt(number: int, pages: int = 3) -> list[int]:
     return [number, *range(8 * pages)]
 
 
-def world(pages: int = 64, **options: Any) -> tuple[KV, Copies, Watched]:
+def world(
+    shape: Geometry | None = None, pages: int = 64, **options: Any
+) -> tuple[KV, Copies, Watched]:
     options = {"tiers": [HostTier(1 << 24)], "prefetch": "off"} | options
-    kv = make_kv(simple(), pages=pages, **options)
+    kv = make_kv(shape or simple(), pages=pages, **options)
     (copies,) = behind_a_bus(kv)
     return kv, copies, Watched(copies)
 
@@ -258,6 +261,61 @@ def test_a_page_that_left_ahead_is_lost_once_where_the_host_tier_fails() -> None
     end(kv, copies)
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_pages_that_memory_is_missing_to_copy_stay_on_the_device(number: int) -> None:
+    kv, copies, _ = world(geometry())
+    filled(kv)
+    store, download, left = kv.planner.store, copies.download, [number]
+
+    def fail(granules: Any, n_bytes: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+        return download(granules, n_bytes)
+
+    with kv.lock:
+        pages = store.allocate(0, len(ahead(kv)) // 2)
+        before, copies.download = {*store.index}, fail
+        with pytest.raises(MemoryError):
+            store.copy_ahead()
+        copies.download = download
+        store.pool(0).release(*pages)
+    assert not [block for block in before if block.gone]
+    end(kv, copies)
+
+
+@pytest.mark.usefixtures("much")
+def test_a_page_may_lose_its_copy_to_another_of_the_same_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full host tier makes room for one page with the copy of the next one."""
+    kv, copies, _ = world(geometry(), tiers=[tier := MemoryTier(1 << 24)])
+    filled(kv)
+    kv.flush()
+    served(kv, 2)
+    store = kv.planner.store
+    with kv.lock:
+        idle = [one for one in store.index if one.page >= 0 and not (one.ahead or one.holds)]
+        first, fresh = [one for one in idle if not one.tiers and not one.group][:2]
+        copied = next(one for one in idle if one.tiers and one.group)
+        turns = [[first], [fresh, copied]]
+
+        def choose(place: PolicyPlace, now_ns: int, count: int) -> Any:
+            chosen = (turns.pop(0) if turns else []) if place.kind == "gpu" else [copied]
+            for block in chosen:
+                place.remove(block)
+            return np.array([block.slot for block in chosen]) if chosen else None
+
+        monkeypatch.setattr(PolicyPlace, "evict", choose)
+        tier.capacity_bytes = tier.used_bytes() + 4096 + 2000
+        monkeypatch.setattr(type(ahead(kv)), "_room", lambda *_: 1 << 20)
+        pages = store.free(0, 16, 0)
+        store.copy_ahead()
+        store.pool(0).release(*pages)
+    assert copied.gone and fresh.ahead and not turns
+    end(kv, copies)
+
+
 def test_memory_that_others_share_gets_each_page_once() -> None:
     stored = list[bytes]()
 
@@ -289,6 +347,18 @@ def test_devices_above_one_host_tier_do_not_fill_it_with_copies_of_their_pages()
     assert any(store.next_victims.values())
     audit(kv)
     kv.close()
+
+
+def test_a_prefetch_takes_the_room_of_pages_that_left_ahead() -> None:
+    kv, copies, _ = world(prefetch="auto", clock=ManualClock())
+    filled(kv)
+    kv.flush()
+    store, before = kv.planner.store, len(ahead(kv))
+    stay = [block for block in store.index if block.page >= 0 and not block.ahead]
+    queued = kv.enqueue([*prompt(0), 99])
+    assert queued.prefetch.wait() and queued.prefetch.arrived > 1
+    assert all(block.page >= 0 for block in stay) and len(ahead(kv)) < before
+    end(kv, copies)
 
 
 # ---- ends
