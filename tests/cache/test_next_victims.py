@@ -293,15 +293,17 @@ def test_a_page_may_lose_its_copy_to_another_of_the_same_turn(
     filled(kv)
     kv.flush()
     served(kv, 2)
+    kv.flush()
     store = kv.planner.store
     with kv.lock:
         idle = [one for one in store.index if one.page >= 0 and not (one.ahead or one.holds)]
         first, fresh = [one for one in idle if not one.tiers and not one.group][:2]
         copied = next(one for one in idle if one.tiers and one.group)
-        turns = [[first], [fresh, copied]]
+        turns, below = [[first], [fresh, copied]], [[copied]]
 
         def choose(place: PolicyPlace, now_ns: int, count: int) -> Any:
-            chosen = (turns.pop(0) if turns else []) if place.kind == "gpu" else [copied]
+            here = turns if place.kind == "gpu" else below
+            chosen = here.pop(0) if here else []
             for block in chosen:
                 place.remove(block)
             return np.array([block.slot for block in chosen]) if chosen else None
@@ -309,6 +311,7 @@ def test_a_page_may_lose_its_copy_to_another_of_the_same_turn(
         monkeypatch.setattr(PolicyPlace, "evict", choose)
         tier.capacity_bytes = tier.used_bytes() + 4096 + 2000
         monkeypatch.setattr(type(ahead(kv)), "_room", lambda *_: 1 << 20)
+        monkeypatch.setattr(type(store.pool(0).copies), "has_room", lambda *_: True)
         pages = store.free(0, 16, 0)
         store.copy_ahead()
         store.pool(0).release(*pages)

@@ -217,9 +217,9 @@ def test_a_page_that_cannot_be_deleted_can_be_evicted_later() -> None:
     with kv.lock:
         for _ in range(2):
             with pytest.raises(ValueError, match="own"):
-                stack._make_room(HOST, 1)
+                stack.make_room(HOST, 1)
         near.stuck = False
-        assert stack._make_room(HOST, 1)
+        assert stack.make_room(HOST, 1)
     assert len(near.frames) == 2
     audit(kv)
 

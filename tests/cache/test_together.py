@@ -281,7 +281,7 @@ def test_a_page_is_not_lost_while_its_own_batch_makes_room(late: bool, bus: bool
 
 
 @pytest.mark.parametrize("bus", [False, True])
-@pytest.mark.parametrize("where", ["admit", "describe", "_make_room"])
+@pytest.mark.parametrize("where", ["admit", "describe", "make_room"])
 def test_an_error_leaves_no_page_without_an_owner(
     where: str, bus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +292,7 @@ def test_an_error_leaves_no_page_without_an_owner(
         behind_a_bus(kv)
     published(kv, TEXT)
     store = kv.planner.store
-    owners = {"admit": store.stack.places[0].policy, "describe": store, "_make_room": store.stack}
+    owners = {"admit": store.stack.places[0].policy, "describe": store, "make_room": store.stack}
     owner = owners[where]
     real = getattr(owner, where)
 
@@ -309,7 +309,7 @@ def test_an_error_leaves_no_page_without_an_owner(
     blocks = sorted(store.index, key=lambda block: block.depth)
     assert kv.flush(60) and not store.pool(0).lent
     assert not any(block.going for block in blocks) and not store.stack.leaving
-    lost = 2 * (where == "_make_room")  # their pages were free by then
+    lost = 2 * (where == "make_room")  # their pages were free by then
     assert [block.page >= 0 for block in blocks] == [True] * (4 - lost) + [False] * 2
     served(kv, 16 if lost else 48)
     taken = store.try_allocate(0, 16)

@@ -40,7 +40,8 @@ class Format1Envelope(Envelope):
         super().__init__()
         self.plain = False  # one by one, by this
 
-    def seal(self, key: bytes, info: FrameInfo, body: Any, *, generation: int = 0) -> SealedFrame:
+    def seal(self, key: bytes, info: FrameInfo, body: Any, *, generation: int = 0,
+             known: object = None) -> SealedFrame:  # fmt: skip
         data = memoryview(body).cast("B")
         head, step = header_of(key, info, data.tobytes(), generation), info.stripe_bytes
         if len(data) % step:

@@ -230,7 +230,7 @@ def test_every_field_is_part_of_the_frame(change: str, value: object) -> None:
     "changes",
     [
         {"kind": "letter"},
-        {"codec": len(CODECS), "fidelity": len(CODECS)},
+        {"codec": len(CODECS) + 1, "fidelity": len(CODECS) + 1},
         {"codec": 2, "fidelity": 1},
         {"codec": -1},
         {"layout": b"short"},
