@@ -198,6 +198,7 @@ class Copies:
         self.most_bytes = most_bytes
         self._kernel_bytes, self._least_pieces = kernel_bytes, least_pieces
         self._queue: list[tuple[int, torch.Tensor]] = []  # (granule, row)
+        self._batches: list[list[tuple[int, torch.Tensor]]] = []  # one, and those that failed
         # Rows of copies under way to the device, and from it with the pages that are read.
         self._coming: _Copying = deque()
         self._leaving: _Copying = deque()
@@ -244,17 +245,21 @@ class Copies:
 
     def launch(self) -> None:
         """Start the queued copies to the device; work queued there from now on sees them."""
-        if not self._queue:
+        if self._queue:
+            self._batches.append(self._queue)
+            self._queue = []
+        if not self._batches:
             return
-        queue = self._queue
         self.reuse()
         self.streams.follow()  # earlier work may still read the pages' old content
         try:
-            self._move(queue, to_device=True)
+            for batch in self._batches:  # in their order: a page may have been given to another
+                self._move(batch, to_device=True)
         finally:  # copies that were begun use the rows
             self.streams.lead()
-            self._coming.append((self.streams.mark(to_device=True), [row for _, row in queue], ()))
-        self._queue = []  # if anything raises, `join` tries again before the pages are read
+            rows = [row for batch in self._batches for _, row in batch]
+            self._coming.append((self.streams.mark(to_device=True), rows, ()))
+        self._batches = []  # if anything raises, `join` tries again before the pages are read
 
     def send(self, row: torch.Tensor, target: torch.Tensor) -> CudaMark:
         """Start copying a staged row to memory of the device outside the pages.

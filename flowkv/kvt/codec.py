@@ -157,6 +157,8 @@ class PageCoder:
             side = x[here.start - place.layers.start : here.stop - place.layers.start]
             if not place.side:
                 side = self.turned(side, head.page_no, here)
+            if self._dtype is torch.float16:  # what is near its end may come back beyond it
+                side = side.clamp(-65504.0, 65504.0)
             views[place.side][here.start - first : here.stop - first, place.heads].copy_(side)
         return end == len(data)
 

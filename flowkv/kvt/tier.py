@@ -228,6 +228,7 @@ class CodecTier:
             return False
         coders, self._again_ns = list(self.bases.current.values()), 0
         self.inner.delete([self._current_key()])
+        self._held.difference_update([coder.name for coder in coders])
         return all([self._holds(coder) for coder in coders])
 
     def basis_bytes(self) -> int:
@@ -356,13 +357,17 @@ class CodecTier:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget frames at once; return how many were present."""
-        self.drop_copies(keys)
-        return self.inner.delete(keys)
+        try:
+            return self.inner.delete(keys)
+        finally:  # loads that began meanwhile have read them
+            self.drop_copies(keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Delete frames and leave no copy of their bytes; see `Tier.erase`."""
-        self.drop_copies(keys)
-        return self.inner.erase(keys)
+        try:
+            return self.inner.erase(keys)
+        finally:
+            self.drop_copies(keys)
 
     def scan(self) -> Iterator[Entry]:
         """Yield all frames, coded pages as the raw pages that they stand for."""

@@ -612,6 +612,32 @@ def test_what_leaves_a_full_device_waits_for_memory_that_is_slow(
     assert copies.staged_bytes() == 0
 
 
+@pytest.mark.parametrize("granules", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_a_failed_launch_do_not_win_over_later_ones(
+    seed: int, granules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page of a row that could not be copied is given to others: theirs is what it holds."""
+    world = World(seed, granules, 8)
+    rows = world.copies.stage(4, world.n_bytes)
+    for value, row in enumerate(rows, 1):
+        row.fill_(value)
+    order = rows if seed % 2 else rows[::-1]  # of their addresses, too
+    first, second = order[:2], order[2:]
+    with monkeypatch.context() as patch:
+        for name in ("copy", "scatter"):
+            patch.setattr(world.device, name, lambda *_, **__: 1 / 0)
+        world.copies.upload((n * granules, row) for n, row in enumerate(first))
+        with pytest.raises(ZeroDivisionError):
+            world.copies.launch()
+    world.reuse(0, 1)
+    world.copies.upload((n * granules, row) for n, row in enumerate(second))
+    world.copies.launch()
+    world.device.finish()
+    for number, row in enumerate(second):
+        assert bool((world.page(number) == row[0]).all())
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_no_byte_is_copied_between_a_device_and_the_host_tier(
     apart: bool, monkeypatch: pytest.MonkeyPatch

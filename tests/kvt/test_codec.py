@@ -89,6 +89,16 @@ def test_first_tokens_are_kept_whole() -> None:
         torch.testing.assert_close(got[:, :, :4], wanted[:, :, :4], rtol=2e-3, atol=0.3)
 
 
+def test_values_near_the_end_of_float16_stay_finite() -> None:
+    source = Source(layout("float16"))
+    coder, _ = learner(source).coder(3e-3, {})
+    body = page(coder, source, 5)
+    coder.views(memoryview(body))[1][:, :, 9] = 65504.0
+    data = coder.encode(memoryview(body), 5)
+    assert data is not None
+    assert all(bool(x.isfinite().all()) for x in coder.views(memoryview(decoded(coder, data))))
+
+
 def test_strange_tokens_are_kept_whole() -> None:
     source = Source(layout())
     coder, _ = learner(source).coder(1e-4, {})

@@ -154,6 +154,15 @@ def test_another_process_reads_with_the_stored_basis(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_basis_stored_twice_is_read_by_later_processes(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    assert tier.store_bases() and tier.store_bases()
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    assert again.bases.current[0].name == CODER.name
+    again.close()
+
+
 def test_pages_without_their_basis_are_misses(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
     store(tier)
