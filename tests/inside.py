@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     )
     from flowkv.core.geometry import CODECS as layout_CODECS
     from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
-    from flowkv.core.memory import HUGE_BYTES, address_of, own_memory
+    from flowkv.core.memory import HUGE_BYTES, address_of, own_memory, populate
     from flowkv.core.reaper import REAPER
     from flowkv.demo import findings as demo_findings
     from flowkv.demo import process, run

@@ -689,10 +689,11 @@ class KV:
                 "tool_wait", "one_shot", ...) or a `flowkv.policy.Lease`.
             retain: Spans of tokens that are kept more, or less, than others.
             request: `Sequence.request` of a sequence that was opened in vain for the same request.
-            wait: False returns at once, with the pages on the device in place.
-                `Sequence.restoration` loads the others (None if there are none); `restore` and
-                `prefill` finish it, and may compute part of the prefix meanwhile. With `state`, all
-                of it is loaded; if a page fails, `length` becomes 0 and `state` None.
+            wait: False returns at once, with the pages on the device in place (and those in host
+                memory that the device reads, if all others are there). `Sequence.restoration` loads
+                the others (None if there are none); `restore` and `prefill` finish it, and may
+                compute part of the prefix meanwhile. With `state`, all of it is loaded; if a page
+                fails, `length` becomes 0 and `state` None.
             computable: With `wait=False`: whether the caller can compute part of the prefix.
 
         Returns:

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from flowkv.core.digest import DIGEST_BYTES
@@ -160,9 +161,13 @@ class CudaStreams:
         runtime.cudaHostUnregister(address)
 
     def _places(self, granules: Places, lines: Places) -> tuple[torch.Tensor, torch.Tensor]:
+        # Both lists begin at a multiple of 16 bytes: kernels are compiled for that.
+        count = len(granules)
+        both = np.zeros((2, -(-count // 4) * 4), np.int32)
+        both[0, :count], both[1, :count] = granules, lines
         # The tensor is made on the copy's stream: its memory is not reused before the kernel ran.
-        there = sent(torch.tensor([granules, lines], dtype=torch.int32, device="cpu"), self.device)
-        return there[0], there[1]
+        there = sent(torch.from_numpy(both), self.device)
+        return there[0, :count], there[1, :count]
 
 
 KERNEL_BYTES, LEAST_PIECES = 2 << 20, 16

@@ -7,7 +7,6 @@ id holds the granule (4 KiB) at which the page begins and, in the bits above, it
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -30,7 +29,7 @@ from flowkv.core.geometry import (
     granule_of,
     page_layout,
 )
-from flowkv.core.memory import own_memory
+from flowkv.core.memory import own_memory, populate
 from flowkv.kernels.operands import sent
 from flowkv.policy.pages import Ladder, Occupancy, make_ladder
 from flowkv.tiers.base import FrameInfo
@@ -501,29 +500,17 @@ def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
     return torch.frombuffer(arena, dtype=torch.uint8)
 
 
-# The system clears memory when it is written for the first time, and in a virtual machine the host
-# provides it only then: up to 2.5 ms for each MiB, which restores and prefills would wait for.
+# Restores and prefills would wait for memory that is written for the first time (`populate`).
 _AHEAD_BYTES, _AHEAD_SHARE = 1 << 29, 4
 """Bytes of a pool touched ahead of the used ones, and their limit, one part in 4 of the pool."""
-_TOUCH_BYTES = 1 << 21
-"""Bytes touched by one call, during which no other thread can change the process's mappings."""
 _TOUCH_LATER_S = 0.5
 """Delay of later touches, so that they do not slow the restore that used up the memory."""
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 def _first_touch(memory: torch.Tensor, wait_s: float) -> None:
-    """Populate memory as if it were written, without changing it; others may write meanwhile."""
+    """Commit memory after a delay."""
     time.sleep(wait_s)
-    try:
-        advise = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):  # another system
-        return
-    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    first, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
-    for at in range(first, stop, _TOUCH_BYTES):
-        if advise(at, min(_TOUCH_BYTES, stop - at), _POPULATE_WRITE):
-            return  # an older system, or no memory is left
+    populate(memory.data_ptr(), memory.numel())
 
 
 # The codecs that the pages of a layer group may have, and the layout of each.

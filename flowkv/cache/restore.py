@@ -423,6 +423,18 @@ class PrefixMatcher:
 
     # ---- planning loads
 
+    def copyable(self, seq: Sequence, pages: int) -> bool:
+        """Return whether all absent pages of a known prefix lie in memory that devices read."""
+        groups, stack = range(len(seq.blocks)), self.store.stack
+        known = (block for g in groups for block in self._blocks(seq, g, pages))
+        absent = [block for block in known if block.page < 0]
+        tiers = {-1 if block.going else block.tier for block in absent}
+        return (
+            bool(absent)
+            and all(tier >= 0 and hasattr(stack.tiers[tier], "lend_all") for tier in tiers)
+            and all(self.store.pool(g).copies is not None for g in groups)
+        )
+
     def resident(self, seq: Sequence, pages: int) -> int:
         """Return the leading pages that are resident in every group, as far as windows reach."""
         every = range(len(seq.blocks))
@@ -607,7 +619,9 @@ class RestoreScheduler:
     def start_restore(self, seq: Sequence, limit: int, *, computable: bool) -> None:
         """Attach the resident pages of a prompt's prefix, and start to load the others.
 
-        `Sequence.restoration` is the restore afterwards; None if nothing is to be loaded.
+        `Sequence.restoration` is the restore afterwards; None if nothing is to be loaded. Pages in
+        memory that their device reads directly are copied at once: the policy's calls for parts of
+        them would take longer than the copies.
 
         Args:
             seq: A fresh sequence.
@@ -617,6 +631,9 @@ class RestoreScheduler:
         size, restorer = self.restorer.page_size, self.restorer
         self.store.expire()
         known = restorer.match(seq, max(0, limit) // size)
+        if self.policy.at_once and restorer.copyable(seq, known):
+            restorer.restore(seq, limit)
+            return
         plan = self._look(seq, known, computable) if known else None
         pages = plan.pages if plan is not None else seq.length // size
         behind = restorer.behind(seq, pages, limit) if self.store.stack.tiers else []

@@ -10,18 +10,20 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import attrgetter
+from queue import Empty, SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
+from flowkv.core.memory import populate
 from flowkv.tiers.io.engine import Arena, ArenaSlot
 
 Bytes = NDArray[np.uint8]
 
 CHUNK_BYTES = 256 << 20
 """Bytes of memory that are registered with a device in one call."""
-AHEAD_BYTES = 1 << 30
+AHEAD_BYTES = 2 << 30
 """Bytes that are registered before they are needed: registering takes as long as writing."""
 
 
@@ -45,6 +47,7 @@ class SlotPool:
         self._unpin: Callable[[int], None] | None = None
         self._chunks: list[_Chunk] = []  # by address
         self._made_bytes = self._free_bytes = 0  # of all chunks
+        self._ahead_bytes = 0  # of chunks that the thread makes
         self._last: _Chunk | None = None  # the chunk that had room last
         self._ended: deque[ArenaSlot] = deque()  # slots without arrays; a finalizer may only append
         self._taken: dict[int, tuple[int, _Chunk]] = {}  # bytes and chunk of each slot, by address
@@ -74,9 +77,9 @@ class SlotPool:
             self._pin, self._unpin, self.n_bytes = pin, unpin, self.n_bytes + more_bytes
             for chunk in self._chunks:
                 self._register(chunk)
-            if self._chunks or self.why:
-                return
-            self._add(self._make())
+            if not (self._chunks or self.why):
+                self._add(self._make(self._size()))
+            self._make_ahead()
 
     def acquire(self, n_bytes: int, *, pinned: bool = False) -> Bytes | None:
         """Return a slot with undefined content; None where there is no room.
@@ -153,6 +156,7 @@ class SlotPool:
             self._chunks, self._last, self._made_bytes, self._free_bytes = [], None, 0, 0
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
+            ahead.over = True
             ahead.join()
 
     def _find(self, count: int, n_bytes: int, pinned: bool) -> list[tuple[_Chunk, ArenaSlot]]:
@@ -171,14 +175,20 @@ class SlotPool:
                 slot.arena.give_back(slot)
                 self._free_bytes += slot.taken_bytes
 
-    def _make(self, n_bytes: int = 0) -> _Chunk | None:
-        """Return a new registered chunk of at least that many bytes; None if none can be made."""
-        left = self.n_bytes - self._made_bytes
+    def _size(self, n_bytes: int = 0) -> int:
+        """Return the size of a new chunk for at least that many bytes; 0 without room for them."""
+        left = self.n_bytes - self._made_bytes - self._ahead_bytes
         size = left if self._pin is None else min(left, max(CHUNK_BYTES, n_bytes))
-        if size < max(n_bytes, 1):
+        return size if size >= n_bytes else 0
+
+    def _make(self, size: int) -> _Chunk | None:
+        """Return a new registered chunk of a size; None if none can be made."""
+        if size < 1:
             return None
         with suppress(OSError, MemoryError, OverflowError):
             chunk = _Chunk(Arena(size))
+            if self._pin is not None:  # registering alone would hold up all calls of the device
+                populate(chunk.address, size)
             self._register(chunk)
             return chunk
         return None
@@ -198,29 +208,44 @@ class SlotPool:
             self._free_bytes += chunk.arena.n_bytes
 
     def _next(self, n_bytes: int) -> _Chunk | None:
-        """Return the chunk made ahead, or else a new one of at least that many bytes."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.join()
-            if ahead.made is not None:
-                return ahead.made
-        return self._make(n_bytes)
+        """Return the next chunk made ahead, or else a new one of at least that many bytes."""
+        return self._made(wait=True) or self._make(self._size(n_bytes))
+
+    def _made(self, *, wait: bool) -> _Chunk | None:
+        """Return the next chunk of the thread that makes them ahead; None if it makes no more."""
+        ahead = self._ahead
+        if ahead is None:
+            return None
+        try:  # a thread that has ended put all that it made; in a forked child it may lack the end
+            chunk = ahead.made.get(wait and ahead.is_alive())
+        except Empty:
+            chunk, wait = None, wait or not ahead.is_alive()
+            if not wait:
+                return None
+        if chunk is None:
+            self._ahead, self._ahead_bytes = None, 0
+        else:
+            self._ahead_bytes -= chunk.arena.n_bytes
+        return chunk
 
     def _make_ahead(self) -> None:
-        """Start a thread that makes the next chunk, if little is left of the present ones."""
+        """Start a thread that makes chunks, if few bytes of the present ones are free."""
         if self.why or self._pin is None:
             return
-        if self._ahead is not None:
-            if self._ahead.is_alive():
-                return
-            self._add(self._ahead.made)
-            self._ahead = None
-        made, free = self._made_bytes, self._free_bytes
-        if made < self.n_bytes and free < max(AHEAD_BYTES, made - free):
-            making = _Making(self._make)
-            with suppress(RuntimeError):  # no thread can start: the chunk is made when it is needed
+        while (chunk := self._made(wait=False)) is not None:
+            self._add(chunk)
+        missing = max(AHEAD_BYTES, self._made_bytes - self._free_bytes) - self._free_bytes
+        if self._ahead is None and missing > 0:
+            sizes = list[int]()
+            while missing > sum(sizes) and (size := self._size()):
+                sizes.append(size)
+                self._ahead_bytes += size
+            making = _Making(self._make, sizes)
+            with suppress(RuntimeError):  # no thread can start: chunks are made when needed
                 making.start()
                 self._ahead = making
+            if self._ahead is None:
+                self._ahead_bytes = 0
 
 
 class _Chunk:
@@ -239,15 +264,27 @@ class _Chunk:
 
 
 class _Making(threading.Thread):
-    """Thread that makes one chunk."""
+    """Thread that makes chunks.
 
-    def __init__(self, make: Callable[[], _Chunk | None]) -> None:
+    Attributes:
+        made: Finished chunks, and None at the end.
+        over: Whether to make no more.
+    """
+
+    def __init__(self, make: Callable[[int], _Chunk | None], sizes: list[int]) -> None:
         super().__init__(name="flowkv memory", daemon=True)
-        self.made: _Chunk | None = None
-        self._make = make
+        self.made: SimpleQueue[_Chunk | None] = SimpleQueue()
+        self.over, self._make, self._sizes = False, make, sizes
 
     def run(self) -> None:
-        self.made = self._make()
+        try:
+            for size in self._sizes:
+                chunk = None if self.over else self._make(size)
+                if chunk is None:
+                    return
+                self.made.put(chunk)
+        finally:
+            self.made.put(None)
 
 
 def _end(

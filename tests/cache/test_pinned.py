@@ -22,7 +22,7 @@ from flowkv import KV
 from flowkv.tiers import Load, Store, TierAnswer
 from flowkv.tiers.disk import DiskTier
 from tests.cache.audit import audit
-from tests.cache.fakes import Silent, lasting
+from tests.cache.fakes import Halves, Silent, lasting
 from tests.cache.test_codecs import wide
 from tests.cache.toy import check_content, geometry, make_kv, published
 from tests.inside import (
@@ -662,6 +662,33 @@ def test_no_byte_is_copied_between_a_device_and_the_host_tier(
     assert not count.n_bytes
     gc.collect()
     assert copies.staged_bytes() == 0
+    kv.close()
+
+
+@pytest.mark.parametrize("below", ["host", "disk"])
+def test_pages_that_the_device_reads_are_copied_at_once(below: str, tmp_path: Path) -> None:
+    """Also for a caller that would not wait; others, and those of other policies, come later."""
+    tiers = [HostTier(1 << 24)] if below == "host" else [DiskTier(tmp_path, 1 << 24)]
+    kv = make_kv(pages=20, tiers=tiers, prefetch="off")
+    behind_a_bus(kv)
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+    usual = kv.restores.policy
+    for text, policy in zip(texts, ["flowkv", "halves"] * 4, strict=True):
+        kv.restores.policy = usual if policy == "flowkv" else Halves(0.0)
+        with kv.open([*text, 99], wait=False) as seq:
+            at_once = policy == "flowkv" and below == "host"
+            assert (seq.restoration is None) == at_once and (seq.length == 48) == at_once
+            if not at_once:
+                seq.restoration.settle()
+                while seq.restoration.poll() is None:
+                    time.sleep(1e-4)
+                seq.restoration.finish()
+            assert seq.length == 48
+            check_content(kv, seq, text[:48])
+    audit(kv)
     kv.close()
 
 

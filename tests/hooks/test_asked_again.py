@@ -53,6 +53,9 @@ def test_every_token_is_a_replay(name: str, way: str) -> None:
     with attached(model) as kv:
         for _ in range(2):  # until all shapes are captured
             generate(model, 30, **given)
+        if (name, way) == ("gpt_oss", "beams"):  # see `test_replays_answer_as_the_model`
+            assert "run eagerly" in kv.explain(PROMPT[0]).decoding
+            return
         every_token_is_a_replay(kv, model, twin, given)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import weakref
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.inside import SlotPool, slots
+from tests.inside import SlotPool, populate, slots
 
 SIZE = 8192
 
@@ -86,6 +88,57 @@ def test_chunks_are_made_ahead_and_in_need() -> None:
     assert len(device.there) == 4, "what is in use stays registered"
     del held
     assert not device.there
+
+
+def test_memory_is_committed_and_registered_before_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the beginning on, without a call for a slot; bytes are committed before each call."""
+    monkeypatch.setattr(slots, "AHEAD_BYTES", 7 * SIZE)
+    order, ready = list[str](), threading.Event()
+
+    def committed(address: int, n_bytes: int) -> None:
+        order.append("commit")
+        populate(address, n_bytes)
+
+    def pin(address: int, n_bytes: int) -> str:
+        order.append("pin")
+        if len(order) == 4:
+            ready.set()
+        return device.pin(address, n_bytes)
+
+    monkeypatch.setattr(slots, "populate", committed)
+    device, pool = Device(), SlotPool(12 * SIZE)
+    pool.register(pin, device.unpin)
+    assert ready.wait(10.0) and order == ["commit", "pin"] * 2
+    held = pool.acquire_all(8, SIZE, pinned=True)
+    assert len(held) == 8 and order[4:] in ([], ["commit"], ["commit", "pin"])
+    pool.close()
+    del held
+    gc.collect()
+    assert not device.there
+
+
+def test_a_forked_child_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that makes memory ahead is not there."""
+    monkeypatch.setattr(slots, "AHEAD_BYTES", 7 * SIZE)
+    device, pool, parent = Device(), SlotPool(12 * SIZE), os.getpid()
+    begun, over = threading.Event(), threading.Event()
+
+    def pin(address: int, n_bytes: int) -> str:
+        if device.there and os.getpid() == parent:
+            begun.set()
+            assert over.wait(30.0)
+        return device.pin(address, n_bytes)
+
+    pool.register(pin, device.unpin)
+    assert begun.wait(10.0)
+    if not (child := os.fork()):
+        signal.alarm(20)
+        os._exit(0 if len(pool.acquire_all(12, SIZE, pinned=True)) == 12 else 1)
+    over.set()
+    assert os.waitpid(child, 0)[1] == 0
+    pool.close()
 
 
 def test_what_exceeds_a_chunk_has_one_of_its_own() -> None:

@@ -324,9 +324,14 @@ class RestorePolicy(ABC):
     The same object serves a virtual clock, emulated devices, torch and the cache. Each calls it
     when one of its engines is idle, and begins the answer at once (`State.begin`), before the next
     call. None leaves the engine idle until an operation ends or a request arrives.
+
+    Attributes:
+        name: Name of the policy.
+        at_once: Whether the cache copies pages at once, without a call of the policy, if all of
+            them lie in host memory that the device reads.
     """
 
-    name = ""
+    name, at_once = "", False
 
     @abstractmethod
     def next_compute(
@@ -734,7 +739,7 @@ class TwoPointer(RestorePolicy):
         ConfigError: A size is not positive.
     """
 
-    name = "flowkv"
+    name, at_once = "flowkv", True
 
     def __init__(
         self,
