@@ -65,6 +65,8 @@ class Kernels(msgspec.Struct, frozen=True):
                 for rows in _ROWS:
                     seqs = [kv.open([], reuse=False) for _ in range(rows)]
                     new = shape.page_size + 9 if rows < 8 else 9
+                    if rows == 1:  # tokens behind so many share their pages among programs
+                        new += 256 + shape.page_size
                     for count in (new, 64, 4, 1, 1) if rows < 8 else (new, 1):
                         with kv.step(seqs, [[1] * count] * rows) as step:
                             self._attend(step, shape, count * rows)
@@ -77,7 +79,7 @@ class Kernels(msgspec.Struct, frozen=True):
                 for pool in kv.planner.store.pools.values() if kv.planner is not None else ():
                     if pool.copies is not None:
                         pool.copies.digest([0], GRANULE_BYTES, 1)
-                        pool.copies.download([0] * LEAST_PIECES, GRANULE_BYTES)
+                        pool.copies.download(range(0, 2 * LEAST_PIECES, 2), GRANULE_BYTES)
 
     def _small(self) -> Geometry:
         """Return a geometry with one layer of each group; kernels do not depend on their number."""

@@ -17,7 +17,8 @@ import torch
 from flowkv import kernels
 from flowkv.cache.index import UNKNOWN, Block
 from flowkv.cache.mover import IOPriority, TransferRequest
-from flowkv.cache.pool import AT_ONCE_BYTES, Forms, PagePool
+from flowkv.cache.pinned import BATCH_BYTES
+from flowkv.cache.pool import Forms, PagePool
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore
 from flowkv.cache.tier_stack import ReadFrom
@@ -643,7 +644,7 @@ class PageLoader:
             those = partial(self._answered, [trip]), flight.owner, flight.priority
             trip.request = stack.mover.ask(source.tier, load, *those)
             trip.joined = trip.request is not None and trip.request.leader is not None
-        most = -(-AT_ONCE_BYTES // n_bytes)
+        most = -(-BATCH_BYTES // n_bytes)
         for part in (lent[first : first + most] for first in range(0, len(lent), most)):
             trips, loads = zip(*part, strict=True)
             done = partial(self._answered, trips)

@@ -176,6 +176,12 @@ call a piece, 37 us of Python: the time of 2 MiB over the link (measured on an H
 
 STAGING_BYTES = 256 << 20
 
+BATCH_BYTES = 1 << 27
+"""Most bytes of pages that leave or come in one batch: a batch costs a millisecond of Python."""
+
+_DIGESTS_BYTES = 1 << 22
+"""Pinned memory for the digests of batches under way."""
+
 
 class Copies:
     """Copies between the pages of one device and pinned memory. Callers hold the KV lock.
@@ -210,6 +216,7 @@ class Copies:
         self._copies = itertools.count()
         self._read: dict[int, tuple[int, CudaMark]] = {}  # by granule: end of the copy that reads
         self._freed: tuple[int, CudaMark] | None = None  # latest such end of a page freed since
+        self._small = SlotPool(_DIGESTS_BYTES)
         self._end = weakref.finalize(self, _end, self._coming, self._leaving)
         self._end.atexit = False
 
@@ -243,6 +250,14 @@ class Copies:
         """Return rows of torch's own pinned memory."""
         pin = self.pages.device.type == "cuda"
         return self.pages.new_empty((count, n_bytes), pin_memory=pin, device="cpu")
+
+    def _digests(self, count: int, n_bytes: int) -> torch.Tensor:
+        """Return pinned memory for the digests of some pages."""
+        self._small.register(self.streams.pin, self.streams.unpin)
+        found = self._small.acquire(count * n_bytes, pinned=True)
+        if found is None:
+            return self._pinned(count, n_bytes)
+        return torch.from_numpy(found).view(count, n_bytes)
 
     def upload(self, rows: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Queue the copies of rows to the pages at granules."""
@@ -305,7 +320,10 @@ class Copies:
             The rows, and the mark after which they hold the pages.
         """
         self.launch()
-        rows = self.stage(len(granules), n_bytes)
+        staged = iter(sorted(self.stage(len(granules), n_bytes), key=torch.Tensor.data_ptr))
+        # Neighbours on the device are neighbours in memory: they go, and come back, in one piece.
+        there = {granule: next(staged) for granule in sorted(granules)}
+        rows = [there[granule] for granule in granules]
         self.streams.follow()  # the work that computes the pages must be done first
         try:
             self._move(list(zip(granules, rows, strict=True)), to_device=False)
@@ -329,7 +347,7 @@ class Copies:
             uint8 `[pages, 16 * stripes]`, pinned; filled at the mark of a later copy.
         """
         self.launch()
-        found = self._pinned(len(granules), DIGEST_BYTES * stripes)
+        found = self._digests(len(granules), DIGEST_BYTES * stripes)
         self.streams.follow()  # the work that computes the pages must be done first
         where = self.pages, granules, stripes, n_bytes, found.view(-1)
         try:
@@ -409,24 +427,22 @@ class Copies:
             alike.setdefault((first, len(row)), []).append((address - first, granule))
         kernel = self.streams.scatter if to_device else self.streams.gather
         for (first, n_bytes), those in alike.items():
-            whole, step = wholes[first], n_bytes // GRANULE_BYTES
-            if n_bytes <= self._kernel_bytes and len(those) >= self._least_pieces:
+            whole, step, runs = wholes[first], n_bytes // GRANULE_BYTES, list[list[int]]()
+            beyond = (-1, -1)
+            for at, granule in those:
+                if (at, granule) == beyond:  # side by side on both sides: one piece
+                    runs[-1][2] += n_bytes
+                else:
+                    runs.append([at, granule, n_bytes])
+                beyond = at + n_bytes, granule + step
+            if n_bytes <= self._kernel_bytes and len(runs) >= self._least_pieces:
                 lines = [at // GRANULE_BYTES for at, _ in those]
                 kernel(self.pages, [granule for _, granule in those], whole, lines, n_bytes)
                 continue
-            start = 0
-            for end in range(1, len(those) + 1):
-                if end < len(those) and those[end] == (
-                    those[end - 1][0] + n_bytes,
-                    those[end - 1][1] + step,
-                ):
-                    continue  # side by side on both sides: one piece
-                at, granule = those[start]
-                row = whole[at : at + (end - start) * n_bytes]
-                page = self.pages[granule * GRANULE_BYTES :][: len(row)]
+            for at, granule, size in runs:
+                row, page = whole[at:][:size], self.pages[granule * GRANULE_BYTES :][:size]
                 both = (page, row) if to_device else (row, page)
                 self.streams.copy(*both, to_device=to_device)
-                start = end
 
 
 def open_copies(streams: CudaStreams, pages: torch.Tensor, slots: SlotPool | None = None,

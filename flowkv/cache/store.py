@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from flowkv.cache.index import Block, PrefixIndex, SwappedCopy, frame_infos
 from flowkv.cache.mover import CopyMark, Mover
-from flowkv.cache.pool import AT_ONCE_BYTES, PagePool, download, make_forms
+from flowkv.cache.pinned import BATCH_BYTES
+from flowkv.cache.pool import PagePool, download, make_forms
 from flowkv.cache.tier_stack import Frame, PolicyContext, TierStack, chains
 from flowkv.cache.write_back import WriteBack
 from flowkv.core.clock import Clock
@@ -243,7 +244,7 @@ class NextVictims(dict[Block, None]):
             self.twice |= {block: store.size(block) for block in fresh}
             if any(block.page < 0 for block in blocks):
                 break
-            count = min(AT_ONCE_BYTES, left) // self._largest
+            count = min(BATCH_BYTES, left) // self._largest
         self._seen = pool.allocated
 
     def _room(self, most: int, wished: int) -> int:
@@ -685,7 +686,7 @@ class PageStore:
         try:
             for those in _by_form(blocks).values():
                 n_bytes, copies = self.size(those[0]), self._pools[those[0].group].copies
-                most = max(1, AT_ONCE_BYTES // n_bytes)
+                most = max(1, BATCH_BYTES // n_bytes)
                 for part in (those[at : at + most] for at in range(0, len(those), most)):
                     need = n_bytes * sum([not (b.tiers | b.going) & 1 for b in part])
                     while waits and need and copies and not copies.has_room(need):

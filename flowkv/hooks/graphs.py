@@ -8,9 +8,11 @@ new ones were written.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -48,6 +50,18 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage by itself inside the block."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class CudaRecorder:
     """Recorder of the device's work as a CUDA graph.
 
@@ -64,11 +78,18 @@ class CudaRecorder:
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Record the work of `run`; return its result, which each replay overwrites.
 
-        `run` runs once before: libraries and kernels are loaded then.
+        `run` runs once before: libraries and kernels are loaded then. Garbage is not collected
+        meanwhile: finalizers of others wait for the device, or unregister memory, which ends a
+        capture.
         """
         side, own = _capture_stream(self._device), torch.cuda.current_stream(self._device)
         # torch leaves the thread on the capture's stream if the capture fails: `own` is set again.
-        with _CAPTURING, torch.cuda.device(self._device), torch.cuda.stream(own):
+        with (
+            _CAPTURING,
+            _no_collection(),
+            torch.cuda.device(self._device),
+            torch.cuda.stream(own),
+        ):
             run()
             with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
                 before = torch.cuda.memory_reserved()  # unused memory was given back by now

@@ -214,11 +214,20 @@ class HostTier(Immediate):
     def _run(
         self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], TierAnswer]
     ) -> int:
-        """Run small jobs at once, and share large ones among threads; unread bytes do not count."""
+        """Run small jobs at once, and share large ones among threads; unread bytes do not count.
+
+        A body that is a slot stays there, and known digests are not made.
+        """
         if not items or not self._usable():
             return super()._run(items, deadline_s, answer)
         stores, wishes = isinstance(items[0], Store), cast(Sequence[Any], items)
-        sizes = [w.body.nbytes if stores else w.target.nbytes * (not w.unread) for w in wishes]
+        if stores:
+            sizes = [wish.body.nbytes for wish in wishes]
+            if all(wish.digests is not None for wish in wishes):
+                slots = self.slots.reaches(addresses_of([wish.body for wish in wishes]), sizes)
+                sizes = [n * (slot is None) for n, slot in zip(sizes, slots, strict=True)]
+        else:
+            sizes = [wish.target.nbytes * (not wish.unread) for wish in wishes]
         small = sum(sizes) < (TOGETHER_BYTES if stores else APART_BYTES)
         many: Any = self._store_all if stores else self._load_all
         job, start_ns = self._answers.new_job(), self._clock.now_ns()

@@ -266,6 +266,7 @@ def test_pages_that_memory_is_missing_to_copy_stay_on_the_device(number: int) ->
     kv, copies, _ = world(geometry())
     filled(kv)
     store, download, left = kv.planner.store, copies.download, [number]
+    copies.most_bytes = 1 << 20
 
     def fail(granules: Any, n_bytes: int) -> Any:
         left[0] -= 1

@@ -286,7 +286,7 @@ def test_an_error_leaves_no_page_without_an_owner(
     where: str, bus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second call fails: two pages have left, two are leaving, and two have their turn."""
-    monkeypatch.setattr("flowkv.cache.store.AT_ONCE_BYTES", 2 * 4096)
+    monkeypatch.setattr("flowkv.cache.store.BATCH_BYTES", 2 * 4096)
     kv, calls = make_kv(simple(), pages=16, tiers=[MemoryTier(name="near")]), list[str]()
     if bus:
         behind_a_bus(kv)
@@ -427,7 +427,7 @@ def test_a_load_that_lands_while_others_leave_keeps_its_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prefetch was under way when a request computed the page."""
-    monkeypatch.setattr("flowkv.cache.store.AT_ONCE_BYTES", 4096)
+    monkeypatch.setattr("flowkv.cache.store.BATCH_BYTES", 4096)
     near = Deferred(MemoryTier(name="near"))
     kv = make_kv(simple(), pages=16, tiers=[near])
     store, near_poll = kv.planner.store, near.poll

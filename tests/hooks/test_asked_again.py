@@ -180,7 +180,7 @@ def test_pages_that_come_from_host_memory(rows: int, length: int, device: str) -
         for ids in prompts:
             replayed = counts(kv)[1]
             out = generate(model, 3, input_ids=ids)
-            assert counts(kv)[1] == replayed + 3
+            assert counts(kv)[1] == replayed + 3, kv.stats()["graphs"]
             known = kv.explain(out.sequences[0])  # a page that the replay filled included
             assert known.residency == {"device": length}, str(known)
             assert_same(out, generate(twin, 3, input_ids=ids))
