@@ -24,6 +24,7 @@ import torch
 
 import flowkv
 from bench.gpu.machine import Machine
+from bench.gpu.path import path
 
 Row = dict[str, Any]
 SKIPPED = 4
@@ -271,19 +272,19 @@ def pressure(bed: Bed) -> Iterator[Row]:
     """A pool that is full: prompts that push others out, and those asked again."""
     n = bed.size.long
     with bed.attached(n * 13 // 5, 12 * n) as kv:
-        prompts = [bed.fresh(n) for _ in range(5)]
+        prompts = [bed.fresh(n) for _ in range(8)]
         bed.ask(bed.fresh(64))
         for number, prompt in enumerate(prompts):
             with Sampler() as sampler:
                 answer = bed.ask(prompt)
             yield asked([answer], case=f"pool full {number}", samples=sampler.report())
         kv.flush()
-        for number in (0, 1, 3):
+        for number in (0, 1, 3, 2, 4):
             with Sampler() as sampler:
                 answer = bed.ask(prompts[number])
             yield asked([answer], case=f"from the host {number}", samples=sampler.report())
         tiers = kv.stats()["tiers"].items()
-        names = "stored_bytes loaded_bytes store_bytes_per_s load_bytes_per_s dropped".split()
+        names = "stored_bytes loaded_bytes dropped".split()
         for name, tier in tiers:
             yield {"case": f"tier {name}", **{key: tier.get(key) for key in names}}
 
@@ -372,6 +373,7 @@ def static(bed: Bed) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Bed], Iterator[Row]]] = {
+    "path": lambda bed: path(bed.machine),
     "plain": plain,
     "attached": attached,
     "pressure": pressure,

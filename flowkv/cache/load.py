@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -435,6 +435,11 @@ class _Trip(msgspec.Struct, eq=False):
     request: TransferRequest | None = None
 
 
+_Answers = list[tuple[_Trip, TierAnswer]]
+_Check = tuple[Items[_Trip], Callable[[], list[bool]]]
+"""Trips with layers on their way to a device, and the call that waits for them and checks them."""
+
+
 class PageLoader:
     """All loads of pages of a cache. Callers hold the KV lock.
 
@@ -445,6 +450,7 @@ class PageLoader:
     def __init__(self, store: PageStore) -> None:
         self._store = store
         self._flights: dict[LoadBatch, None] = {}
+        self._checks = deque[tuple[Items[_Trip], _Answers, _Answers, list[_Check]]]()
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -473,10 +479,13 @@ class PageLoader:
             self.submit(batch, [LayerSlice(one, 0, one.stripes) for one in loads], -1)
             while batch.left:
                 now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
-                self._store.stack.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
+                wait_s = min(max(batch.end_s - now, 0.0), _LONGEST_S) * (not self._checks)
+                if not self._store.stack.mover.wait(tiers, wait_s) and self._checks:
+                    self._settle(*self._checks.popleft())  # while later ones are copied
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
+            self._checks.clear()
             self._launch()
             # One call inserts neighbours in chain order, without blocks that have gone meanwhile.
             # This runs after an interrupt, too: a page that no policy knows is never evicted. Later
@@ -662,9 +671,8 @@ class PageLoader:
 
     def _answered(self, trips: Items[_Trip], answers: Items[TierAnswer]) -> None:
         """Handle the answers to trips of one batch, which were given together."""
-        flight, stack, now_s = trips[0].flight, self._store.stack, time.perf_counter()
-        landed, hits = list[_Landed](), list[tuple[_Trip, TierAnswer]]()
-        missed, unsound = hits[:], hits[:]
+        flight, now_s = trips[0].flight, time.perf_counter()
+        hits, missed = _Answers(), _Answers()
         for trip, answer in zip(trips, answers, strict=True):
             trip.piece.page_load.flying.remove(trip.piece)
             if trip.given_up:
@@ -674,7 +682,25 @@ class PageLoader:
             flight.ended_s = max(flight.ended_s, min(end_s, now_s))
             hit = answer.outcome is Outcome.HIT and answer.info is not None
             (hits if hit else missed).append((trip, answer))
-        sound = self._verify(hits)
+        if checks := self._verify(hits):
+            self._checks.append((trips, hits, missed, checks))
+        else:
+            self._settle(trips, hits, missed, checks)
+
+    def _settle(
+        self, trips: Items[_Trip], hits: _Answers, missed: _Answers, checks: list[_Check]
+    ) -> None:
+        """Take what arrived and is sound; ask further sources for the rest."""
+        flight, stack, landed, unsound = (
+            trips[0].flight,
+            self._store.stack,
+            list[_Landed](),
+            hits[:0],
+        )
+        sound = dict[_Trip, bool]()
+        for those, check in checks:
+            sound |= zip(those, check(), strict=True)
+            flight.ended_s = time.perf_counter()  # the copies are part of the load
         for trip, answer in hits:
             if answer.digests and not sound.get(trip):
                 unsound += [(trip, answer)] * (trip in sound)  # else nothing lacks it
@@ -696,12 +722,12 @@ class PageLoader:
             if not trip.piece.page_load.wanted:
                 trip.piece.page_load.let_go()
 
-    def _verify(self, hits: Items[tuple[_Trip, TierAnswer]]) -> dict[_Trip, bool]:
-        """Copy layers that came unread to their device; return whether each is sound there.
+    def _verify(self, hits: _Answers) -> list[_Check]:
+        """Start to copy layers that came unread to their device, and to check them there.
 
         Layers that nothing lacks are left out.
         """
-        forms, found = dict[Any, list[Any]](), dict[_Trip, bool]()
+        forms, checks = dict[Any, list[Any]](), list[_Check]()
         places = _granules([trip.piece for trip, _ in hits])
         for (trip, answer), at in zip(hits, places, strict=True):
             if answer.digests and at >= 0:
@@ -709,9 +735,8 @@ class PageLoader:
                 forms.setdefault(form, []).append((trip, trip.buffer, at, answer.digests))
         for (pool, *_), those in forms.items():
             trips, *rows = zip(*those, strict=True)
-            found |= zip(trips, pool.copies.verify(*rows), strict=True)
-            trips[0].flight.ended_s = time.perf_counter()  # the copies are part of the load
-        return found
+            checks.append((trips, pool.copies.verify(*rows)))
+        return checks
 
     def _landed(self, batch: LoadBatch, some: Items[_Landed]) -> None:
         """Take verified layers that arrived, and publish the pages that are complete now."""

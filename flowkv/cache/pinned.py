@@ -17,7 +17,7 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -358,18 +358,26 @@ class Copies:
         return found
 
     def verify(self, rows: Sequence[torch.Tensor], granules: Sequence[int],
-               known: Sequence[bytes]) -> list[bool]:  # fmt: skip
-        """Copy rows of one size to pages, wait, and return which have their digests there.
+               known: Sequence[bytes]) -> Callable[[], list[bool]]:  # fmt: skip
+        """Start copying rows of one size to pages, and digesting them there.
 
         Args:
             rows: Rows.
             granules: Granule for each where it goes.
             known: Digests of the stripes of each.
+
+        Returns:
+            A call that waits, and returns which pages have their digests.
         """
         self.upload(zip(granules, rows, strict=True))
         found = self.digest(granules, len(rows[0]), len(known[0]) // DIGEST_BYTES, to_device=True)
-        self._coming[-1][0].wait()
-        return [bytes(made) == one for made, one in zip(found.numpy(), known, strict=True)]
+        mark = self._coming[-1][0]
+
+        def sound() -> list[bool]:
+            mark.wait()
+            return [bytes(made) == one for made, one in zip(found.numpy(), known, strict=True)]
+
+        return sound
 
     def free(self, *granules: int) -> None:
         """Record that pages are free, although a copy may still read them."""

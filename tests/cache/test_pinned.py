@@ -275,7 +275,7 @@ class World:
         for value, row in zip(values, rows, strict=True):
             row.fill_(value)
             known.append(digests(row.numpy() + (value % 5 == 0), GRANULE))
-        sound = self.copies.verify(rows, [n * self.granules for n in numbers], known)
+        sound = self.copies.verify(rows, [n * self.granules for n in numbers], known)()
         for number, value, fine in zip(numbers, values, sound, strict=True):
             self.model[number] = value
             self.check("verified", torch.tensor(fine), value % 5 > 0)
@@ -787,7 +787,7 @@ def test_nothing_wrong_comes_from_pinned_memory(
             now()
         return found
 
-    def queued(*given: Any) -> list[bool]:
+    def queued(*given: Any) -> Callable[[], list[bool]]:
         now()
         return verify(*given)
 
@@ -835,9 +835,10 @@ def test_a_copy_that_went_wrong_on_the_way_in_is_made_again() -> None:
         published(kv, text)
     kv.flush()
 
-    def never(rows: Any, *given: Any) -> list[bool]:
+    def never(rows: Any, *given: Any) -> Callable[[], list[bool]]:
         asked.append(len(rows))
-        return [not fine for fine in verify(rows, *given)]
+        check = verify(rows, *given)
+        return lambda: [not fine for fine in check()]
 
     copies.verify = never
     for text in texts:
@@ -1197,8 +1198,8 @@ def test_digests_are_made_and_checked_on_a_gpu(granules: int) -> None:
     known = [digests(row.numpy(), n_bytes // stripes) for row in rows]
     assert [bytes(one) for one in made.numpy()] == known
     pages.zero_()
-    assert copies.verify(rows, places, known) == [True] * count
+    assert copies.verify(rows, places, known)() == [True] * count
     rows[3][-1] ^= 1
-    assert copies.verify(rows, places, known) == [n != 3 for n in range(count)]
-    assert copies.verify(rows[::-1], places, known) == [False] * count
+    assert copies.verify(rows, places, known)() == [n != 3 for n in range(count)]
+    assert copies.verify(rows[::-1], places, known)() == [False] * count
     copies.close()
