@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, suppress
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv import kernels
-from flowkv.cache.later import Pending
+from flowkv.cache.later import DeviceTimer, Pending
 from flowkv.cache.overflow import Overflow, Scan
 from flowkv.cache.seal import Publisher, Refusal, Sealer
 from flowkv.cache.sequence import (
@@ -287,6 +288,7 @@ class Planner:
         self.compactor = Compactor(store, tables, store.defragment_bytes)
         self.overflow = Overflow(store, tables, guard) if store.overflows else None
         self.measured, self._prefetches = measured, prefetches
+        self._timers = deque[tuple[DeviceTimer, int, float, float]]()
         self.publisher = Publisher(
             store,
             tables,
@@ -775,12 +777,29 @@ class Planner:
                     self._let_leave()
             if self.pending:
                 self.pending.end_step()
+            if self._timers:
+                self._read_timers()
             self.store.writes.drain()
             if step.flags & FILLS:
                 self.store.copy_ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
             if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
                 self.look_ahead()
         self.guard.run_deferred()
+
+    def measure(self, tokens: int, seconds: float, middle: float) -> None:
+        """Record the seconds of computing tokens with a mean position of `middle`."""
+        if seconds > 0:
+            self.measured(tokens, seconds, middle)
+
+    def measure_later(self, timer: DeviceTimer, tokens: int, idle_s: float, middle: float) -> None:
+        """Stop the timer of a device, and record its seconds but `idle_s` once they are known."""
+        timer.stop()
+        self._timers.append((timer, tokens, idle_s, middle))
+
+    def _read_timers(self) -> None:
+        while self._timers and (took_s := self._timers[0][0].seconds()) is not None:
+            _, tokens, idle_s, middle = self._timers.popleft()
+            self.measure(tokens, took_s - idle_s, middle)
 
     def append_ids(self, seqs: Items[Sequence], places: Items[int], tokens: Items[int]) -> None:
         """Append the ids of steps that were committed without them, and publish full pages.

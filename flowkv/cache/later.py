@@ -49,6 +49,37 @@ class Later:
         return self._held
 
 
+class DeviceTimer:
+    """Timer of the work that a GPU does for its current stream, from now until `stop`.
+
+    The host queues a prompt's work in a fraction of the time that the device takes for it.
+
+    Args:
+        device: The GPU.
+    """
+
+    __slots__ = ("_begin", "_device", "_end")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._begin = device, self._mark()
+        self._end = self._begin
+
+    def stop(self) -> None:
+        """End the time behind the work that is queued now."""
+        self._end = self._mark()
+
+    def seconds(self) -> float | None:
+        """Return the time; None while the device has not come to its end."""
+        if not self._end.query():  # type: ignore[no-untyped-call]
+            return None
+        return 1e-3 * float(self._begin.elapsed_time(self._end))
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
 class Pending:
     """Queue of work that waits for device results about pages. Callers hold the KV lock.
 

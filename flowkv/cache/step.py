@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from flowkv import kernels
 from flowkv.cache.block_table import FILLS, Advance, Planner
+from flowkv.cache.later import DeviceTimer
 from flowkv.cache.overflow import Scan
 from flowkv.cache.sequence import Sequence, extend_each
 from flowkv.compiled import compiling
@@ -328,7 +329,7 @@ class Step:
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open planner _started_s _token _batches _singles
         _shared _decodes _writers _most _single _tables _noted _touched _watch advance _waited_s
-        _coming overflows _scans _told vouched __weakref__""".split()
+        _coming overflows _scans _told _timer vouched __weakref__""".split()
     )
 
     def __init__(
@@ -367,6 +368,9 @@ class Step:
         over = planner.overflow
         self.overflows = over is not None and over.away > 0 and any(s.away for s in self.seqs)
         self._scans: dict[int, Scan | None] = {}
+        device = planner.tables.devices[0]
+        timed = self._measures and device.type == "cuda"
+        self._timer = DeviceTimer(device) if timed else None
         self._coming = [*filter(_RESTORATION, self.seqs)]
         if self._coming:  # layers wait for pages that are not loaded yet
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
@@ -766,9 +770,13 @@ class Step:
                     seq.vouched = length
         if self._watch is not None:
             self._watch.add_mass(self.seqs, self.groups, self.advance)
-        # Decode steps do not measure the rate at which a prompt is computed.
-        if self.advance.most_new >= self.planner.page_size and not self.audits:
+        if self._measures and not self.audits:
             self._measure()
+
+    @property
+    def _measures(self) -> bool:
+        """Return whether the step measures the rate at which a prompt is computed."""
+        return bool(self.advance.most_new >= self.planner.page_size)
 
     def _refuse_absent(self) -> None:
         """Refuse results computed over pages that are not loaded.
@@ -796,12 +804,16 @@ class Step:
                     seq.forget_tokens(known)
 
     def _measure(self) -> None:
-        seconds = compiling.measured_s(self._started_s, time.perf_counter()) - self._waited_s
-        if seconds > 0:
-            before, after = self.advance.before, self.advance.after
-            tokens = int(self.advance.starts[-1])
-            middle = float((after - before) @ (before + after)) / (2 * tokens)
-            self.planner.measured(tokens, seconds, middle)
+        now = time.perf_counter()
+        seconds = compiling.measured_s(self._started_s, now) - self._waited_s
+        before, after = self.advance.before, self.advance.after
+        tokens = int(self.advance.starts[-1])
+        middle = float((after - before) @ (before + after)) / (2 * tokens)
+        if self._timer is None:
+            self.planner.measure(tokens, seconds, middle)
+        else:
+            idle_s = now - self._started_s - seconds
+            self.planner.measure_later(self._timer, tokens, idle_s, middle)
 
     @interrupts.unbroken
     def __del__(self) -> None:

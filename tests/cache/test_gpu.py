@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowkv import Geometry
 from tests.cache.audit import audit
@@ -16,6 +17,7 @@ from tests.cache.toy import (
     opened,
     prefill,
     published,
+    write,
 )
 from tests.inside import HostTier
 
@@ -50,6 +52,22 @@ def test_pages_live_move_and_come_back(tmp_path: Path) -> None:
         assert again.reused == 56
         check_content(kv, again, TEXT[:56])
     kv.close()
+
+
+def test_prompts_are_timed_by_the_device() -> None:
+    """The host has queued their work long before it is done."""
+    told = list[float]()
+    with make_kv(SHAPE, pages=20) as kv:
+        kv.planner.measured = lambda tokens, seconds, _: told.append(seconds)
+        for number in range(3):
+            seq = kv.open([number, *TEXT], reuse=False)
+            for step in kv.prefill([seq], chunk=80):
+                write(step, [0])
+                torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+            torch.cuda.synchronize()
+            advance(kv, [seq], [[1]])
+            seq.close()
+    assert len(told) == 3 and all(seconds > 0.04 for seconds in told)
 
 
 @pytest.mark.parametrize(

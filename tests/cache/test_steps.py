@@ -56,6 +56,33 @@ def test_what_a_step_says(kv: KV) -> None:
     assert a.tokens.tolist() == [5] * 11 + [1, 2]
 
 
+class Timer:
+    """A device that is done when it is asked for the third time."""
+
+    def __init__(self) -> None:
+        self.calls = list[str]()
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def seconds(self) -> float | None:
+        self.calls.append("asked")
+        return 0.5 if len(self.calls) > 3 else None
+
+
+def test_a_prompt_is_timed_by_its_device(kv: KV) -> None:
+    """Its time is known some steps later; what the host stood still for is left out."""
+    told, timer = list[tuple[int, float, float]](), Timer()
+    kv.planner.measured = lambda *given: told.append(given)
+    kv.planner.measure_later(timer, 40, 0.1, 20.0)
+    seq = opened(kv, [5] * 11)
+    for turn in range(4):
+        assert not told or turn > 2
+        advance(kv, [seq], [[1]])
+    assert told == [(40, pytest.approx(0.4), 20.0)]
+    assert timer.calls == ["stop", *["asked"] * 3]
+
+
 def test_prefill_goes_in_chunks_and_stops_at_what_is_known(kv: KV) -> None:
     published(kv, range(20))
     a, b = kv.open(range(40)), kv.open([7] * 9)
