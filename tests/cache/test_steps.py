@@ -72,10 +72,9 @@ class Timer:
 
 def test_a_prompt_is_timed_by_its_device(kv: KV) -> None:
     """Its time is known some steps later; what the host stood still for is left out."""
-    told, timer = list[tuple[int, float, float]](), Timer()
+    told, timer, seq = list[tuple[int, float, float]](), Timer(), opened(kv, [5] * 11)
     kv.planner.measured = lambda *given: told.append(given)
     kv.planner.measure_later(timer, 40, 0.1, 20.0)
-    seq = opened(kv, [5] * 11)
     for turn in range(4):
         assert not told or turn > 2
         advance(kv, [seq], [[1]])
