@@ -278,7 +278,7 @@ class Planner:
         self._windows = [
             group.window if group.kind == "sliding" else None for group in self.geometry.groups
         ]
-        self._slides = any(window is not None for window in self._windows)
+        self.slides = any(window is not None for window in self._windows)
         self.chunked = any(group.kind == "chunked" for group in self.geometry.groups)
         self._leaving: list[Sequence] = []
         self.aside_bytes = self.copied_bytes = 0
@@ -765,7 +765,7 @@ class Planner:
                 try:
                     filled = [seqs[b] for b in np.flatnonzero(full).tolist()] if told else []
                     self.publisher.start_checks(filled)
-                    for b in np.flatnonzero(full).tolist() if self._slides else ():
+                    for b in np.flatnonzero(full).tolist() if self.slides else ():
                         self._drop_behind(seqs[b], int(step.after[b]))
                 finally:
                     self._end(step.rows)

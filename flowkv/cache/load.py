@@ -481,11 +481,14 @@ class PageLoader:
                 now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
                 wait_s = min(max(batch.end_s - now, 0.0), _LONGEST_S) * (not self._checks)
                 if not self._store.stack.mover.wait(tiers, wait_s) and self._checks:
-                    self._settle(*self._checks.popleft())  # while later ones are copied
+                    self._settle(*self._next_check())  # while later ones are copied
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
-            self._checks.clear()
+            while self._checks:  # after an error: the loads stay without these layers
+                trips, *_ = self._next_check()
+                for trip in trips:
+                    trip.piece.page_load.let_go()
             self._launch()
             # One call inserts neighbours in chain order, without blocks that have gone meanwhile.
             # This runs after an interrupt, too: a page that no policy knows is never evicted. Later
@@ -683,9 +686,17 @@ class PageLoader:
             hit = answer.outcome is Outcome.HIT and answer.info is not None
             (hits if hit else missed).append((trip, answer))
         if checks := self._verify(hits):
+            for trip in trips:  # until then nothing may change or free their pages
+                trip.piece.page_load.flying.append(trip.piece)
             self._checks.append((trips, hits, missed, checks))
         else:
             self._settle(trips, hits, missed, checks)
+
+    def _next_check(self) -> tuple[Items[_Trip], _Answers, _Answers, list[_Check]]:
+        check = self._checks.popleft()
+        for trip in check[0]:
+            trip.piece.page_load.flying.remove(trip.piece)
+        return check
 
     def _settle(
         self, trips: Items[_Trip], hits: _Answers, missed: _Answers, checks: list[_Check]

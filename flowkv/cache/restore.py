@@ -198,11 +198,12 @@ class PrefixMatcher:
             Tokens attached.
         """
         self.store.expire()
-        pages = max(0, limit) // self.page_size
-        _, loaded = self.attach(seq, pages, pays=pays)
-        if self.planner.overflow is not None and seq.length < pages * self.page_size:
-            self.planner.overflow.adopt(seq, self.match(seq, pages))
+        loaded = self.place(seq, max(0, limit) // self.page_size, pays=pays)
         behind = self.behind(seq, seq.length // self.page_size, limit)
+        return self.finish(seq, limit, behind, loaded)
+
+    def finish(self, seq: Sequence, limit: int, behind: list[PageLoad], loaded: int) -> int:
+        """Load the page behind whole pages and extend the sequence by it; return its tokens."""
         try:
             if behind:
                 self.measure(self.loader.load_pages(behind, self))
@@ -211,6 +212,13 @@ class PrefixMatcher:
             drop(behind)
         self.emit_hits(seq, tokens, loaded, limit)
         return tokens
+
+    def place(self, seq: Sequence, pages: int, *, pays: bool = False) -> int:
+        """Put at most so many known pages in place; return how many of their tokens were loaded."""
+        _, loaded = self.attach(seq, pages, pays=pays)
+        if self.planner.overflow is not None and seq.length < pages * self.page_size:
+            self.planner.overflow.adopt(seq, self.match(seq, pages))
+        return loaded
 
     def behind(self, seq: Sequence, pages: int, limit: int) -> list[PageLoad]:
         """Reserve loads of the page behind a prompt's whole pages, for `extend` to copy from.
@@ -425,14 +433,20 @@ class PrefixMatcher:
 
     def copyable(self, seq: Sequence, pages: int) -> bool:
         """Return whether all absent pages of a known prefix lie in memory that devices read."""
-        groups, stack = range(len(seq.blocks)), self.store.stack
+        groups = range(len(seq.blocks))
         known = (block for g in groups for block in self._blocks(seq, g, pages))
-        absent = [block for block in known if block.page < 0]
-        tiers = {-1 if block.going else block.tier for block in absent}
-        return (
-            bool(absent)
-            and all(tier >= 0 and hasattr(stack.tiers[tier], "lend_all") for tier in tiers)
-            and all(self.store.pool(g).copies is not None for g in groups)
+        return self.lent([block for block in known if block.page < 0])
+
+    def lent(self, absent: Items[Block]) -> bool:
+        """Return whether these blocks, at least one, lie in memory that their device reads."""
+        keys, stack = dict[int, list[bytes]](), self.store.stack
+        for block in absent:
+            there = not block.going and self.store.pool(block.group).copies is not None
+            keys.setdefault(block.tier if there else -1, []).append(block.key)
+        lends = {n: n >= 0 and getattr(stack.tiers[n], "lend_all", None) for n in keys}
+        return bool(absent) and all(
+            lend and all(body is not None for body in lend(keys[n], 0, 0))
+            for n, lend in lends.items()
         )
 
     def resident(self, seq: Sequence, pages: int) -> int:
@@ -631,18 +645,22 @@ class RestoreScheduler:
         size, restorer = self.restorer.page_size, self.restorer
         self.store.expire()
         known = restorer.match(seq, max(0, limit) // size)
-        if self.policy.at_once and restorer.copyable(seq, known):
-            restorer.restore(seq, limit)
-            return
-        plan = self._look(seq, known, computable) if known else None
+        plan, loaded, at_once = None, 0, self.policy.at_once and restorer.copyable(seq, known)
+        if at_once:
+            loaded = restorer.place(seq, max(0, limit) // size)
+        elif known:
+            plan = self._look(seq, known, computable)
         pages = plan.pages if plan is not None else seq.length // size
         behind = restorer.behind(seq, pages, limit) if self.store.stack.tiers else []
+        if at_once and (not behind or restorer.lent([one.block for one in behind])):
+            restorer.finish(seq, limit, behind, loaded)
+            return
         if plan is None and behind:
             sources = restorer.sources(behind, ways(self.store, behind), size)
             plan = RestorePlan(pages, pages, pages, [{} for _ in seq.blocks], *sources)
         here = seq.length if plan is not None else restorer.extend(seq, limit)
         known = plan.pages * size if plan is not None else here
-        restorer.emit_hits(seq, known, known - here, known if behind else limit)
+        restorer.emit_hits(seq, known, known - here + loaded, known if behind else limit)
         if plan is not None:
             self._launch(seq, plan, computable, behind, limit)
 

@@ -369,7 +369,7 @@ class Step:
         self.overflows = over is not None and over.away > 0 and any(s.away for s in self.seqs)
         self._scans: dict[int, Scan | None] = {}
         device = planner.tables.devices[0]
-        timed = self._measures and device.type == "cuda"
+        timed = device.type == "cuda" and self.advance.most_new >= planner.page_size
         self._timer = DeviceTimer(device) if timed else None
         self._coming = [*filter(_RESTORATION, self.seqs)]
         if self._coming:  # layers wait for pages that are not loaded yet
@@ -390,17 +390,23 @@ class Step:
         if fits and None not in kept.values() and not is_checking():
             self._decodes, self._most = kept, last._most
 
-    @property
-    def repeats(self) -> bool:
+    def repeats(self, most_new: int = 1) -> bool:
         """Return whether a CUDA graph serves steps like this one, which differ in integers only.
 
-        Each row has one new token, and all tokens that it attends to are in resident pages.
+        Each row has one new token, or a single row at most `most_new`, and all tokens that it
+        attends to are in resident pages.
         """
-        plain = self._single and self._open and not (self.apart or self.audits or self.overflows)
+        planner, fits = self.planner, self._single or self._short(most_new)
+        plain = fits and self._open and not (self.apart or self.audits or self.overflows)
         if not plain or self._coming or self.awaits is not None or self._watch is not None:
             return False
-        tables = self.planner.tables
-        return not (self.planner.chunked or tables.lost[:, self.advance.rows].any())
+        return not (planner.chunked or planner.tables.lost[:, self.advance.rows].any())
+
+    def _short(self, most_new: int) -> bool:
+        """Return whether a single row has few new tokens, in raw pages that all of them see."""
+        planner = self.planner
+        alone = len(self.seqs) == 1 and 0 < self.advance.most_new <= most_new
+        return alone and not planner.slides and planner.sealer is None
 
     def replayed(self) -> None:
         """Record that a CUDA graph wrote the new tokens of all layers."""
@@ -770,13 +776,9 @@ class Step:
                     seq.vouched = length
         if self._watch is not None:
             self._watch.add_mass(self.seqs, self.groups, self.advance)
-        if self._measures and not self.audits:
+        # Decode steps do not measure the rate at which a prompt is computed.
+        if self.advance.most_new >= self.planner.page_size and not self.audits:
             self._measure()
-
-    @property
-    def _measures(self) -> bool:
-        """Return whether the step measures the rate at which a prompt is computed."""
-        return bool(self.advance.most_new >= self.planner.page_size)
 
     def _refuse_absent(self) -> None:
         """Refuse results computed over pages that are not loaded.

@@ -1,9 +1,10 @@
-"""Captured decode steps: one forward of a model, recorded once and replayed without Python.
+"""Captured steps: one forward of a model, recorded once and replayed without Python.
 
 A decode step does the same work each time: one token a row, the same kernels in the same order.
 Only a few integers change: token ids, positions, lengths, and the pages of each row. Here they have
 buffers of fixed addresses, so that a recording of the step (a CUDA graph) can be replayed after
-new ones were written.
+new ones were written. A few new tokens of a single row, such as a short prompt or the next turn of
+a chat, are such a step as well, padded by tokens of no row.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from flowkv.naming.identity import modes
 
 EAGER_STEPS = 2
 """Steps of a shape that run eagerly before one is captured."""
-MOST_GRAPHS = 8
+MOST_GRAPHS = 16
 """Most graphs of one model."""
+SHORT = 32, 64, 128, 256, 512
+"""New tokens of a single row in captured steps; a step has the least that hold its tokens. The
+forward of a longer prompt takes the device as long as the host needs to launch it."""
 _STAGES = 4
 """Pinned buffers, so that a copy under way is not overwritten by the next step."""
 Call = Callable[[Step], torch.Tensor]
@@ -113,25 +117,29 @@ class StepShape(NamedTuple):
 
     Attributes:
         rows: Rows R; rows beyond those of the step have no tokens.
+        new: New tokens of each row; fewer where there is one row.
         pages: Pages of the longest row that it serves.
     """
 
     rows: int
+    new: int
     pages: int
 
 
 @cache
-def shape_of(rows: int, pages: int, most_rows: int) -> StepShape:
+def shape_of(rows: int, new: int, pages: int, most_rows: int) -> StepShape:
     """Return the smallest captured shape that serves a step.
 
     Args:
         rows: Rows of the step.
+        new: Most new tokens of a row.
         pages: Pages of its longest row.
         most_rows: Most rows of a step.
     """
     step = 16 if rows > 32 else 8
     wide = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // step) * step
-    return StepShape(max(rows, min(wide, most_rows)), 1 << (pages - 1).bit_length())
+    new = next(most for most in (1, *SHORT, new) if most >= new)
+    return StepShape(max(rows, min(wide, most_rows)), new, 1 << (pages - 1).bit_length())
 
 
 class StaticStep(Step):
@@ -140,24 +148,25 @@ class StaticStep(Step):
     Layers use it like any step; their kernel launches can be recorded.
 
     Attributes:
-        tokens: int64 `[1, R]`.
-        places: int64 `[1, R]`: positions of the tokens.
+        tokens: int64 `[1, N]`.
+        places: int64 `[1, N]`: positions of the tokens.
+        last: int64 `[R]`: the last token of each row.
 
     Args:
         planner: The planner of the rows.
-        shape: R rows of so many pages.
+        shape: R rows of so many new tokens and pages.
         device: Device of the model and of all pages.
     """
 
-    __slots__ = ("_buffer", "_held", "_numbers", "_stages", "_table", "_turn", "places", "shape")
+    __slots__ = ("_buffer", "_held", "_stages", "_table", "_turn", "last", "places", "shape")
 
     def __init__(self, planner: Planner, shape: StepShape, device: torch.device) -> None:
-        groups, rows = len(planner.geometry.groups), shape.rows
+        groups, rows, count = len(planner.geometry.groups), shape.rows, shape.rows * shape.new
         self.shape = shape
         n_numbers = groups * rows + rows + 1
         pinned = device.type == "cuda"
         self._buffer = torch.zeros(
-            2 * rows + (n_numbers + 1) // 2, dtype=torch.int64, device=device
+            2 * count + rows + (n_numbers + 1) // 2, dtype=torch.int64, device=device
         )
         self._table = torch.full((groups, rows, shape.pages), -1, dtype=torch.int32, device=device)
         self._stages = [
@@ -169,41 +178,49 @@ class StaticStep(Step):
             for _ in range(_STAGES if pinned else 1)
         ]
         self._turn, self._held = 0, (-1, list[int]())
-        numbers = self._buffer[2 * rows :].view(torch.int32)
+        numbers = self._buffer[2 * count + rows :].view(torch.int32)
         lines = torch.arange(rows, dtype=torch.int32, device=device)
         starts = numbers[groups * rows : n_numbers]
         length = shape.pages * planner.page_size
-        self.seqs, self.counts = [], np.ones(rows, np.int64)
+        self.seqs, self.counts = [], np.full(rows, shape.new)
         self.apart = self.audits = self.overflows = False
         self.awaits = None
-        self.tokens = self._buffer[:rows].view(1, rows)
-        self.places = self._buffer[rows : 2 * rows].view(1, rows)
+        self.tokens = self._buffer[:count].view(1, count)
+        self.places = self._buffer[count : 2 * count].view(1, count)
+        self.last = self._buffer[2 * count :][:rows]
         self.planner, self._open, self._token = planner, True, None
         self.advance = Advance(
             rows=np.arange(rows, dtype=np.int32),
             before=np.zeros(rows, np.int64),
-            after=np.ones(rows, np.int32),
-            starts=np.arange(rows + 1, dtype=np.int32),
-            ends=np.ones((groups, rows), np.int32),
+            after=np.full(rows, shape.new, np.int32),
+            starts=np.arange(rows + 1, dtype=np.int32) * np.int32(shape.new),
+            ends=np.full((groups, rows), shape.new, np.int32),
             grown=[],
-            most_new=1,
+            most_new=shape.new,
             most_length=length,
             flags=0,
         )
         self._batches = {
             g: Ragged(
-                self._table[g], lines, numbers[g * rows : (g + 1) * rows], starts, 1, length, 0
+                self._table[g],
+                lines,
+                numbers[g * rows : (g + 1) * rows],
+                starts,
+                shape.new,
+                length,
+                int(shape.new > 1),
             )
             for g in range(groups)
         }
         self._decodes, self._scans = dict.fromkeys(range(groups)), {}
+        self._writers = dict.fromkeys(range(groups))
         self._shared = dict.fromkeys(range(groups))
         self._coming, self._noted, self._singles, self._touched = [], [], {}, set()
         self._watch, self._waited_s = None, 0.0
 
     @property
     def positions(self) -> torch.Tensor:
-        """Return the position of each new token, int64 `[1, R]`, where recordings read it."""
+        """Return the position of each new token, int64 `[1, N]`, where recordings read it."""
         return self.places
 
     @property
@@ -212,15 +229,15 @@ class StaticStep(Step):
         return False
 
     def fill(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """Write the tokens, positions, lengths and pages of a decode step into the buffers.
+        """Write the tokens, positions, lengths and pages of a step into the buffers.
 
         Args:
             step: The step.
             ids: Its tokens, of n elements.
             positions: Their positions, likewise.
         """
-        advance, tables, (rows, pages) = step.advance, self.planner.tables, self.shape
-        n, groups = len(advance.rows), len(advance.ends)
+        advance, tables, (rows, new, pages) = step.advance, self.planner.tables, self.shape
+        n, groups, count = len(advance.rows), len(advance.ends), rows * new
         for pool in self.planner.store.pools.values():
             if pool.copies is not None:
                 pool.copies.join()  # pages may have been requested on another thread's stream
@@ -228,18 +245,19 @@ class StaticStep(Step):
         self._turn = (self._turn + 1) % len(self._stages)
         if event is not None:
             event.synchronize()  # waits for the copy out of this buffer, several steps ago
-        numbers = buffer[2 * rows :].view(torch.int32).numpy()
+        numbers = buffer[2 * count + rows :].view(torch.int32).numpy()
+        buffer.numpy()[2 * count :][:n] = advance.starts[1:] - 1
         lengths, starts = numbers[: groups * rows].reshape(groups, rows), numbers[groups * rows :]
         lengths[:, :n], lengths[:, n:] = advance.ends, 0
         starts[: n + 1], starts[n + 1 : rows + 1] = advance.starts, n
-        given = (0, ids), (rows, positions)
+        given = (0, ids), (count, positions)
         for first, each in given:  # tensors on the host go in one copy
             if each.device.type == "cpu":
-                buffer[first : first + n] = each.view(-1)
+                buffer[first : first + each.numel()] = each.view(-1)
         self._buffer.copy_(buffer, non_blocking=True)
         for first, each in given:
             if each.device.type != "cpu":
-                self._buffer[first : first + n].copy_(each.view(-1))
+                self._buffer[first : first + each.numel()].copy_(each.view(-1))
         with self.planner.guard:
             held = tables.version, advance.rows.tolist()
             if held != self._held:
@@ -276,7 +294,7 @@ class _Graph(NamedTuple):
 
 
 class GraphedForward:
-    """Decode steps of one model, captured and replayed. Thread-safe.
+    """Steps of one model, captured and replayed. Thread-safe.
 
     Args:
         call: Runs the model over a step.
@@ -286,12 +304,22 @@ class GraphedForward:
         config: Limits the memory of graphs.
         report: Receives counts of "captured" and "replayed" steps, "bytes" of graphs, and the
             reason why steps stay "eager".
+        most_new: Most new tokens of a single row in a captured step, whose last logits are wanted.
+
+    Attributes:
+        most_new: Likewise; 1 once such a step could not be captured.
     """
 
     def __init__(
-        self, call: Call, state: Callable[[bool], object], config: Config, report: dict[str, Any]
+        self,
+        call: Call,
+        state: Callable[[bool], object],
+        config: Config,
+        report: dict[str, Any],
+        most_new: int = 1,
     ) -> None:
         self._call, self._state, self._config, self._report = call, state, config, report
+        self.most_new = most_new
         self._known: object = None
         self._graphs: OrderedDict[StepShape, _Graph] = OrderedDict()
         self._seen: dict[StepShape, int] = {}
@@ -300,20 +328,20 @@ class GraphedForward:
         self._stream: torch.cuda.Stream | None = None
 
     def captured(self, rows: int, tokens: int) -> bool:
-        """Return whether a graph serves steps of so many rows, the longest of so many tokens."""
+        """Return whether a graph serves decode steps of so many rows of at most so many tokens."""
         planner = self._planner
         if planner is None or not self._graphs:
             return False
         pages = -(-tokens // planner.page_size)
         with self._lock:
-            return self._serving(shape_of(rows, pages, planner.tables.max_rows)) is not None
+            return self._serving(shape_of(rows, 1, pages, planner.tables.max_rows)) is not None
 
     def replay(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits `[n, V]` of a step by a graph; None if no graph serves it.
+        """Return the logits `[n, V]` of the rows' last tokens by a graph; None if none serves them.
 
         Args:
-            step: The step, of one token a row.
-            ids: The tokens, of n elements.
+            step: The step.
+            ids: The tokens, of N elements.
             positions: Their positions, likewise.
         """
         if not self._graphs or not self._serves(step):
@@ -331,9 +359,9 @@ class GraphedForward:
                 self._follow_stream(graph.logits.device)
                 graph.step.fill(step, ids, positions)
                 graph.recorder.replay()
-                logits = graph.logits[0, : len(step.seqs)].clone()
+                logits = _last(graph.logits, step, shape).clone()
             except Exception as error:  # an error of the device or driver: the model runs eagerly
-                self._refuse(f"a step cannot be replayed: {error}")
+                self._refuse(f"a step cannot be replayed: {error}", shape)
                 return None
             # Checked while the device computes; a step that runs again writes the same places.
             if self._state(False) is not self._known:
@@ -350,9 +378,9 @@ class GraphedForward:
 
         Args:
             step: The step, still open.
-            ids: The tokens, of n elements.
+            ids: The tokens, of N elements.
             positions: Their positions, likewise.
-            logits: The model's logits, `[n, V]`.
+            logits: The model's logits of the rows' last tokens, `[n, V]`.
         """
         if not self._serves(step):
             return
@@ -367,14 +395,14 @@ class GraphedForward:
                 try:
                     graph = self._capture(step, shape, ids, positions, logits)
                 except Exception as error:  # any error of the model: its steps stay eager
-                    self._refuse(f"a step cannot be captured: {error}")
+                    self._refuse(f"a step cannot be captured: {error}", shape)
                 else:
                     if graph is not None:
                         self._keep(shape, graph)
 
     def _serves(self, step: Step) -> bool:
         """Return whether graphs can serve a step under this thread's modes and autocast."""
-        if self._report["eager"] or not step.repeats:
+        if self._report["eager"] or not step.repeats(self.most_new):
             return False
         modal = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
         if modal and modes(own=False):
@@ -395,7 +423,8 @@ class GraphedForward:
             self._forget()
             self._planner = planner
         pages = -(-step.advance.most_length // planner.page_size)
-        return shape_of(len(step.seqs), pages, planner.tables.max_rows)
+        new = int(step.advance.most_new)
+        return shape_of(len(step.seqs), new, pages, planner.tables.max_rows)
 
     def _serving(self, shape: StepShape) -> StepShape | None:
         """Return the shape of the graph that serves a step: its own, else the next longer one.
@@ -404,7 +433,8 @@ class GraphedForward:
         """
         if shape in self._graphs:
             return shape
-        return min((s for s in self._graphs if s.rows == shape.rows and s > shape), default=None)
+        longer = (s for s in self._graphs if s[:2] == shape[:2] and s.pages > shape.pages)
+        return min(longer, default=None)
 
     def _capture(
         self,
@@ -416,15 +446,16 @@ class GraphedForward:
     ) -> _Graph | None:
         device, recorder = logits.device, recorder_of(logits.device)
         if recorder is None or {*step.planner.tables.devices} != {device}:
-            self._refuse(f"its layers lie on more than one device, or nothing captures on {device}")
+            reason = f"its layers lie on more than one device, or nothing captures on {device}"
+            self._refuse(reason, shape)
             return None
         static = StaticStep(step.planner, shape, logits.device)
         static.fill(step, ids, positions)
         out = recorder.record(lambda: self._call(static))
         recorder.replay()
-        found = out[0, : len(step.seqs)]
+        found = _last(out, step, shape)
         if found.shape != logits.shape or not _close(found, logits):
-            self._refuse("a captured step gives other logits than the model")
+            self._refuse("a captured step gives other logits than the model", shape)
             return None
         return _Graph(static, recorder, out)
 
@@ -437,7 +468,8 @@ class GraphedForward:
         while self._graphs and (len(self._graphs) > MOST_GRAPHS or self._count() > most_bytes):
             dropped, _ = self._graphs.popitem(last=False)
             if dropped == shape:
-                self._refuse(f"one graph takes more than the {most_bytes} bytes of graphs=")
+                reason = f"one graph takes more than the {most_bytes} bytes of graphs="
+                self._refuse(reason, shape)
 
     def _count(self) -> int:
         n_bytes = sum(graph.recorder.n_bytes for graph in self._graphs.values())
@@ -449,9 +481,21 @@ class GraphedForward:
         self._seen.clear()
         self._report["bytes"] = 0
 
-    def _refuse(self, reason: str) -> None:
-        self._report["eager"] = reason
+    def _refuse(self, reason: str, shape: StepShape) -> None:
+        """Capture no more steps, or only those of one token a row."""
+        if shape.new > 1:
+            self.most_new = 1
+        else:
+            self._report["eager"] = reason
         self._forget()
+
+
+def _last(logits: torch.Tensor, step: Step, shape: StepShape) -> torch.Tensor:
+    """Return the logits `[n, V]` of the rows' last tokens, where the model gave them or all."""
+    if logits.shape[1] == shape.rows:
+        return logits[0, : len(step.seqs)]
+    stop = int(step.advance.starts[1])  # there is one row
+    return logits[0, stop - 1 : stop]
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:

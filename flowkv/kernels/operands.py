@@ -53,7 +53,7 @@ class Ragged(NamedTuple):
         rows: int32 `[B]`: line of `table` of each row.
         lengths: int32 `[B]`: tokens of each row, the new ones included.
         starts: int32 `[B + 1]`: first new token of each row in packed tensors; the last is N.
-        most_new: max over rows of T, known on the host.
+        most_new: max over rows of T, known on the host; in captured steps it may be more.
         most_length: max over rows of `lengths`, known on the host.
         most_prompts: Most rows with more than one new token; -1 if not counted. Bounds the memory
             reserved for decoding their sealed pages.

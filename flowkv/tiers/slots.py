@@ -235,15 +235,19 @@ class SlotPool:
         while (chunk := self._made(wait=False)) is not None:
             self._add(chunk)
         missing = max(AHEAD_BYTES, self._made_bytes - self._free_bytes) - self._free_bytes
-        if self._ahead is None and missing > 0:
+        if self._ahead is not None or missing <= 0:
+            return
+        try:
             sizes = list[int]()
             while missing > sum(sizes) and (size := self._size()):
                 sizes.append(size)
                 self._ahead_bytes += size
-            making = _Making(self._make, sizes)
-            with suppress(RuntimeError):  # no thread can start: chunks are made when needed
-                making.start()
-                self._ahead = making
+            if sizes:  # else all memory is made
+                making = _Making(self._make, sizes)
+                with suppress(RuntimeError):  # no thread can start: chunks are made when needed
+                    making.start()
+                    self._ahead = making
+        finally:
             if self._ahead is None:
                 self._ahead_bytes = 0
 

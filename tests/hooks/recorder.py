@@ -6,6 +6,7 @@ that they were given: whatever a forward would decide anew in Python, a replay d
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,15 @@ from flowkv import kernels
 from tests import inside
 from tests.inside import dispatch, door, graphs
 
-_RECORDING: list[LaunchRecorder] = []
+
+class Recording(threading.local):
+    """The recorders of a thread, the innermost last: others compute beside it."""
+
+    def __init__(self) -> None:
+        self.now: list[LaunchRecorder] = []
+
+
+_RECORDING = Recording()
 
 
 class LaunchRecorder(TorchDispatchMode):
@@ -53,11 +62,11 @@ class LaunchRecorder(TorchDispatchMode):
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         with self:
-            _RECORDING.append(self)
+            _RECORDING.now.append(self)
             try:
                 return run()
             finally:
-                _RECORDING.pop()
+                _RECORDING.now.pop()
 
     def replay(self) -> None:
         for func, args, given, out in self.calls:
@@ -90,11 +99,11 @@ def _memory(values: Any) -> set[int]:
 
 def _resolve(op: str, codec: str, backend: str) -> Callable[..., Any]:
     own = _OWN(op, codec, backend)
-    if not _RECORDING:
+    if not _RECORDING.now:
         return own
 
     def launch(*args: Any) -> Any:
-        recorder = _RECORDING[-1]
+        recorder = _RECORDING.now[-1]
         with torch._C._DisableTorchDispatch():  # what a kernel does inside is its own
             out = own(*args)
         recorder.keep(own, args, {}, out)
@@ -120,8 +129,8 @@ def launches() -> Iterator[None]:
     def run_kernel(kernel: Any, grid: Any, args: Any, constants: Any) -> Any:
         with torch._C._DisableTorchDispatch():
             found = own(kernel, grid, args, constants)
-        if _RECORDING:
-            _RECORDING[-1].keep(own, (kernel, grid, args, dict(constants)), {}, None)
+        if _RECORDING.now:
+            _RECORDING.now[-1].keep(own, (kernel, grid, args, dict(constants)), {}, None)
         return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -30,6 +30,7 @@ from tests.hooks.test_graphs import (
     hooked,
     in_place,
     moved,
+    reused,
     swapped,
 )
 from tests.hooks.test_restore import restoring, stored
@@ -185,6 +186,68 @@ def test_pages_that_come_from_host_memory(rows: int, length: int, device: str) -
             assert known.residency == {"device": length}, str(known)
             assert_same(out, generate(twin, 3, input_ids=ids))
         assert kv.stats()["tiers"]["host"]["loaded_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_short_prompts_and_next_turns_are_replays(name: str, device: str) -> None:
+    """Of any length up to a bound, unseen or behind a known prefix; what they fill is known."""
+    (model, twin), turns = both(name, device), [models.prompt(n, seed=n) for n in range(20, 29)]
+    with capturing(device), attached(model) as kv:
+        for number, ids in enumerate(turns):
+            replayed, known = counts(kv)[1], reused(kv)
+            out = generate(model, 5, input_ids=ids.to(device))
+            assert_same(out, generate(twin, 5, input_ids=ids.to(device)))
+            if number > 5:
+                assert counts(kv)[1] == replayed + 5 and reused(kv) == known
+        ids = out.sequences
+        for number in range(8):  # turns of a chat
+            said = models.prompt(7 + number, seed=99 - number).to(device)
+            ids, replayed, known = torch.cat([ids, said], 1), counts(kv)[1], reused(kv)
+            out = generate(model, 5, input_ids=ids)
+            assert_same(out, generate(twin, 5, input_ids=ids))
+            assert reused(kv) > known
+            ids = out.sequences
+        assert counts(kv)[1] >= replayed + 4
+        out = generate(model, 5, input_ids=turns[-1].to(device))
+        assert_same(out, generate(twin, 5, input_ids=turns[-1].to(device)))
+        assert not kv.stats()["graphs"]["eager"]
+        audit(kv)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(attention_mask=torch.tensor([[0] * 3 + [1] * 17])),
+        dict(num_beams=2),
+    ],
+    ids=["padded", "beams"],
+)
+def test_other_short_prompts_are_computed_by_the_model(given: dict[str, Any]) -> None:
+    model, twin = both("llama", "cpu")
+    with recorded(), attached(model) as kv:
+        for seed in range(5):
+            ids = models.prompt(20, seed=seed)
+            mine, theirs = (generate(one, 5, input_ids=ids, **given) for one in (model, twin))
+            assert_same(mine, theirs)
+        audit(kv)
+
+
+def test_a_short_prompt_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts stay with the model, and decode steps are replayed all the same."""
+    own = GraphedForward._capture
+
+    def capture(self: GraphedForward, step: Any, shape: Any, *given: Any) -> Any:
+        if shape.new > 1:
+            raise RuntimeError("not this one")
+        return own(self, step, shape, *given)
+
+    monkeypatch.setattr(GraphedForward, "_capture", capture)
+    model, twin = both("llama", "cpu")
+    with recorded(), attached(model) as kv:
+        for seed in range(6):
+            ids = models.prompt(20, seed=seed)
+            assert_same(generate(model, 9, input_ids=ids), generate(twin, 9, input_ids=ids))
+        assert counts(kv)[1] > 20 and not kv.stats()["graphs"]["eager"]
 
 
 @pytest.mark.parametrize("lose", [0.0, 0.3, 1.0])

@@ -583,11 +583,15 @@ def test_threads_share_graphs(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "pages", "wanted"),
-    [(1, 1, (1, 1)), (3, 1, (4, 1)), (9, 2, (16, 2)), (33, 3, (48, 4)), (60, 5, (60, 8))],
+    ("rows", "new", "pages", "wanted"),
+    [
+        *((1, 1, 1, (1, 1, 1)), (3, 1, 1, (4, 1, 1)), (9, 1, 2, (16, 1, 2))),
+        *((33, 1, 3, (48, 1, 4)), (60, 1, 5, (60, 1, 8))),
+        *((1, 2, 1, (1, 32, 1)), (1, 33, 3, (1, 64, 4)), (1, 512, 9, (1, 512, 16))),
+    ],
 )
-def test_shapes(rows: int, pages: int, wanted: tuple[int, int]) -> None:
-    assert shape_of(rows, pages, 60) == wanted
+def test_shapes(rows: int, new: int, pages: int, wanted: tuple[int, int, int]) -> None:
+    assert shape_of(rows, new, pages, 60) == wanted
 
 
 # What a replayed step costs the host

@@ -51,6 +51,19 @@ def all_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attend, "MOST_COLUMNS", 0)
 
 
+@pytest.mark.parametrize(
+    ("past", "new", "padded"), [(0, 20, 32), (0, 1, 32), (0, 3, 64), (150, 60, 64), (700, 40, 64)]
+)
+def test_tokens_of_no_row_behind_a_single_row(past: int, new: int, padded: int) -> None:
+    """As in captured steps, whose buffers hold more tokens than the row has."""
+    scene = Scene(layout_of(2, 64, page_size=16), [past + new], [new])
+    more = scene.batch._replace(most_new=padded, most_length=2 * (past + padded))
+    q = torch.cat([scene.queries(4), torch.full((padded - new, 8, 64), torch.nan)])
+    o = paged_attention(q, scene.pages, more, Scoring(scale=0.125))
+    expected = flat_attention(q[:new], scene.pages, scene.batch, backend="reference")
+    torch.testing.assert_close(o[:new], expected, rtol=0, atol=TOLERANCE["float32"])
+
+
 def attend(scene: Scene, q: torch.Tensor, how: Scoring, near: float) -> torch.Tensor:
     """Compare the kernels with attention over the tokens themselves; their output."""
     mass = None if how.mass is None else how.mass.clone()

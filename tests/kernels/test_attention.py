@@ -135,6 +135,20 @@ def test_float64_and_empty_batches(backend: str) -> None:
         assert o.shape == (0, 4, 16) and lse.shape == (0, 4)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("past", "new", "padded"), [(0, 20, 32), (0, 1, 32), (150, 60, 64)])
+def test_tokens_of_no_row_behind_a_single_row(
+    backend: str, past: int, new: int, padded: int
+) -> None:
+    """As in captured steps, whose buffers hold more tokens than the row has."""
+    scene = Scene(layout_of(2, 64, page_size=16), [past + new], [new])
+    more = scene.batch._replace(most_new=padded, most_length=2 * (past + padded))
+    q = torch.cat([scene.queries(4), torch.full((padded - new, 8, 64), torch.nan)])
+    o = paged_attention(q, scene.pages, more, backend=backend)[:new]
+    expected = paged_attention(q[:new], scene.pages, scene.batch, backend="reference")
+    torch.testing.assert_close(o, expected, rtol=0, atol=1e-5)
+
+
 def parts_of(scene: Scene, cut: int) -> list[Ragged]:
     """The batch as two: pages before `cut`, then the rest (one row, one new token)."""
     size, batch = scene.layout.page_size, scene.batch

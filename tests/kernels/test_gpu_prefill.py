@@ -50,6 +50,20 @@ def compare(scene: Scene, group: int, tolerance: float, **switches: object) -> N
     torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-5, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("past", "new", "padded"),
+    [(0, 20, 32), (0, 1, 32), (0, 300, 512), (150, 60, 64), (9000, 40, 64)],
+)
+def test_tokens_of_no_row_behind_a_single_row(past: int, new: int, padded: int) -> None:
+    """As in captured steps, whose buffers hold more tokens than the row has."""
+    scene = Scene(layout_of(2, 128, page_size=64, dtype="bfloat16"), [past + new], [new])
+    pages, batch = on_gpu(scene)
+    q = torch.cat([scene.queries(4), torch.full((padded - new, 8, 128), torch.nan).bfloat16()])
+    more = batch._replace(most_new=padded, most_length=2 * (past + padded))
+    o = paged_attention(q.cuda(), pages, more)[:new]
+    near(o, paged_attention(q[:new], scene.pages, scene.batch, backend="reference"), 3e-2)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("codecs", [*((codec,) for codec in CODECS), CODECS])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 80), (128, 128), (256, 256)])

@@ -20,7 +20,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
-from flowkv.hooks.graphs import GraphedForward, recorder_of
+from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import ModelPlan, PagedCache
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, usual
@@ -155,7 +155,8 @@ class ForwardHook:
             model.__dict__["forward"] = _answering(model.forward, self.names.cache)
             state = partial(_state, weakref.ref(self))
             call = partial(_packed, weakref.ref(self))
-            self.graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed)
+            most = SHORT[-1] if "logits_to_keep" in self.names.parameters else 1
+            self.graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed, most)
         follow(self.kv, close=self.release)
 
     @property
@@ -479,7 +480,7 @@ class ForwardHook:
         if not self._begin(paged, call, call.columns - base):
             return given
         left = call.skip(base, fill.rest(base, pads) if call.modal else None)
-        if call.columns - base == 1:  # it is a decode step
+        if self.graphs is not None and call.columns - base <= self.graphs.most_new:
             self._replay(paged, ForwardCall(self.names, left))
         return left
 
@@ -770,15 +771,17 @@ class ForwardHook:
     # ---- captured decode steps
 
     def _repeats(self, cache: PagedCache, call: ForwardCall) -> bool:
-        """Return whether a forward asks for the logits of one token a row, and for nothing else."""
+        """Return whether a forward asks for the last logits of each row, and for nothing else."""
         rows, given = cache.rows, call.given
+        alone = call.rows == 1 and not (rows.uneven or rows.pads.any())
+        last = call.columns == 1 or (alone and given.get("logits_to_keep") == 1)
         if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
             self.kv.graphed["eager"] = "the model computes with keys and values itself"
         asked = False in (given.get("return_dict"), given.get("use_cache"))
         asked = asked or any(map(given.get, ("output_hidden_states", "output_router_logits")))
         places = call.positions
         return not (
-            call.columns != 1
+            not last
             or asked
             or rows.taken
             or rows.wants_weights
@@ -1039,7 +1042,8 @@ def _state(held: weakref.ref[ForwardHook], whole: bool) -> object:
 def _packed(held: weakref.ref[ForwardHook], step: Step) -> torch.Tensor:
     door = held()
     assert door is not None
-    return door._call(step, door.plan)  # type: ignore[no-any-return]
+    keep = step.last if isinstance(step, StaticStep) and step.shape.new > 1 else None
+    return door._call(step, door.plan, keep)  # type: ignore[no-any-return]
 
 
 def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:

@@ -389,7 +389,7 @@ def paged_attention(
         tree=None if how.tree is None else how.tree.contiguous(),
     )
     few = few_new(layout, heads, q.dtype, how)
-    if few and tokens and (len(batch.rows) > 1 or batch.most_new <= few):
+    if few and tokens and (len(batch.rows) > 1 or int(batch.starts[1]) <= few):
         call = Call(pages, batch, how, heads, q.dtype, few)
         if lse is not None:
             call.normalise(lse)
