@@ -25,10 +25,13 @@ import torch
 import flowkv
 from bench.gpu.machine import Machine
 from bench.gpu.path import path
+from flowkv.hooks.graphs import SHORT
 
 Row = dict[str, Any]
 SKIPPED = 4
 """Steps behind the first token that no median counts."""
+CAPTURED, TURN = 4, 100
+"""Short prompts until one is captured; new tokens of a chat's turn."""
 CODECS = ("kv8", "kv4c")
 NEW = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
 SMALL = dict(hidden_size=128, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -238,7 +241,8 @@ def attached(bed: Bed, title: str = "attached", **options: Any) -> Iterator[Row]
         yield {"case": f"{title}: attach", "s": seconds, "samples": sampler.report()}
         bed.ask(bed.fresh(64))
         for name, n in zip(LENGTHS, bed.size.lengths, strict=True):
-            bed.ask(bed.fresh(n))
+            for _ in range(CAPTURED if n <= SHORT[-1] else 1):
+                bed.ask(bed.fresh(n))
             unseen = [bed.ask(bed.known(n), bed.size.new)]
             unseen += [bed.ask(bed.fresh(n), bed.size.new) for _ in range(bed.size.rounds - 1)]
             again = [bed.ask(bed.known(n), bed.size.new) for _ in range(bed.size.rounds)]
@@ -247,6 +251,9 @@ def attached(bed: Bed, title: str = "attached", **options: Any) -> Iterator[Row]
             yield asked(unseen, case=f"{title} {name}", same=same)
             yield asked(again, case=f"{title} {name} again")
         short = bed.size.lengths[0]
+        turns = [torch.cat([bed.known(bed.size.lengths[1]), bed.fresh(TURN)], 1) for _ in range(8)]
+        answers = [bed.ask(turn, bed.size.new) for turn in turns][CAPTURED:]
+        yield asked(answers, case=f"{title} {LENGTHS[1]}, next turn")
         for what, prompts, new in (
             ("decoding", [bed.known(bed.size.lengths[1])], 2 * bed.size.new),
             ("known", [bed.known(short)] * 4, 3),
