@@ -34,7 +34,7 @@ from tests.hooks.test_graphs import (
     swapped,
 )
 from tests.hooks.test_restore import restoring, stored
-from tests.inside import CapacityError, GraphedForward, Later, Restoring, door
+from tests.inside import CapacityError, GraphedForward, Later, Restoring, StaticStep, door
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -248,6 +248,24 @@ def test_a_short_prompt_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch)
             ids = models.prompt(20, seed=seed)
             assert_same(generate(model, 9, input_ids=ids), generate(twin, 9, input_ids=ids))
         assert counts(kv)[1] > 20 and not kv.stats()["graphs"]["eager"]
+
+
+def test_a_capture_with_the_right_logits_and_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of all tokens but the last fails: what a capture writes into pages shows it."""
+    own = StaticStep.read
+
+    def read(self: StaticStep, *given: Any, **options: Any) -> torch.Tensor:
+        out = own(self, *given, **options)
+        kept = torch.arange(len(out)) == self.last
+        return out * kept[:, None, None] if self.shape.new > 1 else out
+
+    monkeypatch.setattr(StaticStep, "read", read)
+    model, twin = both("llama", "cpu")
+    with recorded() as made, attached(model) as kv:
+        for seed in range(6):
+            ids = models.prompt(20, seed=seed)
+            assert_same(generate(model, 9, input_ids=ids), generate(twin, 9, input_ids=ids))
+        assert len(made) > counts(kv)[0] and not kv.stats()["graphs"]["eager"]
 
 
 @pytest.mark.parametrize("lose", [0.0, 0.3, 1.0])
