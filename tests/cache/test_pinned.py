@@ -725,6 +725,32 @@ def test_the_processor_reads_no_page_that_leaves_or_comes_back(
     kv.close()
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_processor_reads_no_page_that_goes_from_memory_to_a_disk(
+    wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digests are those that the device made: memory that changed is found on the way back."""
+    near, far, picks = HostTier(40_000), DiskTier(tmp_path, 1 << 24, threads=0), random.Random(3)
+    kv = make_kv(geometry(layers=4), pages=20, tiers=[near, far], prefetch="off", write_back=False)
+    behind_a_bus(kv)
+    count, texts = Touching(monkeypatch), [[number, *range(48)] for number in range(12)]
+    for text in texts:
+        published(kv, text)
+        if wrong and near._frames:
+            spoil_bit([frame.body for frame in near._frames.values()], picks)
+    kv.flush()
+    assert kv.stats()["events"]['demotions_total{source="host",tier="' + far.name + '"}'] > 4
+    assert kv.stats()["tiers"][far.name]["stored_bytes"] > 0 and not count.n_bytes
+    for text in [*texts, *texts]:
+        with kv.open([*text, 99]) as seq:
+            check_content(kv, seq, text[: seq.length])
+            assert wrong or seq.reused
+    assert bool(far.corrupt + near.corrupt) == wrong
+    kv.flush()
+    audit(kv)
+    kv.close()
+
+
 def spoil_bit(bodies: list[Any], picks: random.Random) -> None:
     body = picks.choice(bodies)
     body[picks.randrange(len(body))] ^= 1 << picks.randrange(8)

@@ -465,8 +465,7 @@ class DiskScheduler:
         self._flights: dict[int, tuple[Operations, int]] = {}  # by tag, with the bytes to come
         self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed items, with bodies being read
         self._written: list[Flight] = []  # frames that wait for the next group of syncs
-        self._late_bytes = 0  # bytes of overdue operations
-        self._syncing = False
+        self._late_bytes, self._syncing = 0, False  # bytes of overdue operations
         self._tag = 0
         self._stage = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -536,8 +535,7 @@ class DiskScheduler:
     def _begin(self) -> bool:
         if self._late_bytes > self._staging.arena.most_retired_bytes:
             self._queue.fail_waiting("breaker")
-        loads: list[Operations] = []
-        tried = 0
+        loads, tried = list[Operations](), 0
         if self._hungry < _PATIENT_STEPS:
             tried, room = self._take_known(loads)
             tried += self._take(_LOADS, loads) if room else 0
@@ -841,9 +839,7 @@ class DiskScheduler:
         completions = self._engine.wait(wait_s)
         if not len(completions):
             return False
-        read: list[Flight] = []
-        wrote: list[Flight] = []
-        stripes: list[Stripes] = []
+        read, wrote, stripes = list[Flight](), list[Flight](), list[Stripes]()
         for tag, result in completions.tolist():
             flight, must = self._flights.pop(tag)
             self._late_bytes -= must * flight.late
@@ -874,9 +870,7 @@ class DiskScheduler:
 
     def _finish_loads(self, flights: list[Flight]) -> list[Flight]:
         """Answer the loads that were read; return those that must read on."""
-        good: list[Flight] = []
-        more: list[Flight] = []
-        answers: list[ItemAnswer] = []
+        good, more, answers = list[Flight](), list[Flight](), list[ItemAnswer]()
         for flight in flights:
             try:
                 if self._queue.claim(flight.item) is not None:
@@ -899,12 +893,11 @@ class DiskScheduler:
     def _finish_stripes(self, stripes: Stripes) -> None:
         """Answer the loads that were read and verified; all others begin anew, each by itself."""
         targets = self._queue.claim_all(stripes.items)
-        parts = [part for part, to in zip(stripes.group, targets, strict=True) if to is not None]
-        failed = stripes.error or stripes.short
+        both, came = zip(stripes.group, targets, strict=True), not (stripes.error or stripes.short)
+        parts = [part for part, target in both if came and target is not None]
         with suppress(Exception):  # any error shows again when each load begins by itself
-            reasons = open_all(self._envelope, [] if failed else parts)
-            good = [part for part, why in zip(parts, reasons, strict=False) if not why]
-            self._queue.answer_all([part.hit for part in good])
+            ends = zip(parts, open_all(self._envelope, parts), strict=True)
+            self._queue.answer_all([part.hit for part, reason in ends if not reason])
         self._put_back([item for item in stripes.items if item.done is None], forget=True)
         self._free(stripes.memory, _LOADS)
         self._store.unpin([part.held.slot for part in stripes.group])
