@@ -436,8 +436,8 @@ class _Trip(msgspec.Struct, eq=False):
     request: TransferRequest | None = None
 
 
+# A trip, its answer, and whether that has sound layers; None if nothing lacks them.
 _Ended = tuple[_Trip, TierAnswer, bool | None]
-"""A trip, its answer, and whether that has sound layers; None if nothing lacks them."""
 
 
 class PageLoader:

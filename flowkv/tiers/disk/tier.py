@@ -38,6 +38,7 @@ from flowkv.tiers.frame import (
     FIXED_BYTES,
     NH_128,
     BadFrame,
+    Buffer,
     Header,
     aligned,
     count_stripes,
@@ -135,7 +136,7 @@ class Flight(Operations):
         super().__init__(items=(item,))
         self.item, self.held, self.over, self.known = item, held, False, known
         self.first, self.count, self.n_bytes = first, count, count * held.info.stripe_bytes
-        self.header = known and Header(item.key, held.info, known.values, held.seq)
+        self.header = known and Header(item.key, held.info, bytes(known.values), held.seq)
         unread = isinstance(item.wish, Load) and item.wish.unread
         self.body, self.unread = body, unread and body is not None
         self.body_at = held.header_bytes + first * held.info.stripe_bytes
@@ -263,14 +264,15 @@ class Digests(NamedTuple):
     """
 
     seq: int
-    values: bytes
+    values: bytearray
     address: int
 
 
 class KnownDigests:
     """Digests of plain frames with headers that need not be read again. Thread-safe.
 
-    They serve frames with stripes that are read alone, layer by layer, far from their header.
+    They serve frames with stripes that are read without their header: alone, layer by layer, or
+    straight into their target.
     """
 
     def __init__(self) -> None:
@@ -283,13 +285,12 @@ class KnownDigests:
         """Return whether the digests of a frame, or of an earlier one of its key, are known."""
         return key in self._found
 
-    def add(self, flight: Flight) -> None:
-        """Remember the digests of a frame that was read with its header, and verified."""
-        held, key = flight.held, flight.item.key
-        values = bytes(flight.memory.view[FIXED_BYTES:][: DIGEST_BYTES * held.stripes])
+    def add(self, key: bytes, seq: int, digests: Buffer) -> None:
+        """Remember the digests of a frame that was read with its header, or is being stored."""
+        values = bytearray(digests)
         with self._lock:
             self._drop(key)
-            self._found[key] = Digests(held.seq, values, address_of(memoryview(values)))
+            self._found[key] = Digests(seq, values, address_of(memoryview(values)))
             self._bytes += len(values)
             while self._bytes > KNOWN_BYTES:
                 self._drop(next(iter(self._found)))
@@ -634,9 +635,8 @@ class DiskScheduler:
             stripes = Stripes(parts, memory)
             for part in parts:
                 part.memory, held = memory, part.held
-                offset = held.slot.offset + held.header_bytes
-                offset += part.first * held.info.stripe_bytes
-                where = self._store.fd(held.slot), offset, part.address
+                start = held.header_bytes + part.first * held.info.stripe_bytes
+                where = self._store.fd(held.slot), held.slot.offset + start, part.address
                 stripes.operations.append((READ, *where, aligned(part.n_bytes)))
         except BaseException:
             self._store.unpin(slots)
@@ -748,6 +748,7 @@ class DiskScheduler:
                 start, n_bytes = head.header_bytes, head.frame_bytes
                 if direct:
                     memory.view[:start] = pack_header(head)
+                    self.known.add(key, seq, head.digests)  # with this number only
             else:
                 sealed = self._envelope.seal(key, info, body, generation=seq, known=known)
                 head, start, n_bytes = sealed.head, len(sealed.header), 0
@@ -884,7 +885,8 @@ class DiskScheduler:
                 answers += self._damaged(flight, reason)
             else:
                 if len(flight.operations) > 1 and plain(flight.held):
-                    self.known.add(flight)
+                    its = flight.memory.view[FIXED_BYTES:][: DIGEST_BYTES * flight.held.stripes]
+                    self.known.add(flight.item.key, flight.held.seq, its)
                 answers.append(flight.hit)
         self._queue.answer_all(answers)  # first, because callers wait for the answers
         self._drop_loads(flight for flight in flights if flight not in more)
