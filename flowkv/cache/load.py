@@ -395,7 +395,6 @@ class LoadBatch:
         refused: Whether there was no room for a prefetch.
         called_off: Whether it was cancelled; `done` is then not called.
         trips: Requests under way, each with its bytes.
-        unread: Requests answered with bytes that their device is to verify.
         fresh: Published blocks, to be inserted into policies together; None inserts each at once.
         prefer: Number of the tier to try first; -1 for the nearest of each page.
     """
@@ -417,7 +416,6 @@ class LoadBatch:
     refused: bool = False
     called_off: bool = False
     trips: dict[_Trip, int] = field(default_factory=dict)
-    unread: list[_Ended] = field(default_factory=list)
     fresh: list[Block] | None = None
     prefer: int = -1
 
@@ -434,10 +432,6 @@ class _Trip(msgspec.Struct, eq=False):
     given_up: bool = False
     joined: bool = False
     request: TransferRequest | None = None
-
-
-# A trip, its answer, and whether that has sound layers; None if nothing lacks them.
-_Ended = tuple[_Trip, TierAnswer, bool | None]
 
 
 class PageLoader:
@@ -479,12 +473,9 @@ class PageLoader:
             while batch.left:
                 now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
                 self._store.stack.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
-                self._verify(batch)
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
-            for trip, *_ in batch.unread:  # after an interrupt
-                trip.piece.page_load.flying.remove(trip.piece)
             self._launch()
             # One call inserts neighbours in chain order, without blocks that have gone meanwhile.
             # This runs after an interrupt, too: a page that no policy knows is never evicted. Later
@@ -671,60 +662,56 @@ class PageLoader:
 
     def _answered(self, trips: Items[_Trip], answers: Items[TierAnswer]) -> None:
         """Handle the answers to trips of one batch, which were given together."""
-        flight, now_s = trips[0].flight, time.perf_counter()
-        ends = list[_Ended]()
+        flight, stack, now_s = trips[0].flight, self._store.stack, time.perf_counter()
+        landed, hits = list[_Landed](), list[tuple[_Trip, TierAnswer]]()
+        missed, unsound = hits[:], hits[:]
         for trip, answer in zip(trips, answers, strict=True):
-            hit = None if trip.given_up else answer.outcome is Outcome.HIT and bool(answer.info)
-            if not trip.given_up:
-                flight.trips.pop(trip)
-                end_s = trip.asked_s + answer.seconds if answer.seconds else now_s
-                flight.ended_s = max(flight.ended_s, min(end_s, now_s))
-            (flight.unread if hit and answer.digests else ends).append((trip, answer, hit))
-        self._end(flight, ends)
-        if flight.unread and flight.fresh is None:
-            self._verify(flight)
-
-    def _end(self, flight: LoadBatch, ends: Items[_Ended]) -> None:
-        """End trips of a batch."""
-        landed = list[_Landed]()
-        for trip, answer, sound in ends:
             trip.piece.page_load.flying.remove(trip.piece)
-            if not sound:
+            if trip.given_up:
+                continue
+            flight.trips.pop(trip)
+            end_s = trip.asked_s + answer.seconds if answer.seconds else now_s
+            flight.ended_s = max(flight.ended_s, min(end_s, now_s))
+            hit = answer.outcome is Outcome.HIT and answer.info is not None
+            (hits if hit else missed).append((trip, answer))
+        sound = self._verify(hits)
+        for trip, answer in hits:
+            if answer.digests and not sound.get(trip):
+                unsound += [(trip, answer)] * (trip in sound)  # else nothing lacks it
                 continue
             tier, n_bytes, info = trip.source.tier, answer.n_bytes, cast(FrameInfo, answer.info)
             if trip.joined:
                 flight.joined[tier] += n_bytes
             else:
-                self._store.stack.mover.lanes[tier].loaded_bytes += n_bytes
+                stack.mover.lanes[tier].loaded_bytes += n_bytes
             flight.n_bytes[tier] += n_bytes
             buffer = None if answer.digests else trip.buffer
             landed.append((trip.piece, trip.source, buffer, info.fidelity))
         self._landed(flight, landed)
-        for trip, answer, sound in ends:
-            if sound is False:
-                self._missed(trip, answer)
-        self._less(flight, sum([not trip.given_up for trip, *_ in ends]))
-        for trip, *_ in ends:
+        # Those first: until they fly again, a source in another codec could change their page.
+        for trip, answer in (*unsound, *missed):
+            self._missed(trip, answer)
+        self._less(flight, sum([not trip.given_up for trip in trips]))
+        for trip in trips:
             if not trip.piece.page_load.wanted:
                 trip.piece.page_load.let_go()
 
-    def _verify(self, flight: LoadBatch) -> None:
-        """Copy the layers of a batch that came unread to their devices; those sound there count.
+    def _verify(self, hits: Items[tuple[_Trip, TierAnswer]]) -> dict[_Trip, bool]:
+        """Copy layers that came unread to their device; return whether each is sound there.
 
         Layers that nothing lacks are left out.
         """
-        forms, sound = dict[Any, list[Any]](), dict[_Trip, bool]()
-        places = _granules([trip.piece for trip, *_ in flight.unread])
-        for (trip, answer, _), at in zip(flight.unread, places, strict=True):
-            if at >= 0:
+        forms, found = dict[Any, list[Any]](), dict[_Trip, bool]()
+        places = _granules([trip.piece for trip, _ in hits])
+        for (trip, answer), at in zip(hits, places, strict=True):
+            if answer.digests and at >= 0:
                 form = trip.piece.page_load._pool, len(trip.buffer), len(answer.digests)
                 forms.setdefault(form, []).append((trip, trip.buffer, at, answer.digests))
         for (pool, *_), those in forms.items():
             trips, *rows = zip(*those, strict=True)
-            sound |= zip(trips, pool.copies.verify(*rows), strict=True)
-            flight.ended_s = time.perf_counter()  # the copies are part of the load
-        unread, flight.unread = flight.unread, []
-        self._end(flight, [(trip, answer, sound.get(trip)) for trip, answer, _ in unread])
+            found |= zip(trips, pool.copies.verify(*rows), strict=True)
+            trips[0].flight.ended_s = time.perf_counter()  # the copies are part of the load
+        return found
 
     def _landed(self, batch: LoadBatch, some: Items[_Landed]) -> None:
         """Take verified layers that arrived, and publish the pages that are complete now."""

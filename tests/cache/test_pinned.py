@@ -1153,7 +1153,6 @@ def test_pages_that_are_erased_while_they_come_stay_as_they_are() -> None:
         assert seq.reused
         check_content(kv, seq, text[: seq.length])
     assert not tier.contains([key])[0]
-    kv.flush()
     gc.collect()
     assert copies.staged_bytes() == 0
     kv.close()
