@@ -2,7 +2,8 @@
 
 Each round stores the same blocks in every way, reads them cold in random batches of 64, and runs
 fio on the same disk; ratios are taken within a round; the median and spread of rounds are shown.
-"deep" has all batches in flight at once, as "busy" has, which computes in Python beside it.
+"direct" reads straight into the targets. "deep" has all batches in flight at once, as "busy" has,
+which computes in Python beside it.
 The disk tier digests what it writes and checks what it reads; the others check nothing. A put ends
 when the bytes left the process (the tier's, fio's and the files' are direct; RocksDB is flushed).
 Recovery is the time to open a store of 100,000 frames.
@@ -64,8 +65,11 @@ class FlowKV:
         self._tier.submit_store(items)
         self._finish(len(keys), Outcome.STORED)
 
-    def get(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None:
-        self._tier.submit_load([Load(k, t, LAYOUT) for k, t in zip(keys, targets, strict=True)])
+    def get(
+        self, keys: Sequence[bytes], targets: Sequence[memoryview], *, direct: bool = False
+    ) -> None:
+        both = zip(keys, targets, strict=True)
+        self._tier.submit_load([Load(k, t, LAYOUT, direct=direct) for k, t in both])
         self._finish(len(keys), Outcome.HIT)
 
     def get_deep(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None:
@@ -145,12 +149,13 @@ class Bench:
             blocks.get(self.keys[:1], self.targets[:1])
             found["put"] = self._timed(lambda: blocks.put(self.keys[1:], self.bodies[1:]))
 
-            def get() -> None:
+            def get(**how: bool) -> None:
                 for at in range(0, self.count, BATCH):
-                    blocks.get(keys[at : at + BATCH], self.targets[at : at + BATCH])
+                    blocks.get(keys[at : at + BATCH], self.targets[at : at + BATCH], **how)
 
             found["get"] = self._timed(get)
             if isinstance(blocks, FlowKV):
+                found["direct"] = self._timed(partial(get, direct=True))
                 deep = partial(blocks.get_deep, keys, self.targets)
                 found["deep"] = self._timed(deep)
                 with Spinning():

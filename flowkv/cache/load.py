@@ -451,6 +451,7 @@ class PageLoader:
         self._store = store
         self._flights: dict[LoadBatch, None] = {}
         self._checks = deque[tuple[Items[_Trip], _Answers, _Answers, list[_Check]]]()
+        self._unread = _Answers()  # answers of one page each, to be checked together
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -480,11 +481,14 @@ class PageLoader:
             while batch.left:
                 now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
                 wait_s = min(max(batch.end_s - now, 0.0), _LONGEST_S) * (not self._checks)
-                if not self._store.stack.mover.wait(tiers, wait_s) and self._checks:
+                came = self._store.stack.mover.wait(tiers, wait_s)
+                self._check_together()
+                if not came and self._checks:
                     self._settle(*self._next_check())  # while later ones are copied
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
+            self._check_together()
             while self._checks:  # after an error: the loads stay without these layers
                 trips, *_ = self._next_check()
                 for trip in trips:
@@ -621,10 +625,10 @@ class PageLoader:
     ) -> int:  # fmt: skip
         """Request the same layers of like pages; return their bytes.
 
-        The targets are the pages; beside a GPU the tier's own memory, or staged rows. Demands into
-        the tier's memory are a few large requests. In a batch that is waited for, the device
-        verifies them unless the tier is to `read` them; in one for steps under way, each is copied
-        up while the next is verified here.
+        The targets are the pages; beside a GPU the tier's own memory, or staged rows, which a disk
+        reads straight into. Demands into the tier's memory are a few large requests. In a batch
+        that is waited for, the device verifies them unless the tier is to `read` them; in one for
+        steps under way, each is copied up while the next is verified here.
         """
         (one, first, count), stack, demand = pieces[0], self._store.stack, IOPriority.DEMAND
         copies, layout = one._pool.copies, one._forms.layouts[source.codec]
@@ -634,7 +638,8 @@ class PageLoader:
         bodies, lend = list[Any](), getattr(stack.tiers[source.tier], "lend_all", None)
         if lend is not None and copies is not None and not one.block.going:  # else a body is read
             bodies = lend([piece.page_load.block.key for piece in pieces], *span)
-        lent, unread = list[tuple[_Trip, Load]](), flight.fresh is not None and not read
+        lent, direct = list[tuple[_Trip, Load]](), copies is not None
+        unread = direct and flight.fresh is not None and not read
         for piece, body in zip_longest(pieces, bodies):
             one, is_lent = piece.page_load, body is not None and len(body) == n_bytes
             if is_lent:
@@ -646,7 +651,7 @@ class PageLoader:
             # Another copy from the tier's memory may be under way: nothing may write there.
             target = body.data.toreadonly() if is_lent else buffer.numpy().data
             trip = _Trip(flight, piece, source, buffer, sources)
-            load = Load(one.block.key, target, *terms, unread and is_lent)
+            load = Load(one.block.key, target, *terms, unread and (is_lent or not lend), direct)
             one.flying.append(piece)
             flight.left += 1
             flight.trips[trip] = n_bytes
@@ -685,12 +690,22 @@ class PageLoader:
             flight.ended_s = max(flight.ended_s, min(end_s, now_s))
             hit = answer.outcome is Outcome.HIT and answer.info is not None
             (hits if hit else missed).append((trip, answer))
-        if checks := self._verify(hits):
+        alone = len(hits) == len(trips) == 1 and answers[0].digests and flight.fresh is not None
+        if alone or (checks := self._verify(hits)):
             for trip in trips:  # until then nothing may change or free their pages
                 trip.piece.page_load.flying.append(trip.piece)
+        if alone:
+            self._unread += hits
+        elif checks:
             self._checks.append((trips, hits, missed, checks))
         else:
             self._settle(trips, hits, missed, checks)
+
+    def _check_together(self) -> None:
+        """Start to check the layers that came unread, each in an answer of its own."""
+        hits, self._unread = self._unread, _Answers()
+        if hits:
+            self._checks.append(([trip for trip, _ in hits], hits, _Answers(), self._verify(hits)))
 
     def _next_check(self) -> tuple[Items[_Trip], _Answers, _Answers, list[_Check]]:
         check = self._checks.popleft()

@@ -26,7 +26,7 @@ from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.restore.costs import Rates
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
-from flowkv.tiers.frame import BadFrame, wanted
+from flowkv.tiers.frame import BadFrame, Buffer, wanted
 
 # Order and volume of the requests to one tier.
 #
@@ -659,23 +659,29 @@ class Lane:
         if not followers:
             request.end(answer)
             return
-        again = followers if answer.outcome is Outcome.FAILED else ()
         # Copied before the request's memory is reused.
         given = [self._given(request, answer, one) for one in followers]
-        for one, its in zip((request, *followers), (answer, *given), strict=True):
-            if one not in again:
+        request.end(answer)
+        for one, its in zip(followers, given, strict=True):
+            if its.outcome is not Outcome.FAILED:
                 one.end(its)
-        self._ask_again(again)
+            else:
+                self._ask_again([one])
 
     @staticmethod
     def _given(request: TransferRequest, answer: TierAnswer, one: TransferRequest) -> TierAnswer:
-        """Return the answer to a follower, with its part of the bytes copied to its target."""
-        if answer.outcome is not Outcome.HIT:
+        """Return the answer to a follower, with its part of the bytes copied to its target.
+
+        `FAILED` if the bytes, which the leader's device is to verify, are not those of the frame.
+        """
+        if answer.outcome is not Outcome.HIT or answer.info is None:
             return answer
         first, n_bytes = one.span[0] - request.span[0], min(one.n_bytes, answer.n_bytes)
         given = cast(Load, request.item).target.cast("B")[first : first + n_bytes]
-        cast(Load, one.item).target.cast("B")[:n_bytes] = given
-        return answer._replace(n_bytes=n_bytes)
+        target = cast(Load, one.item).target.cast("B")[:n_bytes]
+        fine = copied(target, given, answer.info, first, answer.digests)
+        outcome = Outcome.HIT if fine else Outcome.FAILED
+        return answer._replace(outcome=outcome, n_bytes=n_bytes, digests=b"")
 
     def _follow(self, key: bytes) -> None:
         """Queue the next store of a key, of which no store is under way any more."""
@@ -757,6 +763,13 @@ def _failed(key: bytes, reason: str) -> TierAnswer:
     return TierAnswer(0, 0, key, Outcome.FAILED, reason)
 
 
+def copied(to: memoryview, source: memoryview, info: FrameInfo, first: int, known: Buffer) -> bool:
+    """Copy stripes, from byte `first` of a body on; return whether they match known digests."""
+    to[:], step = source, info.stripe_bytes
+    known = known[DIGEST_BYTES * (first // step) :][: DIGEST_BYTES * (len(to) // step)]
+    return not known or digests(to, step) == known
+
+
 def from_memory(load: Load, store: Store) -> TierAnswer | None:
     """Answer a load with the body of a store that is under way; None if that does not match.
 
@@ -772,9 +785,8 @@ def from_memory(load: Load, store: Store) -> TierAnswer | None:
     n_bytes = (end - load.first) * step
     if not 0 <= load.first < end <= stripes or n_bytes > load.target.nbytes or load.target.readonly:
         return None
-    target, known = load.target.cast("B")[:n_bytes], store.digests or b""
-    target[:] = body[load.first * step : end * step]
-    if known and digests(target, step) != known[DIGEST_BYTES * load.first : DIGEST_BYTES * end]:
+    target, known, first = load.target.cast("B")[:n_bytes], store.digests or b"", load.first * step
+    if not copied(target, body[first : end * step], info, first, known):
         return None
     return TierAnswer(0, 0, load.key, Outcome.HIT, "", info, n_bytes)
 

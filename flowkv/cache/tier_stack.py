@@ -34,6 +34,7 @@ from flowkv.policy.restore import LoadGate
 from flowkv.residency.keyed import PolicyPlace
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer, listed
 from flowkv.tiers.erasure_log import ErasureLogs
+from flowkv.tiers.host import HostTier
 
 # Unproven pages: known in the process, but kept out of all persistent and shared places.
 #
@@ -651,9 +652,14 @@ class TierStack:
         self._evict(block, number, "space")
 
     def copy(self, block: Block, source: int, target: int) -> int:
-        """Start copying a block from one tier to another; return its bytes, 0 if that fails."""
-        found = self.load(block, source)
-        return len(found[1]) if found and not self.store([(block, *found)], target) else 0
+        """Start copying a block from one tier to another; return its bytes, 0 if that fails.
+
+        Another tier takes it unread out of host memory, unless it is to encode it.
+        """
+        tier, encodes = self.tiers[source], isinstance(self.tiers[target], CodecTier)
+        found = tier.as_store(block.key) if isinstance(tier, HostTier) and not encodes else None
+        frame = found[1:] if found else self.load(block, source)
+        return len(frame[1]) if frame and not self.store([(block, *frame)], target) else 0
 
     def takers(
         self, blocks: Iterable[Block], first: int = 0, *, leaves: Collection[Block] = ()

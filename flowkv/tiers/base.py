@@ -87,7 +87,10 @@ class Load(NamedTuple):
         stripes: Number of stripes; 0 for all from `first` on. Stripes beyond the frame are a miss
             with reason "stripes". Only the requested stripes are verified.
         unread: Whether the caller verifies them where they go: a tier may leave a target unread
-            that is its own memory, and answer with the digests that the stripes must have.
+            that is its own memory, or a `direct` one, and answer with the digests that the stripes
+            must have.
+        direct: Whether nothing uses the memory of the target again while anything refers to it,
+            also behind a `FAILED`: a tier may read from a disk straight into it, late too.
     """
 
     key: bytes
@@ -97,6 +100,7 @@ class Load(NamedTuple):
     first: int = 0
     stripes: int = 0
     unread: bool = False
+    direct: bool = False
 
 
 class Store(NamedTuple):

@@ -46,9 +46,10 @@ CHECK = np.dtype(
     ]
 )
 """Row of one frame: address of its header and readable bytes there; address of the first requested
-stripe and readable bytes there; address of the target, which may be `data` itself, or 0 to copy
-nothing; bytes of a stripe, stripes of the frame, first requested stripe and number of requested
-stripes; and 1 if the header was checked before and its address is that of the digests, else 0."""
+stripe (0 to check the header alone) and readable bytes there; address of the target, which may be
+`data` itself, or 0 to copy nothing; bytes of a stripe, stripes of the frame, first requested stripe
+and number of requested stripes; and 1 if the header was checked before and its address is that of
+the digests, else 0."""
 
 REASONS = ("", "foreign", "version", "truncated", "digest", "key", "integrity", "stripes")
 """Names of the reasons, as in `BadFrame`."""
@@ -135,6 +136,8 @@ def _check_frame(row, expected, scratch):
         if reason != _OK:
             return reason
         digests += np.uint64(FIXED_BYTES)
+    if not row.data:
+        return _OK
     if row.data_bytes // n < step:
         return _TRUNCATED
     copies = bool(row.target) and row.target != row.data

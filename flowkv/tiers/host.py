@@ -145,6 +145,8 @@ TOGETHER_BYTES = 4 << 20
 times as much a thread looks whether the job was cancelled."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Number of threads that share a job: one core copies and digests about 8 GB/s."""
+TRANSIT_BYTES = 1 << 27
+"""Bytes of slots in transit beyond which frames that go elsewhere leave theirs for other pages."""
 OVERHEAD_BYTES = 1024
 """Bytes charged per frame for its Python objects: key, description, table entry."""
 SLOT_BYTES = 1 << 16
@@ -340,6 +342,16 @@ class HostTier(Immediate):
                 body = body[first * step : stop] if stop <= size else None
             found.append(body)
         return found
+
+    def as_store(self, key: bytes) -> Store | None:
+        """Return the store of a frame elsewhere, from where it lies; None if it must be copied.
+
+        It is not verified: the digests are those with which it came here.
+        """
+        frame, transit_bytes = self._frames.get(key), self.slots.used_bytes - self.slots.kept_bytes
+        if frame is None or not frame.kept_bytes or transit_bytes > TRANSIT_BYTES:
+            return None
+        return Store(key, frame.header.info, frame.body.data.toreadonly(), frame.header.digests)
 
     def scan(self) -> Iterator[Entry]:
         """Yield all frames, oldest store first."""

@@ -138,6 +138,7 @@ class ItemAnswer(NamedTuple):
     reason: str = ""
     info: FrameInfo | None = None
     n_bytes: int = 0
+    digests: bytes = b""
 
 
 class RequestQueue:
@@ -311,10 +312,10 @@ class RequestQueue:
         """Answer those items that have no answer yet."""
         with self._changed:
             now, done = self._clock.now_ns(), []
-            for item, outcome, reason, info, n_bytes in answers:
+            for item, outcome, reason, info, n_bytes, known in answers:
                 if item.done is None:
                     asked, seconds = (item.job, item.index, item.key), (now - item.start_ns) / 1e9
-                    item.done = TierAnswer(*asked, outcome, reason, info, n_bytes, seconds)
+                    item.done = TierAnswer(*asked, outcome, reason, info, n_bytes, seconds, known)
                     item.memory = None
                     if item.stores and not item.begun:
                         self._waiting_bytes -= item.n_bytes

@@ -275,6 +275,31 @@ def test_who_waits_with_another_asks_anew_when_that_fails() -> None:
     assert tier.jobs == [("load", 1), ("load", 1)]
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_bytes_that_came_unread_are_verified_for_who_waits_with_their_load(right: bool) -> None:
+    tier, told, also = Slow(MemoryTier()), list[Completion](), list[Completion]()
+    stored(tier.inner, 1)
+    mover, (first, one), (second, two) = mover_over(tier), load_of(1), load_of(1)
+    mover.ask(0, first._replace(unread=True, direct=True), told.extend)
+    mover.drain()
+    mover.ask(0, second, also.extend)
+    original, tier.allowed = tier.poll, 9
+
+    def unread(timeout_s: float = 0.0) -> list[Completion]:
+        found = original(timeout_s)
+        if len(tier.jobs) == 1:
+            one[9] ^= not right
+            found = [answer._replace(digests=digests(BODY, 4096)) for answer in found]
+        return found
+
+    tier.poll = unread
+    while not also:
+        mover.drain(0.01)
+    assert told[0].digests and not also[0].digests
+    assert also[0].outcome is Outcome.HIT and two == BODY and (one == BODY) == right
+    assert tier.jobs == [("load", 1)] * (1 if right else 2), "wrong ones are asked for again"
+
+
 def test_a_cancelled_prefetch_is_answered_and_its_job_called_off() -> None:
     tier = Slow(MemoryTier())
     stored(tier.inner, *range(4))

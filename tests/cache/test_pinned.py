@@ -723,9 +723,10 @@ def test_digests_of_pages_that_leave_are_made_on_the_device(codec: str, kernel: 
 
 
 @pytest.mark.parametrize("below", ["host", "disk"])
-def test_the_processor_reads_no_page_that_leaves(
+def test_the_processor_reads_no_page_that_leaves_or_comes_back(
     below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Except pages that come while a forward goes on: those of a disk are read where they lie."""
     tier = HostTier(1 << 24) if below == "host" else DiskTier(tmp_path, 1 << 24, threads=0)
     kv = make_kv(pages=20, tiers=[tier], prefetch="off")
     behind_a_bus(kv)
@@ -738,8 +739,42 @@ def test_the_processor_reads_no_page_that_leaves(
         with kv.open([*text, 99]) as seq:
             assert seq.reused == 48
             check_content(kv, seq, text[:48])
-    assert kv.stats()["tiers"][tier.name]["loaded_bytes"] > 0
-    assert bool(count.n_bytes) == (below == "disk"), "a disk's pages pass through staging memory"
+    loaded_bytes = kv.stats()["tiers"][tier.name]["loaded_bytes"]
+    assert loaded_bytes > 0 and not count.n_bytes
+    for text in texts:
+        waits = kv.prefetch([*text, 99])
+        assert waits.wait() and waits.arrived == waits.pages
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    more_bytes = kv.stats()["tiers"][tier.name]["loaded_bytes"] - loaded_bytes
+    assert count.n_bytes == more_bytes > 0 and not count.n_copied
+    kv.close()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_processor_reads_no_page_that_goes_from_memory_to_a_disk(
+    wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digests are those that the device made: memory that changed is found on the way back."""
+    near, far, picks = HostTier(40_000), DiskTier(tmp_path, 1 << 24, threads=0), random.Random(3)
+    kv = make_kv(geometry(layers=4), pages=20, tiers=[near, far], prefetch="off", write_back=False)
+    behind_a_bus(kv)
+    count, texts = Touching(monkeypatch), [[number, *range(48)] for number in range(12)]
+    for text in texts:
+        published(kv, text)
+        if wrong and near._frames:
+            spoil_bit([frame.body for frame in near._frames.values()], picks)
+    kv.flush()
+    assert kv.stats()["events"]['demotions_total{source="host",tier="' + far.name + '"}'] > 4
+    assert kv.stats()["tiers"][far.name]["stored_bytes"] > 0 and not count.n_bytes
+    for text in [*texts, *texts]:
+        with kv.open([*text, 99]) as seq:
+            check_content(kv, seq, text[: seq.length])
+            assert wrong or seq.reused
+    assert bool(far.corrupt + near.corrupt) == wrong
+    kv.flush()
+    audit(kv)
     kv.close()
 
 
@@ -818,6 +853,62 @@ def test_nothing_wrong_comes_from_pinned_memory(
         assert not tier.corrupt and not kv.stats()["tiers"]["host"]["refused"]
     else:
         assert 0 < tier.corrupt <= spoilt[0]
+    kv.flush()
+    audit(kv)
+    copies.streams.finish()
+    gc.collect()
+    assert copies.staged_bytes() == 0
+    kv.close()
+
+
+@pytest.mark.parametrize("moment", ["stored", "read", "copied"])
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_wrong_comes_from_a_disk(seed: int, moment: str, tmp_path: Path) -> None:
+    """Whatever flips: on the disk, in the row that it was read into, or on the device."""
+    tier, picks, spoilt = DiskTier(tmp_path, 1 << 24, threads=0), random.Random(seed), [0]
+    kv = make_kv(geometry(layers=4), pages=20, tiers=[tier], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+    verify, digest = copies.verify, copies.streams.digest
+
+    def now() -> None:
+        _, held = picks.choice(tier._store.entries())
+        with open(tier._store._slabs._path(held.slot.granules), "r+b") as file:
+            at = held.slot.offset + picks.randrange(held.stored_bytes)
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << picks.randrange(8)]))
+        spoilt[0] += 1
+
+    def read(rows: Sequence[torch.Tensor], *given: Any) -> list[bool]:
+        if picks.randrange(2):
+            spoil_bit([row.numpy() for row in rows], picks)
+            spoilt[0] += 1
+        return verify(rows, *given)
+
+    def copied(pages: torch.Tensor, where: Sequence[int], *given: Any, to_device: bool) -> None:
+        if to_device:
+            page = [pages.numpy()[g * GRANULE :][: 2 * GRANULE] for g in where]
+            copies.streams.queues["up"].append((None, lambda: spoil_bit(page, picks)))
+            spoilt[0] += 1
+        digest(pages, where, *given, to_device=to_device)
+
+    if moment == "read":
+        copies.verify = read
+    elif moment == "copied":
+        copies.streams.digest = copied
+    for text in [*texts, *texts]:
+        if moment == "stored":
+            now()
+        with kv.open([*text, 99]) as seq:
+            check_content(kv, seq, text[: seq.length])
+            assert seq.reused == 48 or moment == "stored"
+        published(kv, text)
+    assert spoilt[0] and bool(tier.corrupt) == (moment == "stored")
     kv.flush()
     audit(kv)
     copies.streams.finish()

@@ -242,7 +242,7 @@ def test_what_goes_wrong_with_some_stripes_costs_nobody_else_anything(
         monkeypatch.undo()
         raise MemoryError
 
-    monkeypatch.setattr(transfer, "_opened", broken)
+    monkeypatch.setattr(transfer, "open_all", broken)
     engine.hold = False
     found = [answer for _ in range(20) for answer in tier.poll(0.05)]
     assert sorted(one.job for one in found) == sorted([jobs[0]] * 2 + [jobs[1]] * 2 + [jobs[2]])

@@ -474,6 +474,25 @@ def test_lent_memory_is_never_written_to() -> None:
     tier.close()
 
 
+def test_a_frame_goes_elsewhere_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, size = HostTier(1 << 20), 1 << 17
+    stored(tier, "abc", size)
+    stored(tier, ["small"], 4096)  # in memory of its own
+    frame, item = tier._frames[key_of("a")], tier.as_store(key_of("a"))
+    assert item is not None and item.body.readonly and item.digests == frame.header.digests
+    assert np.frombuffer(item.body, np.uint8).ctypes.data == frame.body_at
+    assert tier.as_store(key_of("small")) is None and tier.as_store(key_of("none")) is None
+    del frame
+    assert tier.delete([key_of("a")]) == 1
+    stored(tier, "de", size)
+    assert bytes(item.body) == body_of("a", size), "nothing else uses it before the store is over"
+    monkeypatch.setattr(host, "TRANSIT_BYTES", size - 1)
+    assert tier.as_store(key_of("b")) is None, "too much is on its way"
+    del item
+    assert tier.as_store(key_of("b")) is not None
+    tier.close()
+
+
 def test_memory_that_no_device_reaches_is_not_lent() -> None:
     tier = HostTier(1 << 20)
     stored(tier, ["a"], 1 << 17)

@@ -1,8 +1,8 @@
 """Disk tier: frames in a local directory, which survive the process and are readable by others.
 
 Bytes move by an engine (`tiers.io`) between the slab files and an arena; one scheduler makes its
-batches. A load is verified before its target is written. A store that is still being written at its
-deadline is undone.
+batches. A load is verified before its target is written, except one into memory that stays the
+load's own (`Load.direct`). A store that is still being written at its deadline is undone.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.config import format_size
-from flowkv.core.digest import digests
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER
@@ -38,6 +38,7 @@ from flowkv.tiers.frame import (
     FIXED_BYTES,
     NH_128,
     BadFrame,
+    Buffer,
     Header,
     aligned,
     count_stripes,
@@ -76,7 +77,7 @@ class Operations:
     """Operations of the engine that belong together, such as the syncs of a group of stores.
 
     Args:
-        group: Stores that wait for them.
+        group: Stores that wait for them, or loads that they serve together.
         items: Items that they answer.
 
     Attributes:
@@ -85,13 +86,12 @@ class Operations:
         left: Number of submitted operations that did not complete yet.
         error: First negative result, or 0.
         short: Whether an operation moved fewer bytes than it must.
+        late: Whether an item was answered without its result.
     """
-
-    __slots__ = ("error", "group", "items", "left", "operations", "short", "tags")
 
     def __init__(self, group: Sequence[Flight] = (), items: Sequence[Item] = ()) -> None:
         self.left = self.error = 0
-        self.short = False
+        self.short = self.late = False
         self.operations: list[Operation] = []
         self.tags: list[int] = []
         self.group, self.items = group, items
@@ -109,44 +109,63 @@ class Operations:
 class Flight(Operations):
     """Operations of one item: one or two reads of a load, one write of a store.
 
-    Attributes:
+    Args:
         item: The item.
-        memory: Staging slot.
         held: Index entry of the frame, or the future one of a store.
-        over: Whether the memory was given back.
+        body: The caller's memory that stripes are written from, or read into; it stays where it is
+            until this is over. None for staging memory.
         first: First requested stripe, and `count` their number.
-        header: The header, if it was read before the stripes.
+        known: Digests of the frame's stripes, if its header is not read; else None.
+
+    Attributes:
+        memory: Staging slot.
+        n_bytes: Bytes of the requested stripes.
+        over: Whether the memory was given back.
+        header: The header, if it was read before the stripes, or is known.
         body_at: Offset of the stored stripes in `memory`.
+        unread: Whether the caller verifies the stripes.
         check: Row of `digest.CHECK` for a plain frame, and `fields`, its expected fixed fields.
-        body: Body that is written from where it lies, and stays there until this is over.
     """
 
-    __slots__ = tuple("body body_at check count fields first header held item memory over".split())
+    memory: ArenaSlot
 
     def __init__(
-        self, item: Item, memory: ArenaSlot, held: Held, first: int = 0, count: int = 0
-    ) -> None:
+        self, item: Item, held: Held, body: memoryview | None, first: int = 0, count: int = 0,
+        known: Digests | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(items=(item,))
-        self.item, self.memory, self.held, self.over = item, memory, held, False
-        self.first, self.count = first, count
-        self.header: Header | None = None
-        self.body: memoryview | None = None
+        self.item, self.held, self.over, self.known = item, held, False, known
+        self.first, self.count, self.n_bytes = first, count, count * held.info.stripe_bytes
+        self.header = known and Header(item.key, held.info, bytes(known.values), held.seq)
+        unread = isinstance(item.wish, Load) and item.wish.unread
+        self.body, self.unread = body, unread and body is not None
         self.body_at = held.header_bytes + first * held.info.stripe_bytes
+
+    @property
+    def address(self) -> int:
+        """Return the address that the stripes are read to."""
+        return self.memory.address + self.body_at if self.body is None else address_of(self.body)
 
     def expect(self) -> None:
         """Prepare the check of a plain frame while the disk reads it."""
-        held, address, target = self.held, self.memory.address, self.item.memory
+        held, known, target = self.held, self.known, self.item.memory
         if target is None:
             return  # answered meanwhile
-        step, digests = held.info.stripe_bytes, bytes(DIGEST_BYTES * held.stripes)
-        self.fields = fixed_fields(Header(self.item.key, held.info, digests, held.seq))
-        there = address, held.header_bytes, address + self.body_at, self.count * step
-        self.check = *there, address_of(target), step, held.stripes, self.first, self.count, 0
+        head, self.fields = (known.address if known else 0, 0), bytes(FIXED_BYTES)
+        if known is None:
+            head = self.memory.address, held.header_bytes
+            blank = bytes(DIGEST_BYTES * held.stripes)
+            self.fields = fixed_fields(Header(self.item.key, held.info, blank, held.seq))
+        there = 0 if self.unread else self.address, self.n_bytes, address_of(target)
+        span = held.info.stripe_bytes, held.stripes, self.first, self.count
+        self.check = *head, *there, *span, known is not None
 
     @property
-    def plain(self) -> bool:
-        """Return whether the stripes are uncompressed, with digests that compiled code verifies."""
-        return self.held.integrity == NH_128 and not self.held.lossless
+    def hit(self) -> ItemAnswer:
+        """Return the answer to a load with sound stripes, or with digests for unread ones."""
+        values = self.known.values if self.known else self.memory.view[FIXED_BYTES:]
+        its = values[DIGEST_BYTES * self.first :][: DIGEST_BYTES * self.count * self.unread]
+        return ItemAnswer(self.item, Outcome.HIT, "", self.held.info, self.n_bytes, bytes(its))
 
     @property
     def written(self) -> WrittenFrame:
@@ -154,20 +173,43 @@ class Flight(Operations):
         return WrittenFrame(self.item.key, self.held)
 
 
-def extents(held: Held, first: int, count: int) -> list[tuple[int, int]]:
+def plain(held: Held) -> bool:
+    """Return whether stripes are uncompressed, with digests that compiled code verifies."""
+    return held.integrity == NH_128 and not held.lossless
+
+
+def extents(held: Held, first: int, count: int, *, apart: bool) -> list[tuple[int, int]]:
     """Return the (offset, bytes) parts of a slot to read for some stripes: whole pages.
 
-    The parts hold header and stripes; of a compressed frame only the header, unless that is near to
-    all: the header has the offsets of the stripes.
+    The parts hold header and stripes, `apart` or as one if they are near; of a compressed frame
+    only the header, unless that is near to all: the header has the offsets of the stripes.
     """
     head, step = held.header_bytes, held.info.stripe_bytes
     if held.lossless:
         whole = count == held.stripes or held.stored_bytes <= head + NEAR_BYTES
         return [(0, aligned(held.stored_bytes if whole else head))]
     start, n_bytes = head + first * step, count * step
-    if start - head <= NEAR_BYTES:
+    if start - head <= NEAR_BYTES and not apart:
         return [(0, aligned(start + n_bytes))]
     return [(0, head), (start, aligned(n_bytes))]
+
+
+def flight_of(item: Item, target: memoryview, held: Held, known: Digests | None = None) -> Flight:
+    """Return the flight of a load, without memory: straight to its target where that is possible.
+
+    Raises:
+        BadFrame: "stripes": the requested ones are not all in the frame.
+        Refused: "target": they do not fit there.
+    """
+    wish = cast(Load, item.wish)
+    first, count = wish.first, wish.stripes or held.stripes - wish.first
+    if not 0 <= first < first + count <= held.stripes:
+        raise BadFrame("stripes", f"{count} stripes from {first} on of {held.stripes}")
+    n_bytes = count * held.info.stripe_bytes
+    if target.nbytes < n_bytes or not target.c_contiguous or target.readonly:
+        raise Refused("target")
+    direct = wish.direct and plain(held) and not (address_of(target) | n_bytes) % ALIGNMENT
+    return Flight(item, held, target if direct else None, first, count, known)
 
 
 class Staging:
@@ -184,12 +226,6 @@ class Staging:
     def __init__(self, arena: Arena | None, n_bytes: int) -> None:
         self.arena, self._own = arena or Arena(n_bytes), arena is None
         self._spare: set[Arena] = set()
-
-    @property
-    def clogged(self) -> bool:
-        """Return whether too much memory waits for overdue operations to go on with the disk."""
-        retired_bytes = sum(arena.retired_bytes for arena in (self.arena, *self._spare))
-        return retired_bytes > self.arena.most_retired_bytes
 
     def acquire(self, n_bytes: int, *, spare: bool) -> ArenaSlot | None:
         """Return memory in the arena; if that has no room, outside of it if `spare`, else None.
@@ -228,14 +264,15 @@ class Digests(NamedTuple):
     """
 
     seq: int
-    values: bytes
+    values: bytearray
     address: int
 
 
 class KnownDigests:
     """Digests of plain frames with headers that need not be read again. Thread-safe.
 
-    They serve frames with stripes that are read alone, layer by layer, far from their header.
+    They serve frames with stripes that are read without their header: alone, layer by layer, or
+    straight into their target.
     """
 
     def __init__(self) -> None:
@@ -248,13 +285,12 @@ class KnownDigests:
         """Return whether the digests of a frame, or of an earlier one of its key, are known."""
         return key in self._found
 
-    def add(self, flight: Flight) -> None:
-        """Remember the digests of a frame that was read with its header, and verified."""
-        held, key = flight.held, flight.item.key
-        values = bytes(flight.memory.view[FIXED_BYTES:][: DIGEST_BYTES * held.stripes])
+    def add(self, key: bytes, seq: int, digests: Buffer) -> None:
+        """Remember the digests of a frame that was read with its header, or is being stored."""
+        values = bytearray(digests)
         with self._lock:
             self._drop(key)
-            self._found[key] = Digests(held.seq, values, address_of(memoryview(values)))
+            self._found[key] = Digests(seq, values, address_of(memoryview(values)))
             self._bytes += len(values)
             while self._bytes > KNOWN_BYTES:
                 self._drop(next(iter(self._found)))
@@ -275,57 +311,18 @@ class KnownDigests:
         self._bytes -= len(found.values) if found is not None else 0
 
 
-class StripeRead(NamedTuple):
-    """Stripes of a frame with known digests.
-
-    Attributes:
-        item: The load.
-        held: Index entry of the frame.
-        digests: Digests of all its stripes.
-        first: First stripe.
-        stripes: Number of stripes.
-        at: Offset of the stripes in staging memory.
-    """
-
-    item: Item
-    held: Held
-    digests: Digests
-    first: int
-    stripes: int
-    at: int
-
-    def check_row(self, memory: ArenaSlot, target: memoryview) -> tuple[int, ...]:
-        """Return the row of `digest.CHECK` for these stripes."""
-        held, step = self.held, self.held.info.stripe_bytes
-        there = self.digests.address, 0, memory.address + self.at, self.stripes * step
-        return *there, address_of(target), step, held.stripes, self.first, self.stripes, 1
-
-    def opened(self, memory: ArenaSlot, target: memoryview) -> bool:
-        """Verify and copy the stripes; return whether they match their digests."""
-        step, known = self.held.info.stripe_bytes, self.digests.values
-        stored = memory.view[self.at : self.at + self.stripes * step]
-        start = self.first * DIGEST_BYTES
-        if digests(stored, step) != known[start : start + self.stripes * DIGEST_BYTES]:
-            return False
-        target[: len(stored)] = stored
-        return True
-
-
 class Stripes(Operations):
     """Operations of loads of stripes with known digests: one read each, without the header.
 
     If anything fails, the loads begin anew, each by itself and with its header.
 
     Attributes:
-        parts: One for each load.
         memory: Staging memory of all.
     """
 
-    __slots__ = ("memory", "parts")
-
-    def __init__(self, parts: Sequence[StripeRead], memory: ArenaSlot) -> None:
-        super().__init__(items=[part.item for part in parts])
-        self.parts, self.memory = parts, memory
+    def __init__(self, parts: Sequence[Flight], memory: ArenaSlot) -> None:
+        super().__init__(parts, [part.item for part in parts])
+        self.memory = memory
 
 
 # Checks of frames that were read: verified and copied to their targets, a batch at a time.
@@ -339,10 +336,10 @@ COMPILED_BYTES = 1 << 20
 
 def open_all(envelope: Envelope, flights: Sequence[Flight]) -> list[str]:
     """Verify frames and copy them to their targets; return "" or the reason of each `BadFrame`."""
-    plain = [flight for flight in flights if flight.plain and envelope.integrity == "xxh3"]
-    if sum(flight.count * flight.held.info.stripe_bytes for flight in plain) < COMPILED_BYTES:
+    some = [flight for flight in flights if plain(flight.held) and envelope.integrity == "xxh3"]
+    if sum(flight.n_bytes for flight in some) < COMPILED_BYTES:
         return [_open_one(envelope, flight) for flight in flights]
-    found = dict(zip(plain, _open_compiled(plain), strict=True))
+    found = dict(zip(some, _open_compiled(some), strict=True))
     return [found[one] if one in found else _open_one(envelope, one) for one in flights]
 
 
@@ -352,29 +349,12 @@ def _open_one(envelope: Envelope, flight: Flight) -> str:
     assert target is not None  # the item is claimed
     try:
         header = flight.header or _read_header(envelope, flight)
-        stored = flight.memory.view[flight.body_at :]
-        envelope.open(header, stored, target, flight.first, flight.count)
+        stored = target if flight.body is not None else flight.memory.view[flight.body_at :]
+        if not flight.unread:
+            envelope.open(header, stored, target, flight.first, flight.count)
     except BadFrame as error:
         return error.reason
     return ""
-
-
-def _opened(stripes: Stripes, targets: Sequence[memoryview | None]) -> list[bool]:
-    """Return which parts are verified and in their targets; a part without a target is not."""
-    parts, memory = stripes.parts, stripes.memory
-    if sum(part.stripes * part.held.info.stripe_bytes for part in parts) < COMPILED_BYTES:
-        return [
-            target is not None and part.opened(memory, target)
-            for part, target in zip(parts, targets, strict=True)
-        ]
-    from flowkv.tiers.digest import check_known
-
-    there = [(n, target) for n, target in enumerate(targets) if target is not None]
-    reasons = check_known([parts[n].check_row(memory, target) for n, target in there])
-    found = [False] * len(parts)
-    for (n, _), reason in zip(there, reasons, strict=True):
-        found[n] = not reason
-    return found
 
 
 def _read_header(envelope: Envelope, flight: Flight) -> Header:
@@ -486,7 +466,7 @@ class DiskScheduler:
         self._flights: dict[int, tuple[Operations, int]] = {}  # by tag, with the bytes to come
         self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed items, with bodies being read
         self._written: list[Flight] = []  # frames that wait for the next group of syncs
-        self._syncing = False
+        self._late_bytes, self._syncing = 0, False  # bytes of overdue operations
         self._tag = 0
         self._stage = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -554,10 +534,9 @@ class DiskScheduler:
     # --- beginning of items --------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        if self._staging.clogged:
+        if self._late_bytes > self._staging.arena.most_retired_bytes:
             self._queue.fail_waiting("breaker")
-        loads: list[Operations] = []
-        tried = 0
+        loads, tried = list[Operations](), 0
         if self._hungry < _PATIENT_STEPS:
             tried, room = self._take_known(loads)
             tried += self._take(_LOADS, loads) if room else 0
@@ -618,8 +597,8 @@ class DiskScheduler:
             except Exception:  # an error of one of them, which will show when each begins by itself
                 self._put_back(items, forget=True)
                 continue
-            tried += len(stripes.parts)
-            begun += [stripes] if stripes.parts else []
+            tried += len(stripes.group)
+            begun += [stripes] if stripes.group else []
         return tried, True
 
     def _put_back(self, items: Sequence[Item], *, forget: bool = False) -> None:
@@ -637,24 +616,28 @@ class DiskScheduler:
             OSError: A file cannot be opened, or there is no memory at all.
         """
         pinned = self._store.pin_all([item.wish for item in items if isinstance(item.wish, Load)])
-        parts, others, n_bytes = list[StripeRead](), list[Item](), 0
+        parts, others, n_bytes = list[Flight](), list[Item](), 0
         memory: ArenaSlot | None = None
         slots = [held.slot for held in pinned if held is not None]
         try:
             for item, held in zip(items, pinned, strict=True):
-                part = self._part(item, held, n_bytes)
+                known, target, part = self.known.find(item.key), item.memory, None
+                if held and known and known.seq == held.seq and target is not None:
+                    with suppress(BadFrame, Refused):
+                        part = flight_of(item, target, held, known)
                 if part is None:
                     others.append(item)
                     continue
+                part.body_at = n_bytes
                 parts.append(part)
-                n_bytes += aligned(part.stripes * part.held.info.stripe_bytes)
+                n_bytes += aligned(part.n_bytes) if part.body is None else 0
             memory = self._memory(max(n_bytes, ALIGNMENT), _LOADS, alone=alone)
             stripes = Stripes(parts, memory)
             for part in parts:
-                held, step = part.held, part.held.info.stripe_bytes
-                offset = held.slot.offset + held.header_bytes + part.first * step
-                where = self._store.fd(held.slot), offset, memory.address + part.at
-                stripes.operations.append((READ, *where, aligned(part.stripes * step)))
+                part.memory, held = memory, part.held
+                start = held.header_bytes + part.first * held.info.stripe_bytes
+                where = self._store.fd(held.slot), held.slot.offset + start, part.address
+                stripes.operations.append((READ, *where, aligned(part.n_bytes)))
         except BaseException:
             self._store.unpin(slots)
             if memory is not None:
@@ -668,19 +651,6 @@ class DiskScheduler:
         if not parts:
             self._free(memory, _LOADS)
         return stripes
-
-    def _part(self, item: Item, held: Held | None, at: int) -> StripeRead | None:
-        """Return the read for a load with known digests; None if the load must begin by itself."""
-        digests, wish, target = self.known.find(item.key), item.wish, item.memory
-        if held is None or digests is None or digests.seq != held.seq or target is None:
-            return None
-        if not isinstance(wish, Load) or target.readonly or not target.c_contiguous:
-            return None
-        first, count = wish.first, wish.stripes or held.stripes - wish.first
-        fits = target.nbytes >= count * held.info.stripe_bytes
-        if not fits or not 0 <= first < first + count <= held.stripes:
-            return None
-        return StripeRead(item, held, digests, first, count, at)
 
     def _begin_load(self, item: Item, *, alone: bool) -> Flight | None:
         """Start a load; None if there is no such frame.
@@ -702,22 +672,18 @@ class DiskScheduler:
         if held is None:
             return None
         try:
-            first, count = wish.first, wish.stripes or held.stripes - wish.first
-            if not 0 <= first < first + count <= held.stripes:
-                raise BadFrame("stripes", f"{count} stripes from {first} on of {held.stripes}")
-            enough = target.nbytes >= count * held.info.stripe_bytes
-            if not enough or not target.c_contiguous or target.readonly:
-                raise Refused("target")
-            fd, parts = self._store.fd(held.slot), extents(held, first, count)
-            memory = self._memory(sum(size for _, size in parts), _LOADS, alone=alone)
+            flight, fd, at = flight_of(item, target, held), self._store.fd(held.slot), 0
+            apart = flight.body is not None
+            parts = extents(held, flight.first, flight.count, apart=apart)
+            n_bytes = parts[0][1] if apart else sum([size for _, size in parts])
+            flight.memory = self._memory(n_bytes, _LOADS, alone=alone)
         except BaseException:
             self._store.unpin([held.slot])
             raise
-        flight, at = Flight(item, memory, held, first, count), 0
         for offset, size in parts:
             flight.body_at = at if offset else flight.body_at
-            where = held.slot.offset + offset, memory.address + at
-            flight.operations.append((READ, fd, *where, size))
+            to = flight.address if offset else flight.memory.address
+            flight.operations.append((READ, fd, held.slot.offset + offset, to, size))
             at += size
         return flight
 
@@ -782,6 +748,7 @@ class DiskScheduler:
                 start, n_bytes = head.header_bytes, head.frame_bytes
                 if direct:
                     memory.view[:start] = pack_header(head)
+                    self.known.add(key, seq, head.digests)  # with this number only
             else:
                 sealed = self._envelope.seal(key, info, body, generation=seq, known=known)
                 head, start, n_bytes = sealed.head, len(sealed.header), 0
@@ -818,9 +785,10 @@ class DiskScheduler:
         length = slot.n_bytes if stale else aligned(n_bytes)
         zeros_at, rest = n_bytes if body is None else start, length - n_bytes
         memory.view[zeros_at:][:rest] = bytes(rest)
-        flight, pieces = Flight(item, memory, held), [(0, memory.address, length)]
+        flight, pieces = Flight(item, held, body), [(0, memory.address, length)]
+        flight.memory = memory
         if body is not None:
-            flight.body, zeros = body, (n_bytes, memory.address + start, rest)
+            zeros = n_bytes, memory.address + start, rest
             pieces = [(0, memory.address, start), (start, address_of(body), body.nbytes), zeros]
         flight.operations = [
             (WRITE, fd, slot.offset + to, at, size) for to, at, size in pieces if size
@@ -841,8 +809,9 @@ class DiskScheduler:
         if rows:
             self._engine.submit(np.array(rows, OPERATION))
         for flight in flights:
-            if isinstance(flight, Flight) and flight.plain and not flight.item.stores:
-                flight.expect()
+            for one in [flight] if isinstance(flight, Flight) else flight.group:
+                if plain(one.held) and not one.item.stores:
+                    one.expect()
 
     def _memory(self, n_bytes: int, stores: bool, *, alone: bool) -> ArenaSlot:
         """Return staging memory; `alone` if no operation is under way that would free any.
@@ -871,11 +840,10 @@ class DiskScheduler:
         completions = self._engine.wait(wait_s)
         if not len(completions):
             return False
-        read: list[Flight] = []
-        wrote: list[Flight] = []
-        stripes: list[Stripes] = []
+        read, wrote, stripes = list[Flight](), list[Flight](), list[Stripes]()
         for tag, result in completions.tolist():
             flight, must = self._flights.pop(tag)
+            self._late_bytes -= must * flight.late
             if not flight.complete_one(result, must):
                 continue
             for item in flight.items:
@@ -903,9 +871,7 @@ class DiskScheduler:
 
     def _finish_loads(self, flights: list[Flight]) -> list[Flight]:
         """Answer the loads that were read; return those that must read on."""
-        good: list[Flight] = []
-        more: list[Flight] = []
-        answers: list[ItemAnswer] = []
+        good, more, answers = list[Flight](), list[Flight](), list[ItemAnswer]()
         for flight in flights:
             try:
                 if self._queue.claim(flight.item) is not None:
@@ -918,34 +884,25 @@ class DiskScheduler:
             if reason:
                 answers += self._damaged(flight, reason)
             else:
-                info = flight.held.info
-                n_bytes = flight.count * info.stripe_bytes
-                if len(flight.operations) > 1 and flight.plain:
-                    self.known.add(flight)
-                answers.append(ItemAnswer(flight.item, Outcome.HIT, "", info, n_bytes))
+                if len(flight.operations) > 1 and plain(flight.held):
+                    its = flight.memory.view[FIXED_BYTES:][: DIGEST_BYTES * flight.held.stripes]
+                    self.known.add(flight.item.key, flight.held.seq, its)
+                answers.append(flight.hit)
         self._queue.answer_all(answers)  # first, because callers wait for the answers
         self._drop_loads(flight for flight in flights if flight not in more)
         return more
 
     def _finish_stripes(self, stripes: Stripes) -> None:
         """Answer the loads that were read and verified; all others begin anew, each by itself."""
-        parts, memory = stripes.parts, stripes.memory
-        good, answers = [False] * len(parts), list[ItemAnswer]()
         targets = self._queue.claim_all(stripes.items)
-        try:
-            if not stripes.error and not stripes.short:
-                good = _opened(stripes, targets)
-        except Exception:  # any error shows again when each load begins by itself
-            good = [False] * len(parts)
-        for part, fine in zip(parts, good, strict=True):
-            info = part.held.info
-            if fine:
-                n_bytes = part.stripes * info.stripe_bytes
-                answers.append(ItemAnswer(part.item, Outcome.HIT, "", info, n_bytes))
-        self._queue.answer_all(answers)
+        both, came = zip(stripes.group, targets, strict=True), not (stripes.error or stripes.short)
+        parts = [part for part, target in both if came and target is not None]
+        with suppress(Exception):  # any error shows again when each load begins by itself
+            ends = zip(parts, open_all(self._envelope, parts), strict=True)
+            self._queue.answer_all([part.hit for part, reason in ends if not reason])
         self._put_back([item for item in stripes.items if item.done is None], forget=True)
-        self._free(memory, _LOADS)
-        self._store.unpin([part.held.slot for part in parts])
+        self._free(stripes.memory, _LOADS)
+        self._store.unpin([part.held.slot for part in stripes.group])
 
     def _drop_loads(self, flights: Iterable[Flight]) -> None:
         """Free the memory and the slots of loads; a second call does nothing."""
@@ -1073,8 +1030,11 @@ class DiskScheduler:
         for item in items:
             flight = item.flight
             if flight is not None:
-                if not flight.memory.retired:
+                if not flight.late:
+                    flight.late = True
                     flight.memory.arena.retire(flight.memory)
+                    left = map(self._flights.get, flight.tags)
+                    self._late_bytes += sum([one[1] for one in left if one is not None])
                 if all(one.done is not None for one in flight.items):
                     tags += flight.tags
         if tags:
@@ -1458,9 +1418,14 @@ def _shut(
         return
     ended = conductor.stop(CLOSE_S)
     queue.fail_rest()
-    if engine.close() and ended:  # else an operation is stuck with files and memory
+    if engine.close() and ended:
         store.close()
         staging.close()
+    else:
+        _stuck.append(conductor)
+
+
+_stuck: list[DiskScheduler] = []  # with operations that may still use their files and memory
 
 
 def _need_addresses(path: str) -> None:
