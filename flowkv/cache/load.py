@@ -488,7 +488,8 @@ class PageLoader:
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
-            self._check_together()
+            self._checks.append(([trip for trip, _ in self._unread], *[_Answers()] * 2, []))
+            self._unread.clear()
             while self._checks:  # after an error: the loads stay without these layers
                 trips, *_ = self._next_check()
                 for trip in trips:
