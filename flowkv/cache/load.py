@@ -488,7 +488,7 @@ class PageLoader:
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
-            self._checks.append(([trip for trip, _ in self._unread], *[_Answers()] * 2, []))
+            self._checks.append(([one for one, _ in self._unread], _Answers(), _Answers(), []))
             self._unread.clear()
             while self._checks:  # after an error: the loads stay without these layers
                 trips, *_ = self._next_check()
