@@ -379,6 +379,7 @@ class KV:
 
     def _build(self, geometry: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)
+        self.bases = bases = PageBases(geometry) if self.config.cold else None
         if self.planner is None:
             places = self.config.places(on_cpu=_on_cpu(geometry))
             make_way(place.path for place in places if place.kind == "disk")
@@ -386,12 +387,11 @@ class KV:
                 *(self.config, self._given, self.clock, self.gate.rates),
                 on_cpu=_on_cpu(geometry),
             )
-            if self.config.cold:
-                nothing = PageBases(None)
+            if bases is not None:
                 self._tiers = [
                     tier
                     if tier.kind == "host" or tier in self._given
-                    else CodecTier(tier, nothing, clock=self.clock)
+                    else CodecTier(tier, bases, clock=self.clock)
                     for tier in self._tiers
                 ]
         else:  # the old store must neither read nor write the tiers any more
@@ -400,12 +400,10 @@ class KV:
             if self._ending is not None:
                 self._ending.finish(lost)
             store.stack.detach()
-        link_pools(pools.values(), self._tiers)
-        if self.config.cold:
-            self.bases = PageBases(geometry)
             for tier in self._tiers:
-                if isinstance(tier, CodecTier):
-                    tier.bases = self.bases
+                if bases is not None and isinstance(tier, CodecTier):
+                    tier.bases = bases
+        link_pools(pools.values(), self._tiers)
         self._introduce(namespace)
         # The store must not hold the cache, which may go before its last pages are written.
         config, make_policy, handing_over = self.config, self._make_policy, self._handing_over

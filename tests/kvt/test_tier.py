@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -23,9 +25,11 @@ from tests.inside import (
     Faults,
     HostTier,
     PageBases,
+    PageCoder,
     PrefixIndex,
     StateError,
     kvt_codec,
+    kvt_tier,
 )
 from tests.kvt.pages import SIZE, Source, group, layout, learner, page
 from tests.tiers.remote.faulty import FaultyBackend
@@ -34,8 +38,9 @@ from tests.tiers.wraps import KINDS, envelope_of
 LAYOUT = layout("bfloat16")
 GEOMETRY = Geometry(groups=(group("bfloat16"),), page_size=SIZE)
 SOURCE = Source(LAYOUT)
-CODER, BASIS = learner(SOURCE).coder(1e-3, {"bits": 2.0})
-OTHER, OTHER_BASIS = learner(SOURCE).coder(1e-3, {})  # of another text
+CODER = learner(SOURCE).coder(1e-3, {"bits": 2.0})
+OTHER = learner(SOURCE).coder(1e-3, {})  # of another text
+BASIS, OTHER_BASIS = CODER.data, OTHER.data
 NAMESPACE, COLD = b"n" * 32, 5
 PAGES = [bytes(page(CODER, SOURCE, number)) for number in range(6)]
 STEP = LAYOUT.stripe_stride_bytes
@@ -57,7 +62,7 @@ def made(inner: Tier, *, basis: bytes | None = BASIS) -> CodecTier:
     tier.page_of = lambda key: int.from_bytes(key, "big")
     tier.read_bases(NAMESPACE)
     if basis is not None:
-        bases.use({0: bases.add(basis, LAYOUT)})
+        bases.use({0: bases.add(PageCoder(LAYOUT, basis))})
     return tier
 
 
@@ -140,7 +145,7 @@ def test_another_process_reads_with_the_stored_basis(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
     assert tier.store_bases()
     store(tier, range(3))
-    tier.bases.use({0: tier.bases.add(OTHER_BASIS, LAYOUT)})
+    tier.bases.use({0: tier.bases.add(OTHER)})
     assert tier.store_bases()
     store(tier, range(3, 6))
     tier.close()
@@ -196,7 +201,7 @@ def test_pages_stay_raw_where_no_basis_fits(tmp_path: Path, size: int) -> None:
     if size > 1 << 20:
         tier._put = lambda *_: False  # type: ignore[method-assign]
     answers = store(tier, range(1))
-    assert tier.bases.counts["pages"] == 0
+    assert not tier.bases.measured().get("pages")
     if answers[0].outcome is Outcome.STORED:
         assert load(tier, 0, fidelity=0)[1] == PAGES[0]
     assert not tier.store_bases()
@@ -205,8 +210,7 @@ def test_pages_stay_raw_where_no_basis_fits(tmp_path: Path, size: int) -> None:
 
 def test_a_basis_in_the_name_of_another_is_refused(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
-    blobs = tier.bases.blobs
-    blobs[CODER.name] = OTHER_BASIS
+    tier.bases.current[0].data = OTHER_BASIS
     store(tier)
     tier.store_bases()
     tier.close()
@@ -224,7 +228,7 @@ def test_what_is_no_page_of_the_group_passes_through(disk: CodecTier) -> None:
     items = [Store(key(n), said, memoryview(body)) for n, (said, body) in enumerate(bodies)]
     found = answers(disk, disk.submit_store(items), len(items))
     assert {one.outcome for one in found} == {Outcome.STORED}
-    assert disk.bases.counts["pages"] == 0
+    assert not disk.bases.measured().get("pages")
     for number, (said, body) in enumerate(bodies):
         target = bytearray(len(body))
         item = Load(key(number), memoryview(target), said.layout, COLD)
@@ -321,6 +325,130 @@ def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - start_s < 15 and len(again.poll()) == 1
 
 
+def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: type) -> None:
+    """Let the next call of a method raise."""
+    own, calls = getattr(owner, name), itertools.count()
+
+    def call(*args: Any, **given: Any) -> Any:
+        if not next(calls):
+            raise error
+        return own(*args, **given)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("name", ["submit_load", "_remember", "_run", "bytes"])
+def test_items_fail_at_once_where_an_error_ends_them(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store(disk)
+    if name == "bytes":
+        monkeypatch.setattr(kvt_tier, "bytes", bytes, raising=False)
+        failing_once(monkeypatch, kvt_tier, "bytes", MemoryError)
+    else:
+        failing_once(monkeypatch, disk.inner if name in dir(DiskTier) else disk, name, MemoryError)
+    target = bytearray(LAYOUT.page_bytes)
+    item = Load(key(2), memoryview(target), LAYOUT.fingerprint(), COLD)
+    (answer,) = answers(disk, disk.submit_load([item]), 1, 2.0)
+    assert (answer.outcome, answer.reason) == (Outcome.FAILED, "memory")
+    assert near(load(disk, 2)[1], PAGES[2]) and near(load(disk, 3)[1], PAGES[3])
+
+
+@pytest.mark.parametrize("error", [MemoryError, SystemExit])
+def test_answers_are_routed_after_an_error_of_the_tier_below(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, error: type
+) -> None:
+    store(disk)
+    failing_once(monkeypatch, disk.inner, "poll", error)
+    assert near(load(disk, 2)[1], PAGES[2])
+
+
+def test_work_that_stays_queued_is_done_once(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(disk)
+    pool, begun = disk._decoders, list[Any]()
+    own = pool.submit
+
+    def submit(*args: Any) -> None:
+        begun.append(args)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool, "submit", submit)
+    target = bytearray(LAYOUT.page_bytes)
+    item = Load(key(2), memoryview(target), LAYOUT.fingerprint(), COLD)
+    (answer,) = answers(disk, disk.submit_load([item]), 1)
+    assert answer.outcome is Outcome.HIT and near(target, PAGES[2])
+    target[:] = bytes(len(target))  # it is the caller's again
+    for args in begun:
+        own(*args).result(20)
+    assert not any(target) and not disk.poll()
+
+
+def test_nothing_is_left_of_a_basis_that_came_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    tier.close()
+    monkeypatch.setattr(kvt_tier, "_BASIS_S", -1.0)
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    assert not again.bases.current and load(again, 2)[0].outcome is Outcome.MISS
+    monkeypatch.undo()
+    assert load(again, 2)[0].outcome is Outcome.HIT
+    end_s = time.monotonic() + 10
+    while again._sent and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not again._sent and not again._left
+    again.close()
+
+
+def test_a_basis_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=OTHER_BASIS)
+    list(again.scan())
+    again.bases = PageBases(GEOMETRY)
+    read, own = list[bytes](), again._get
+    monkeypatch.setattr(again, "_get", lambda key, *more: (read.append(key), own(key, *more))[1])
+    targets = [bytearray(LAYOUT.page_bytes) for _ in PAGES]
+    raw = LAYOUT.fingerprint()
+    job = again.submit_load(
+        [Load(key(n), memoryview(target), raw, COLD) for n, target in enumerate(targets)]
+    )
+    assert {one.outcome for one in answers(again, job, 6)} == {Outcome.HIT}
+    assert len(read) == 1
+    again.close()
+
+
+def test_a_forked_child_closes_without_waiting_for_locks(disk: CodecTier) -> None:
+    taken, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with disk._lock:
+            taken.set()
+            free.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait(10)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)  # ends a child that hangs
+        try:
+            disk.submit_load([])
+        except StateError as error:
+            disk.close()
+            os._exit(0 if "before a fork" in str(error) else 1)
+        os._exit(1)
+    free.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    store(disk)
+
+
 class Gate:
     """Makes the coder wait."""
 
@@ -392,7 +520,7 @@ def test_sealed_tiers_hold_coded_pages(tmp_path: Path, kind: str) -> None:
         for number in range(3 if basis else 6):
             answer, got = load(tier, number)
             assert answer.outcome is Outcome.HIT and near(got, PAGES[number])
-        assert tier.bases.counts["pages"] == 3
+        assert tier.bases.measured()["pages"] == 3
         tier.close()
 
 

@@ -125,8 +125,7 @@ class Calibrator:
         measured = _shown(step, good[step], exact)
         coders = {}
         for group, learner in learners.items():
-            _, data = learner.coder(step, measured)
-            coders[group] = bases.add(data, bases.forms[group].layout)
+            coders[group] = bases.add(learner.coder(step, measured))
         bases.use(coders)
         return {"kept": 1.0, **measured}
 
@@ -218,7 +217,7 @@ class Calibrator:
         return list(bases.forms) if bases is not None else []
 
     def _score(self, learners: dict[int, GroupLearner], exact: list[_Exact], step: float) -> Scores:
-        return self._judged({g: one.coder(step, {})[0] for g, one in learners.items()}, exact)
+        return self._judged({g: one.coder(step, {}) for g, one in learners.items()}, exact)
 
     def _judged(self, coders: dict[int, PageCoder], exact: list[_Exact]) -> Scores:
         """Measure what coded pages change behind the prompts of windows."""
