@@ -48,7 +48,7 @@ from flowkv.cache.tail import Tails
 from flowkv.compiled.compiling import SystemClock, now_s
 from flowkv.core import interrupts
 from flowkv.core.clock import Clock
-from flowkv.core.config import PLACE_KINDS, load_config
+from flowkv.core.config import PLACE_KINDS, format_size, load_config
 from flowkv.core.errors import ConfigError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, as_tokens, tenant_salt
@@ -1422,9 +1422,9 @@ class KV:
     def calibrate(self, tokens: Tokens, *, kl: float | None = None) -> dict[str, float]:
         """Learn from a text how pages are coded on cold tiers (`cold="kvt"`); code later ones so.
 
-        A third of the text is kept apart: the change that coded pages make there decides how finely
-        they are coded. The result is stored on every cold tier, for later processes. Pages stored
-        before stay as they are, and readable.
+        Up to a third of the text is kept apart: the change that coded pages make there decides how
+        finely they are coded. The result is stored on every cold tier, for later processes. Pages
+        stored before stay as they are, and readable.
 
         Args:
             tokens: Token ids of a text like those that the cache will hold: at least some 1,000,
@@ -1446,15 +1446,24 @@ class KV:
         if not 0 < bound < 10:
             raise ConfigError(f"kl={kl}", "Name a divergence above 0 and below 10, such as 0.005")
         found = self._calibrates(tokens, self.bases, bound)
-        coded = [one for one in self._tiers if isinstance(one, CodecTier)] if found["kept"] else []
-        for tier in coded:
+        if not found["kept"]:
+            return found
+        stored = list[bool]()
+        for tier in [one for one in self._tiers if isinstance(one, CodecTier)]:
             with self.lock:
                 stack = self.planner.store.stack if self.planner else None
-                if stack is not None and tier.writable and tier in stack.tiers:
-                    stack.make_room(stack.tiers.index(tier), tier.basis_bytes())
-            if not tier.store_bases():
-                warn(self, "bases", f"pages stay raw on {tier.name}: it took no basis")
-        return found
+                n_bytes = tier.basis_bytes()
+                fits = n_bytes <= tier.capacity_bytes // 4 and tier.writable
+                if stack is not None and fits and tier in stack.tiers:
+                    stack.make_room(stack.tiers.index(tier), n_bytes)
+            stored.append(fits and tier.store_bases())
+            if not stored[-1]:
+                why = f"{tier.name}: their basis, {format_size(n_bytes)}, cannot be stored there"
+                remedy = f"Give it {format_size(4 * n_bytes)} or more, and let this process write"
+                warn(self, f"bases on {tier.name}", f"pages stay raw on {why}. {remedy} to it.")
+        if not stored:
+            warn(self, "bases", "no page is coded: no disk or remote tier was opened. Add disk=...")
+        return {**found, "kept": float(any(stored))}
 
     def sparsify(
         self,

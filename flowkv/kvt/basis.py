@@ -22,8 +22,8 @@ from flowkv.core.geometry import PageLayout
 from flowkv.kvt.entropy import CLASSES, SYMBOLS, SymbolTables, count, deviation_class
 
 MOST_DIMS, HEAD_DIMS = 1152, 256
-"""Most elements of a chunk, and of its heads within a layer. The product of a page costs as many
-operations per element: a core multiplies bytes at some .8 T/s."""
+"""Most elements of a chunk, and most of them within one layer: an element of a page takes as many
+multiplications as its chunk has axes."""
 LEAST_DEVIATION = 0.25
 """Axes with a smaller standard deviation, in steps, are left out."""
 COARSE_DEVIATION = 4.0

@@ -22,7 +22,7 @@ from flowkv.kvt.basis import (
 from flowkv.kvt.codec import SINKS, PageCoder
 
 MOST_BITS = 8.0
-"""A setting that takes more bits a value is none: kv8 is simpler."""
+"""Most bits a value of a setting that is of use: kv8 takes as many, and needs no calibration."""
 _TRIALS = 6
 _SLACK = 0.9  # share of the bound at which the search ends
 

@@ -38,6 +38,8 @@ from flowkv.tiers.worker import Completions, require_open
 THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 RECENT_BYTES = 32 << 20
 """Coded pages that are remembered: layers of one page are often loaded one after the other."""
+MOST_DECODED = 1 << 14
+"""Decoded pages that are known as such."""
 _POLL_S, _BASIS_S, _AGAIN_S = 0.5, 30.0, 60.0
 _NOTHING = bytes(32)
 _BASIS_LAYOUT = hashlib.sha256(b"flowkv.kvt basis/1").digest()[:16]
@@ -74,6 +76,8 @@ class PageBases:
     Attributes:
         forms: The groups with pages that can be coded.
         current: Coders of new pages, by group; pages of other groups stay raw.
+        recent: Coded pages that were loaded, with their descriptions.
+        decoded: Keys of pages that were decoded.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -90,6 +94,8 @@ class PageBases:
         self._known = dict[bytes, PageCoder]()
         self.current = dict[int, PageCoder]()
         self._counts: Counter[str] = Counter()
+        self.recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
+        self.decoded = dict[bytes, None]()
 
     def add(self, coder: PageCoder) -> PageCoder:
         """Return the coder of a basis: the one that is known, if any."""
@@ -104,6 +110,39 @@ class PageBases:
         """Count pages and bytes that were coded or decoded."""
         with self._lock:
             self._counts.update(more)
+
+    def remember(self, key: bytes, data: bytes, info: FrameInfo) -> None:
+        """Remember a coded page for a while."""
+        with self._lock:
+            if key not in self.recent:
+                self.recent[key] = data, info
+                self._recent_bytes += len(data)
+            while self._recent_bytes > RECENT_BYTES:
+                self._drop(next(iter(self.recent)))
+
+    def drop(self, key: bytes) -> None:
+        """Forget a coded page that cannot be read."""
+        with self._lock:
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        if key in self.recent:
+            self._recent_bytes -= len(self.recent.pop(key)[0])
+
+    def note_decoded(self, key: bytes, n_bytes: int) -> None:
+        """Record that a page was decoded: coded once more, it would lose more."""
+        with self._lock:
+            self._counts["decoded_bytes"] += n_bytes
+            self.decoded[key] = None
+            if len(self.decoded) > MOST_DECODED:
+                del self.decoded[next(iter(self.decoded))]
+
+    def forget(self) -> None:
+        """Forget all pages, as some were erased: those in no tier any more may be among them."""
+        with self._lock:
+            self.recent.clear()
+            self.decoded.clear()
+            self._recent_bytes = 0
 
     def measured(self) -> dict[str, Any]:
         """Return what is coded, and what the bases in use were measured to cost."""
@@ -182,7 +221,6 @@ class CodecTier:
         self._held, self._again_ns = set[bytes](), 0  # bases that lie here
         self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
         self._cancelled, self._coded = set[int](), set[bytes]()
-        self._recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
         self._closed = self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
         self._encoders, self._decoders = (ThreadPoolExecutor(THREADS, name) for _ in range(2))
@@ -248,17 +286,16 @@ class CodecTier:
         return all([self._holds(coder) for coder in coders])
 
     def basis_bytes(self) -> int:
-        """Return the most bytes of the bases in use here; 0 if they take more than they save."""
+        """Return the most bytes of the bases in use here."""
         sizes = [len(one.data) for one in self.bases.current.values()]
-        n_bytes = sum(map(self.inner.frame_bytes, [*sizes, 1 << 10]))
-        return n_bytes if n_bytes <= self.capacity_bytes // 4 else 0
+        return sum(map(self.inner.frame_bytes, [*sizes, 1 << 10]))
 
     def _holds(self, coder: PageCoder) -> bool:
         """Return whether a basis lies here; store it if need be: pages are useless without it."""
         with self._storing:
             if coder.name in self._held or self._clock.now_ns() < self._again_ns:
                 return coder.name in self._held
-            if not self.basis_bytes():
+            if self.basis_bytes() > self.capacity_bytes // 4:  # more than they save
                 return False
             current = self.bases.current.items()
             said = {group: (one.name, len(one.data)) for group, one in current}
@@ -327,8 +364,8 @@ class CodecTier:
         for number, item in enumerate(items):
             one = _Asked(job, number, item, start_ns, end_ns)
             guess = item.layout in self.bases.by_raw and self._guess(item.key)
-            recent = self._recent.get(item.key) if guess else None
-            if recent is not None and recent[1].fidelity <= item.fidelity:
+            recent = self.bases.recent.get(item.key) if item.key in self._coded else None
+            if guess and recent is not None and recent[1].fidelity <= item.fidelity:
                 self._run(self._decoders, self._decode, one, *recent)
             else:
                 (coded if guess else plain).append(one)
@@ -345,12 +382,11 @@ class CodecTier:
         job, start_ns, end_ns = self._begin(len(items), deadline_s)
         plain = list[_Asked]()
         for number, item in enumerate(items):
-            one, coder = _Asked(job, number, item, start_ns, end_ns), self._coder_for(item)
-            page_no = self.page_of(item.key) if coder is not None else None
-            if page_no is None:
+            one, how = _Asked(job, number, item, start_ns, end_ns), self._how(item)
+            if how is None:
                 plain.append(one)
             else:
-                self._run(self._encoders, self._encode, one, coder, page_no)
+                self._run(self._encoders, self._encode, one, *how)
         self._store(plain, [one.item for one in plain])
         return job
 
@@ -381,7 +417,7 @@ class CodecTier:
         try:
             return self.inner.delete(keys)
         finally:  # loads that began meanwhile have read them
-            self.drop_copies(keys)
+            self._drop(keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Delete frames and leave no copy of their bytes; see `Tier.erase`."""
@@ -431,16 +467,24 @@ class CodecTier:
         """Return whether the frame of a key is most likely coded."""
         return key in self._coded or (self.inner.shared and bool(self.bases.current))
 
-    def _coder_for(self, item: Store) -> PageCoder | None:
-        info = item.info
+    def _how(self, item: Store) -> tuple[PageCoder, int | bytes] | None:
+        """Return the coder of a page, with its number or its coded form; None if it stays raw."""
+        info, bases = item.info, self.bases
         plain = info.kind == "page" and not info.codec
-        form = self.bases.forms.get(info.group) if plain else None
+        form = bases.forms.get(info.group) if plain else None
         whole = info.world == 1 and not info.head_stop
         if form is None or info.layout != form.raw or not whole:
             return None
         if info.tokens != form.layout.page_size or len(item.body) != form.layout.page_bytes:
             return None
-        return self.bases.current.get(info.group)
+        if info.fidelity == COLD and item.key in bases.decoded:  # it lies in another tier, or did
+            known = bases.recent.get(item.key)
+            head = read_head(memoryview(known[0])) if known is not None else None
+            own = bases.coder(head.basis) if head is not None else None
+            return None if own is None or known is None else (own, known[0])
+        coder = bases.current.get(info.group)
+        page_no = self.page_of(item.key) if coder is not None else None
+        return None if coder is None or page_no is None else (coder, page_no)
 
     def _run(
         self, pool: ThreadPoolExecutor, work: Callable[..., None], one: _Asked, *more: Any
@@ -548,7 +592,8 @@ class CodecTier:
             data = bytes(sent.scratch[answer.item][: answer.n_bytes])
             with self._lock:
                 if item.key in sent.known:
-                    self._remember(item.key, data, info)
+                    self._coded.add(item.key)
+                    self.bases.remember(item.key, data, info)
             self._run(self._decoders, self._decode, one, data, info)
         elif answer.reason == "layout" and item.layout in self.bases.by_raw and not sent.last:
             if sent.coded:
@@ -592,22 +637,24 @@ class CodecTier:
             elif coder.decode(memoryview(data), item.target.cast("B")[:n_bytes], item.first, count):
                 answer = one.answer(Outcome.HIT)
                 answer = answer._replace(n_bytes=n_bytes, info=_as_raw(info, form))
-                self.bases.count(decoded_bytes=n_bytes)
+                self.bases.note_decoded(item.key, n_bytes)
             else:
                 answer = answer._replace(reason="digest")
         # Never readable again, and in the way of a new one.
         if (gone or answer.reason == "digest") and self.inner.writable:
             self.delete([item.key])
+            self.bases.drop(item.key)
         self._post(one, answer._replace(seconds=(self._clock.now_ns() - one.start_ns) / 1e9))
 
-    def _encode(self, one: _Asked, coder: PageCoder, page_no: int) -> None:
+    def _encode(self, one: _Asked, coder: PageCoder, page: Any) -> None:
         item = one.item
         if self._clock.now_ns() >= one.end_ns:
             self._post(one, one.answer(Outcome.FAILED, "deadline"))
             return
-        holds = self._holds(coder)
-        data = coder.encode(_writable(item.body), page_no) if holds else None
-        sent = item
+        sent, data = item, None
+        if self._holds(coder):
+            new = isinstance(page, int)
+            data = coder.encode(_writable(item.body), page) if new else page
         if data is not None:
             info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
             info = info._replace(layout=self.bases.forms[info.group].coded)
@@ -615,23 +662,16 @@ class CodecTier:
             self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
         self._store([one], [sent], coded=data is not None)
 
-    def _remember(self, key: bytes, data: bytes, info: FrameInfo) -> None:
-        with self._lock:
-            if key not in self._recent:
-                self._recent[key] = data, info
-                self._recent_bytes += len(data)
-            while self._recent_bytes > RECENT_BYTES:
-                self._recent_bytes -= len(self._recent.popitem(last=False)[1][0])
-
     def drop_copies(self, keys: Sequence[bytes]) -> None:
-        """Remove what is remembered of frames that were deleted, here or by others."""
+        """Remove all that is remembered of frames that were erased, here or by others."""
+        self._drop(keys)
+        self.bases.forget()
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             for sent in self._sent.values():
                 sent.known.difference_update(keys)
-            for key in keys:
-                self._coded.discard(key)
-                if (known := self._recent.pop(key, None)) is not None:
-                    self._recent_bytes -= len(known[0])
+            self._coded.difference_update(keys)
 
 
 def _basis_key(name: bytes) -> bytes:

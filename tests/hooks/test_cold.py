@@ -14,7 +14,7 @@ import torch
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
-from tests.inside import ConfigError, StateError, calibrate
+from tests.inside import ConfigError, StateError, calibrate, door_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -245,6 +245,40 @@ def test_caches_of_coded_pages_are_not_calibrated(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="coded already"),
     ):
         kv.calibrate(text(9 * 256))
+
+
+@pytest.mark.parametrize("kind", ["llama", "falcon_h1"])
+def test_errors_name_one_cause(tmp_path: Path, kind: str) -> None:
+    given, mine, other = {"codec": "kv8"}, "codec='kv8'", "layers other"
+    if kind != "llama":
+        given, mine, other = {}, other, mine
+    with cold(models.causal(kind), tmp_path, **given) as kv, pytest.raises(ConfigError) as error:
+        kv.calibrate(text(9 * 256))
+    assert mine in str(error.value) and other not in str(error.value)
+
+
+def test_windows_keep_to_the_positions_of_a_model(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    model.config.max_position_embeddings = 128
+    for size, window in ((16, 128), (64, 85), (112, 128)):
+        with cold(model, tmp_path / str(size), page_size=size):
+            one = calibrate.Calibrator(door_of(model))
+            assert one._cut(9 * 4096) == 16 and one.window == window
+    with (
+        cold(model, tmp_path / "128", page_size=128) as kv,
+        pytest.raises(ConfigError, match=r"128 positions.*smaller page_size"),
+    ):
+        kv.calibrate(text(9 * 256))
+
+
+def test_pages_are_not_kept_where_no_tier_codes_them(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    for disk, said in (
+        (None, "no disk or remote tier"),
+        (f"{tmp_path}:256KiB", "cannot be stored"),
+    ):
+        with cold(model, tmp_path, disk=disk) as kv, pytest.warns(UserWarning, match=said):
+            assert not kv.calibrate(text(9 * 256), kl=0.01)["kept"]
 
 
 def test_policies_learn_beside_coded_pages(tmp_path: Path) -> None:

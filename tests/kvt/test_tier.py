@@ -30,6 +30,7 @@ from tests.inside import (
     StateError,
     kvt_codec,
     kvt_tier,
+    read_head,
 )
 from tests.kvt.pages import SIZE, Source, group, layout, learner, page
 from tests.tiers.remote.faulty import FaultyBackend
@@ -281,12 +282,52 @@ def test_flaky_tiers_never_give_wrong_pages(seed: int) -> None:
     tier.close()
 
 
+def body(tier: CodecTier, number: int) -> bytes:
+    """The coded page as it lies in the tier below."""
+    data, form = bytearray(LAYOUT.page_bytes), tier.bases.forms[0].coded
+    item = Load(key(number), memoryview(data), form, COLD)
+    (answer,) = answers(tier, tier.submit_load([item]), 1)
+    assert answer.outcome is Outcome.HIT
+    return bytes(data[: answer.n_bytes])
+
+
+def test_pages_that_move_between_tiers_lose_nothing_more(tmp_path: Path) -> None:
+    upper = made(DiskTier(tmp_path, 64 << 20))
+    lower = made(HostTier(64 << 20))
+    lower.bases = upper.bases  # as those of one cache
+    store(upper, range(2))
+    upper.bases.use({0: upper.bases.add(OTHER)})
+    for number, fidelity in ((0, COLD), (1, 0)):
+        coded, (answer, got) = body(upper, number), load(upper, number)
+        assert upper.delete([key(number)]) == 1  # as a victim, before the other tier stores it
+        one = Store(key(number), answer.info._replace(fidelity=fidelity), memoryview(got))
+        (stored,) = answers(lower, lower.submit_store([one]), 1)
+        assert stored.outcome is Outcome.STORED
+        if fidelity:
+            assert body(lower, number) == coded and load(lower, number)[1] == got
+        else:  # one that was computed anew is coded as all new ones are
+            assert read_head(memoryview(body(lower, number))).basis == OTHER.name
+    upper.bases.recent.clear()
+    numbers = [0, 1]
+    for number in numbers:  # what its coded form was is not known any more
+        one = Store(key(9 + number), info(fidelity=COLD), memoryview(PAGES[number]))
+        upper.bases.decoded[key(9)] = None
+        (stored,) = answers(lower, lower.submit_store([one]), 1)
+        assert stored.outcome is Outcome.STORED
+        assert (load(lower, 9 + number)[1] == PAGES[number]) == (number == 0)
+    assert upper.bases.recent
+    assert lower.erase([key(0)]) == 1  # and nothing stays of it in memory
+    assert not upper.bases.recent and not upper.bases.decoded
+    upper.close()
+    lower.close()
+
+
 def test_erased_pages_are_not_remembered(disk: CodecTier) -> None:
     store(disk)
     assert load(disk, 3)[0].outcome is Outcome.HIT
     assert disk.erase([key(3)]) == 1
     assert load(disk, 3)[0].outcome is Outcome.MISS
-    assert key(3) not in disk._recent
+    assert key(3) not in disk.bases.recent
 
 
 @pytest.mark.parametrize("way", ["erase", "delete", "drop_copies"])
@@ -303,7 +344,7 @@ def test_pages_erased_while_they_are_loaded_are_not_remembered(
     getattr(disk, way)([key(3)])
     held.set()
     answers(disk, job, 1)
-    assert not disk._recent and key(3) not in disk._coded
+    assert not disk.bases.recent and key(3) not in disk._coded
 
 
 def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,16 +378,14 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: 
     monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize("name", ["submit_load", "_remember", "_run", "bytes"])
+@pytest.mark.parametrize("name", ["submit_load", "remember", "_run", "bytes"])
 def test_items_fail_at_once_where_an_error_ends_them(
     disk: CodecTier, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     store(disk)
-    if name == "bytes":
-        monkeypatch.setattr(kvt_tier, "bytes", bytes, raising=False)
-        failing_once(monkeypatch, kvt_tier, "bytes", MemoryError)
-    else:
-        failing_once(monkeypatch, disk.inner if name in dir(DiskTier) else disk, name, MemoryError)
+    monkeypatch.setattr(kvt_tier, "bytes", bytes, raising=False)
+    owners = {"submit_load": disk.inner, "remember": disk.bases, "bytes": kvt_tier}
+    failing_once(monkeypatch, owners.get(name, disk), name, MemoryError)
     target = bytearray(LAYOUT.page_bytes)
     item = Load(key(2), memoryview(target), LAYOUT.fingerprint(), COLD)
     (answer,) = answers(disk, disk.submit_load([item]), 1, 2.0)

@@ -31,6 +31,7 @@ MOST_WINDOWS, FEW_WINDOWS, LEAST_WINDOWS = 16, 6, 4
 LONGEST, SHORTEST = 1024, 256
 """Tokens of a window; shorter ones than the longest where the text has fewer than six of those."""
 _SHARE = 4  # a window's last quarter is predicted
+_LEAST_PREDICTED = 8
 _JUDGED = 3  # every third window is judged, and not learned from
 _SAMPLES = 3  # windows whose coefficients fill the tables
 _SEED = 2027
@@ -54,27 +55,43 @@ class Calibrator:
 
     def _cut(self, count: int) -> int:
         """Set the lengths of windows for so many tokens; return the number of windows."""
-        longest = getattr(self._config, "max_position_embeddings", None) or LONGEST
-        whole = min(longest, LONGEST, max(count // FEW_WINDOWS, SHORTEST))
+        positions = getattr(self._config, "max_position_embeddings", None) or LONGEST
+        whole = min(positions, LONGEST, max(count // FEW_WINDOWS, SHORTEST))
         size = self._kv.page_size
         self.prompt = max(whole * (_SHARE - 1) // _SHARE // size, 1) * size
-        self.window = self.prompt * _SHARE // (_SHARE - 1)
+        self.window = min(self.prompt * _SHARE // (_SHARE - 1), positions)
+        if self.window - self.prompt < _LEAST_PREDICTED:
+            raise ConfigError(
+                f"pages of {size} tokens leave too few of the model's {positions} positions",
+                "Attach the model with a smaller page_size=",
+            )
         return min(count // self.window, MOST_WINDOWS)
+
+    def _refuse(self, bases: PageBases) -> None:
+        """Refuse models and caches whose pages cannot be coded."""
+        name, codec = type(self._model).__name__, self._kv.config.codec
+        if codec != "raw":
+            raise ConfigError(f"pages in codec={codec!r} are coded already", "Leave cold= out")
+        why = ""
+        if self._names.encoder:
+            why = "answers depend on an encoder's input, too"
+        elif self._door.plan.stateful:
+            why = "it has layers other than attention"
+        elif not bases.forms:
+            why = "no layer keeps all keys and values in 16 or 32 bits"
+        if why:
+            raise ConfigError(
+                f"the pages of this {name} cannot be coded: {why}", "Attach it without cold="
+            )
 
     @torch.inference_mode(False)
     def calibrate(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
         """Learn bases from token ids, and use them if they keep to a divergence.
 
         Raises:
-            ConfigError: There are too few tokens, or the model cannot be calibrated.
+            ConfigError: There are too few tokens, or pages cannot be coded.
         """
-        coded = not bases.forms or self._kv.config.codec != "raw"
-        if self._names.encoder or self._door.plan.stateful or coded:
-            raise ConfigError(
-                f'cold="kvt" does not fit this {type(self._model).__name__}: it has layers other'
-                " than attention, or pages that are coded already",
-                "Leave cold= out",
-            )
+        self._refuse(bases)
         ids = as_tokens(tokens).astype(np.int64)
         count = self._cut(len(ids))
         if count < LEAST_WINDOWS:
