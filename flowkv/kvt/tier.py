@@ -32,19 +32,28 @@ from flowkv.core.geometry import COLD, Geometry, PageLayout, page_layout
 from flowkv.core.memory import address_of
 from flowkv.kvt.basis import digest
 from flowkv.kvt.codec import PageCoder, codable, read_head
-from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.base import (
+    BASIS_LAYOUT,
+    CURRENT_LAYOUT,
+    Entry,
+    FrameInfo,
+    Load,
+    Outcome,
+    Store,
+    Tier,
+    TierAnswer,
+)
 from flowkv.tiers.worker import Completions, require_open
 
 THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 RECENT_BYTES = 32 << 20
 """Coded pages that are remembered: layers of one page are often loaded one after the other."""
+EARLIER = 3
+"""Earlier bases of each layer group that stay, so that their pages stay readable."""
 MOST_DECODED = 1 << 14
 """Decoded pages that are known as such."""
 _POLL_S, _BASIS_S, _AGAIN_S = 0.5, 30.0, 60.0
 _NOTHING = bytes(32)
-_BASIS_LAYOUT = hashlib.sha256(b"flowkv.kvt basis/1").digest()[:16]
-_CURRENT_LAYOUT = hashlib.sha256(b"flowkv.kvt current/1").digest()[:16]
-_OWN_LAYOUTS = frozenset((_BASIS_LAYOUT, _CURRENT_LAYOUT))
 
 
 class CodedForm(NamedTuple):
@@ -62,9 +71,10 @@ class CodedForm(NamedTuple):
 
 
 class _Current(msgspec.Struct, frozen=True):
-    """Names and sizes of the bases in use, by layer group."""
+    """Names and sizes of the bases in use, by layer group, and of earlier ones, newest first."""
 
-    bases: dict[int, tuple[bytes, int]]
+    bases: dict[int, tuple[bytes, int]] = {}
+    earlier: list[tuple[bytes, int]] = []
 
 
 class PageBases:
@@ -153,6 +163,8 @@ class PageBases:
     def use(self, coders: dict[int, PageCoder]) -> None:
         """Code pages of these groups from now on; those of others stay raw."""
         self.current = coders
+        if not coders:
+            self._known.clear()
 
 
 class _Asked(NamedTuple):
@@ -219,6 +231,8 @@ class CodecTier:
         self._sent = dict[int, _Sent]()
         self._left = dict[int, set[int]]()  # items of each job that are not answered yet
         self._held, self._again_ns = set[bytes](), 0  # bases that lie here
+        self._made, self._named = set[bytes](), set[bytes]()  # stored here, and named by pages
+        self._earlier = list[tuple[bytes, int]]()
         self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
         self._cancelled, self._coded = set[int](), set[bytes]()
         self._closed = self._over = False
@@ -259,30 +273,47 @@ class CodecTier:
     def read_bases(self, namespace: bytes) -> None:
         """Read the bases that pages of a namespace have in this tier, if none are known."""
         self._namespace = namespace
-        if self.bases.current or not self.inner.contains([self._current_key()])[0]:
-            return
-        raw = self._get(self._current_key(), _CURRENT_LAYOUT, 1 << 16)
-        if not raw:
-            return
-        with suppress(msgspec.MsgspecError):
-            said = msgspec.msgpack.decode(raw, type=_Current)
-            coders = dict[int, PageCoder]()
-            for group, (name, n_bytes) in said.bases.items():
-                form = self.bases.forms.get(group)
-                coder = self._coder(name, n_bytes, form.layout)[0] if form else None
-                if coder is not None:
-                    coders[group] = coder
+        said, coders = self._record(), dict[int, PageCoder]()
+        self._earlier = said.earlier
+        for group, (name, n_bytes) in () if self.bases.current else said.bases.items():
+            form = self.bases.forms.get(group)
+            coder = self._coder(name, n_bytes, form.layout)[0] if form else None
+            if coder is not None:
+                coders[group] = coder
+        if coders:
             self.bases.use(coders)
 
+    def _record(self) -> _Current:
+        """Return which bases of the namespace lie here."""
+        key, raw = self._current_key(), None
+        if self.inner.contains([key])[0]:
+            raw = self._get(key, CURRENT_LAYOUT, 1 << 16)
+        with suppress(msgspec.MsgspecError):
+            return msgspec.msgpack.decode(raw or b"", type=_Current)
+        return _Current()
+
     def store_bases(self) -> bool:
-        """Store the bases in use, and that they are; return whether all is stored."""
+        """Store the bases in use, and that they are; return whether all is stored.
+
+        Of earlier ones, the newest stay, as far as they take a quarter of the tier with those in
+        use, and none that no page names.
+        """
         if not self.inner.writable:
             return False
-        coders = list(self.bases.current.values())
+        coders, said = list(self.bases.current.values()), self._record()
+        own = {coder.name for coder in coders}
         with self._storing:
-            self._again_ns = 0
-            self.inner.delete([self._current_key()])
-            self._held.difference_update([coder.name for coder in coders])
+            self._again_ns, left = 0, self.capacity_bytes // 4 - self.basis_bytes()
+            earlier = dict([*said.bases.values(), *said.earlier, *self._earlier])
+            self._earlier, most = [], EARLIER * len(self.bases.forms)
+            for name in [name for name in earlier if name not in own]:
+                left -= self.inner.frame_bytes(earlier[name])
+                unnamed = name in self._made - self._named and not self.inner.shared
+                if left >= 0 and not unnamed and len(self._earlier) < most:
+                    self._earlier.append((name, earlier[name]))
+            old = earlier.keys() - {name for name, _ in self._earlier} - own
+            self.inner.delete([self._current_key(), *map(_basis_key, old)])
+            self._held -= old | own
         return all([self._holds(coder) for coder in coders])
 
     def basis_bytes(self) -> int:
@@ -299,9 +330,12 @@ class CodecTier:
                 return False
             current = self.bases.current.items()
             said = {group: (one.name, len(one.data)) for group, one in current}
-            data = msgspec.msgpack.encode(_Current(said))
-            if self._put(_basis_key(coder.name), _BASIS_LAYOUT, coder.data) and (
-                self._put(self._current_key(), _CURRENT_LAYOUT, data)
+            data = msgspec.msgpack.encode(_Current(said, self._earlier))
+            own = _basis_key(coder.name)
+            if not self.inner.contains([own])[0]:
+                self._made.add(coder.name)
+            if self._put(own, BASIS_LAYOUT, coder.data) and (
+                self._put(self._current_key(), CURRENT_LAYOUT, data)
             ):
                 self._held.add(coder.name)
             else:
@@ -320,7 +354,7 @@ class CodecTier:
         with self._reading:
             if (known := self.bases.coder(name)) is not None:
                 return known, False
-            data = self._get(_basis_key(name), _BASIS_LAYOUT, n_bytes)
+            data = self._get(_basis_key(name), BASIS_LAYOUT, n_bytes)
             with suppress(ValueError):
                 if data is not None and digest(data) == name:
                     known = self.bases.add(PageCoder(layout, data))
@@ -427,10 +461,8 @@ class CodecTier:
             self.drop_copies(keys)
 
     def scan(self) -> Iterator[Entry]:
-        """Yield all frames, coded pages as the raw pages that they stand for."""
+        """Yield all frames, bases too, and coded pages as the raw pages that they stand for."""
         for entry in self.inner.scan():
-            if entry.info.layout in _OWN_LAYOUTS:
-                continue
             form = self.bases.by_coded.get(entry.info.layout)
             if form is not None:
                 self._coded.add(entry.key)
@@ -652,6 +684,7 @@ class CodecTier:
             self._post(one, one.answer(Outcome.FAILED, "deadline"))
             return
         sent, data = item, None
+        self._named.add(coder.name)
         if self._holds(coder):
             new = isinstance(page, int)
             data = coder.encode(_writable(item.body), page) if new else page
@@ -666,6 +699,10 @@ class CodecTier:
         """Remove all that is remembered of frames that were erased, here or by others."""
         self._drop(keys)
         self.bases.forget()
+        if self._current_key() in keys:  # the model is forgotten, and what was learned with it
+            self._held.clear()
+            self._earlier.clear()
+            self.bases.use({})
 
     def _drop(self, keys: Sequence[bytes]) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ import torch
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
-from tests.inside import ConfigError, StateError, calibrate, door_of
+from tests.inside import ConfigError, StateError, calibrate, door_of, forget_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -202,7 +202,7 @@ def test_full_tiers_make_room_for_bases(tmp_path: Path) -> None:
     with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
         for seed in range(12):
             generate(model, 2, input_ids=torch.tensor([text(240, seed + 50)]))
-        assert kv.flush(60)
+            assert kv.flush(60)
         (tier,) = kv.planner.store.stack.tiers
         assert tier.used_bytes() > 0.9 * tier.capacity_bytes
         learn(kv)
@@ -212,6 +212,38 @@ def test_full_tiers_make_room_for_bases(tmp_path: Path) -> None:
         assert kv.stats()["cold"]["groups"] == 1
         answer(model)
         assert reused(kv) > 0
+
+
+def test_caches_without_cold_evict_no_basis(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]
+    with attached(model, disk=f"{tmp_path}:2MiB") as kv:
+        for seed in range(24):
+            generate(model, 2, input_ids=torch.tensor([text(240, seed + 50)]))
+            kv.flush(60)
+        (tier,) = kv.planner.store.stack.tiers
+        assert tier.used_bytes() > 0.8 * tier.capacity_bytes
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+        assert kv.stats()["cold"]["groups"] == 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_forgotten_model_leaves_no_basis(tmp_path: Path, whole: bool) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+        if whole:
+            forget_name(kv, kv.namespace)
+        else:
+            assert kv.forget() > 0
+        (tier,) = kv.planner.store.stack.tiers
+        assert {entry.info.kind for entry in tier.scan()} == (set() if whole else {"memo"})
+        assert kv.stats()["cold"]["groups"] == (not whole)
 
 
 def test_bounds_without_sense_are_refused(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ from tests.inside import (
     PageCoder,
     PrefixIndex,
     StateError,
+    evictable,
     kvt_codec,
     kvt_tier,
+    listed,
     read_head,
 )
 from tests.kvt.pages import SIZE, Source, group, layout, learner, page
@@ -59,6 +61,8 @@ def info(**more: Any) -> FrameInfo:
 def made(inner: Tier, *, basis: bytes | None = BASIS) -> CodecTier:
     """A tier that codes pages, whose numbers are those of their keys."""
     bases = PageBases(GEOMETRY)
+    if bind := getattr(inner, "bind", None):
+        bind(NAMESPACE, "a model")
     tier = CodecTier(inner, bases)
     tier.page_of = lambda key: int.from_bytes(key, "big")
     tier.read_bases(NAMESPACE)
@@ -107,7 +111,7 @@ def disk(tmp_path: Path) -> Iterator[CodecTier]:
 
 def test_pages_are_stored_small_and_come_back(disk: CodecTier) -> None:
     assert {one.outcome for one in store(disk)} == {Outcome.STORED}
-    entries = {entry.key: entry for entry in disk.scan()}
+    entries = {entry.key: entry for entry in listed(disk)}
     assert len(entries) == 6 and {entry.info for entry in entries.values()} == {info(fidelity=COLD)}
     assert sum(entry.n_bytes for entry in entries.values()) < sum(map(len, PAGES)) / 2
     for number, wanted in enumerate(PAGES):
@@ -152,7 +156,7 @@ def test_another_process_reads_with_the_stored_basis(tmp_path: Path) -> None:
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     assert again.bases.current[0].name == OTHER.name
-    assert {entry.key for entry in again.scan()} == {key(n) for n in range(6)}
+    assert {entry.key for entry in listed(again)} == {key(n) for n in range(6)}
     assert again.bases.coder(CODER.name) is None
     for number, wanted in enumerate(PAGES):
         answer, got = load(again, number)
@@ -167,6 +171,60 @@ def test_a_basis_stored_twice_is_read_by_later_processes(tmp_path: Path) -> None
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     assert again.bases.current[0].name == CODER.name
     again.close()
+
+
+def basis(number: int) -> PageCoder:
+    return learner(SOURCE).coder(1e-3, {"number": float(number)})
+
+
+def bases_in(tier: CodecTier) -> int:
+    return sum(one.n_bytes > len(BASIS) // 2 for one in tier.scan() if one.info.kind == "memo")
+
+
+def test_old_bases_are_removed(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    assert tier.store_bases() and bases_in(tier) == 1
+    for number in range(1, 6):
+        store(tier, range(number - 1, number))  # coded with the basis before
+        tier.bases.use({0: tier.bases.add(basis(number))})
+        assert tier.store_bases() and bases_in(tier) == min(number, 3) + 1
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    found = [load(again, number)[0].outcome for number in range(5)]
+    assert found == [Outcome.MISS] * 2 + [Outcome.HIT] * 3
+    again.bases.use({0: again.bases.add(basis(6))})
+    assert again.store_bases() and bases_in(again) == 4  # one that this process has not made
+    again.close()
+
+
+def test_bases_that_no_page_names_are_removed_first(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    for number in range(5):
+        tier.bases.use({0: tier.bases.add(basis(number))})
+        assert tier.store_bases()
+        assert bases_in(tier) == 2
+    assert {load(tier, number)[0].outcome for number in range(6)} == {Outcome.HIT}
+    tier.close()
+
+
+def test_bases_keep_to_a_quarter_of_a_tier(tmp_path: Path) -> None:
+    size = 10 * len(BASIS)  # room for two and their record
+    tier = made(HostTier(size))
+    for number in range(4):
+        tier.bases.use({0: tier.bases.add(basis(number))})
+        assert tier.store_bases()
+        store(tier, range(number, number + 1))
+        assert bases_in(tier) == min(number + 1, 2)
+    tier.close()
+
+
+def test_bases_are_evictable_once_their_model_is_out_of_use(disk: CodecTier) -> None:
+    store(disk, range(1))
+    assert bases_in(disk) == 1 and len([*evictable(disk)]) == len(listed(disk)) == 1
+    disk.inner.in_use = lambda namespace: namespace != NAMESPACE  # type: ignore[attr-defined]
+    assert len([*evictable(disk)]) == len(listed(disk)) == 3
 
 
 def test_pages_without_their_basis_are_misses(tmp_path: Path) -> None:
