@@ -234,7 +234,8 @@ class CodecTier:
         self._made, self._named = set[bytes](), set[bytes]()  # stored here, and named by pages
         self._earlier = list[tuple[bytes, int]]()
         self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
-        self._cancelled, self._coded = set[int](), set[bytes]()
+        self._cancelled = set[int]()
+        self._coded = dict[bytes, int]()  # coded pages here, and their bytes
         self._closed = self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
         self._encoders, self._decoders = (ThreadPoolExecutor(THREADS, name) for _ in range(2))
@@ -267,6 +268,12 @@ class CodecTier:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether a frame is expected."""
         return self.inner.contains(keys)
+
+    def coded_bytes(self, key: bytes) -> int:
+        """Return the bytes of a coded page here, rounded up; 0 for other frames."""
+        n_bytes = self._coded.get(key, 0)
+        grain = 1 << max(n_bytes.bit_length() - 5, 0)  # neighbours are then of one size, mostly
+        return -(-n_bytes // grain) * grain
 
     # ---- bases
 
@@ -465,7 +472,7 @@ class CodecTier:
         for entry in self.inner.scan():
             form = self.bases.by_coded.get(entry.info.layout)
             if form is not None:
-                self._coded.add(entry.key)
+                self._coded[entry.key] = entry.n_bytes
                 entry = entry._replace(info=_as_raw(entry.info, form))
             yield entry
 
@@ -624,18 +631,19 @@ class CodecTier:
             data = bytes(sent.scratch[answer.item][: answer.n_bytes])
             with self._lock:
                 if item.key in sent.known:
-                    self._coded.add(item.key)
+                    self._coded[item.key] = self.inner.frame_bytes(len(data))
                     self.bases.remember(item.key, data, info)
             self._run(self._decoders, self._decode, one, data, info)
         elif answer.reason == "layout" and item.layout in self.bases.by_raw and not sent.last:
             if sent.coded:
-                self._coded.discard(item.key)
+                self._coded.pop(item.key, None)
             self._load([one], coded=not sent.coded, last=True)
         else:
             if answer.outcome is Outcome.STORED and sent.coded:
                 with self._lock:
-                    if item.key in sent.known:
-                        self._coded.add(item.key)
+                    if item.key in sent.known:  # 0 bytes: one lay there
+                        n_bytes = answer.n_bytes and self.inner.frame_bytes(answer.n_bytes)
+                        self._coded[item.key] = n_bytes or self._coded.get(item.key, 0)
             self._post(one, answer)
 
     def _post(self, one: _Asked, answer: TierAnswer) -> None:
@@ -708,7 +716,8 @@ class CodecTier:
         with self._lock:
             for sent in self._sent.values():
                 sent.known.difference_update(keys)
-            self._coded.difference_update(keys)
+            for key in keys:
+                self._coded.pop(key, None)
 
 
 def _basis_key(name: bytes) -> bytes:

@@ -246,6 +246,22 @@ def test_a_forgotten_model_leaves_no_basis(tmp_path: Path, whole: bool) -> None:
         assert kv.stats()["cold"]["groups"] == (not whole)
 
 
+def test_quotas_count_what_coded_pages_take(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    for later in (False, True):
+        given = {"quotas": {"alice": "64MiB"}, "tenant": "alice", "page_size": 64}
+        with cold(model, tmp_path, **given) as kv:
+            if not later:
+                learn(kv)
+                answer(model)
+                assert kv.flush(60)
+            (tier,), said = kv.planner.store.stack.tiers, kv.stats()
+            held = sum(entry.n_bytes for entry in tier.scan() if entry.info.kind == "page")
+            used = said["policies"][tier.name]["quotas"]["alice"]["used_bytes"]
+            assert 0 < held * 0.9 < used < held * 1.5
+            assert later or used < said["cold"]["raw_bytes"] / 2
+
+
 def test_bounds_without_sense_are_refused(tmp_path: Path) -> None:
     with cold(models.causal("llama"), tmp_path) as kv:
         for bound in (0, -1, float("nan"), 10):
