@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.inside import (
+    CLASSES,
+    SYMBOLS,
     Basis,
     GroupLearner,
     KeyTurn,
@@ -183,18 +186,65 @@ def test_bases_come_back_the_same() -> None:
     assert again.encode(memoryview(BODY), 4) == CODED
 
 
-@given(at=st.integers(0, 1 << 20), cut=st.booleans())
-def test_damaged_bases_are_refused(at: int, cut: bool) -> None:
+PLACES = st.one_of(st.integers(0, 80), st.integers(0, len(DATA) - 1))
+
+
+@given(at=PLACES)
+def test_cut_bases_are_refused(at: int) -> None:
+    with pytest.raises(ValueError, match="basis"):
+        Basis.unpack(DATA[:at], CODER.layout)
+
+
+@given(at=PLACES, bit=st.integers(0, 7))
+def test_damaged_bases_have_another_name(at: int, bit: int) -> None:
+    """Their pages are never taken for those of the sound one, nor the other way round."""
+    assert CODED is not None
     spoilt = bytearray(DATA)
-    if cut:
-        del spoilt[at % len(spoilt) :]
+    spoilt[at] ^= 1 << bit
+    with np.errstate(all="ignore"):
+        try:
+            other = PageCoder(CODER.layout, bytes(spoilt))
+        except ValueError:
+            return
+    out = bytearray(len(BODY))
+    assert other.name != CODER.name
+    assert not other.decode(memoryview(CODED), memoryview(out), 0, 3) and not any(out)
+
+
+def changed(**fields: Any) -> bytes:
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(DATA) | fields)
+
+
+@pytest.mark.parametrize("name", ["axes", "mean", "metric", "coarse", "fine", "classes", "class"])
+def test_bases_with_a_wrong_chunk_are_refused(name: str) -> None:
+    first, *others = msgspec.msgpack.decode(DATA)["chunks"]
+    if name == "axes":
+        first[name] += 8
+    elif name == "class":
+        first["classes"] = bytes([CLASSES]) * first["axes"]
     else:
-        spoilt[at % 40] ^= 0x40
-    try:
-        Basis.unpack(bytes(spoilt), CODER.layout)
-    except ValueError:
-        return
-    assert not cut
+        first[name] = first[name][: len(first[name]) // 2]
+    assert Basis.unpack(changed(), CODER.layout)
+    with pytest.raises(ValueError, match=r"basis|reshape"):
+        Basis.unpack(changed(chunks=[first, *others]), CODER.layout)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"version": 2}, "version"),
+        ({"layout": bytes(16)}, "other pages"),
+        ({"chunks": []}, "other chunks"),
+        ({"turn_of": [0, 0]}, "other chunks"),
+        ({"turn_of": [0, 0, 1]}, "rotations"),
+        ({"turn_of": [0, 0, -2]}, "rotations"),
+        ({"frequencies": bytes(2 * CLASSES * SYMBOLS)}, "not complete"),
+        ({"more": 1}, "no basis"),
+    ],
+)
+def test_bases_with_a_wrong_part_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Basis.unpack(changed(**fields), CODER.layout)
 
 
 def test_bases_of_other_pages_are_refused() -> None:
