@@ -334,7 +334,7 @@ class KV:
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
         self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0, "eager": ""}
         self.bases: PageBases | None = None
-        self._calibrates: Callable[[Tokens, PageBases, float], dict[str, float]] | None = None
+        self._calibrates: Callable[[Any, PageBases, float], dict[str, float]] | None = None
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
         self._unlearns: Callable[[Tokens, str | None], int] = lambda tokens, tenant: 0
         self._tiers: list[Tier] = []
@@ -1419,7 +1419,7 @@ class KV:
             )
         return self._learns(documents, tenant)
 
-    def calibrate(self, tokens: Tokens, *, kl: float | None = None) -> dict[str, float]:
+    def calibrate(self, tokens: Tokens | list[str], *, kl: float | None = None) -> dict[str, float]:
         """Learn from a text how pages are coded on cold tiers (`cold="kvt"`); code later ones so.
 
         Up to a third of the text is kept apart: the change that coded pages make there decides how
@@ -1428,7 +1428,7 @@ class KV:
 
         Args:
             tokens: Token ids of a text like those that the cache will hold: at least some 1,000,
-                better 16,000.
+                better 16,000. For a model of `flowkv.load`, also a list of texts.
             kl: Largest mean divergence, in nats; default that of the configuration.
 
         Returns:
@@ -1738,7 +1738,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     forget: Callable[[str], int] | None = None,
     learn: Callable[[Items[Tokens], str | None], int] | None = None,
     unlearn: Callable[[Tokens, str | None], int] | None = None,
-    calibrate: Callable[[Tokens, PageBases, float], dict[str, float]] | None = None,
+    calibrate: Callable[[Any, PageBases, float], dict[str, float]] | None = None,
 ) -> None:
     """Register callbacks of the code that attaches a cache to a model.
 

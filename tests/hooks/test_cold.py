@@ -14,7 +14,15 @@ import torch
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
-from tests.inside import ConfigError, StateError, calibrate, door_of, forget_name
+from tests.inside import (
+    ConfigError,
+    StateError,
+    TokenError,
+    calibrate,
+    door_of,
+    forget_name,
+    load,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -260,6 +268,22 @@ def test_quotas_count_what_coded_pages_take(tmp_path: Path) -> None:
             used = said["policies"][tier.name]["quotas"]["alice"]["used_bytes"]
             assert 0 < held * 0.9 < used < held * 1.5
             assert later or used < said["cold"]["raw_bytes"] / 2
+
+
+def test_texts_take_the_tokenizer_of_the_model(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        for given in ("abc", ["abc", "def"]):
+            with pytest.raises(ConfigError, match=r"tokenizer.*Pass token ids"):
+                kv.calibrate(given)
+        load.ENCODERS[model] = lambda text: list(text.encode())
+        halves = ["".join(map(chr, text(900, seed))) for seed in (1, 2)]
+        found = kv.calibrate(halves, kl=0.1)
+        ids = [one for half in halves for one in half.encode()]
+        assert found == kv.calibrate(ids, kl=0.1)
+        for wrong in ([["abc"]], ["abc", 7], []):
+            with pytest.raises((ConfigError, TokenError)):
+                kv.calibrate(wrong)
 
 
 def test_bounds_without_sense_are_refused(tmp_path: Path) -> None:

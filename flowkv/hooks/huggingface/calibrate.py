@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from flowkv.cache.kv import KV, warn
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import as_tokens
 from flowkv.hooks.huggingface.blend import key_turns
+from flowkv.hooks.huggingface.load import ENCODERS
 from flowkv.hooks.huggingface.probe import execution_device, quiet
 from flowkv.hooks.huggingface.versions import DynamicCache
 from flowkv.kvt.codec import PageCoder
@@ -86,13 +88,13 @@ class Calibrator:
 
     @torch.inference_mode(False)
     def calibrate(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
-        """Learn bases from token ids, and use them if they keep to a divergence.
+        """Learn bases from token ids or texts, and use them if they keep to a divergence.
 
         Raises:
             ConfigError: There are too few tokens, or pages cannot be coded.
         """
         self._refuse(bases)
-        ids = as_tokens(tokens).astype(np.int64)
+        ids = _ids(self._model, tokens)
         count = self._cut(len(ids))
         if count < LEAST_WINDOWS:
             raise ConfigError(
@@ -258,6 +260,19 @@ class Calibrator:
         item = next(iter(coders.values())).item_bytes
         bits = 8 * item * coded_bytes / raw_bytes
         return Scores(kl / tokens, same / tokens, nll / tokens, bits)
+
+
+def _ids(model: Any, given: Any) -> NDArray[np.int64]:
+    """Return token ids, or those of texts."""
+    texts = [given] if isinstance(given, str) else given
+    if not (isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts)):
+        return as_tokens(given).astype(np.int64)
+    if (encode := ENCODERS.get(model)) is None:
+        raise ConfigError(
+            "the tokenizer of this model is unknown: flowkv.load did not load it",
+            "Pass token ids: kv.calibrate(tokenizer(text).input_ids)",
+        )
+    return np.concatenate([np.array(encode(one), np.int64) for one in texts])
 
 
 def _shown(step: float, scores: Scores, exact: list[Any]) -> dict[str, float]:
