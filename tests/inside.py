@@ -34,7 +34,17 @@ if TYPE_CHECKING:
     from flowkv.cache.block_table import Planner, relocate
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
     from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy, most_ghosts
-    from flowkv.cache.kv import PagedRow, bind, drop_unproven, end, follow, levels, source, warn
+    from flowkv.cache.kv import (
+        PagedRow,
+        bind,
+        drop_unproven,
+        end,
+        follow,
+        forget_name,
+        levels,
+        source,
+        warn,
+    )
     from flowkv.cache.kv import plan as kv_plan
     from flowkv.cache.later import Later
     from flowkv.cache.listing import Listing
@@ -185,6 +195,7 @@ if TYPE_CHECKING:
     from flowkv.kernels.triton.tile import MOST as tile_MOST
     from flowkv.kvt import basis as kvt_basis
     from flowkv.kvt import codec as kvt_codec
+    from flowkv.kvt import tier as kvt_tier
     from flowkv.kvt.basis import Basis, KeyTurn, chunk_places
     from flowkv.kvt.basis import digest as basis_digest
     from flowkv.kvt.codec import PageCoder, codable, read_head
@@ -422,7 +433,7 @@ if TYPE_CHECKING:
     from flowkv.tiers import digest, envelope, erasure_log, host, slots
     from flowkv.tiers import digest as tiers_digest
     from flowkv.tiers import frame as tiers_frame
-    from flowkv.tiers.base import UNBOUNDED
+    from flowkv.tiers.base import UNBOUNDED, evictable, listed
     from flowkv.tiers.digest import CHECK, REASONS, SEAL, STREAMED_BYTES, check_frames, seal_frames
     from flowkv.tiers.disk import journal
     from flowkv.tiers.disk import tier as transfer

@@ -48,7 +48,7 @@ from flowkv.cache.tail import Tails
 from flowkv.compiled.compiling import SystemClock, now_s
 from flowkv.core import interrupts
 from flowkv.core.clock import Clock
-from flowkv.core.config import PLACE_KINDS, load_config
+from flowkv.core.config import PLACE_KINDS, format_size, load_config
 from flowkv.core.errors import ConfigError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, as_tokens, tenant_salt
@@ -334,7 +334,7 @@ class KV:
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
         self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0, "eager": ""}
         self.bases: PageBases | None = None
-        self._calibrates: Callable[[Tokens, PageBases, float], dict[str, float]] | None = None
+        self._calibrates: Callable[[Any, PageBases, float], dict[str, float]] | None = None
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
         self._unlearns: Callable[[Tokens, str | None], int] = lambda tokens, tenant: 0
         self._tiers: list[Tier] = []
@@ -379,6 +379,7 @@ class KV:
 
     def _build(self, geometry: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)
+        self.bases = bases = PageBases(geometry) if self.config.cold else None
         if self.planner is None:
             places = self.config.places(on_cpu=_on_cpu(geometry))
             make_way(place.path for place in places if place.kind == "disk")
@@ -386,12 +387,11 @@ class KV:
                 *(self.config, self._given, self.clock, self.gate.rates),
                 on_cpu=_on_cpu(geometry),
             )
-            if self.config.cold:
-                nothing = PageBases(None)
+            if bases is not None:
                 self._tiers = [
                     tier
                     if tier.kind == "host" or tier in self._given
-                    else CodecTier(tier, nothing, clock=self.clock)
+                    else CodecTier(tier, bases, clock=self.clock)
                     for tier in self._tiers
                 ]
         else:  # the old store must neither read nor write the tiers any more
@@ -400,12 +400,10 @@ class KV:
             if self._ending is not None:
                 self._ending.finish(lost)
             store.stack.detach()
-        link_pools(pools.values(), self._tiers)
-        if self.config.cold:
-            self.bases = PageBases(geometry)
             for tier in self._tiers:
-                if isinstance(tier, CodecTier):
-                    tier.bases = self.bases
+                if bases is not None and isinstance(tier, CodecTier):
+                    tier.bases = bases
+        link_pools(pools.values(), self._tiers)
         self._introduce(namespace)
         # The store must not hold the cache, which may go before its last pages are written.
         config, make_policy, handing_over = self.config, self._make_policy, self._handing_over
@@ -1422,16 +1420,16 @@ class KV:
             )
         return self._learns(documents, tenant)
 
-    def calibrate(self, tokens: Tokens, *, kl: float | None = None) -> dict[str, float]:
+    def calibrate(self, tokens: Tokens | list[str], *, kl: float | None = None) -> dict[str, float]:
         """Learn from a text how pages are coded on cold tiers (`cold="kvt"`); code later ones so.
 
-        A third of the text is kept apart: the change that coded pages make there decides how finely
-        they are coded. The result is stored on every cold tier, for later processes. Pages stored
-        before stay as they are, and readable.
+        Up to a third of the text is kept apart: the change that coded pages make there decides how
+        finely they are coded. The result is stored on every cold tier, for later processes. Pages
+        stored before stay as they are, and readable.
 
         Args:
             tokens: Token ids of a text like those that the cache will hold: at least some 1,000,
-                better 16,000.
+                better 16,000. For a model of `flowkv.load`, also a list of texts.
             kl: Largest mean divergence, in nats; default that of the configuration.
 
         Returns:
@@ -1449,15 +1447,24 @@ class KV:
         if not 0 < bound < 10:
             raise ConfigError(f"kl={kl}", "Name a divergence above 0 and below 10, such as 0.005")
         found = self._calibrates(tokens, self.bases, bound)
-        coded = [one for one in self._tiers if isinstance(one, CodecTier)] if found["kept"] else []
-        for tier in coded:
+        if not found["kept"]:
+            return found
+        stored = list[bool]()
+        for tier in [one for one in self._tiers if isinstance(one, CodecTier)]:
             with self.lock:
                 stack = self.planner.store.stack if self.planner else None
-                if stack is not None and tier.writable and tier in stack.tiers:
-                    stack.make_room(stack.tiers.index(tier), tier.basis_bytes())
-            if not tier.store_bases():
-                warn(self, "bases", f"pages stay raw on {tier.name}: it took no basis")
-        return found
+                n_bytes = tier.basis_bytes()
+                fits = n_bytes <= tier.capacity_bytes // 4 and tier.writable
+                if stack is not None and fits and tier in stack.tiers:
+                    stack.make_room(stack.tiers.index(tier), n_bytes)
+            stored.append(fits and tier.store_bases())
+            if not stored[-1]:
+                why = f"{tier.name}: their basis, {format_size(n_bytes)}, cannot be stored there"
+                remedy = f"Give it {format_size(4 * n_bytes)} or more, and let this process write"
+                warn(self, f"bases on {tier.name}", f"pages stay raw on {why}. {remedy} to it.")
+        if not stored:
+            warn(self, "bases", "no page is coded: no disk or remote tier was opened. Add disk=...")
+        return {**found, "kept": float(any(stored))}
 
     def sparsify(
         self,
@@ -1732,7 +1739,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     forget: Callable[[str], int] | None = None,
     learn: Callable[[Items[Tokens], str | None], int] | None = None,
     unlearn: Callable[[Tokens, str | None], int] | None = None,
-    calibrate: Callable[[Tokens, PageBases, float], dict[str, float]] | None = None,
+    calibrate: Callable[[Any, PageBases, float], dict[str, float]] | None = None,
 ) -> None:
     """Register callbacks of the code that attaches a cache to a model.
 

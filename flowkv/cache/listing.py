@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import islice
 
 from flowkv.cache.index import UNKNOWN, Block, PrefixIndex
-from flowkv.tiers.base import Entry, FrameInfo, Tier
+from flowkv.tiers.base import Entry, FrameInfo, Tier, evictable
 
 _ADOPTED, _LOOKED_AT = 64, 1 << 12  # other caches' frames per call: most adopted, most examined
 
@@ -97,7 +97,8 @@ class Listing:
         other caches, too.
         """
         tier = self._tiers[number]
-        return self._add(number, islice(tier.scan(), _LOOKED_AT), _ADOPTED) if tier.shared else 0
+        found = islice(evictable(tier), _LOOKED_AT)
+        return self._add(number, found, _ADOPTED) if tier.shared else 0
 
     @property
     def watches(self) -> bool:

@@ -151,7 +151,8 @@ class PolicyContext:
         runs, alike, here = list[list[Block]](), None, place.kind == "gpu"
         for block in blocks:
             codec = block.page >> CODEC_SHIFT if here else block.codecs
-            terms = block.group, codec, block.n_bytes, block.lease, block.tenant
+            size = block.n_bytes if here else n_bytes(block)
+            terms = block.group, codec, size, block.lease, block.tenant
             if terms != alike or (here and block.parent == ROOT):
                 runs.append([])
             runs[-1].append(block)
@@ -342,10 +343,16 @@ class TierStack:
 
     def insert(self, blocks: Sequence[Block], number: int) -> None:
         """Insert blocks that became resident on a tier into its policy, root to leaf."""
-        self.context.insert(self.places[number], blocks, partial(self.size, number=number))
+        self.context.insert(self.places[number], blocks, partial(self._takes, number=number))
+
+    def _takes(self, block: Block, number: int) -> int:
+        """Return the bytes that a block takes on a tier, for policies: at least 1."""
+        tier = self.tiers[number]
+        coded = tier.coded_bytes(block.key) if isinstance(tier, CodecTier) else 0
+        return coded or self.size(block, number)
 
     def size(self, block: Block, number: int) -> int:
-        """Return the bytes of a block's body on a tier (-1: on any) for policies: at least 1."""
+        """Return the bytes of a block's body as a tier (-1: any) gives it: at least 1."""
         if block.group >= len(self.forms):
             return block.n_bytes or 1  # a block of another model
         unknown = number < 0 or (not block.n_bytes and block.codec_on(number) == UNKNOWN)
@@ -641,9 +648,10 @@ class TierStack:
                 self.demoted(name, lower, copied)
             elif last and lower >= 0 and not (block in self.unwritten or lane.takes(n_bytes)):
                 self.miss_out(lower)
+        taken = self._takes(block, number)
         self.tiers[number].delete([block.key])
         block.tiers &= ~(1 << number)
-        self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
+        self.bus.emit(Evicted(tier=name, pages=1, n_bytes=taken, reason=reason))
         self.settle(block)
 
     def take_back(self, block: Block, number: int) -> None:

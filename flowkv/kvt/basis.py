@@ -9,7 +9,8 @@ rotated onto their principal axes: an equal step on every axis then is an equal 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -21,8 +22,8 @@ from flowkv.core.geometry import PageLayout
 from flowkv.kvt.entropy import CLASSES, SYMBOLS, SymbolTables, count, deviation_class
 
 MOST_DIMS, HEAD_DIMS = 1152, 256
-"""Most elements of a chunk, and of its heads within a layer. The product of a page costs as many
-operations per element: a core multiplies bytes at some .8 T/s."""
+"""Most elements of a chunk, and most of them within one layer: an element of a page takes as many
+multiplications as its chunk has axes."""
 LEAST_DEVIATION = 0.25
 """Axes with a smaller standard deviation, in steps, are left out."""
 COARSE_DEVIATION = 4.0
@@ -71,6 +72,61 @@ class KeyTurn(NamedTuple):
         return out
 
 
+class KeyTurns:
+    """Rotations of the keys of a group's layers. Thread-safe.
+
+    Args:
+        turns: The rotations.
+        of_layer: Index in `turns` for each layer: -1 for none.
+    """
+
+    def __init__(self, turns: list[KeyTurn], of_layer: list[int]) -> None:
+        self.turns, self.of_layer, self._memory = turns, of_layer, threading.local()
+
+    @classmethod
+    def of_layers(cls, turns: Sequence[KeyTurn | None]) -> KeyTurns:
+        """Return the rotations of layers, None for none."""
+        some, of_layer = list[KeyTurn](), list[int]()
+        for turn in turns:
+            alike = (n for n, one in enumerate(some) if turn is not None and _alike(one, turn))
+            of_layer.append(next(alike, -1 if turn is None else len(some)))
+            if turn is not None and of_layer[-1] == len(some):
+                some.append(turn)
+        return cls(some, of_layer)
+
+    def apply(
+        self, keys: torch.Tensor, start: int, layers: range | None = None, *, back: bool = False
+    ) -> torch.Tensor:
+        """Return keys, rotated to positions from `start` on, or back.
+
+        Args:
+            keys: Keys of some layers, `[layers, heads, tokens, dim]`.
+            start: Position of the first token.
+            layers: These layers; None for all.
+            back: Whether the keys are rotated, and shall not be.
+        """
+        which = [self.of_layer[n] for n in layers] if layers is not None else self.of_layer
+        if set(which) == {-1}:
+            return keys
+        out = keys.clone()
+        for number in {*which} - {-1}:
+            own = [n for n, turn in enumerate(which) if turn == number]
+            cos, sin = self._angles(number, start, keys.shape[2])
+            out[own] = self.turns[number].moved(keys[own], cos, -sin if back else sin)
+        return out
+
+    def _angles(self, number: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        known, asked = getattr(self._memory, "angles", None), (number, start, count)
+        if known is None or known[0] != asked:
+            cos, sin = self.turns[number].angles(np.arange(start, start + count))
+            known = self._memory.angles = asked, cos[:, 0], sin[:, 0]
+        return known[1], known[2]
+
+
+def _alike(one: KeyTurn, other: KeyTurn) -> bool:
+    return one[1:] == other[1:] and one.inv_freq.tobytes() == other.inv_freq.tobytes()
+
+
 class ChunkPlace(NamedTuple):
     """Elements that are transformed together.
 
@@ -83,6 +139,16 @@ class ChunkPlace(NamedTuple):
     side: int
     layers: slice
     heads: slice
+
+    def elements(self, sides: Sequence[torch.Tensor], first: int = 0) -> torch.Tensor:
+        """Return the elements `[tokens, n]` of tokens from `first` on.
+
+        Args:
+            sides: Keys and values `[layers, heads, tokens, dim]`.
+            first: First token.
+        """
+        part = sides[self.side][self.layers, self.heads, first:].permute(2, 0, 1, 3)
+        return part.reshape(part.shape[0], -1)
 
 
 def chunk_places(layout: PageLayout) -> Iterator[ChunkPlace]:
@@ -169,8 +235,7 @@ class Basis:
     Args:
         layout: Fingerprint of the raw pages.
         step: Step of the quantiser.
-        turns: Rotations of keys, and `turn_of` that of each layer: -1 for none.
-        turn_of: Index in `turns` of each layer.
+        turns: Rotations of keys.
         chunks: In the order of `chunk_places`.
         tables: Tables of all chunks.
         measured: What was measured at calibration: bits, kl and more.
@@ -180,13 +245,12 @@ class Basis:
         self,
         layout: bytes,
         step: float,
-        turns: list[KeyTurn],
-        turn_of: list[int],
+        turns: KeyTurns,
         chunks: list[BasisChunk],
         tables: SymbolTables,
         measured: dict[str, float],
     ) -> None:
-        self.layout, self.step, self.turns, self.turn_of = layout, step, turns, turn_of
+        self.layout, self.step, self.turns = layout, step, turns
         self.chunks, self.tables, self.measured = chunks, tables, measured
 
     def pack(self) -> bytes:
@@ -195,8 +259,8 @@ class Basis:
             1,
             self.layout,
             self.step,
-            [(turn.inv_freq.tobytes(), turn.interleaved, turn.start) for turn in self.turns],
-            self.turn_of,
+            [(turn.inv_freq.tobytes(), turn.interleaved, turn.start) for turn in self.turns.turns],
+            self.turns.of_layer,
             self.tables.frequencies.tobytes(),
             [
                 _StoredChunk(
@@ -255,9 +319,8 @@ class Basis:
         if not all(-1 <= turn < len(turns) for turn in stored.turn_of):
             raise ValueError("a basis with unknown rotations")
         shares = np.frombuffer(stored.frequencies, np.uint16).reshape(CLASSES, SYMBOLS).copy()
-        tables = SymbolTables(shares)
-        said = stored.layout, stored.step, turns, stored.turn_of, chunks, tables, stored.measured
-        return cls(*said)
+        tables, rotation = SymbolTables(shares), KeyTurns(turns, stored.turn_of)
+        return cls(stored.layout, stored.step, rotation, chunks, tables, stored.measured)
 
 
 def shape_of(place: ChunkPlace, layout: PageLayout) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """Coding of raw pages: keys before their rotation and values, chunk by chunk.
 
     page   = head | turns of each chunk | words | literals | whole tokens
-    head   = magic 4s | basis 16s | bytes of the basis, page number, bytes of the raw page u32
+    head   = magic 4s | basis 16s | bytes of the basis, page number u32 | 4 zeros
     chunk  = words u32 | literals u32 | whole tokens u32
 
 Tokens whose coefficients do not fit are stored whole, in 16 bits an element, as are the first four
@@ -11,20 +11,19 @@ of a prompt: all later ones attend to them, and their keys and values are like n
 from __future__ import annotations
 
 import struct
-import threading
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from flowkv.core.geometry import PageLayout
-from flowkv.kvt.basis import Basis, ChunkPlace, chunk_places, shape_of
+from flowkv.kvt.basis import Basis, BasisChunk, chunk_places, digest, shape_of
 from flowkv.kvt.entropy import CodedSymbols
 
 MAGIC = b"KVT1"
 SINKS = 4
 """First tokens of a prompt that are stored whole."""
-_HEAD, _CHUNK = struct.Struct("<4s16sIII"), struct.Struct("<III")
+_HEAD, _CHUNK = struct.Struct("<4s16sII4x"), struct.Struct("<III")
 _MOST, _MOST_COARSE = 127, 32767
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -36,13 +35,11 @@ class PageHead(NamedTuple):
         basis: Name of its basis.
         basis_bytes: Bytes of that.
         page_no: Number of the page in its prompt.
-        n_bytes: Bytes of the raw page.
     """
 
     basis: bytes
     basis_bytes: int
     page_no: int
-    n_bytes: int
 
 
 def read_head(data: memoryview) -> PageHead | None:
@@ -63,32 +60,36 @@ class PageCoder:
 
     Args:
         layout: Layout of the raw pages.
+        data: The basis as it is stored.
+
+    Attributes:
         name: Name of the basis.
-        basis: The basis.
+
+    Raises:
+        ValueError: The bytes are no basis of such pages.
     """
 
-    def __init__(self, layout: PageLayout, name: bytes, basis: Basis) -> None:
-        self.layout, self.name, self.basis = layout, name, basis
+    def __init__(self, layout: PageLayout, data: bytes) -> None:
+        self.layout, self.data, self.name = layout, data, digest(data)
+        self.basis = Basis.unpack(data, layout)
         self.places = list(chunk_places(layout))
         self._dtype = _DTYPES[layout.dtype]
         self._short = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float16
-        self._memory = threading.local()
 
     @property
     def item_bytes(self) -> int:
         """Return the bytes of an element of raw pages."""
         return self._dtype.itemsize
 
-    def encode(self, body: memoryview, page_no: int, basis_bytes: int = 0) -> bytes | None:
+    def encode(self, body: memoryview, page_no: int) -> bytes | None:
         """Return the coded page; None if it holds values that are not finite, or is no smaller."""
-        views = self.views(body)
-        every = range(self.layout.layers)
-        sides = self.turned(views[0].float(), page_no, every, back=True), views[1].float()
+        views, start = self.views(body), page_no * self.layout.page_size
+        sides = self.basis.turns.apply(views[0].float(), start, back=True), views[1].float()
         if not all(bool(torch.isfinite(side).all()) for side in sides):
             return None
         heads, parts = list[bytes](), list[bytes]()
         for place, chunk in zip(self.places, self.basis.chunks, strict=True):
-            x = _elements(sides[place.side], place)
+            x = place.elements(sides)
             q = chunk.quantise(x)
             size = q.abs()
             fits = (size[:, chunk.coarse_axes :] <= _MOST).all(1)  # NaN does not
@@ -107,7 +108,7 @@ class PageCoder:
                     return None
                 parts.append(tokens.to(torch.uint8).numpy().tobytes())
                 parts.append(kept.view(torch.int16).numpy().tobytes())
-        head = _HEAD.pack(MAGIC, self.name, basis_bytes, page_no, len(body))
+        head = _HEAD.pack(MAGIC, self.name, len(self.data), page_no)
         data = b"".join((head, *heads, *parts))
         return data if len(data) < len(body) else None
 
@@ -156,17 +157,17 @@ class PageCoder:
             x = x.view(self.layout.page_size, *shape).permute(1, 2, 0, 3)
             side = x[here.start - place.layers.start : here.stop - place.layers.start]
             if not place.side:
-                side = self.turned(side, head.page_no, here)
+                side = self.basis.turns.apply(side, head.page_no * self.layout.page_size, here)
             if self._dtype is torch.float16:  # what is near its end may come back beyond it
                 side = side.clamp(-65504.0, 65504.0)
             views[place.side][here.start - first : here.stop - first, place.heads].copy_(side)
         return end == len(data)
 
-    def _restored(self, chunk: object, coded: CodedSymbols) -> torch.Tensor | None:
-        q = np.empty((chunk.axes, self.layout.page_size), np.int16)  # type: ignore[attr-defined]
-        if not self.basis.tables.decode(coded, chunk.classes, q):  # type: ignore[attr-defined]
+    def _restored(self, chunk: BasisChunk, coded: CodedSymbols) -> torch.Tensor | None:
+        q = np.empty((chunk.axes, self.layout.page_size), np.int16)
+        if not self.basis.tables.decode(coded, chunk.classes, q):
             return None
-        return chunk.synthesise(torch.from_numpy(q).T.contiguous())  # type: ignore[attr-defined, no-any-return]
+        return chunk.synthesise(torch.from_numpy(q).T.contiguous())
 
     def views(self, body: memoryview, layers: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[layers, heads, tokens, dim]` of a page, or of some layers."""
@@ -179,31 +180,3 @@ class PageCoder:
             flat.as_strided((*shape, lay.head_dim), (*strides, lay.head_dim, 1)),
             flat.as_strided((*shape, lay.value_dim), (*strides, lay.value_dim, 1), v_at),
         )
-
-    def turned(
-        self, keys: torch.Tensor, page_no: int, layers: range, *, back: bool = False
-    ) -> torch.Tensor:
-        """Return keys `[layers, heads, tokens, dim]`, rotated to their positions, or back."""
-        turns = {self.basis.turn_of[layer] for layer in layers}
-        if turns == {-1}:
-            return keys
-        out = keys.clone()
-        for turn in turns - {-1}:
-            own = [n for n, layer in enumerate(layers) if self.basis.turn_of[layer] == turn]
-            cos, sin = self._angles(turn, page_no, self.layout.page_size)
-            out[own] = self.basis.turns[turn].moved(keys[own], cos, -sin if back else sin)
-        return out
-
-    def _angles(self, turn: int, page_no: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        known = getattr(self._memory, "angles", None)
-        if known is None or known[0] != (turn, page_no):
-            positions = np.arange(page_no * size, (page_no + 1) * size)
-            cos, sin = self.basis.turns[turn].angles(positions)
-            known = self._memory.angles = (turn, page_no), cos[:, 0], sin[:, 0]
-        return known[1], known[2]
-
-
-def _elements(side: torch.Tensor, place: ChunkPlace) -> torch.Tensor:
-    """Return the elements `[tokens, n]` of a chunk."""
-    part = side[place.layers, place.heads].permute(2, 0, 1, 3)
-    return part.reshape(part.shape[0], -1)

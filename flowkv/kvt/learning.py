@@ -14,15 +14,15 @@ from flowkv.kvt.basis import (
     BasisChunk,
     ChunkStatistics,
     KeyTurn,
+    KeyTurns,
     chunk_places,
-    digest,
     learn_tables,
     shape_of,
 )
 from flowkv.kvt.codec import SINKS, PageCoder
 
 MOST_BITS = 8.0
-"""A setting that takes more bits a value is none: kv8 is simpler."""
+"""Most bits a value of a setting that is of use: kv8 takes as many, and needs no calibration."""
 _TRIALS = 6
 _SLACK = 0.9  # share of the bound at which the search ends
 
@@ -52,75 +52,46 @@ class GroupLearner:
     Args:
         layout: Layout of its raw pages.
         turns: Rotation of each layer's keys, None for none.
+
+    Attributes:
+        turns: All of them.
     """
 
     def __init__(self, layout: PageLayout, turns: Sequence[KeyTurn | None]) -> None:
-        self.layout, self._turns = layout, list[KeyTurn]()
-        self._turn_of = list[int]()
-        for turn in turns:
-            if turn is None:
-                self._turn_of.append(-1)
-                continue
-            known = (n for n, one in enumerate(self._turns) if _alike(one, turn))
-            number = next(known, len(self._turns))
-            if number == len(self._turns):
-                self._turns.append(turn)
-            self._turn_of.append(number)
+        self.layout, self.turns = layout, KeyTurns.of_layers(turns)
         self._places = list(chunk_places(layout))
         self._chunks = [ChunkStatistics(shape_of(place, layout)) for place in self._places]
         self._samples = list[Sides]()
 
-    def turned(self, keys: torch.Tensor, *, back: bool) -> torch.Tensor:
-        """Return keys `[layers, heads, tokens, dim]` rotated to positions from 0 on, or back."""
-        out = keys.clone()
-        for layer, turn in enumerate(self._turn_of):
-            if turn >= 0:
-                positions = torch.arange(keys.shape[2]).numpy()
-                cos, sin = (x[:, 0] for x in self._turns[turn].angles(positions))
-                sin = -sin if back else sin
-                out[layer] = self._turns[turn].moved(keys[layer], cos, sin)
-        return out
-
     def add(self, sides: Sides, gradients: Sides | None, *, sample: bool) -> None:
         """Add keys and values as they are in the cache, and gradients by them."""
-        x = self.turned(sides[0].float(), back=True), sides[1].float()
+        x = self.turns.apply(sides[0].float(), 0, back=True), sides[1].float()
         if sample:
             self._samples.append((x[0].half(), x[1].half()))
         g = None
         if gradients is not None:
-            g = self.turned(gradients[0].float(), back=True), gradients[1].float()
+            g = self.turns.apply(gradients[0].float(), 0, back=True), gradients[1].float()
         for place, chunk in zip(self._places, self._chunks, strict=True):
-            chunk.add(_elements(x, place))
+            chunk.add(place.elements(x, SINKS))
             if g is not None:
-                chunk.add_gradients(_elements(g, place))
+                chunk.add_gradients(place.elements(g, SINKS))
 
-    def coder(self, step: float, measured: dict[str, float]) -> tuple[PageCoder, bytes]:
-        """Return the coder with a step, and the basis as it is stored."""
+    def coder(self, step: float, measured: dict[str, float]) -> PageCoder:
+        """Return the coder with a step."""
         chunks = [chunk.chunk(step) for chunk in self._chunks]
         tables = learn_tables(self._pairs(chunks))
-        said = self.layout.fingerprint(), step, self._turns, self._turn_of, chunks, tables, measured
-        data = Basis(*said).pack()
-        return PageCoder(self.layout, digest(data), Basis.unpack(data, self.layout)), data
+        said = self.layout.fingerprint(), step, self.turns, chunks, tables, measured
+        return PageCoder(self.layout, Basis(*said).pack())
 
     def _pairs(self, chunks: list[BasisChunk]) -> Iterator[tuple[BasisChunk, torch.Tensor]]:
         for sides in self._samples:
             for place, chunk in zip(self._places, chunks, strict=True):
-                yield chunk, _elements((sides[0].float(), sides[1].float()), place)
+                yield chunk, place.elements(sides, SINKS).float()
 
     @property
     def values(self) -> int:
         """Return the elements of keys and values of one token."""
         return sum(math.prod(chunk.shape) for chunk in self._chunks)
-
-
-def _alike(one: KeyTurn, other: KeyTurn) -> bool:
-    same = one.interleaved == other.interleaved and one.start == other.start
-    return same and one.inv_freq.tobytes() == other.inv_freq.tobytes()
-
-
-def _elements(sides: Sides, place: object) -> torch.Tensor:
-    part = sides[place.side][place.layers, place.heads, SINKS:].permute(2, 0, 1, 3)  # type: ignore[attr-defined]
-    return part.reshape(part.shape[0], -1)
 
 
 def coded_pages(coder: PageCoder, sides: Sides) -> tuple[Sides, int, int]:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import queue
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,22 +27,34 @@ import numpy as np
 
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
+from flowkv.core.digest import digests
 from flowkv.core.errors import StateError
 from flowkv.core.geometry import COLD, Geometry, PageLayout, page_layout
 from flowkv.core.memory import address_of
-from flowkv.kvt.basis import Basis, digest
+from flowkv.kvt.basis import digest
 from flowkv.kvt.codec import PageCoder, codable, read_head
-from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
-from flowkv.tiers.worker import Completions
+from flowkv.tiers.base import (
+    BASIS_LAYOUT,
+    CURRENT_LAYOUT,
+    Entry,
+    FrameInfo,
+    Load,
+    Outcome,
+    Store,
+    Tier,
+    TierAnswer,
+)
+from flowkv.tiers.worker import Completions, require_open
 
 THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 RECENT_BYTES = 32 << 20
 """Coded pages that are remembered: layers of one page are often loaded one after the other."""
+EARLIER = 3
+"""Earlier bases of each layer group that stay, so that their pages stay readable."""
+MOST_DECODED = 1 << 14
+"""Decoded pages that are known as such."""
 _POLL_S, _BASIS_S, _AGAIN_S = 0.5, 30.0, 60.0
 _NOTHING = bytes(32)
-_BASIS_LAYOUT = hashlib.sha256(b"flowkv.kvt basis/1").digest()[:16]
-_CURRENT_LAYOUT = hashlib.sha256(b"flowkv.kvt current/1").digest()[:16]
-_OWN_LAYOUTS = frozenset((_BASIS_LAYOUT, _CURRENT_LAYOUT))
 
 
 class CodedForm(NamedTuple):
@@ -58,27 +72,29 @@ class CodedForm(NamedTuple):
 
 
 class _Current(msgspec.Struct, frozen=True):
-    """Names and sizes of the bases in use, by layer group."""
+    """Names and sizes of the bases in use, by layer group, and of earlier ones, newest first."""
 
-    bases: dict[int, tuple[bytes, int]]
+    bases: dict[int, tuple[bytes, int]] = {}
+    earlier: list[tuple[bytes, int]] = []
 
 
 class PageBases:
     """Bases of a cache's pages, for all of its tiers. Thread-safe.
 
     Args:
-        geometry: Layer groups of the model; None for none.
+        geometry: Layer groups of the model.
 
     Attributes:
         forms: The groups with pages that can be coded.
-        counts: Pages and bytes coded and decoded.
+        current: Coders of new pages, by group; pages of other groups stay raw.
+        recent: Coded pages that were loaded, with their descriptions.
+        decoded: Keys of pages that were decoded.
     """
 
-    def __init__(self, geometry: Geometry | None) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         self.forms = dict[int, CodedForm]()
-        size = geometry.page_size if geometry is not None else 0
-        for group, one in enumerate(geometry.groups if geometry is not None else ()):
-            layout = page_layout(one, size)
+        for group, one in enumerate(geometry.groups):
+            layout = page_layout(one, geometry.page_size)
             if one.kind in ("full", "sliding") and codable(layout):
                 raw = layout.fingerprint()
                 coded = hashlib.sha256(b"flowkv.kvt/1" + raw).digest()[:16]
@@ -87,60 +103,111 @@ class PageBases:
         self.by_coded = {form.coded: form for form in self.forms.values()}
         self._lock = threading.Lock()
         self._known = dict[bytes, PageCoder]()
-        self.current, self.blobs = dict[int, PageCoder](), dict[bytes, bytes]()
-        self.counts: Counter[str] = Counter()
+        self.current = dict[int, PageCoder]()
+        self._counts: Counter[str] = Counter()
+        self.recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
+        self.decoded = dict[bytes, None]()
 
-    def add(self, data: bytes, layout: PageLayout) -> PageCoder:
-        """Return the coder of a basis.
-
-        Raises:
-            ValueError: The bytes are no basis of such pages.
-        """
-        name = digest(data)
+    def add(self, coder: PageCoder) -> PageCoder:
+        """Return the coder of a basis: the one that is known, if any."""
         with self._lock:
-            if name not in self._known:
-                self._known[name] = PageCoder(layout, name, Basis.unpack(data, layout))
-                self.blobs[name] = data
-            return self._known[name]
+            return self._known.setdefault(coder.name, coder)
 
     def coder(self, name: bytes) -> PageCoder | None:
         """Return the coder of a basis by its name, if it is known."""
         return self._known.get(name)
 
+    def count(self, **more: int) -> None:
+        """Count pages and bytes that were coded or decoded."""
+        with self._lock:
+            self._counts.update(more)
+
+    def remember(self, key: bytes, data: bytes, info: FrameInfo) -> None:
+        """Remember a coded page for a while."""
+        with self._lock:
+            if key not in self.recent:
+                self.recent[key] = data, info
+                self._recent_bytes += len(data)
+            while self._recent_bytes > RECENT_BYTES:
+                self._drop(next(iter(self.recent)))
+
+    def drop(self, key: bytes) -> None:
+        """Forget a coded page that cannot be read."""
+        with self._lock:
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        if key in self.recent:
+            self._recent_bytes -= len(self.recent.pop(key)[0])
+
+    def note_decoded(self, key: bytes, n_bytes: int) -> None:
+        """Record that a page was decoded: coded once more, it would lose more."""
+        with self._lock:
+            self._counts["decoded_bytes"] += n_bytes
+            self.decoded[key] = None
+            if len(self.decoded) > MOST_DECODED:
+                del self.decoded[next(iter(self.decoded))]
+
+    def forget(self) -> None:
+        """Forget all pages, as some were erased: those in no tier any more may be among them."""
+        with self._lock:
+            self.recent.clear()
+            self.decoded.clear()
+            self._recent_bytes = 0
+
     def measured(self) -> dict[str, Any]:
         """Return what is coded, and what the bases in use were measured to cost."""
         measured = next((one.basis.measured for one in self.current.values()), {})
-        return {"groups": len(self.current), **measured, **self.counts}
+        with self._lock:
+            return {"groups": len(self.current), **measured, **self._counts}
 
     def use(self, coders: dict[int, PageCoder]) -> None:
         """Code pages of these groups from now on; those of others stay raw."""
         self.current = coders
+        if not coders:
+            self._known.clear()
+
+
+class _Asked(NamedTuple):
+    """An item of a job.
+
+    Attributes:
+        job: Job of this tier; 0 for loads and stores of its own.
+        number: Index of the item in it.
+        item: The item, as the caller gave it.
+        start_ns: Time of submission.
+        end_ns: Deadline.
+        reply: Queue for the answer to a load or store of its own.
+    """
+
+    job: int
+    number: int
+    item: Any
+    start_ns: int
+    end_ns: int
+    reply: queue.SimpleQueue[TierAnswer] | None = None
+
+    def answer(self, outcome: Outcome, reason: str = "") -> TierAnswer:
+        """Return an answer without bytes."""
+        return TierAnswer(self.job, self.number, self.item.key, outcome, reason)
 
 
 class _Sent(NamedTuple):
-    """Items that the inner tier works on.
+    """A job of the inner tier.
 
     Attributes:
-        job: Job of this tier.
-        numbers: Index of each item in it.
-        items: The items, as the caller gave them.
+        asked: Its items that are not answered yet, by their index.
         coded: Form of the frames asked for, or stored.
         scratch: Memory of each coded page that is loaded.
         last: Whether no other form is left to ask for.
         known: Keys that were not deleted since.
-        end_ns: Deadline.
-        start_ns: Time of submission.
     """
 
-    job: int
-    numbers: list[int]
-    items: list[Any]
+    asked: dict[int, _Asked]
     coded: bool
-    scratch: list[Any]
+    scratch: Sequence[Any]
     last: bool
     known: set[bytes]
-    end_ns: int
-    start_ns: int
 
 
 class CodecTier:
@@ -162,13 +229,14 @@ class CodecTier:
         self._answers, self._pid, self._namespace = Completions(), os.getpid(), _NOTHING
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._sent, self._left = dict[int, _Sent](), Counter[int]()
-        self._waits = dict[int, threading.Event]()  # loads and stores of bases
-        self._found = dict[int, TierAnswer]()
-        self._held, self._lost = set[bytes](), set[bytes]()  # bases that lie here, or did not
-        self._basis_lock, self._again_ns = threading.Lock(), 0
-        self._cancelled, self._coded = set[int](), set[bytes]()
-        self._recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
+        self._sent = dict[int, _Sent]()
+        self._left = dict[int, set[int]]()  # items of each job that are not answered yet
+        self._held, self._again_ns = set[bytes](), 0  # bases that lie here
+        self._made, self._named = set[bytes](), set[bytes]()  # stored here, and named by pages
+        self._earlier = list[tuple[bytes, int]]()
+        self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
+        self._cancelled = set[int]()
+        self._coded = dict[bytes, int]()  # coded pages here, and their bytes
         self._closed = self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
         self._encoders, self._decoders = (ThreadPoolExecutor(THREADS, name) for _ in range(2))
@@ -202,53 +270,80 @@ class CodecTier:
         """Return for each key whether a frame is expected."""
         return self.inner.contains(keys)
 
+    def coded_bytes(self, key: bytes) -> int:
+        """Return the bytes of a coded page here, rounded up; 0 for other frames."""
+        n_bytes = self._coded.get(key, 0)
+        grain = 1 << max(n_bytes.bit_length() - 5, 0)  # neighbours are then of one size, mostly
+        return -(-n_bytes // grain) * grain
+
     # ---- bases
 
     def read_bases(self, namespace: bytes) -> None:
         """Read the bases that pages of a namespace have in this tier, if none are known."""
         self._namespace = namespace
-        if self.bases.current or not self.inner.contains([self._current_key()])[0]:
-            return
-        raw = self._get(self._current_key(), _CURRENT_LAYOUT, 1 << 16)
-        if not raw:
-            return
-        with suppress(msgspec.MsgspecError):
-            said = msgspec.msgpack.decode(raw, type=_Current)
-            coders = dict[int, PageCoder]()
-            for group, (name, n_bytes) in said.bases.items():
-                form = self.bases.forms.get(group)
-                coder = self._coder(name, n_bytes, form.layout) if form else None
-                if coder is not None:
-                    coders[group] = coder
+        said, coders = self._record(), dict[int, PageCoder]()
+        self._earlier = said.earlier
+        for group, (name, n_bytes) in () if self.bases.current else said.bases.items():
+            form = self.bases.forms.get(group)
+            coder = self._coder(name, n_bytes, form.layout)[0] if form else None
+            if coder is not None:
+                coders[group] = coder
+        if coders:
             self.bases.use(coders)
 
+    def _record(self) -> _Current:
+        """Return which bases of the namespace lie here."""
+        key, raw = self._current_key(), None
+        if self.inner.contains([key])[0]:
+            raw = self._get(key, CURRENT_LAYOUT, 1 << 16)
+        with suppress(msgspec.MsgspecError):
+            return msgspec.msgpack.decode(raw or b"", type=_Current)
+        return _Current()
+
     def store_bases(self) -> bool:
-        """Store the bases in use, and that they are; return whether all is stored."""
+        """Store the bases in use, and that they are; return whether all is stored.
+
+        Of earlier ones, the newest stay, as far as they take a quarter of the tier with those in
+        use, and none that no page names.
+        """
         if not self.inner.writable:
             return False
-        coders, self._again_ns = list(self.bases.current.values()), 0
-        self.inner.delete([self._current_key()])
-        self._held.difference_update([coder.name for coder in coders])
+        coders, said = list(self.bases.current.values()), self._record()
+        own = {coder.name for coder in coders}
+        with self._storing:
+            self._again_ns, left = 0, self.capacity_bytes // 4 - self.basis_bytes()
+            earlier = dict([*said.bases.values(), *said.earlier, *self._earlier])
+            self._earlier, most = [], EARLIER * len(self.bases.forms)
+            for name in [name for name in earlier if name not in own]:
+                left -= self.inner.frame_bytes(earlier[name])
+                unnamed = name in self._made - self._named and not self.inner.shared
+                if left >= 0 and not unnamed and len(self._earlier) < most:
+                    self._earlier.append((name, earlier[name]))
+            old = earlier.keys() - {name for name, _ in self._earlier} - own
+            self.inner.delete([self._current_key(), *map(_basis_key, old)])
+            self._held -= old | own
         return all([self._holds(coder) for coder in coders])
 
     def basis_bytes(self) -> int:
-        """Return the most bytes of the bases in use here; 0 if they take more than they save."""
-        sizes = [len(self.bases.blobs[one.name]) for one in self.bases.current.values()]
-        n_bytes = sum(map(self.inner.frame_bytes, [*sizes, 1 << 10]))
-        return n_bytes if n_bytes <= self.capacity_bytes // 4 else 0
+        """Return the most bytes of the bases in use here."""
+        sizes = [len(one.data) for one in self.bases.current.values()]
+        return sum(map(self.inner.frame_bytes, [*sizes, 1 << 10]))
 
     def _holds(self, coder: PageCoder) -> bool:
         """Return whether a basis lies here; store it if need be: pages are useless without it."""
-        with self._basis_lock:
+        with self._storing:
             if coder.name in self._held or self._clock.now_ns() < self._again_ns:
                 return coder.name in self._held
-            blobs, current = self.bases.blobs, self.bases.current
-            if not self.basis_bytes():
+            if self.basis_bytes() > self.capacity_bytes // 4:  # more than they save
                 return False
-            said = {group: (one.name, len(blobs[one.name])) for group, one in current.items()}
-            data = msgspec.msgpack.encode(_Current(said))
-            if self._put(_basis_key(coder.name), _BASIS_LAYOUT, blobs[coder.name]) and (
-                self._put(self._current_key(), _CURRENT_LAYOUT, data)
+            current = self.bases.current.items()
+            said = {group: (one.name, len(one.data)) for group, one in current}
+            data = msgspec.msgpack.encode(_Current(said, self._earlier))
+            own = _basis_key(coder.name)
+            if not self.inner.contains([own])[0]:
+                self._made.add(coder.name)
+            if self._put(own, BASIS_LAYOUT, coder.data) and (
+                self._put(self._current_key(), CURRENT_LAYOUT, data)
             ):
                 self._held.add(coder.name)
             else:
@@ -258,18 +353,21 @@ class CodecTier:
     def _current_key(self) -> bytes:
         return hashlib.blake2b(self._namespace, digest_size=32, person=b"kvt current").digest()
 
-    def _coder(self, name: bytes, n_bytes: int, layout: PageLayout) -> PageCoder | None:
-        """Return the coder of a basis, read from the inner tier if need be."""
-        coder = self.bases.coder(name)
-        if coder is None and 0 < n_bytes < 1 << 32:
-            data = self._get(_basis_key(name), _BASIS_LAYOUT, n_bytes)
+    def _coder(
+        self, name: bytes, n_bytes: int, layout: PageLayout
+    ) -> tuple[PageCoder | None, bool]:
+        """Return the coder of a basis, read from the inner tier if need be, and if it is gone."""
+        if (known := self.bases.coder(name)) or not 0 < n_bytes < 1 << 32:
+            return known, False
+        with self._reading:
+            if (known := self.bases.coder(name)) is not None:
+                return known, False
+            data = self._get(_basis_key(name), BASIS_LAYOUT, n_bytes)
             with suppress(ValueError):
                 if data is not None and digest(data) == name:
-                    coder = self.bases.add(data, layout)
+                    known = self.bases.add(PageCoder(layout, data))
                     self._held.add(name)
-            if coder is None and data is not None:
-                self._lost.add(name)
-        return coder
+            return known, known is None and data is not None
 
     def _get(self, key: bytes, layout: bytes, n_bytes: int) -> bytes | None:
         """Return a frame's body, empty if there is none; None if the tier does not say."""
@@ -285,17 +383,15 @@ class CodecTier:
         return self._await(self.inner.submit_store, item).outcome is Outcome.STORED
 
     def _await(self, submit: Any, item: Load | Store) -> TierAnswer:
-        failed = TierAnswer(0, 0, item.key, Outcome.FAILED, "deadline")
+        reply, now_ns = queue.SimpleQueue[TierAnswer](), self._clock.now_ns()
+        one = _Asked(0, 0, item, now_ns, now_ns + round(_BASIS_S * 1e9), reply)
         if threading.current_thread() is self._reader:  # at the end, where no other thread works
-            return failed
-        done = threading.Event()
-        with self._lock:
-            job = submit([item], deadline_s=_BASIS_S)
-            self._waits[job] = done
-            self._changed.notify_all()
-        if not done.wait(_BASIS_S + 1):
-            return failed
-        return self._found.pop(job, failed)
+            return one.answer(Outcome.FAILED, "closed")
+        self._send(submit, [item], [one])
+        try:
+            return reply.get(timeout=_BASIS_S + 1)
+        except queue.Empty:
+            return one.answer(Outcome.FAILED, "deadline")
 
     # ---- jobs
 
@@ -306,16 +402,17 @@ class CodecTier:
             StateError: The tier is closed, or was opened before a fork.
         """
         job, start_ns, end_ns = self._begin(len(items), deadline_s)
-        plain, coded = list[int](), list[int]()
+        plain, coded = list[_Asked](), list[_Asked]()
         for number, item in enumerate(items):
+            one = _Asked(job, number, item, start_ns, end_ns)
             guess = item.layout in self.bases.by_raw and self._guess(item.key)
-            recent = self._recent.get(item.key) if guess else None
-            if recent is not None and recent[1].fidelity <= item.fidelity:
-                self._run(self._decode, job, number, item, *recent, start_ns)
+            recent = self.bases.recent.get(item.key) if item.key in self._coded else None
+            if guess and recent is not None and recent[1].fidelity <= item.fidelity:
+                self._run(self._decoders, self._decode, one, *recent)
             else:
-                (coded if guess else plain).append(number)
-        for those, kind in ((plain, False), (coded, True)):
-            self._load(job, those, [items[n] for n in those], kind, False, (start_ns, end_ns))
+                (coded if guess else plain).append(one)
+        self._load(plain, coded=False)
+        self._load(coded, coded=True)
         return job
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
@@ -324,17 +421,15 @@ class CodecTier:
         Raises:
             StateError: The tier is closed, or was opened before a fork.
         """
-        job, *times = self._begin(len(items), deadline_s)
-        plain = list[int]()
+        job, start_ns, end_ns = self._begin(len(items), deadline_s)
+        plain = list[_Asked]()
         for number, item in enumerate(items):
-            coder, page_no = self._coder_for(item), None
-            if coder is not None:
-                page_no = self.page_of(item.key)
-            if coder is None or page_no is None:
-                plain.append(number)
+            one, how = _Asked(job, number, item, start_ns, end_ns), self._how(item)
+            if how is None:
+                plain.append(one)
             else:
-                self._run(self._encode, job, number, item, coder, page_no, times)
-        self._store(job, plain, [items[n] for n in plain], [items[n] for n in plain], times)
+                self._run(self._encoders, self._encode, one, *how)
+        self._store(plain, [one.item for one in plain])
         return job
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
@@ -351,7 +446,11 @@ class CodecTier:
             if job not in self._left:
                 return
             self._cancelled.add(job)
-            inner = [number for number, sent in self._sent.items() if sent.job == job]
+            inner = [
+                number
+                for number, sent in self._sent.items()
+                if any(one.job == job for one in sent.asked.values())
+            ]
         for number in inner:
             self.inner.cancel(number)
 
@@ -360,7 +459,7 @@ class CodecTier:
         try:
             return self.inner.delete(keys)
         finally:  # loads that began meanwhile have read them
-            self.drop_copies(keys)
+            self._drop(keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Delete frames and leave no copy of their bytes; see `Tier.erase`."""
@@ -370,260 +469,261 @@ class CodecTier:
             self.drop_copies(keys)
 
     def scan(self) -> Iterator[Entry]:
-        """Yield all frames, coded pages as the raw pages that they stand for."""
+        """Yield all frames, bases too, and coded pages as the raw pages that they stand for."""
         for entry in self.inner.scan():
-            if entry.info.layout in _OWN_LAYOUTS:
-                continue
             form = self.bases.by_coded.get(entry.info.layout)
             if form is not None:
-                self._coded.add(entry.key)
+                self._coded[entry.key] = entry.n_bytes
                 entry = entry._replace(info=_as_raw(entry.info, form))
             yield entry
 
     def close(self) -> None:
         """Finish or fail the items in flight, and close the inner tier."""
+        if self._pid != os.getpid():  # the parent's threads may have held the lock
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        here = self._pid == os.getpid()  # threads do not exist in a forked child
-        if here:
-            self._encoders.shutdown()
-            self._decoders.shutdown()
+        self._encoders.shutdown()
+        self._decoders.shutdown()
         self.inner.close()
         with self._lock:
             self._over = True
             self._changed.notify_all()
-        if here and threading.current_thread() is not self._reader:
+        if threading.current_thread() is not self._reader:
             self._reader.join()
         self._answers.close()
 
     def _begin(self, count: int, deadline_s: float) -> tuple[int, int, int]:
-        if self._closed or self._pid != os.getpid():
-            why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
-            raise StateError(f"tier {self.name!r} {why}", "Open another one, here")
+        require_open(self.name, self._pid, not self._closed)
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
-        with self._lock:
-            if count:
-                self._left[job] = count
+        if count:
+            with self._lock:
+                self._left[job] = {*range(count)}
         return job, start_ns, start_ns + round(min(deadline_s, 1e9) * 1e9)
 
     def _guess(self, key: bytes) -> bool:
         """Return whether the frame of a key is most likely coded."""
         return key in self._coded or (self.inner.shared and bool(self.bases.current))
 
-    def _coder_for(self, item: Store) -> PageCoder | None:
-        info = item.info
+    def _how(self, item: Store) -> tuple[PageCoder, int | bytes] | None:
+        """Return the coder of a page, with its number or its coded form; None if it stays raw."""
+        info, bases = item.info, self.bases
         plain = info.kind == "page" and not info.codec
-        form = self.bases.forms.get(info.group) if plain else None
+        form = bases.forms.get(info.group) if plain else None
         whole = info.world == 1 and not info.head_stop
         if form is None or info.layout != form.raw or not whole:
             return None
         if info.tokens != form.layout.page_size or len(item.body) != form.layout.page_bytes:
             return None
-        return self.bases.current.get(info.group)
+        if info.fidelity == COLD and item.key in bases.decoded:  # it lies in another tier, or did
+            known = bases.recent.get(item.key)
+            head = read_head(memoryview(known[0])) if known is not None else None
+            own = bases.coder(head.basis) if head is not None else None
+            return None if own is None or known is None else (own, known[0])
+        coder = bases.current.get(info.group)
+        page_no = self.page_of(item.key) if coder is not None else None
+        return None if coder is None or page_no is None else (coder, page_no)
 
-    def _run(self, work: Callable[..., None], *args: Any) -> None:
-        pool = self._decoders if work == self._decode else self._encoders
+    def _run(
+        self, pool: ThreadPoolExecutor, work: Callable[..., None], one: _Asked, *more: Any
+    ) -> None:
+        """Work on an item in a thread of a pool; here, if the pool is closed or gets no thread."""
+        begun = threading.Lock()  # work for which no thread starts may stay in the pool's queue
         try:
-            pool.submit(self._guarded, work, *args)
-        except RuntimeError:  # the tier is closed, or no thread can start
-            self._guarded(work, *args)
+            pool.submit(self._guarded, begun, work, one, *more)
+        except Exception:
+            self._guarded(begun, work, one, *more)
 
     def _guarded(
-        self, work: Callable[..., None], job: int, number: int, item: Any, *more: Any
+        self, begun: threading.Lock, work: Callable[..., None], one: _Asked, *more: Any
     ) -> None:
-        failed = TierAnswer(job, number, item.key, Outcome.FAILED, "cancelled")
-        if job in self._cancelled:
-            self._post([failed])
-            return
+        if begun.acquire(blocking=False):
+            with self._answering(one):
+                if one.job in self._cancelled:
+                    self._post(one, one.answer(Outcome.FAILED, "cancelled"))
+                else:
+                    work(one, *more)
+
+    @contextmanager
+    def _answering(self, *asked: _Asked) -> Iterator[None]:
+        """Answer items `FAILED` if what is done for them ends with an error."""
         try:
-            work(job, number, item, *more)
-        except Exception as error:
-            self._post([failed._replace(reason=f"{type(error).__name__}: {error}")])
+            yield
+        except BaseException as error:  # libraries in other languages panic with one
+            reason = f"{type(error).__name__}: {error}"
+            reason = "memory" if isinstance(error, MemoryError) else reason
+            reason = "closed" if isinstance(error, StateError) else reason
+            for one in asked:
+                self._post(one, one.answer(Outcome.FAILED, reason))
+            if isinstance(error, KeyboardInterrupt):
+                raise
 
-    def _deadline_s(self, end_ns: int) -> float:
-        return max((end_ns - self._clock.now_ns()) / 1e9, 1e-3)
-
-    def _load(
-        self,
-        job: int,
-        numbers: list[int],
-        items: list[Load],
-        coded: bool,
-        last: bool,
-        times: tuple[int, int],
-    ) -> None:
-        if not items:
-            return
-        scratch: list[Any] = [None] * len(items)
-        asked = list(items)
-        if coded:
-            for n, item in enumerate(items):
+    def _load(self, asked: list[_Asked], *, coded: bool, last: bool = False) -> None:
+        with self._answering(*asked):
+            items, scratch = [one.item for one in asked], list[Any]()
+            for n, item in enumerate(items if coded else ()):
                 form = self.bases.by_raw[item.layout]
-                scratch[n] = np.empty(form.layout.page_bytes, np.uint8)
-                asked[n] = Load(item.key, scratch[n].data, form.coded, item.fidelity)
-        self._send(
-            self.inner.submit_load, asked, times, (job, numbers, items, coded, scratch, last)
-        )
+                scratch.append(np.empty(form.layout.page_bytes, np.uint8))
+                items[n] = Load(item.key, scratch[n].data, form.coded, item.fidelity)
+            self._send(self.inner.submit_load, items, asked, coded, scratch, last)
 
-    def _store(
-        self,
-        job: int,
-        numbers: list[int],
-        items: list[Store],
-        sent: list[Store],
-        times: Sequence[int],
-        coded: bool = False,
-    ) -> None:
-        if items:
-            kind = job, numbers, items, coded, [None] * len(items), True
-            self._send(self.inner.submit_store, sent, times, kind)
+    def _store(self, asked: list[_Asked], items: list[Store], *, coded: bool = False) -> None:
+        self._send(self.inner.submit_store, items, asked, coded)
 
     def _send(
         self,
         submit: Any,
         items: Sequence[Any],
-        times: Sequence[int],
-        kind: tuple[int, list[int], list[Any], bool, list[Any], bool],
+        asked: list[_Asked],
+        coded: bool = False,
+        scratch: Sequence[Any] = (),
+        last: bool = True,
     ) -> None:
-        with self._lock:
-            try:
-                inner = submit(items, deadline_s=self._deadline_s(times[1]))
-            except StateError:
-                self._post_failed(*kind[:3])
-                return
+        if not asked:
+            return
+        with self._answering(*asked), self._lock:
             known = {item.key for item in items}
-            self._sent[inner] = _Sent(*kind, known, end_ns=times[1], start_ns=times[0])
-            self._left[-inner] = len(items)
+            sent = _Sent(dict(enumerate(asked)), coded, scratch, last, known)
+            left_s = (asked[0].end_ns - self._clock.now_ns()) / 1e9
+            self._sent[submit(items, deadline_s=max(left_s, 1e-3))] = sent
             self._changed.notify_all()
 
     def _read(self) -> None:
         """Route the inner tier's answers until it is closed, and fail what it leaves unanswered."""
-        while True:
+        answers, over = list[TierAnswer](), False
+        while answers or not over:
             with self._lock:
-                while not (self._sent or self._waits or self._over):
+                while not (self._sent or self._over):
                     self._changed.wait()
                 over = self._over
-            answers = self.inner.poll(0.0 if over else _POLL_S)
+            try:
+                answers = self.inner.poll(0.0 if over else _POLL_S)
+            except BaseException:  # whatever happens, later answers are routed
+                answers = []
+                time.sleep(0.0 if over else _POLL_S)
             for answer in answers:
-                self._route(answer)
-            if over and not answers:
-                break
+                with suppress(BaseException):
+                    self._route(answer)
         with self._lock:
-            left = [*self._sent.values()]
+            left = [one for sent in self._sent.values() for one in sent.asked.values()]
             self._sent.clear()
-        for sent in left:
-            self._post_failed(sent.job, sent.numbers, sent.items)
+        for one in left:
+            self._post(one, one.answer(Outcome.FAILED, "closed"))
 
     def _route(self, answer: TierAnswer) -> None:
         with self._lock:
-            if (done := self._waits.pop(answer.job, None)) is not None:
-                self._found[answer.job] = answer
-                done.set()
-                return
             sent = self._sent.get(answer.job)
-            if sent is None:
-                return
-            hit = answer.outcome is Outcome.HIT and sent.coded and answer.info is not None
-            data = bytes(sent.scratch[answer.item][: answer.n_bytes]) if hit else b""
-            if answer.info is not None and data and answer.key in sent.known:
-                self._remember(answer.key, data, answer.info)
-            self._left[-answer.job] -= 1
-            if not self._left[-answer.job]:
-                del self._sent[answer.job], self._left[-answer.job]
-        item, number = sent.items[answer.item], sent.numbers[answer.item]
-        if isinstance(item, Store):
-            if answer.outcome is Outcome.STORED and sent.coded and item.key in sent.known:
-                self._coded.add(item.key)
-        elif hit:
-            self._run(self._decode, sent.job, number, item, data, answer.info, sent.start_ns)
+            one = sent.asked.get(answer.item) if sent is not None else None
+        if sent is None or one is None:
             return
+        with self._answering(one):
+            self._take(one, answer, sent)
+        with self._lock:
+            sent.asked.pop(answer.item)
+            if not sent.asked:
+                del self._sent[answer.job]
+
+    def _take(self, one: _Asked, answer: TierAnswer, sent: _Sent) -> None:
+        """Decode a page, ask for its other form, or pass the answer on."""
+        item, info = one.item, answer.info
+        if answer.outcome is Outcome.HIT and sent.coded and info is not None:
+            data = bytes(sent.scratch[answer.item][: answer.n_bytes])
+            with self._lock:
+                if item.key in sent.known:
+                    self._coded[item.key] = self.inner.frame_bytes(len(data))
+                    self.bases.remember(item.key, data, info)
+            self._run(self._decoders, self._decode, one, data, info)
         elif answer.reason == "layout" and item.layout in self.bases.by_raw and not sent.last:
             if sent.coded:
-                self._coded.discard(item.key)
-            times = sent.start_ns, sent.end_ns
-            self._load(sent.job, [number], [item], not sent.coded, True, times)
+                self._coded.pop(item.key, None)
+            self._load([one], coded=not sent.coded, last=True)
+        else:
+            if answer.outcome is Outcome.STORED and sent.coded:
+                with self._lock:
+                    if item.key in sent.known:  # 0 bytes: one lay there
+                        n_bytes = answer.n_bytes and self.inner.frame_bytes(answer.n_bytes)
+                        self._coded[item.key] = n_bytes or self._coded.get(item.key, 0)
+            self._post(one, answer)
+
+    def _post(self, one: _Asked, answer: TierAnswer) -> None:
+        """Answer an item, unless it has an answer."""
+        if one.reply is not None:
+            one.reply.put(answer)
             return
-        self._post([answer._replace(job=sent.job, item=number)])
-
-    def _post_failed(self, job: int, numbers: list[int], items: list[Any]) -> None:
-        these = zip(numbers, items, strict=True)
-        self._post([TierAnswer(job, n, one.key, Outcome.FAILED, "closed") for n, one in these])
-
-    def _post(self, answers: list[TierAnswer]) -> None:
         with self._lock:
-            for answer in answers:
-                self._left[answer.job] -= 1
-                if self._left[answer.job] <= 0:
-                    del self._left[answer.job]
-                    self._cancelled.discard(answer.job)
-        self._answers.post(answers)
+            left = self._left.get(one.job, set())
+            if one.number in left:
+                self._answers.post([answer._replace(job=one.job, item=one.number)])
+                left.discard(one.number)
+            if not left:
+                self._left.pop(one.job, None)
+                self._cancelled.discard(one.job)
 
-    def _decode(
-        self, job: int, number: int, item: Load, data: bytes, info: FrameInfo, start_ns: int
-    ) -> None:
-        form, head = self.bases.by_raw[item.layout], read_head(memoryview(data))
-        answer = TierAnswer(job, number, item.key, Outcome.MISS, "layout")
-        coder = head and self._coder(head.basis, head.basis_bytes, form.layout)
+    def _decode(self, one: _Asked, data: bytes, info: FrameInfo) -> None:
+        item, head = one.item, read_head(memoryview(data))
+        form, answer = self.bases.by_raw[item.layout], one.answer(Outcome.MISS, "layout")
+        coder, gone = None, True
+        if head is not None:
+            coder, gone = self._coder(head.basis, head.basis_bytes, form.layout)
         layers, step = form.layout.layers, form.layout.stripe_stride_bytes
         count = item.stripes or layers - item.first
-        if head is not None and coder:
+        if coder is not None:
             n_bytes = count * step
             if not 0 <= item.first < item.first + count <= layers:
                 answer = answer._replace(reason="stripes")
             elif item.target.nbytes < n_bytes or item.target.readonly:
                 answer = answer._replace(outcome=Outcome.FAILED, reason="target")
             elif coder.decode(memoryview(data), item.target.cast("B")[:n_bytes], item.first, count):
-                answer = answer._replace(outcome=Outcome.HIT, reason="", n_bytes=n_bytes)
-                answer = answer._replace(info=_as_raw(info, form))
-                self.bases.counts["decoded_bytes"] += n_bytes
+                answer = one.answer(Outcome.HIT)
+                answer = answer._replace(n_bytes=n_bytes, info=_as_raw(info, form))
+                self.bases.note_decoded(item.key, n_bytes)
             else:
                 answer = answer._replace(reason="digest")
         # Never readable again, and in the way of a new one.
-        useless = head is None or answer.reason == "digest"
-        useless |= head is not None and not coder and head.basis in self._lost
-        if useless and self.inner.writable:
+        if (gone or answer.reason == "digest") and self.inner.writable:
             self.delete([item.key])
-        self._post([answer._replace(seconds=(self._clock.now_ns() - start_ns) / 1e9)])
+            self.bases.drop(item.key)
+        self._post(one, answer._replace(seconds=(self._clock.now_ns() - one.start_ns) / 1e9))
 
-    def _encode(
-        self, job: int, number: int, item: Store, coder: PageCoder, page_no: int, times: list[int]
-    ) -> None:
-        if self._clock.now_ns() >= times[1]:
-            self._post([TierAnswer(job, number, item.key, Outcome.FAILED, "deadline")])
+    def _encode(self, one: _Asked, coder: PageCoder, page: Any) -> None:
+        item = one.item
+        if self._clock.now_ns() >= one.end_ns:
+            self._post(one, one.answer(Outcome.FAILED, "deadline"))
             return
-        data, blob = None, self.bases.blobs[coder.name]
+        step, known = item.info.stripe_bytes, item.digests
+        if known is not None and digests(item.body, step) != bytes(known):
+            # A device's copy went wrong, or changed: the coded page would have sound digests.
+            self._post(one, one.answer(Outcome.FAILED, "digest"))
+            return
+        sent, data = item, None
+        self._named.add(coder.name)
         if self._holds(coder):
-            data = coder.encode(_writable(item.body), page_no, len(blob))
-        sent, coded = item, data is not None
+            new = isinstance(page, int)
+            data = coder.encode(_writable(item.body), page) if new else page
         if data is not None:
             info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
             info = info._replace(layout=self.bases.forms[info.group].coded)
             sent = Store(item.key, info, memoryview(data))
-            counts = self.bases.counts
-            counts["pages"] += 1
-            counts["raw_bytes"] += len(item.body)
-            counts["coded_bytes"] += len(data)
-        self._store(job, [number], [item], [sent], times, coded)
-
-    def _remember(self, key: bytes, data: bytes, info: FrameInfo) -> None:
-        with self._lock:
-            if key not in self._recent:
-                self._recent[key] = data, info
-                self._recent_bytes += len(data)
-            while self._recent_bytes > RECENT_BYTES:
-                self._recent_bytes -= len(self._recent.popitem(last=False)[1][0])
+            self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
+        self._store([one], [sent], coded=data is not None)
 
     def drop_copies(self, keys: Sequence[bytes]) -> None:
-        """Remove what is remembered of frames that were deleted, here or by others."""
+        """Remove all that is remembered of frames that were erased, here or by others."""
+        self._drop(keys)
+        self.bases.forget()
+        if self._current_key() in keys:  # the model is forgotten, and what was learned with it
+            self._held.clear()
+            self._earlier.clear()
+            self.bases.use({})
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             for sent in self._sent.values():
                 sent.known.difference_update(keys)
             for key in keys:
-                self._coded.discard(key)
-                if (known := self._recent.pop(key, None)) is not None:
-                    self._recent_bytes -= len(known[0])
+                self._coded.pop(key, None)
 
 
 def _basis_key(name: bytes) -> bytes:

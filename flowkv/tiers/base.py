@@ -15,7 +15,8 @@ stripes, or damage (digest, key, foreign, truncated, version).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -260,9 +261,23 @@ MOST_LISTED = 1 << 16
 """Frames of a remote tier that are listed at start; others are found on demand."""
 
 
+BASIS_LAYOUT = hashlib.sha256(b"flowkv.kvt basis/1").digest()[:16]
+CURRENT_LAYOUT = hashlib.sha256(b"flowkv.kvt current/1").digest()[:16]
+"""Layouts of the bases of coded pages (`flowkv.kvt`), and of the record of those in use."""
+
+
+def evictable(tier: Tier) -> Iterator[Entry]:
+    """Yield a tier's frames, oldest store first, without the bases that coded pages need."""
+    in_use: Callable[[bytes], bool] = getattr(tier, "in_use", lambda _: True)
+    for entry in tier.scan():
+        basis = entry.info.layout in (BASIS_LAYOUT, CURRENT_LAYOUT)
+        if not (basis and in_use(entry.info.namespace)):
+            yield entry
+
+
 def listed(tier: Tier) -> list[Entry]:
-    """Return a tier's frames, oldest store first, as far as they are listed."""
-    return [*islice(tier.scan(), MOST_LISTED if tier.kind == "remote" else None)]
+    """Return a tier's evictable frames, oldest store first, as far as they are listed."""
+    return [*islice(evictable(tier), MOST_LISTED if tier.kind == "remote" else None)]
 
 
 # Optional attributes of tiers, beyond the protocol.

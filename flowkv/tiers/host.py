@@ -19,7 +19,7 @@ import numpy as np
 
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import addresses_of
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
@@ -35,7 +35,7 @@ from flowkv.tiers.frame import (
     verify_stripes,
 )
 from flowkv.tiers.slots import Bytes, SlotPool
-from flowkv.tiers.worker import Completions
+from flowkv.tiers.worker import Completions, require_open
 
 # Base of tiers that answer during the call, as memory can.
 
@@ -93,9 +93,7 @@ class Immediate:
     def _run(
         self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], TierAnswer]
     ) -> int:
-        if not self._usable():
-            why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
-            raise StateError(f"tier {self.name!r} {why}", "Open another one, here")
+        require_open(self.name, self._pid, not self._closed)
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         end_ns, answers = start_ns + round(min(deadline_s, 1e9) * 1e9), []
         for index, item in enumerate(items):

@@ -23,8 +23,30 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from flowkv.core.clock import Clock
+from flowkv.core.errors import StateError
 from flowkv.core.memory import HUGE_BYTES, own_memory
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, TierAnswer
+
+
+def require_open(
+    name: str, pid: int, is_open: bool, remedy: str = "Open another one, here"
+) -> None:
+    """Refuse a call of a tier that is of no use.
+
+    Args:
+        name: Name of the tier.
+        pid: Process that opened it.
+        is_open: Whether it was not closed.
+        remedy: Remedy that the error names.
+
+    Raises:
+        StateError: The tier is closed, or was opened before a fork.
+    """
+    here = pid == os.getpid()
+    if not (is_open and here):
+        why = "is closed" if here else "was opened before a fork"
+        raise StateError(f"tier {name!r} {why}", remedy)
+
 
 # Answers of a tier until they are polled.
 

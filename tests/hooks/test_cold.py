@@ -14,7 +14,15 @@ import torch
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
-from tests.inside import ConfigError, StateError, calibrate
+from tests.inside import (
+    ConfigError,
+    StateError,
+    TokenError,
+    calibrate,
+    door_of,
+    forget_name,
+    load,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -202,7 +210,7 @@ def test_full_tiers_make_room_for_bases(tmp_path: Path) -> None:
     with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
         for seed in range(12):
             generate(model, 2, input_ids=torch.tensor([text(240, seed + 50)]))
-        assert kv.flush(60)
+            assert kv.flush(60)
         (tier,) = kv.planner.store.stack.tiers
         assert tier.used_bytes() > 0.9 * tier.capacity_bytes
         learn(kv)
@@ -212,6 +220,70 @@ def test_full_tiers_make_room_for_bases(tmp_path: Path) -> None:
         assert kv.stats()["cold"]["groups"] == 1
         answer(model)
         assert reused(kv) > 0
+
+
+def test_caches_without_cold_evict_no_basis(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]
+    with attached(model, disk=f"{tmp_path}:2MiB") as kv:
+        for seed in range(24):
+            generate(model, 2, input_ids=torch.tensor([text(240, seed + 50)]))
+            kv.flush(60)
+        (tier,) = kv.planner.store.stack.tiers
+        assert tier.used_bytes() > 0.8 * tier.capacity_bytes
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+        assert kv.stats()["cold"]["groups"] == 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_forgotten_model_leaves_no_basis(tmp_path: Path, whole: bool) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+        if whole:
+            forget_name(kv, kv.namespace)
+        else:
+            assert kv.forget() > 0
+        (tier,) = kv.planner.store.stack.tiers
+        assert {entry.info.kind for entry in tier.scan()} == (set() if whole else {"memo"})
+        assert kv.stats()["cold"]["groups"] == (not whole)
+
+
+def test_quotas_count_what_coded_pages_take(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    for later in (False, True):
+        given = {"quotas": {"alice": "64MiB"}, "tenant": "alice", "page_size": 64}
+        with cold(model, tmp_path, **given) as kv:
+            if not later:
+                learn(kv)
+                answer(model)
+                assert kv.flush(60)
+            (tier,), said = kv.planner.store.stack.tiers, kv.stats()
+            held = sum(entry.n_bytes for entry in tier.scan() if entry.info.kind == "page")
+            used = said["policies"][tier.name]["quotas"]["alice"]["used_bytes"]
+            assert 0 < held * 0.9 < used < held * 1.5
+            assert later or used < said["cold"]["raw_bytes"] / 2
+
+
+def test_texts_take_the_tokenizer_of_the_model(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        for given in ("abc", ["abc", "def"]):
+            with pytest.raises(ConfigError, match=r"tokenizer.*Pass token ids"):
+                kv.calibrate(given)
+        load.ENCODERS[model] = lambda text: list(text.encode())
+        halves = ["".join(map(chr, text(900, seed))) for seed in (1, 2)]
+        found = kv.calibrate(halves, kl=0.1)
+        ids = [one for half in halves for one in half.encode()]
+        assert found == kv.calibrate(ids, kl=0.1)
+        for wrong in ([["abc"]], ["abc", 7], []):
+            with pytest.raises((ConfigError, TokenError)):
+                kv.calibrate(wrong)
 
 
 def test_bounds_without_sense_are_refused(tmp_path: Path) -> None:
@@ -225,9 +297,9 @@ def test_text_of_one_token(tmp_path: Path) -> None:
     model = models.causal("llama")
     with cold(model, tmp_path) as kv:
         found = kv.calibrate([7] * 3000, kl=0.01)
-        assert not any(map(math.isnan, found.values()))
+        assert all(map(math.isfinite, found.values())) and found["kept"] and found["bits"] < 1
         answer(model)
-        assert kv.flush(60)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"] >= 12
 
 
 def test_calibration_within_inference_mode(tmp_path: Path) -> None:
@@ -245,6 +317,40 @@ def test_caches_of_coded_pages_are_not_calibrated(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="coded already"),
     ):
         kv.calibrate(text(9 * 256))
+
+
+@pytest.mark.parametrize("kind", ["llama", "falcon_h1"])
+def test_errors_name_one_cause(tmp_path: Path, kind: str) -> None:
+    given, mine, other = {"codec": "kv8"}, "codec='kv8'", "layers other"
+    if kind != "llama":
+        given, mine, other = {}, other, mine
+    with cold(models.causal(kind), tmp_path, **given) as kv, pytest.raises(ConfigError) as error:
+        kv.calibrate(text(9 * 256))
+    assert mine in str(error.value) and other not in str(error.value)
+
+
+def test_windows_keep_to_the_positions_of_a_model(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    model.config.max_position_embeddings = 128
+    for size, window in ((16, 128), (64, 85), (112, 128)):
+        with cold(model, tmp_path / str(size), page_size=size):
+            one = calibrate.Calibrator(door_of(model))
+            assert one._cut(9 * 4096) == 16 and one.window == window
+    with (
+        cold(model, tmp_path / "128", page_size=128) as kv,
+        pytest.raises(ConfigError, match=r"128 positions.*smaller page_size"),
+    ):
+        kv.calibrate(text(9 * 256))
+
+
+def test_pages_are_not_kept_where_no_tier_codes_them(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    for disk, said in (
+        (None, "no disk or remote tier"),
+        (f"{tmp_path}:256KiB", "cannot be stored"),
+    ):
+        with cold(model, tmp_path, disk=disk) as kv, pytest.warns(UserWarning, match=said):
+            assert not kv.calibrate(text(9 * 256), kl=0.01)["kept"]
 
 
 def test_policies_learn_beside_coded_pages(tmp_path: Path) -> None:

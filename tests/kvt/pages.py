@@ -61,7 +61,7 @@ def learner(source: Source, turn: KeyTurn | None = TURN) -> GroupLearner:
     made = GroupLearner(source.shape, [turn] * source.shape.layers)
     for _ in range(3):
         keys, values = source.sides(512)
-        made.add((made.turned(keys, back=False), values), source.gradients(512), sample=True)
+        made.add((made.turns.apply(keys, 0), values), source.gradients(512), sample=True)
     return made
 
 
@@ -70,7 +70,6 @@ def page(coder: PageCoder, source: Source, page_no: int) -> bytearray:
     keys, values = source.sides(SIZE)
     body = bytearray(coder.layout.page_bytes)
     own = coder.views(memoryview(body))
-    turned = coder.turned(keys, page_no, range(coder.layout.layers))
-    own[0].copy_(turned)
+    own[0].copy_(coder.basis.turns.apply(keys, page_no * SIZE))
     own[1].copy_(values)
     return body

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.inside import (
+    CLASSES,
+    SYMBOLS,
     Basis,
     GroupLearner,
     KeyTurn,
@@ -51,7 +54,7 @@ def test_pages_come_back(dtype: str, turn: KeyTurn | None, page_no: int) -> None
     source, made = learned(dtype, turn is not None and turn.interleaved, turn is not None)
     distances = []
     for step in (3e-3, 3e-4):
-        coder, _ = made.coder(step, {})
+        coder = made.coder(step, {})
         body = page(coder, source, page_no)
         before = bytes(body)
         data = coder.encode(memoryview(body), page_no)
@@ -68,7 +71,7 @@ def test_pages_come_back(dtype: str, turn: KeyTurn | None, page_no: int) -> None
 @pytest.mark.parametrize("given", [{"loud": 60.0}, {"bias": 40.0}, {"loud": 30.0, "bias": -9.0}])
 def test_outlier_channels_and_large_biases(given: dict[str, float]) -> None:
     source = Source(layout(), **given)
-    coder, _ = learner(source).coder(1e-3, {})
+    coder = learner(source).coder(1e-3, {})
     body = page(coder, source, 3)
     data = coder.encode(memoryview(body), 3)
     assert data is not None and len(data) < len(body) / 3
@@ -77,7 +80,7 @@ def test_outlier_channels_and_large_biases(given: dict[str, float]) -> None:
 
 def test_first_tokens_are_kept_whole() -> None:
     source = Source(layout())
-    coder, _ = learner(source).coder(3e-3, {})
+    coder = learner(source).coder(3e-3, {})
     body = page(coder, source, 0)
     for view in coder.views(memoryview(body)):
         view[:, :, :4] *= 300
@@ -91,7 +94,7 @@ def test_first_tokens_are_kept_whole() -> None:
 
 def test_values_near_the_end_of_float16_stay_finite() -> None:
     source = Source(layout("float16"))
-    coder, _ = learner(source).coder(3e-3, {})
+    coder = learner(source).coder(3e-3, {})
     body = page(coder, source, 5)
     coder.views(memoryview(body))[1][:, :, 9] = 65504.0
     data = coder.encode(memoryview(body), 5)
@@ -101,7 +104,7 @@ def test_values_near_the_end_of_float16_stay_finite() -> None:
 
 def test_strange_tokens_are_kept_whole() -> None:
     source = Source(layout())
-    coder, _ = learner(source).coder(1e-4, {})
+    coder = learner(source).coder(1e-4, {})
     body = page(coder, source, 5)
     for view in coder.views(memoryview(body)):
         view[:, :, 17] *= 4000
@@ -115,7 +118,7 @@ def test_strange_tokens_are_kept_whole() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_what_cannot_be_coded_is_left_raw(value: float) -> None:
     source = Source(layout())
-    coder, _ = learner(source).coder(1e-3, {})
+    coder = learner(source).coder(1e-3, {})
     body = page(coder, source, 2)
     coder.views(memoryview(body))[1][1, 0, 9, 3] = value
     assert coder.encode(memoryview(body), 2) is None
@@ -125,7 +128,7 @@ def test_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvt_basis, "MOST_DIMS", 64)
     monkeypatch.setattr(kvt_basis, "HEAD_DIMS", 16)
     source = Source(layout(layers=tuple(range(9))))
-    coder, _ = learner(source).coder(1e-3, {})
+    coder = learner(source).coder(1e-3, {})
     assert len({place.layers.start for place in coder.places}) > 1
     assert len({place.heads.start for place in coder.places}) > 1
     body = page(coder, source, 1)
@@ -158,7 +161,8 @@ def test_every_element_is_in_one_chunk() -> None:
 
 
 SOURCE = Source(layout())
-CODER, DATA = learner(SOURCE).coder(1e-3, {"kl": 0.25})
+CODER = learner(SOURCE).coder(1e-3, {"kl": 0.25})
+DATA = CODER.data
 BODY = page(CODER, SOURCE, 4)
 CODED = CODER.encode(memoryview(BODY), 4)
 
@@ -177,23 +181,70 @@ def test_damaged_pages_raise_nothing(at: int, bit: int, cut: int, data: Any) -> 
 
 
 def test_bases_come_back_the_same() -> None:
-    again = PageCoder(CODER.layout, CODER.name, Basis.unpack(DATA, CODER.layout))
+    again = PageCoder(CODER.layout, DATA)
     assert again.basis.measured == {"kl": 0.25} and again.basis.pack() == DATA
     assert again.encode(memoryview(BODY), 4) == CODED
 
 
-@given(at=st.integers(0, 1 << 20), cut=st.booleans())
-def test_damaged_bases_are_refused(at: int, cut: bool) -> None:
+PLACES = st.one_of(st.integers(0, 80), st.integers(0, len(DATA) - 1))
+
+
+@given(at=PLACES)
+def test_cut_bases_are_refused(at: int) -> None:
+    with pytest.raises(ValueError, match="basis"):
+        Basis.unpack(DATA[:at], CODER.layout)
+
+
+@given(at=PLACES, bit=st.integers(0, 7))
+def test_damaged_bases_have_another_name(at: int, bit: int) -> None:
+    """Their pages are never taken for those of the sound one, nor the other way round."""
+    assert CODED is not None
     spoilt = bytearray(DATA)
-    if cut:
-        del spoilt[at % len(spoilt) :]
+    spoilt[at] ^= 1 << bit
+    with np.errstate(all="ignore"):
+        try:
+            other = PageCoder(CODER.layout, bytes(spoilt))
+        except ValueError:
+            return
+    out = bytearray(len(BODY))
+    assert other.name != CODER.name
+    assert not other.decode(memoryview(CODED), memoryview(out), 0, 3) and not any(out)
+
+
+def changed(**fields: Any) -> bytes:
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(DATA) | fields)
+
+
+@pytest.mark.parametrize("name", ["axes", "mean", "metric", "coarse", "fine", "classes", "class"])
+def test_bases_with_a_wrong_chunk_are_refused(name: str) -> None:
+    first, *others = msgspec.msgpack.decode(DATA)["chunks"]
+    if name == "axes":
+        first[name] += 8
+    elif name == "class":
+        first["classes"] = bytes([CLASSES]) * first["axes"]
     else:
-        spoilt[at % 40] ^= 0x40
-    try:
-        Basis.unpack(bytes(spoilt), CODER.layout)
-    except ValueError:
-        return
-    assert not cut
+        first[name] = first[name][: len(first[name]) // 2]
+    assert Basis.unpack(changed(), CODER.layout)
+    with pytest.raises(ValueError, match=r"basis|reshape"):
+        Basis.unpack(changed(chunks=[first, *others]), CODER.layout)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"version": 2}, "version"),
+        ({"layout": bytes(16)}, "other pages"),
+        ({"chunks": []}, "other chunks"),
+        ({"turn_of": [0, 0]}, "other chunks"),
+        ({"turn_of": [0, 0, 1]}, "rotations"),
+        ({"turn_of": [0, 0, -2]}, "rotations"),
+        ({"frequencies": bytes(2 * CLASSES * SYMBOLS)}, "not complete"),
+        ({"more": 1}, "no basis"),
+    ],
+)
+def test_bases_with_a_wrong_part_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Basis.unpack(changed(**fields), CODER.layout)
 
 
 def test_bases_of_other_pages_are_refused() -> None:
@@ -202,7 +253,7 @@ def test_bases_of_other_pages_are_refused() -> None:
 
 
 def test_pages_of_another_basis_are_refused() -> None:
-    other, _ = learner(Source(layout(), seed=9)).coder(1e-3, {})
+    other = learner(Source(layout(), seed=9)).coder(1e-3, {})
     out = bytearray(len(BODY))
     assert CODED is not None
     assert not other.decode(memoryview(CODED), memoryview(out), 0, other.layout.layers)

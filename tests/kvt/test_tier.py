@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +28,15 @@ from tests.inside import (
     Faults,
     HostTier,
     PageBases,
+    PageCoder,
     PrefixIndex,
     StateError,
+    digests,
+    evictable,
     kvt_codec,
+    kvt_tier,
+    listed,
+    read_head,
 )
 from tests.kvt.pages import SIZE, Source, group, layout, learner, page
 from tests.tiers.remote.faulty import FaultyBackend
@@ -34,8 +45,9 @@ from tests.tiers.wraps import KINDS, envelope_of
 LAYOUT = layout("bfloat16")
 GEOMETRY = Geometry(groups=(group("bfloat16"),), page_size=SIZE)
 SOURCE = Source(LAYOUT)
-CODER, BASIS = learner(SOURCE).coder(1e-3, {"bits": 2.0})
-OTHER, OTHER_BASIS = learner(SOURCE).coder(1e-3, {})  # of another text
+CODER = learner(SOURCE).coder(1e-3, {"bits": 2.0})
+OTHER = learner(SOURCE).coder(1e-3, {})  # of another text
+BASIS, OTHER_BASIS = CODER.data, OTHER.data
 NAMESPACE, COLD = b"n" * 32, 5
 PAGES = [bytes(page(CODER, SOURCE, number)) for number in range(6)]
 STEP = LAYOUT.stripe_stride_bytes
@@ -53,11 +65,13 @@ def info(**more: Any) -> FrameInfo:
 def made(inner: Tier, *, basis: bytes | None = BASIS) -> CodecTier:
     """A tier that codes pages, whose numbers are those of their keys."""
     bases = PageBases(GEOMETRY)
+    if bind := getattr(inner, "bind", None):
+        bind(NAMESPACE, "a model")
     tier = CodecTier(inner, bases)
     tier.page_of = lambda key: int.from_bytes(key, "big")
     tier.read_bases(NAMESPACE)
     if basis is not None:
-        bases.use({0: bases.add(basis, LAYOUT)})
+        bases.use({0: bases.add(PageCoder(LAYOUT, basis))})
     return tier
 
 
@@ -101,7 +115,7 @@ def disk(tmp_path: Path) -> Iterator[CodecTier]:
 
 def test_pages_are_stored_small_and_come_back(disk: CodecTier) -> None:
     assert {one.outcome for one in store(disk)} == {Outcome.STORED}
-    entries = {entry.key: entry for entry in disk.scan()}
+    entries = {entry.key: entry for entry in listed(disk)}
     assert len(entries) == 6 and {entry.info for entry in entries.values()} == {info(fidelity=COLD)}
     assert sum(entry.n_bytes for entry in entries.values()) < sum(map(len, PAGES)) / 2
     for number, wanted in enumerate(PAGES):
@@ -115,6 +129,20 @@ def test_pages_are_stored_small_and_come_back(disk: CodecTier) -> None:
         assert load(disk, number, 2, 2)[0].reason == "stripes"
     assert disk.delete([key(1)]) == 1
     assert load(disk, 1)[0].outcome is Outcome.MISS
+
+
+def test_pages_that_changed_since_they_were_digested_are_not_coded(disk: CodecTier) -> None:
+    """A copy from a device that went wrong would become a sound frame of a wrong page."""
+    body = bytearray(PAGES[1])
+    body[STEP + 9] ^= 1
+    known = [memoryview(digests(PAGES[n], STEP)) for n in range(2)]
+    items = [Store(key(n), info(), memoryview(x), known[n]) for n, x in enumerate((PAGES[0], body))]
+    good, bad = answers(disk, disk.submit_store(items), 2)
+    assert good.outcome is Outcome.STORED and (bad.outcome, bad.reason) == (
+        Outcome.FAILED,
+        "digest",
+    )
+    assert near(load(disk, 0)[1], PAGES[0]) and load(disk, 1)[0].outcome is Outcome.MISS
 
 
 def test_readers_of_exact_pages_never_get_them(disk: CodecTier) -> None:
@@ -140,13 +168,13 @@ def test_another_process_reads_with_the_stored_basis(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
     assert tier.store_bases()
     store(tier, range(3))
-    tier.bases.use({0: tier.bases.add(OTHER_BASIS, LAYOUT)})
+    tier.bases.use({0: tier.bases.add(OTHER)})
     assert tier.store_bases()
     store(tier, range(3, 6))
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     assert again.bases.current[0].name == OTHER.name
-    assert {entry.key for entry in again.scan()} == {key(n) for n in range(6)}
+    assert {entry.key for entry in listed(again)} == {key(n) for n in range(6)}
     assert again.bases.coder(CODER.name) is None
     for number, wanted in enumerate(PAGES):
         answer, got = load(again, number)
@@ -161,6 +189,60 @@ def test_a_basis_stored_twice_is_read_by_later_processes(tmp_path: Path) -> None
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     assert again.bases.current[0].name == CODER.name
     again.close()
+
+
+def basis(number: int) -> PageCoder:
+    return learner(SOURCE).coder(1e-3, {"number": float(number)})
+
+
+def bases_in(tier: CodecTier) -> int:
+    return sum(one.n_bytes > len(BASIS) // 2 for one in tier.scan() if one.info.kind == "memo")
+
+
+def test_old_bases_are_removed(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    assert tier.store_bases() and bases_in(tier) == 1
+    for number in range(1, 6):
+        store(tier, range(number - 1, number))  # coded with the basis before
+        tier.bases.use({0: tier.bases.add(basis(number))})
+        assert tier.store_bases() and bases_in(tier) == min(number, 3) + 1
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    found = [load(again, number)[0].outcome for number in range(5)]
+    assert found == [Outcome.MISS] * 2 + [Outcome.HIT] * 3
+    again.bases.use({0: again.bases.add(basis(6))})
+    assert again.store_bases() and bases_in(again) == 4  # one that this process has not made
+    again.close()
+
+
+def test_bases_that_no_page_names_are_removed_first(tmp_path: Path) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    for number in range(5):
+        tier.bases.use({0: tier.bases.add(basis(number))})
+        assert tier.store_bases()
+        assert bases_in(tier) == 2
+    assert {load(tier, number)[0].outcome for number in range(6)} == {Outcome.HIT}
+    tier.close()
+
+
+def test_bases_keep_to_a_quarter_of_a_tier(tmp_path: Path) -> None:
+    size = 10 * len(BASIS)  # room for two and their record
+    tier = made(HostTier(size))
+    for number in range(4):
+        tier.bases.use({0: tier.bases.add(basis(number))})
+        assert tier.store_bases()
+        store(tier, range(number, number + 1))
+        assert bases_in(tier) == min(number + 1, 2)
+    tier.close()
+
+
+def test_bases_are_evictable_once_their_model_is_out_of_use(disk: CodecTier) -> None:
+    store(disk, range(1))
+    assert bases_in(disk) == 1 and len([*evictable(disk)]) == len(listed(disk)) == 1
+    disk.inner.in_use = lambda namespace: namespace != NAMESPACE  # type: ignore[attr-defined]
+    assert len([*evictable(disk)]) == len(listed(disk)) == 3
 
 
 def test_pages_without_their_basis_are_misses(tmp_path: Path) -> None:
@@ -195,18 +277,18 @@ def test_pages_stay_raw_where_no_basis_fits(tmp_path: Path, size: int) -> None:
     tier = made(HostTier(size))
     if size > 1 << 20:
         tier._put = lambda *_: False  # type: ignore[method-assign]
-    answers = store(tier, range(1))
-    assert tier.bases.counts["pages"] == 0
-    if answers[0].outcome is Outcome.STORED:
-        assert load(tier, 0, fidelity=0)[1] == PAGES[0]
+    (stored,) = store(tier, range(1))
+    assert stored.outcome is Outcome.STORED
+    assert not tier.bases.measured().get("pages")
+    answer, got = load(tier, 0, fidelity=0)
+    assert answer.outcome is Outcome.HIT and got == PAGES[0]
     assert not tier.store_bases()
     tier.close()
 
 
 def test_a_basis_in_the_name_of_another_is_refused(tmp_path: Path) -> None:
     tier = made(DiskTier(tmp_path, 64 << 20))
-    blobs = tier.bases.blobs
-    blobs[CODER.name] = OTHER_BASIS
+    tier.bases.current[0].data = OTHER_BASIS
     store(tier)
     tier.store_bases()
     tier.close()
@@ -224,7 +306,7 @@ def test_what_is_no_page_of_the_group_passes_through(disk: CodecTier) -> None:
     items = [Store(key(n), said, memoryview(body)) for n, (said, body) in enumerate(bodies)]
     found = answers(disk, disk.submit_store(items), len(items))
     assert {one.outcome for one in found} == {Outcome.STORED}
-    assert disk.bases.counts["pages"] == 0
+    assert not disk.bases.measured().get("pages")
     for number, (said, body) in enumerate(bodies):
         target = bytearray(len(body))
         item = Load(key(number), memoryview(target), said.layout, COLD)
@@ -264,17 +346,60 @@ def test_pages_stored_before_stay_readable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_flaky_tiers_never_give_wrong_pages(seed: int) -> None:
+def test_flaky_tiers_never_give_wrong_pages(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvt_tier, "_AGAIN_S", 0.0)  # a basis may need more than one try
     faults = Faults(fail=0.2, lose=0.2, flip=0.3, latency_s=0.001)
-    tier = made(FlakyTier(HostTier(64 << 20), seed, faults))
+    tier, hits = made(FlakyTier(HostTier(64 << 20), seed, faults)), Counter[int]()
     for number in itertools.chain(range(6), range(6)):
         store(tier, range(number, number + 1))
         for first, count in ((0, 0), (1, 1)):
             answer, got = load(tier, number, first, count)
             if answer.outcome is Outcome.HIT:
+                hits[answer.info.fidelity] += 1
                 stop = (first + count) * STEP if count else len(PAGES[number])
                 assert near(got, PAGES[number][first * STEP : stop])
+    assert hits[COLD] > 3, hits
     tier.close()
+
+
+def body(tier: CodecTier, number: int) -> bytes:
+    """The coded page as it lies in the tier below."""
+    data, form = bytearray(LAYOUT.page_bytes), tier.bases.forms[0].coded
+    item = Load(key(number), memoryview(data), form, COLD)
+    (answer,) = answers(tier, tier.submit_load([item]), 1)
+    assert answer.outcome is Outcome.HIT
+    return bytes(data[: answer.n_bytes])
+
+
+def test_pages_that_move_between_tiers_lose_nothing_more(tmp_path: Path) -> None:
+    upper = made(DiskTier(tmp_path, 64 << 20))
+    lower = made(HostTier(64 << 20))
+    lower.bases = upper.bases  # as those of one cache
+    store(upper, range(2))
+    upper.bases.use({0: upper.bases.add(OTHER)})
+    for number, fidelity in ((0, COLD), (1, 0)):
+        coded, (answer, got) = body(upper, number), load(upper, number)
+        assert upper.delete([key(number)]) == 1  # as a victim, before the other tier stores it
+        one = Store(key(number), answer.info._replace(fidelity=fidelity), memoryview(got))
+        (stored,) = answers(lower, lower.submit_store([one]), 1)
+        assert stored.outcome is Outcome.STORED
+        if fidelity:
+            assert body(lower, number) == coded and load(lower, number)[1] == got
+        else:  # one that was computed anew is coded as all new ones are
+            assert read_head(memoryview(body(lower, number))).basis == OTHER.name
+    upper.bases.recent.clear()
+    numbers = [0, 1]
+    for number in numbers:  # what its coded form was is not known any more
+        one = Store(key(9 + number), info(fidelity=COLD), memoryview(PAGES[number]))
+        upper.bases.decoded[key(9)] = None
+        (stored,) = answers(lower, lower.submit_store([one]), 1)
+        assert stored.outcome is Outcome.STORED
+        assert (load(lower, 9 + number)[1] == PAGES[number]) == (number == 0)
+    assert upper.bases.recent
+    assert lower.erase([key(0)]) == 1  # and nothing stays of it in memory
+    assert not upper.bases.recent and not upper.bases.decoded
+    upper.close()
+    lower.close()
 
 
 def test_erased_pages_are_not_remembered(disk: CodecTier) -> None:
@@ -282,7 +407,7 @@ def test_erased_pages_are_not_remembered(disk: CodecTier) -> None:
     assert load(disk, 3)[0].outcome is Outcome.HIT
     assert disk.erase([key(3)]) == 1
     assert load(disk, 3)[0].outcome is Outcome.MISS
-    assert key(3) not in disk._recent
+    assert key(3) not in disk.bases.recent
 
 
 @pytest.mark.parametrize("way", ["erase", "delete", "drop_copies"])
@@ -299,7 +424,24 @@ def test_pages_erased_while_they_are_loaded_are_not_remembered(
     getattr(disk, way)([key(3)])
     held.set()
     answers(disk, job, 1)
-    assert not disk._recent and key(3) not in disk._coded
+    assert not disk.bases.recent and key(3) not in disk._coded
+
+
+@pytest.mark.parametrize("way", ["erase", "delete"])
+def test_pages_loaded_while_they_are_erased_are_not_remembered(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    store(disk)
+    own = getattr(disk.inner, way)
+
+    def after_a_load(keys: list[bytes]) -> int:
+        assert load(disk, 3)[0].outcome is Outcome.HIT and disk.bases.recent
+        return int(own(keys))
+
+    monkeypatch.setattr(disk.inner, way, after_a_load)
+    assert getattr(disk, way)([key(3)]) == 1
+    assert key(3) not in disk._coded and load(disk, 3)[0].outcome is Outcome.MISS
+    assert bool(disk.bases.recent) == (way == "delete")  # another tier may be about to store it
 
 
 def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +461,132 @@ def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     time.sleep(0.3)
     again.close()
     assert time.monotonic() - start_s < 15 and len(again.poll()) == 1
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: type) -> None:
+    """Let the next call of a method raise."""
+    own, calls = getattr(owner, name), itertools.count()
+
+    def call(*args: Any, **given: Any) -> Any:
+        if not next(calls):
+            raise error
+        return own(*args, **given)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("name", ["submit_load", "remember", "_run", "bytes"])
+def test_items_fail_at_once_where_an_error_ends_them(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store(disk)
+    monkeypatch.setattr(kvt_tier, "bytes", bytes, raising=False)
+    owners = {"submit_load": disk.inner, "remember": disk.bases, "bytes": kvt_tier}
+    failing_once(monkeypatch, owners.get(name, disk), name, MemoryError)
+    target = bytearray(LAYOUT.page_bytes)
+    item = Load(key(2), memoryview(target), LAYOUT.fingerprint(), COLD)
+    (answer,) = answers(disk, disk.submit_load([item]), 1, 2.0)
+    assert (answer.outcome, answer.reason) == (Outcome.FAILED, "memory")
+    assert near(load(disk, 2)[1], PAGES[2]) and near(load(disk, 3)[1], PAGES[3])
+
+
+@pytest.mark.parametrize("error", [MemoryError, SystemExit])
+def test_answers_are_routed_after_an_error_of_the_tier_below(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, error: type
+) -> None:
+    store(disk)
+    failing_once(monkeypatch, disk.inner, "poll", error)
+    assert near(load(disk, 2)[1], PAGES[2])
+
+
+def test_work_that_stays_queued_is_done_once(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(disk)
+    pool, begun = disk._decoders, list[Any]()
+    own = pool.submit
+
+    def submit(*args: Any) -> None:
+        begun.append(args)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool, "submit", submit)
+    target = bytearray(LAYOUT.page_bytes)
+    item = Load(key(2), memoryview(target), LAYOUT.fingerprint(), COLD)
+    (answer,) = answers(disk, disk.submit_load([item]), 1)
+    assert answer.outcome is Outcome.HIT and near(target, PAGES[2])
+    target[:] = bytes(len(target))  # it is the caller's again
+    for args in begun:
+        own(*args).result(20)
+    assert not any(target) and not disk.poll()
+
+
+def test_nothing_is_left_of_a_basis_that_came_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    tier.close()
+    monkeypatch.setattr(kvt_tier, "_BASIS_S", -1.0)
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    assert not again.bases.current and load(again, 2)[0].outcome is Outcome.MISS
+    monkeypatch.undo()
+    assert load(again, 2)[0].outcome is Outcome.HIT
+    end_s = time.monotonic() + 10
+    while again._sent and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not again._sent and not again._left
+    again.close()
+
+
+def test_a_basis_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    store(tier)
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=OTHER_BASIS)
+    list(again.scan())
+    again.bases = PageBases(GEOMETRY)
+    read, own = list[bytes](), again._get
+
+    def get(key: bytes, *more: Any) -> bytes | None:
+        read.append(key)
+        time.sleep(0.3)  # others want it meanwhile
+        return own(key, *more)
+
+    monkeypatch.setattr(again, "_get", get)
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(again._coder, CODER.name, len(BASIS), LAYOUT) for _ in range(3)]
+    assert len(read) == 1 and len({id(one.result()[0]) for one in found}) == 1
+    assert found[0].result()[0].name == CODER.name
+    again.close()
+
+
+def test_a_forked_child_closes_without_waiting_for_locks(disk: CodecTier) -> None:
+    taken, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with disk._lock:
+            taken.set()
+            free.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait(10)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)  # ends a child that hangs
+        with suppress(BaseException):
+            with pytest.raises(StateError, match="before a fork"):
+                disk.submit_load([])
+            disk.close()
+            os._exit(0)
+        os._exit(1)
+    free.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    store(disk)
 
 
 class Gate:
@@ -392,7 +660,7 @@ def test_sealed_tiers_hold_coded_pages(tmp_path: Path, kind: str) -> None:
         for number in range(3 if basis else 6):
             answer, got = load(tier, number)
             assert answer.outcome is Outcome.HIT and near(got, PAGES[number])
-        assert tier.bases.counts["pages"] == 3
+        assert tier.bases.measured()["pages"] == 3
         tier.close()
 
 

@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from flowkv.cache.kv import KV, warn
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import as_tokens
 from flowkv.hooks.huggingface.blend import key_turns
+from flowkv.hooks.huggingface.load import ENCODERS
 from flowkv.hooks.huggingface.probe import execution_device, quiet
 from flowkv.hooks.huggingface.versions import DynamicCache
 from flowkv.kvt.codec import PageCoder
@@ -31,6 +33,7 @@ MOST_WINDOWS, FEW_WINDOWS, LEAST_WINDOWS = 16, 6, 4
 LONGEST, SHORTEST = 1024, 256
 """Tokens of a window; shorter ones than the longest where the text has fewer than six of those."""
 _SHARE = 4  # a window's last quarter is predicted
+_LEAST_PREDICTED = 8
 _JUDGED = 3  # every third window is judged, and not learned from
 _SAMPLES = 3  # windows whose coefficients fill the tables
 _SEED = 2027
@@ -54,28 +57,44 @@ class Calibrator:
 
     def _cut(self, count: int) -> int:
         """Set the lengths of windows for so many tokens; return the number of windows."""
-        longest = getattr(self._config, "max_position_embeddings", None) or LONGEST
-        whole = min(longest, LONGEST, max(count // FEW_WINDOWS, SHORTEST))
+        positions = getattr(self._config, "max_position_embeddings", None) or LONGEST
+        whole = min(positions, LONGEST, max(count // FEW_WINDOWS, SHORTEST))
         size = self._kv.page_size
         self.prompt = max(whole * (_SHARE - 1) // _SHARE // size, 1) * size
-        self.window = self.prompt * _SHARE // (_SHARE - 1)
+        self.window = min(self.prompt * _SHARE // (_SHARE - 1), positions)
+        if self.window - self.prompt < _LEAST_PREDICTED:
+            raise ConfigError(
+                f"pages of {size} tokens leave too few of the model's {positions} positions",
+                "Attach the model with a smaller page_size=",
+            )
         return min(count // self.window, MOST_WINDOWS)
+
+    def _refuse(self, bases: PageBases) -> None:
+        """Refuse models and caches whose pages cannot be coded."""
+        name, codec = type(self._model).__name__, self._kv.config.codec
+        if codec != "raw":
+            raise ConfigError(f"pages in codec={codec!r} are coded already", "Leave cold= out")
+        why = ""
+        if self._names.encoder:
+            why = "answers depend on an encoder's input, too"
+        elif self._door.plan.stateful:
+            why = "it has layers other than attention"
+        elif not bases.forms:
+            why = "no layer keeps all keys and values in 16 or 32 bits"
+        if why:
+            raise ConfigError(
+                f"the pages of this {name} cannot be coded: {why}", "Attach it without cold="
+            )
 
     @torch.inference_mode(False)
     def calibrate(self, tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
-        """Learn bases from token ids, and use them if they keep to a divergence.
+        """Learn bases from token ids or texts, and use them if they keep to a divergence.
 
         Raises:
-            ConfigError: There are too few tokens, or the model cannot be calibrated.
+            ConfigError: There are too few tokens, or pages cannot be coded.
         """
-        coded = not bases.forms or self._kv.config.codec != "raw"
-        if self._names.encoder or self._door.plan.stateful or coded:
-            raise ConfigError(
-                f'cold="kvt" does not fit this {type(self._model).__name__}: it has layers other'
-                " than attention, or pages that are coded already",
-                "Leave cold= out",
-            )
-        ids = as_tokens(tokens).astype(np.int64)
+        self._refuse(bases)
+        ids = _ids(self._model, tokens)
         count = self._cut(len(ids))
         if count < LEAST_WINDOWS:
             raise ConfigError(
@@ -125,8 +144,7 @@ class Calibrator:
         measured = _shown(step, good[step], exact)
         coders = {}
         for group, learner in learners.items():
-            _, data = learner.coder(step, measured)
-            coders[group] = bases.add(data, bases.forms[group].layout)
+            coders[group] = bases.add(learner.coder(step, measured))
         bases.use(coders)
         return {"kept": 1.0, **measured}
 
@@ -218,7 +236,7 @@ class Calibrator:
         return list(bases.forms) if bases is not None else []
 
     def _score(self, learners: dict[int, GroupLearner], exact: list[_Exact], step: float) -> Scores:
-        return self._judged({g: one.coder(step, {})[0] for g, one in learners.items()}, exact)
+        return self._judged({g: one.coder(step, {}) for g, one in learners.items()}, exact)
 
     def _judged(self, coders: dict[int, PageCoder], exact: list[_Exact]) -> Scores:
         """Measure what coded pages change behind the prompts of windows."""
@@ -242,6 +260,19 @@ class Calibrator:
         item = next(iter(coders.values())).item_bytes
         bits = 8 * item * coded_bytes / raw_bytes
         return Scores(kl / tokens, same / tokens, nll / tokens, bits)
+
+
+def _ids(model: Any, given: Any) -> NDArray[np.int64]:
+    """Return token ids, or those of texts."""
+    texts = [given] if isinstance(given, str) else given
+    if not (isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts)):
+        return as_tokens(given).astype(np.int64)
+    if (encode := ENCODERS.get(model)) is None:
+        raise ConfigError(
+            "the tokenizer of this model is unknown: flowkv.load did not load it",
+            "Pass token ids: kv.calibrate(tokenizer(text).input_ids)",
+        )
+    return np.concatenate([np.array(encode(one), np.int64) for one in texts])
 
 
 def _shown(step: float, scores: Scores, exact: list[Any]) -> dict[str, float]:

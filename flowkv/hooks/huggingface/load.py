@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,6 +28,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _TOKENIZER_FILES = """tokenizer.json tokenizer_config.json tokenizer.model spiece.model vocab.json
     vocab.txt""".split()
 _UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout"}
+
+
+ENCODERS: WeakKeyDictionary[Any, Callable[[str], list[int]]] = WeakKeyDictionary()
+"""The encoder of each model that was loaded here."""
 
 
 class LoadedModel(NamedTuple):
@@ -94,6 +99,7 @@ def load(
             model = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, trust_remote_code=False
             )
+            ENCODERS[model] = speech[0]
             return LoadedModel(model.eval().to(device), *speech)
     except FlowKVError:
         raise

@@ -25,7 +25,7 @@ import numpy as np
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.config import format_size
-from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
+from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
@@ -61,7 +61,7 @@ from flowkv.tiers.io.engine import (
     IOEngine,
     reason_of,
 )
-from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue
+from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue, require_open
 
 # The work of one item between the queue and its answer: operations on the disk, and their memory.
 
@@ -1400,9 +1400,7 @@ class DiskTier:
         return self._open and self._pid == os.getpid()
 
     def _require_usable(self) -> None:
-        if not self._usable():
-            why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
-            raise StateError(f"tier {self.name!r} {why}", "Open the directory again, here")
+        require_open(self.name, self._pid, self._open, "Open the directory again, here")
 
 
 def _shut(

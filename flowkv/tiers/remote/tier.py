@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from flowkv.compiled import compiling
 from flowkv.core.clock import Clock
-from flowkv.core.errors import ConfigError, StateError, StoreError
+from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
@@ -31,7 +31,7 @@ from flowkv.tiers.erasure_log import Erased
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.remote.erasures import RemoteErasures
-from flowkv.tiers.worker import Item, ThreadMemory, Workers
+from flowkv.tiers.worker import Item, ThreadMemory, Workers, require_open
 
 __all__ = ["RemoteLimits", "RemoteTier"]
 
@@ -1231,9 +1231,7 @@ class RemoteTier:
         return self._open and self._pid == os.getpid()
 
     def _require_usable(self) -> None:
-        if not self._usable():
-            why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
-            raise StateError(f"tier {self.name!r} {why}", "Open it again, here")
+        require_open(self.name, self._pid, self._open, "Open it again, here")
 
 
 def reason_of(error: OSError) -> str:
