@@ -22,7 +22,7 @@ from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 from flowkv.kernels.cpu import attend as fields
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.attend import FORMAT_FIELDS, FORMATS, LANES
-from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring, Side
 
 # The numba twin of `gather_dense`: raw pages are copied, sealed ones decoded.
 
@@ -536,8 +536,6 @@ TOP = {dtype: np.float32(torch.finfo(dtype).max) for dtype in LIKE}
 """Saturation of raw elements. Of the three, decoded elements can only exceed float16."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-LEAST_ELEMENTS = 1 << 18
-"""Elements of K and V that are worth a thread: 50 to 100 us, far more than its wake-up."""
 LEAST_BYTES = 1 << 20
 """Bytes moved that are worth a thread."""
 HUGE_BYTES = 1 << 22
@@ -579,70 +577,27 @@ def fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(memory[start : start + n_bytes]).view(dtype).view(shape)
 
 
-def copy_pages(
-    arena: torch.Tensor, source: torch.Tensor, target: torch.Tensor, granules: int
-) -> None:
-    """Copy pages within the arena; see `dispatch.copy_pages`."""
-    _move((arena, target.contiguous()), (arena, source.contiguous()), granules)
-
-
-def gather_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
+def move_pages(
+    source: Side,
+    target: Side | None,
+    count: int,
     granules: int,
-    out: torch.Tensor,
-    part: tuple[int, int] | None = None,
-    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy pages of the arena, or a part of each, into staging; see `dispatch.gather_pages`."""
-    first, count = part or (0, granules)
-    _move((out, lines), (arena[GRANULE_BYTES * first :], source.contiguous()), count, digests)
-
-
-def scatter_pages(
-    arena: torch.Tensor,
-    target: torch.Tensor,
-    granules: int,
-    data: torch.Tensor,
-    part: tuple[int, int] | None = None,
-    lines: torch.Tensor | None = None,
-    digests: torch.Tensor | None = None,
-) -> None:
-    """Copy lines of a staging tensor to pages, or a part of each; see `dispatch.scatter_pages`."""
-    first, count = part or (0, granules)
-    _move((arena[GRANULE_BYTES * first :], target.contiguous()), (data, lines), count, digests)
-
-
-def digest_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
-    granules: int,
-    stripes: int,
-    part: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """Return the digests of the stripes of pages; see `dispatch.digest_pages`."""
-    first, count = part or (0, granules)
-    digests = arena.new_empty(len(source), stripes, 2, dtype=torch.int64)
-    _move((None, None), (arena[GRANULE_BYTES * first :], source.contiguous()), count, digests)
-    return digests
-
-
-_Side = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-def _move(target: _Side, source: _Side, granules: int, digests: torch.Tensor | None = None) -> None:
-    places = target[1] if target[1] is not None else source[1]
-    count, page = 0 if places is None else places.shape[0], granules * GRANULE_BYTES
-    addresses = [_address(x) for x in (*target, *source)]
+    """Copy pages, digest their stripes, or both; see `dispatch.move_pages`."""
+    places = [
+        None if x is None else x.contiguous() for x in (source.places, target and target.places)
+    ]
+    n_bytes = count * granules * GRANULE_BYTES
+    a = [_address(x) for x in (target and target.data, places[1], source.data, places[0])]
+    a += count, granules * GRANULE_BYTES
     if not count:
         return
-    a = [*addresses, count, page]
     if digests is None:
-        run(entries.move_pages, count * page, np.array(a, np.int64))
+        run(entries.move_pages, n_bytes, np.array(a, np.int64))
     else:
         a += digests.shape[1], address(digests)
-        run(entries.digest_pages, count * page, np.array(a, np.int64))
+        run(entries.digest_pages, n_bytes, np.array(a, np.int64))
 
 
 def run(kernel, n_bytes: int, *operands: object) -> None:
@@ -671,11 +626,7 @@ def merge(
     o, lse = torch.empty_like(first), first.new_empty(first.shape[:2], dtype=torch.float32)
     addresses = [(address(o), address(lse)) for o, lse in [*parts, (o, lse)]]
     a = np.array([(lse.numel(), first.shape[2]), *addresses], np.int64)
-    count, like = slices(first.numel() * len(parts), LEAST_ELEMENTS), LIKE[first.dtype]
-    if count == 1:
-        entries.merge(a, like, 0, 1)
-    else:
-        spread(lambda i: entries.merge(a, like, i, count), count)
+    run(entries.merge, 4 * first.numel() * len(parts), a, LIKE[first.dtype])  # as float32
     return o, lse
 
 
