@@ -21,6 +21,7 @@ from flowkv.policy.order.compiled import (
     CLOCK,
     COUNT,
     DEAD,
+    DEAD_CLASS,
     DEFAULT_RANK,
     DIGEST,
     DUES,
@@ -29,10 +30,12 @@ from flowkv.policy.order.compiled import (
     MODE,
     NEVER,
     ORDER,
+    QUEUED_CLASS,
     SLOT_MASK,
     Array,
     change_pins,
     choose,
+    class_of,
     drop,
     expire,
     fold,
@@ -508,6 +511,16 @@ def worth_of(learner: tuple[Array, ...], s: int, now: int) -> float:
     return value
 
 
+@inner
+def peek(learner: tuple[Array, ...], s: int, now: int) -> float:
+    """Return the worth of a block and change no state."""
+    tips, traits, t = learner[1], learner[2], learner[0][s].tip
+    seen, known = tips[t].bin, traits[t, INDEX]
+    value = worth_of(learner, s, now)
+    tips[t].bin, traits[t, INDEX] = seen, known
+    return value
+
+
 @helper
 def rekey(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> None:
     """Update the place of a resident leaf among the leaves, while this order decides."""
@@ -960,13 +973,115 @@ def compact(learner: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) 
 def worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int) -> float:
     """Return the worth of a block as of the last call, in 1/s; classes lie further apart."""
     nodes, _heaps, state = order
-    own, tips, traits, _rows, _model, _counters = learner
-    if nodes[s].kids == 0:
-        value = value_of(nodes[s].key)
-    else:
-        t = own[s].tip
-        seen, known = tips[t].bin, traits[t, INDEX]
-        value = worth_of(learner, s, state[CLOCK])
-        tips[t].bin, traits[t, INDEX] = seen, known  # a query changes no state
+    leaf = nodes[s].kids == 0
+    value = value_of(nodes[s].key) if leaf else peek(learner, s, state[CLOCK])
     here = present_class(nodes, state, s)
     return float((here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + value)
+
+
+# Answers of a learned order to a prefetcher: chains worth bringing back, and their victims.
+
+ASKED = np.dtype(
+    [
+        ("tip", np.int64),  # the tip that was judged: a number made of its history
+        ("bin", np.int64),
+        ("worth", np.float64),
+    ]
+)
+"""By slot: worth of the end of a chain, as last computed."""
+
+
+LEAST_KEY = 1 << 61  # least key that stands for a worth; see `key_of`
+
+
+@inner
+def weakest_worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> float:
+    """Return the worth of the leaf `s`, also while the leaves are sorted by another key."""
+    key = order[0][s].key
+    if key >= LEAST_KEY:
+        return float(value_of(key))
+    t = learner[0][s].tip
+    if t < 0:
+        return 0.0
+    return float(peek(learner, s, now))
+
+
+@inner
+def asked_worth(learner: tuple[Array, ...], asked: Array, t: int, s: int, now: int) -> float:
+    """Return the worth of the end `s` of tip `t`, cached per age bin; restores the tip's state."""
+    tip, mine = learner[1][t], asked[s]
+    name = tip.time * 4 + tip.stop + (tip.output << 20) + tip.blocks
+    if tip.eta >= 0:
+        name += tip.told * 3 + tip.eta
+    b = bin_of(now - tip.time)
+    if mine.tip != name or mine.bin != b:
+        mine.worth = peek(learner, s, now)
+        mine.tip, mine.bin = name, b
+    return float(mine.worth)
+
+
+@kernel
+def wanted(
+    order: tuple[Array, ...],
+    learner: tuple[Array, ...],
+    asked: Array,
+    slots: Array,
+    rates: Array,
+    now: int,
+) -> int:
+    """Fill the ends of absent chains worth more than the next victim, best first.
+
+    `asked` has a record for each slot, `slots` room for one at least. Ties: the older tip first.
+    """
+    nodes, heaps, state = order
+    own, tips, counters = learner[0], learner[1], learner[5]
+    now = expire(nodes, heaps, state, now)
+    advance(order, learner, now)
+    least, n = 0.0, 0
+    if state[COUNT] > state[BLOCKED]:
+        first = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
+        least = weakest_worth(order, learner, first, now)
+    for t in range(counters[TIPS]):
+        s = tips[t].slot
+        if tips[t].done != 0 or s < 0 or own[s].tip != t or nodes[s].birth != 0:
+            continue
+        if nodes[s].marks & DEAD:
+            continue
+        value = asked_worth(learner, asked, t, s, now)
+        if value <= least or (n == len(slots) and value <= rates[n - 1]):
+            continue
+        n = min(n + 1, len(slots))
+        i = n - 1
+        while i > 0 and rates[i - 1] < value:
+            rates[i], slots[i] = rates[i - 1], slots[i - 1]
+            i -= 1
+        rates[i], slots[i] = value, s
+    return int(n)
+
+
+@kernel
+def displace(
+    order: tuple[Array, ...],
+    learner: tuple[Array, ...],
+    protected: Array,
+    victims: Array,
+    now: int,
+    rate: float,
+) -> int:
+    """Evict as `evict` does, while the next victim is worth less than `rate`; return how many."""
+    nodes, heaps, state = order
+    now = expire(nodes, heaps, state, now)
+    advance(order, learner, now)
+    change_pins(nodes, heaps, state, protected, 1)
+    most, found = min(state[COUNT] - state[BLOCKED], len(victims)), 0
+    while found < most:
+        s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
+        where = class_of(nodes, s)
+        if where == QUEUED_CLASS:
+            break
+        if where > DEAD_CLASS and weakest_worth(order, learner, s, now) >= rate:
+            break
+        victims[found] = take_next(order, learner, now)
+        found += 1
+    change_pins(nodes, heaps, state, protected, -1)
+    return int(found)
