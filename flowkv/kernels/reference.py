@@ -339,16 +339,15 @@ def append(
     keys, values = page_views(pages)
     size = pages.layout.page_size
     for granules, length, new in spans(batch):
-        first = length - (new.stop - new.start)
-        for position in range(first, length):
-            g, t, n = granules[position // size], position % size, new.start + position - first
-            if rope is None:
-                keys[g, :, t] = k[n].to(keys.dtype)
-            else:
+        for n, position in enumerate(range(length - (new.stop - new.start), length), new.start):
+            at = granules[position // size], slice(None), position % size
+            key = k[n].to(keys.dtype)
+            if rope is not None:
                 line = rope.cos[position], rope.sin[position]
-                keys[g, :, t] = rotated(k[n], *line, rope, keys.dtype)
+                key = rotated(k[n], *line, rope, keys.dtype)
+            keys[at] = key
             if not pages.layout.latent:
-                values[g, :, t] = v[n].to(values.dtype)
+                values[at] = v[n].to(values.dtype)
 
 
 def pages_of(pages: Pages, ids: list[int]) -> Partial:

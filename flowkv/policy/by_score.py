@@ -67,7 +67,7 @@ class ByScore(LeafOrder):
     name = "by-score"
 
     def __init__(self, **options: object) -> None:
-        super().__init__(configure(LeaseConfig, self.name, options))
+        super().__init__(leases=configure(LeaseConfig, self.name, options))
         self._past = np.zeros(0, PAST)
 
     def score(self, now_ns: int, use: Use) -> NDArray[Any]:

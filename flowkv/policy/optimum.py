@@ -169,7 +169,7 @@ class Optimum(LeafOrder):
     name = "opt"
 
     def __init__(self, **options: object) -> None:
-        super().__init__(configure(OptimumConfig, self.name, options))
+        super().__init__(leases=configure(OptimumConfig, self.name, options))
         self._offsets = self._uses = NO_SLOTS
         self._requests = 0
         self._chain, self._due = NO_SLOTS, NO_SLOTS  # this request's blocks so far; its uses

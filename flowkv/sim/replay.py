@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from time import perf_counter, perf_counter_ns
-from typing import Annotated, Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Annotated, Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, refuse_unknown
 from flowkv.policy import make_policy
-from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
+from flowkv.policy.base import NEVER_NS, Learner, Policy, Slots, Visit
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.order.compiled import Array, kernel
 from flowkv.policy.prefetch import Prefetcher
@@ -32,7 +32,7 @@ from flowkv.residency import Ledger, Place
 from flowkv.residency import Meta as About
 from flowkv.sim.character import lru_hits
 from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Hardware, Shape, block_costs
-from flowkv.sim.trace import Trace, TraceHints, hints_of
+from flowkv.sim.trace import Trace, TraceHints, hints_of, wide
 
 # One place that a trace is replayed through: policy, hints, queue and prefetches in their order.
 #
@@ -125,11 +125,11 @@ class OnePlace:
 
     def missing(self, tip: int) -> tuple[int, Slots]:
         """Return the deepest resident ancestor, or -1, and the missing blocks down to `tip`."""
-        if tip >= len(self.here):
-            return -1, self._path[:0].copy()
-        n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
+        n, top = 0, -1
+        if tip < len(self.here):
+            n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
         if top >= 0 and not self.here[top]:  # a gap: the source never held the blocks above
-            return -1, self._path[:0].copy()
+            n, top = 0, -1
         return int(top), self._path[:n][::-1].copy()
 
     # ---- the replay
@@ -615,8 +615,7 @@ class PlaceStack:
         """
         trace, ledger = self.trace, self.ledger
         space = ledger.namespace(b"trace")  # the trace's chains separate tenants, if they differ
-        pairs = np.zeros((len(trace.blocks), 2), np.uint64)
-        pairs[:, 0] = trace.blocks
+        pairs = wide(trace.blocks)
         every = max(1, len(trace) // 100)
         seen = np.zeros(trace.unique, np.bool_)
         for r, now in enumerate(trace.times_ns.tolist()):
@@ -712,17 +711,6 @@ def priced(
 
 Options = Mapping[str, object]
 Maker = str | Policy | Callable[[], Policy]
-
-
-@runtime_checkable
-class Warm(Protocol):
-    """Policy that can begin with the model of another one."""
-
-    def save_model(self) -> bytes:
-        """Return the learned model, serialised."""
-
-    def load_model(self, saved: bytes) -> None:
-        """Load a model that `save_model` returned."""
 
 
 class ReplaySettings(TypedDict, total=False):
@@ -826,7 +814,7 @@ def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
         made.foresee(trace.offsets, trace.blocks)
     saved = settings.get("warm")
     if saved is not None:
-        if not isinstance(made, Warm):
+        if not isinstance(made, Learner):
             raise ConfigError(
                 f"policy {made.name!r} learns no model and cannot start warm", "Leave out warm"
             )
@@ -920,16 +908,13 @@ def _optimum(trace: Trace, capacity: int) -> Result:
 
 def _beyond(settings: ReplaySettings) -> list[str]:
     """Return the names of the policy's inputs besides the requests."""
-    words = []
-    if settings.get("hints") is not None:
-        words.append("hints")
-    if settings.get("queue_s"):
-        words.append("queue")
-    if settings.get("prefetch", False) is not False:
-        words.append("prefetch")
-    if settings.get("warm") is not None:
-        words.append("warm")
-    return words
+    on = {
+        "hints": settings.get("hints") is not None,
+        "queue": settings.get("queue_s"),
+        "prefetch": settings.get("prefetch", False) is not False,
+        "warm": settings.get("warm") is not None,
+    }
+    return [word for word, given in on.items() if given]
 
 
 # `sweep`: a trace replayed with several policies at several sizes.

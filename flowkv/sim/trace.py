@@ -249,12 +249,10 @@ def number(
     return n
 
 
-def wide(ids: ArrayLike) -> Ids:
-    """Return plain integer ids, negative ones included, as u64 [n, 2]."""
+def wide(ids: ArrayLike, space: int = 0) -> Ids:
+    """Return integer ids of one space, negative ones included, as u64 [n, 2]."""
     low = np.asarray(ids, np.int64).ravel()
-    pairs = np.zeros((len(low), 2), np.uint64)
-    pairs[:, 0] = low.view(np.uint64)
-    return pairs
+    return np.stack((low.view(np.uint64), np.full(len(low), space, np.uint64)), 1)
 
 
 def build_trace(
@@ -341,9 +339,7 @@ def join(name: str, traces: Sequence[Trace]) -> Trace:
     ids, sessions, tenants = [], [], []
     session = tenant = 0
     for i, trace in enumerate(traces):
-        pairs = np.empty((len(trace.blocks), 2), np.uint64)
-        pairs[:, 0], pairs[:, 1] = trace.blocks, i
-        ids.append(pairs)
+        ids.append(wide(trace.blocks, i))
         sessions.append(np.where(trace.sessions < 0, -1, trace.sessions + session))
         session += int(trace.sessions.max(initial=-1)) + 1
         tenants.append(trace.tenants + tenant)

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,15 +38,8 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
     v = fresh(rows, heads, columns, layout.stored_value_dim, dtype=dtype)
     forms = np.zeros((len(CODECS), 6), np.int64)
     for form in (layout, *pages.sealed):
-        number = CODECS.index(form.codec)
-        forms[number] = (
-            number,
-            address(pages.arena) + pages.layer * form.stripe_stride_bytes,
-            form.run_bytes,
-            form.v_offset_bytes,
-            form.k_scale_offset_bytes,
-            form.v_scale_offset_bytes,
-        )
+        number, stripe, *offsets = _offsets(form)
+        forms[number] = number, address(pages.arena) + pages.layer * stripe, *offsets
     block = 8 * layout.page_size
     a = np.array(
         [
@@ -256,7 +249,7 @@ class Call:
         few: Most new tokens of a row.
     """
 
-    __slots__ = ("_held", "_operands", "_parts", "address", "short")
+    __slots__ = ("_held", "_operands", "_parts", "address")
 
     def __init__(
         self,
@@ -320,34 +313,20 @@ class Call:
             most_rows,
         )
         for form in (layout, *pages.sealed):
-            start = FORMATS + FORMAT_FIELDS * CODECS.index(form.codec)
-            a[start : start + FORMAT_FIELDS] = (
-                form.stripe_stride_bytes,
-                form.run_bytes,
-                form.v_offset_bytes,
-                form.k_scale_offset_bytes,
-                form.v_scale_offset_bytes,
-            )
+            number, *offsets = _offsets(form)
+            start = FORMATS + FORMAT_FIELDS * number
+            a[start : start + FORMAT_FIELDS] = offsets
         worker = entries.worker(LIKE[dtype], LIKE[DTYPES[layout.dtype]], bool(pages.sealed))
         a[fields.WORK], a[fields.TEAM] = worker.address, team()
-        self.address, self.short = a.ctypes.data, parts == 1
+        self.address = a.ctypes.data
         self._held = slots, shares, how, batch  # addresses do not keep them alive
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend over a layer, counted within its group: `[N, Hq, D]` to contiguous outputs."""
-        by_token, by_head, _ = q.stride()
-        self.run(layer, q.data_ptr(), by_token, by_head, out.data_ptr())
-
-    def sink(self, sinks: torch.Tensor) -> None:
-        """Set the sinks of later calls, float32 `[Hq]`; they must live as long."""
-        self._operands[fields.SINKS] = address(sinks)
-
-    def normalise(self, lse: torch.Tensor) -> None:
-        """Set the normalisers that later calls write, float32 `[N, Hq]`."""
-        self._operands[fields.LSE] = address(lse)
+    def point(self, field: int, x: torch.Tensor) -> None:
+        """Set an operand of `fields` to the address of a tensor, which must stay alive."""
+        self._operands[field] = address(x)
 
     def run(self, layer: int, q: int, by_token: int, by_head: int, out: int) -> None:
-        """Attend with addresses and strides; see `attend`."""
+        """Attend over a layer of the group: q by address and strides, to contiguous outputs."""
         threads = 1 if self._parts == 1 else min(torch.get_num_threads(), self._parts)
         alone = threads > 1 and not team()
         left = entries.attend(
@@ -392,8 +371,8 @@ def paged_attention(
     if few and tokens and (len(batch.rows) > 1 or batch.most_new <= few):
         call = Call(pages, batch, how, heads, q.dtype, few)
         if lse is not None:
-            call.normalise(lse)
-        call.attend(pages.layer, q, out)
+            call.point(fields.LSE, lse)
+        call.run(pages.layer, q.data_ptr(), *q.stride()[:2], out.data_ptr())
     if batch.most_new > few:
         attend_long(PackedQueries(q, out, lse), pages, batch, how, few)
     if out.dtype is not dtype:
@@ -485,14 +464,9 @@ class Decode:
             fits = sinks.dtype is torch.float32 and sinks.is_cpu and sinks.is_contiguous()
             if not fits or sinks.shape != (q.shape[1],):
                 return None
-            self._call.sink(sinks)
+            self._call.point(fields.SINKS, sinks)
         out = q.new_empty(self._shape)
-        if not self._call.short:
-            self._call.run(layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
-        elif entries.attend(
-            self._call.address, 1, layer, q.data_ptr(), by[self._by], by[1], out.data_ptr()
-        ):
-            raise MemoryError("no memory for the scratch of attention")
+        self._call.run(layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
         return out
 
     def _prepare(
@@ -640,10 +614,8 @@ def append(
     arena, layout, layer, _ = pages
     dtype = DTYPES[layout.dtype]
     v = dense_rows(v if v.dtype is dtype else v.to(dtype))
-    if rope is None:
-        k = dense_rows(k if k.dtype is dtype else k.to(dtype))
-    else:  # rounded once, after the rotation
-        k = dense_rows(k if k.dtype is dtype else k.float())
+    wide = dtype if rope is None else torch.float32  # rounded once, after the rotation
+    k = dense_rows(k if k.dtype is dtype else k.to(wide))
     a = append_operands(layout, batch)
     a[0], a[1] = address(k), address(v)
     a[2] = address(arena) + layer * layout.stripe_stride_bytes
@@ -806,9 +778,6 @@ def _offsets(layout: PageLayout) -> tuple[int, ...]:
 SLICES_PER_THREAD = 4
 """Slices are drawn, not dealt: a core that is busy elsewhere takes fewer of them."""
 
-_lock = Lock()
-_pool: ThreadPoolExecutor | None = None
-_size = 0
 _team: int | None = None
 
 
@@ -838,7 +807,7 @@ def spread(run: Callable[[int], object], count: int) -> None:
             run(i)
 
     helpers = min(torch.get_num_threads(), count) - 1
-    futures = [_executor(helpers).submit(drain) for _ in range(helpers)]
+    futures = [_executor().submit(drain) for _ in range(helpers)]
     try:
         drain()
     finally:
@@ -847,19 +816,17 @@ def spread(run: Callable[[int], object], count: int) -> None:
                 future.result()
 
 
-def _executor(size: int) -> ThreadPoolExecutor:
-    global _pool, _size
-    with _lock:
-        if _pool is None or _size < size:
-            if _pool is not None:
-                _pool.shutdown(wait=False)  # its running slices finish
-            _pool, _size = ThreadPoolExecutor(size, "flowkv-kernels"), size
-        return _pool
+@cache
+def _executor() -> ThreadPoolExecutor:
+    """Return the helpers of all callers; a thread begins when no other one is free."""
+    return ThreadPoolExecutor((os.cpu_count() or 1) + 4, "flowkv-kernels")
 
 
 def _forget() -> None:
-    global _lock, _pool, _size, _team  # threads do not survive a fork
-    _lock, _pool, _size, _team = Lock(), None, 0, 0
+    """In the child of a fork, forget the threads, which do not survive it."""
+    global _team  # noqa: PLW0603 - OpenMP does not survive a fork either
+    _team = 0
+    _executor.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):

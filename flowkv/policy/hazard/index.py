@@ -161,7 +161,7 @@ class HazardIndex(LeafOrder):
         self._laid = ArrayCall()
         self._asked = np.zeros(0, learned.ASKED)
         config = configure(HazardConfig, self.name, options)
-        super().__init__(config, 1)  # 1 ns leaves a key beyond the clock unchanged
+        super().__init__(1, config)  # 1 ns leaves a key beyond the clock unchanged
         self._widen(0, 2 * FIRST_TIPS)
 
     # ---- what happens
@@ -247,13 +247,10 @@ class HazardIndex(LeafOrder):
 
     def _insert(
         self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
-    ) -> int:
-        room = int(learned.insert(self._desk, slots, parents, terms, said))
-        if room == learned.NOT_JOINED:
+    ) -> None:
+        if not learned.insert(self._desk, slots, parents, terms, said):
             self._make_room(len(slots))
             learned.join(self._order, self._learner, slots, parents)
-            return 0
-        return room
 
     def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
         return bool(learned.evict(self._desk, guarded, victims, now_ns))

@@ -73,14 +73,14 @@ class LeafOrder(Policy):
     used, 16 per leaf, and 16 where leases or hints are used.
 
     Args:
-        config: Lease classes.
         tau_ns: Half-life of a block's access count in nanoseconds; 0 for recency alone.
+        leases: Lease classes.
     """
 
     name = "leaf-order"
 
-    def __init__(self, config: LeaseConfig, tau_ns: int = 0) -> None:
-        self.config = config
+    def __init__(self, tau_ns: int = 0, leases: LeaseConfig | None = None) -> None:
+        self.config = leases or LeaseConfig()
         self._state = np.zeros(compiled.LISTS + compiled.TENANTS + 1, np.int64)
         self._state[compiled.CLOCK] = -compiled.CLOCK_LIMIT
         self._state[compiled.TAU] = tau_ns
@@ -90,7 +90,7 @@ class LeafOrder(Policy):
         )
         self._queued: dict[int, Slots] = {}
         self._grow(FIRST_CAPACITY)
-        classes = config.classes().items()
+        classes = self.config.classes().items()
         self._leases = {name: _numbers(lease, name != "") for name, lease in classes}
 
     def _welcome(self, tenant: int) -> None:
@@ -110,12 +110,12 @@ class LeafOrder(Policy):
         grown[0]["place"][old:] = grown[0]["due"][old:] = -1
         self._arrays = grown
 
-    def _call(self, kernel: Callable[..., int], *said: object) -> None:
-        """Make a compiled call; if it returns that it needs room, grow and repeat it."""
-        room = kernel(*self._arrays, self._state, *said)
+    def _call(self, kernel: Callable[..., None], slots: Slots, *said: object) -> None:
+        """Make a compiled call about slots that may be new, after making room for them."""
+        room = compiled.room_beyond(len(self._arrays[0]), slots)
         if room > 0:
             self._grow(room)
-            kernel(*self._arrays, self._state, *said)
+        kernel(*self._arrays, self._state, slots, *said)
 
     def insert(
         self,
@@ -138,13 +138,12 @@ class LeafOrder(Policy):
         """
         slots, parents = as_slots(slots), as_slots(parents)
         terms, extra = self.terms(slots, parents, lease, tenant), self._extra(n_bytes, cost_ns)
-        said = (slots, parents, terms, (now_ns, tenant, extra))
-        room = self._insert(*said)
+        room = compiled.room_for(len(self._arrays[0]), slots)
         if room < 0:
             raise no_slot()
         if room > 0:
             self._grow(room)
-            self._insert(*said)
+        self._insert(slots, parents, terms, (now_ns, tenant, extra))
 
     def terms(self, slots: Slots, parents: Slots, lease: str | Lease, tenant: int) -> Slots:
         """Return the lease of an insert as a vector, after its arrays and tenant are checked.
@@ -305,9 +304,9 @@ class LeafOrder(Policy):
 
     def _insert(
         self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
-    ) -> int:
-        """Insert, or return the room that is missing with nothing done; -1 for an invalid slot."""
-        return int(compiled.insert(*self._arrays, self._state, slots, parents, terms, said))
+    ) -> None:
+        """Insert blocks, whose slots there is room for."""
+        compiled.insert(*self._arrays, self._state, slots, parents, terms, said)
 
     def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
         """Fill `victims`, or return False with no slot touched."""
@@ -374,7 +373,7 @@ class LRU(LeafOrder):
     name = "lru"
 
     def __init__(self, **options: object) -> None:
-        super().__init__(configure(LruConfig, self.name, options))
+        super().__init__(leases=configure(LruConfig, self.name, options))
 
 
 class LfuTtl(LeafOrder):
@@ -413,7 +412,7 @@ class LfuTtl(LeafOrder):
 
     def __init__(self, **options: object) -> None:
         config = configure(LfuTtlConfig, self.name, options)
-        super().__init__(config, round(config.tau_s * 1e9))
+        super().__init__(round(config.tau_s * 1e9), config)
 
 
 class ARC(LeafOrder):
@@ -437,7 +436,7 @@ class ARC(LeafOrder):
     name = "arc"
 
     def __init__(self, **options: object) -> None:
-        super().__init__(configure(ArcConfig, self.name, options))
+        super().__init__(leases=configure(ArcConfig, self.name, options))
         self._state[compiled.MODE] = compiled.ARC
 
 
@@ -465,21 +464,15 @@ class CostAware(LeafOrder):
     """
 
     name = "cost-aware"
-    config: CostAwareConfig
 
     def __init__(self, **options: object) -> None:
         config = configure(CostAwareConfig, self.name, options)
         tau_ns = max(1, round(config.tau_s * 1e9))
-        super().__init__(config, tau_ns)
-        self._scale = config.alpha * tau_ns
-        self._last: tuple[tuple[int, int], int] = (0, 0), 0
+        super().__init__(tau_ns, config)
+        self._scale, self._ns_per_byte = config.alpha * tau_ns, config.ns_per_byte
 
     def _extra(self, n_bytes: int, cost_ns: int) -> int:
         """Return half-life * alpha * log2 of the cost per byte, in nanoseconds."""
-        asked = n_bytes, cost_ns
-        if asked != self._last[0]:  # mostly the same as before
-            n_bytes = max(n_bytes, 1)
-            per_byte = cost_ns / n_bytes if cost_ns > 0 else self.config.ns_per_byte
-            extra = round(self._scale * compiled.log2(per_byte))
-            self._last = asked, max(-_MOST_EXTRA, min(_MOST_EXTRA, extra))
-        return self._last[1]
+        per_byte = cost_ns / max(n_bytes, 1) if cost_ns > 0 else self._ns_per_byte
+        extra = round(self._scale * compiled.log2(per_byte))
+        return max(-_MOST_EXTRA, min(_MOST_EXTRA, extra))
