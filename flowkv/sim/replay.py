@@ -13,6 +13,7 @@ import multiprocessing
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from time import perf_counter, perf_counter_ns
 from typing import Annotated, Any, NamedTuple, TypedDict, Unpack
 
@@ -953,32 +954,24 @@ def sweep(
     """
     extra: Mapping[Maker, ReplaySettings] = policies if isinstance(policies, Mapping) else {}  # type: ignore[assignment]
     makers = list(policies)
-    jobs = [(maker, size) for size in list(sizes) for maker in makers]
-    given = [settings | extra.get(maker, ReplaySettings()) for maker, _ in jobs]
+    given = {maker: settings | extra.get(maker, ReplaySettings()) for maker in makers}
+    jobs = [(maker, size, given[maker]) for size in list(sizes) for maker in makers]
     results: list[Result] = []
-
-    def note(result: Result) -> None:
-        results.append(result)
-        if done is not None:
-            done(len(results), len(jobs), result)
-
-    if processes <= 1 or len(jobs) <= 1:
-        for (maker, size), mine in zip(jobs, given, strict=True):
-            note(replay(trace, maker, size=size, **mine))
-        return results
-    if not all(isinstance(maker, str) for maker in makers) or "progress" in settings:
-        raise ConfigError(
-            "only names of policies can be passed to other processes",
-            "Use processes=1, or put the policy in the catalogue",
-        )
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _carry, (trace,)) as pool:
-        futures = [
-            pool.submit(_one, maker, size, mine)
-            for (maker, size), mine in zip(jobs, given, strict=True)
-        ]
-        for future in futures:
-            note(future.result())
+    with ExitStack() as stack:
+        found: Iterable[Result] = (replay(trace, m, size=s, **mine) for m, s, mine in jobs)
+        if processes > 1 and len(jobs) > 1:
+            if not all(isinstance(maker, str) for maker in makers) or "progress" in settings:
+                raise ConfigError(
+                    "only names of policies can be passed to other processes",
+                    "Use processes=1, or put the policy in the catalogue",
+                )
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(processes, context, _carry, (trace,))
+            found = stack.enter_context(pool).map(_one, *zip(*jobs, strict=True))
+        for result in found:
+            results.append(result)
+            if done is not None:
+                done(len(results), len(jobs), result)
     return results
 
 

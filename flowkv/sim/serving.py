@@ -319,7 +319,9 @@ class VirtualEngine:
             if row.state == COMING and row.here_s <= self.now_s:
                 row.ready = row.ask.found
                 row.move(RUNNING, self.now_s)
-        turn = self.turns.admit(self.waiting, self.active, self._room(), self.now_s)
+        held = sum(row.pages for row in self.active)
+        room = Room(self.pages - held, self.pages)
+        turn = self.turns.admit(self.waiting, self.active, room, self.now_s)
         for job, keep in turn.leave:
             self._leave(cast(VirtualRow, job), keep)
         for job in turn.enter:
@@ -335,10 +337,6 @@ class VirtualEngine:
         self.now_s = max(self.now_s, min(times))
 
     # ---- entering and leaving
-
-    def _room(self) -> Room:
-        held = sum(row.pages for row in self.active)
-        return Room(self.pages - held, self.pages)
 
     def _enter(self, row: VirtualRow) -> None:
         self.waiting.remove(row)

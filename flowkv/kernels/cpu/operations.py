@@ -372,7 +372,7 @@ def paged_attention(
         call = Call(pages, batch, how, heads, q.dtype, few)
         if lse is not None:
             call.point(fields.LSE, lse)
-        call.run(pages.layer, q.data_ptr(), *q.stride()[:2], out.data_ptr())
+        call.run(pages.layer, q.data_ptr(), q.stride(0), q.stride(1), out.data_ptr())
     if batch.most_new > few:
         attend_long(PackedQueries(q, out, lse), pages, batch, how, few)
     if out.dtype is not dtype:
