@@ -351,7 +351,7 @@ if TYPE_CHECKING:
     )
     from flowkv.policy.restore.costs import LoadGate, Rates
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
-    from flowkv.policy.scheduling.turns import WaitingLine, Worth
+    from flowkv.policy.scheduling import WaitingLine, Worth
     from flowkv.policy.tenants import Quota, Tenants
     from flowkv.policy.warming import (
         _COMPILED,

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 
 from flowkv.policy import make_policy
+from flowkv.policy.base import Learner
 from flowkv.sim.formats import read_sessions, read_trace
 from flowkv.sim.generate import generate
-from flowkv.sim.replay import Maker, ReplaySettings, Result, Warm, replay
+from flowkv.sim.replay import Maker, ReplaySettings, Result, replay
 from flowkv.sim.trace import Trace
 
 PUBLIC = "FLOWKV_TRACES"
@@ -83,7 +84,7 @@ def learned(trace: Trace, policy: Maker, size: float) -> bytes:
     """What a policy has learned at the end of a trace."""
     made = make_policy(policy) if isinstance(policy, str) else policy
     replay(trace, made, size=size)
-    return made.save_model() if isinstance(made, Warm) else b""
+    return made.save_model() if isinstance(made, Learner) else b""
 
 
 def grounds(quick: bool) -> list[Ground]:

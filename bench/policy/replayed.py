@@ -9,7 +9,7 @@ import numpy as np
 from bench.policy.finding import Finding
 from bench.policy.ground import Ground, Replays, learned, part
 from flowkv.policy import make_policy
-from flowkv.sim.replay import Warm
+from flowkv.policy.base import Learner
 from flowkv.sim.trace import Trace, next_turns
 
 SMALL, MIDDLE, ALL = (0.005, 0.01, 0.02), (0.05, 0.1), (0.005, 0.01, 0.02, 0.05, 0.1, 0.3)
@@ -115,7 +115,7 @@ def warm_start(grounds: Sequence[Ground]) -> list[Finding]:
     }
     if "agents" not in halves or "chat" not in halves:
         return []
-    if not isinstance(make_policy("auto"), Warm):
+    if not isinstance(make_policy("auto"), Learner):
         what = "closure, learned from other sessions"
         note = "the default learns nothing that could be carried over"
         return [Finding("warm start", what, "", 0.60, "at least", None, note=note)]

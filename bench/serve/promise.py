@@ -12,7 +12,7 @@ from bench.policy.finding import Finding
 from bench.serve.baselines import BATCHED, SEQUENTIAL
 from bench.serve.row import UNCACHED, Row
 from bench.serve.served import Spread
-from flowkv.policy.scheduling.schedulers import Shortest
+from flowkv.policy.scheduling import Shortest
 
 GROUPS = {
     "throughput": "Throughput of the engine, new tokens a second",

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace
 from flowkv.observe.metrics import Level
+from flowkv.policy.base import Learner
 from flowkv.policy.hedge import Hedge
 from flowkv.policy.restore import EarlierRates, LoadGate
 from flowkv.policy.tenants import Tenants
@@ -98,19 +99,6 @@ def _device_bytes(device: str) -> int:
 
 VERSION = 1
 _CHECK_BYTES, _MOST_BYTES = 16, 1 << 24
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """Policy that can start from the learned model of another one of its kind."""
-
-    def save_model(self) -> bytes:
-        """Return the learned model; empty if there is none."""
-        ...
-
-    def load_model(self, saved: bytes) -> None:
-        """Start from a saved model, as a weak prior that observations soon outweigh."""
-        ...
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

@@ -164,28 +164,36 @@ def kept(stamp: object = None, **options: Any) -> Callable[[Callable[..., Any]],
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
-        if not hasattr(dispatcher, "_cache"):  # numba is switched off: it is the function itself
-            return dispatcher
-        cache = dispatcher._cache = _Cache(function)
-        if stamp is not None:
-            cache._cache_file._source_stamp = (cache._cache_file._source_stamp, stamp)
+        if hasattr(dispatcher, "_cache"):  # else numba is switched off: it is the function itself
+            dispatcher._cache = _stamped(function, stamp)
         return dispatcher
 
     return decorate
 
 
-def kept_callback(signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def _stamped(function: Callable[..., Any], stamp: object) -> _Cache:
+    """Return the cache of one function, for code under one stamp."""
+    cache = _Cache(function)
+    if stamp is not None:
+        cache._cache_file._source_stamp = (cache._cache_file._source_stamp, stamp)
+    return cache
+
+
+def kept_callback(
+    signature: Any, stamp: object = None, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator like `numba.cfunc` that caches machine code for later processes.
 
     Args:
         signature: Signature of the C function.
+        stamp: As of `kept`.
         **options: Options of `numba.cfunc`.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         parts = sigutils.normalize_signature(signature)
         callback: Any = ccallback.CFunc(function, parts, locals={}, options=options)
-        callback._cache = _Cache(function)
+        callback._cache = _stamped(function, stamp)
         callback.compile()
         return callback
 

@@ -41,8 +41,8 @@ from flowkv.policy.scheduling import (
     Scheduler,
     Turn,
     Turns,
+    Worth,
 )
-from flowkv.policy.scheduling.turns import Worth
 
 
 class RunningRequest(Job):

@@ -5,30 +5,26 @@ Importing this package imports neither Triton nor numba; a backend is loaded by 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from flowkv.kernels.cascade import cascade_attention, plan_cascade
-    from flowkv.kernels.dispatch import (
-        append,
-        checking,
-        checksum,
-        copy_pages,
-        digest_pages,
-        drop_tokens,
-        gather_dense,
-        gather_pages,
-        merge,
-        paged_attention,
-        prepare_decode,
-        reposition,
-        rotations,
-        scatter_pages,
-        stripe_part,
-        transcode,
-    )
-    from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
+from flowkv.kernels.cascade import cascade_attention, plan_cascade
+from flowkv.kernels.dispatch import (
+    append,
+    checking,
+    checksum,
+    copy_pages,
+    digest_pages,
+    drop_tokens,
+    gather_dense,
+    gather_pages,
+    merge,
+    paged_attention,
+    prepare_decode,
+    reposition,
+    rotations,
+    scatter_pages,
+    stripe_part,
+    transcode,
+)
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 
 __all__ = [
     "Pages",
@@ -54,20 +50,6 @@ __all__ = [
     "stripe_part",
     "transcode",
 ]
-_HOMES = {
-    "cascade_attention": "cascade",
-    "plan_cascade": "cascade",
-} | dict.fromkeys(("Pages", "Ragged", "Rotary", "Scoring"), "operands")
-"""Modules of the names that are not in `dispatch`."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _HOMES.get(name, "dispatch")
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

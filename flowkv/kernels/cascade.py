@@ -208,9 +208,6 @@ def _like(batch: Ragged, values: object) -> torch.Tensor:
     return sent(torch.from_numpy(np.asarray(values, np.int32)), batch.table.device)
 
 
-Partial = tuple[torch.Tensor, torch.Tensor]
-
-
 def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to one call
     q: torch.Tensor,
     pages: Pages,
@@ -275,12 +272,6 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
     )
     check_scoring(how, q, pages, batch)
     backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
-    return _attend(backend, q, pages, batch, shared, how)
-
-
-def _attend(
-    backend: str, q: torch.Tensor, pages: Pages, batch: Ragged, shared: Cascade, how: Scoring
-) -> torch.Tensor | Partial:
     attend = resolve("paged_attention", lossiest(pages), backend)
     if shared.prefix is None:
         return attend(q, pages, batch, how)

@@ -19,7 +19,7 @@ import torch
 
 from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK, PageLayout
-from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring, Side
 from flowkv.kernels.registry import ANY, resolve
 
 _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -322,7 +322,8 @@ def copy_pages(
         raise GeometryError(
             f"{len(source)} sources, {len(target)} targets", "Pass a target for every source"
         )
-    resolve("copy_pages", ANY, backend or choose(arena.device))(arena, source, target, granules)
+    backend = backend or choose(arena.device)
+    move_pages(Side(arena, source), Side(arena, target), len(source), granules, backend=backend)
 
 
 def gather_pages(
@@ -356,11 +357,9 @@ def gather_pages(
         GeometryError: An operand has the wrong shape, dtype or device.
         ConfigError: The backend does not exist.
     """
-    _check_staged(arena, granules, part, "out", out, lines, source=source)
-    move = resolve("gather_pages", ANY, backend or choose(arena.device))
-    if digests is not None:
-        _check_digests(digests, arena, len(source), part[1] if part else granules)
-    move(arena, source, granules, out, part, lines, digests)
+    pages, count = _part_of(arena, granules, part, source=source)
+    _check_staged(arena, source, count, "out", out, lines)
+    _move(arena, pages, Side(out, lines), count, digests, backend)
 
 
 def scatter_pages(
@@ -394,11 +393,9 @@ def scatter_pages(
         GeometryError: An operand has the wrong shape, dtype or device.
         ConfigError: The backend does not exist.
     """
-    _check_staged(arena, granules, part, "data", data, lines, target=target)
-    move = resolve("scatter_pages", ANY, backend or choose(arena.device))
-    if digests is not None:
-        _check_digests(digests, arena, len(target), part[1] if part else granules)
-    move(arena, target, granules, data, part, lines, digests)
+    pages, count = _part_of(arena, granules, part, target=target)
+    _check_staged(arena, target, count, "data", data, lines)
+    _move(arena, Side(data, lines), pages, count, digests, backend)
 
 
 def digest_pages(
@@ -428,9 +425,33 @@ def digest_pages(
         GeometryError: An operand has the wrong shape, dtype or device.
         ConfigError: The backend does not exist.
     """
-    _check_stripes(_check_part(arena, granules, part, source=source), stripes)
-    digest = resolve("digest_pages", ANY, backend or choose(arena.device))
-    return digest(arena, source, granules, stripes, part)
+    pages, count = _part_of(arena, granules, part, source=source)
+    digests = arena.new_empty(len(source), max(stripes, 0), 2, dtype=torch.int64)
+    _move(arena, pages, None, count, digests, backend)
+    return digests
+
+
+def move_pages(
+    source: Side,
+    target: Side | None,
+    count: int,
+    granules: int,
+    digests: torch.Tensor | None = None,
+    *,
+    backend: str,
+) -> None:
+    """Copy pages from one side to another, digest their stripes in the same pass, or do both.
+
+    Args:
+        source: Pages to read; it or the target lists places.
+        target: Memory to write; None to digest pages in place.
+        count: Number of pages.
+        granules: Granules of each to move.
+        digests: int64 `[count, stripes, 2]`, contiguous; filled with the digests (NH-128,
+            `flowkv.core.digest`) of the stripes, equal parts of the moved bytes.
+        backend: "reference", "cpu" or "triton".
+    """
+    resolve("move_pages", ANY, backend)(source, target, count, granules, digests)
 
 
 def drop_tokens(
@@ -464,7 +485,7 @@ def drop_tokens(
     check_granules(arena, layout.granules, source=source, target=target)
     kept = keep.shape[-1] if keep.dim() else 0
     shape = layout.layers, layout.kv_heads, kept
-    check_lines("keep", keep, shape, arena.device, 0, len(source) * layout.page_size)
+    check_lines("keep is", keep, shape, arena.device, 0, len(source) * layout.page_size)
     if len(target) != -(-kept // layout.page_size):
         raise GeometryError(
             f"{len(target)} pages for {kept} tokens",
@@ -480,9 +501,10 @@ def stripe_part(layout: PageLayout, layer: int, layers: int = 1) -> tuple[int, i
     return layer * stripe, layers * stripe
 
 
-def _check_part(
+def _part_of(
     arena: torch.Tensor, granules: int, part: tuple[int, int] | None, **lists: torch.Tensor
-) -> int:
+) -> tuple[Side, int]:
+    """Return the part of each page that is moved, and its granules."""
     check_granules(arena, granules, **lists)
     first, count = part or (0, granules)
     if first < 0 or count < 0 or first + count > granules:
@@ -490,57 +512,44 @@ def _check_part(
             f"part ({first}, {count}) of pages of {granules} granules",
             "Pass (first granule, granules) within the page, as stripe_part() returns",
         )
-    return count
+    (places,) = lists.values()
+    return Side(arena[GRANULE_BYTES * first :], places), count
+
+
+def _move(
+    arena: torch.Tensor,
+    source: Side,
+    target: Side | None,
+    granules: int,
+    digests: torch.Tensor | None,
+    backend: str | None,
+) -> None:
+    """Check the digests and move; one of the sides lies in the arena."""
+    (count,) = {len(side.places) for side in (source, target) if side and side.places is not None}
+    if digests is not None:
+        stripes = digests.shape[1] if digests.dim() == 3 else 0
+        _check("digests are", digests, torch.int64, (count, stripes, 2), arena.device, dense=True)
+        if stripes < 1 or granules % stripes:
+            raise GeometryError(
+                f"{granules} granules in {stripes} stripes", "Use stripes of equal whole granules"
+            )
+    move_pages(source, target, count, granules, digests, backend=backend or choose(arena.device))
 
 
 def _check_staged(
     arena: torch.Tensor,
+    places: torch.Tensor,
     granules: int,
-    part: tuple[int, int] | None,
     name: str,
     staging: torch.Tensor,
     lines: torch.Tensor | None,
-    **lists: torch.Tensor,
 ) -> None:
-    count = _check_part(arena, granules, part, **lists)
-    (places,) = lists.values()
     if lines is None:
-        check_staging(name, staging, arena, len(places), count)
+        check_staging(name, staging, arena, len(places), granules)
         return
-    granules_there = staging.numel() // GRANULE_BYTES
-    check_staging(name, staging[None] if staging.dim() == 1 else staging, arena, 1, granules_there)
-    plain = lines.dtype is torch.int32 and lines.shape == places.shape
-    if not plain or lines.device != arena.device:
-        raise GeometryError(
-            f"lines are {lines.dtype} {tuple(lines.shape)} on {lines.device}",
-            f"Make them torch.int32 [{len(places)}] on {arena.device}",
-        )
-    if _depth and lines.numel():
-        low, high = int(lines.min()), int(lines.max())
-        _need(
-            low >= 0 and high <= granules_there - count,
-            f"lines begin at granules {low} to {high} of {granules_there}",
-            f"Leave room for {count} granules behind each",
-        )
-
-
-def _check_stripes(granules: int, stripes: int) -> None:
-    if stripes < 1 or granules % stripes:
-        raise GeometryError(
-            f"{granules} granules in {stripes} stripes",
-            "Use stripes of equal whole granules",
-        )
-
-
-def _check_digests(digests: torch.Tensor, arena: torch.Tensor, n: int, granules: int) -> None:
-    stripes = digests.shape[1] if digests.dim() == 3 else 0
-    plain = digests.dtype is torch.int64 and digests.is_contiguous()
-    if digests.shape != (n, stripes, 2) or not plain or digests.device != arena.device:
-        raise GeometryError(
-            f"digests are {digests.dtype} {tuple(digests.shape)} on {digests.device}",
-            f"Make them contiguous torch.int64 [{n}, stripes, 2] on {arena.device}",
-        )
-    _check_stripes(granules, stripes)
+    there = staging.numel() // GRANULE_BYTES
+    check_staging(name, staging[None] if staging.dim() == 1 else staging, arena, 1, there)
+    check_lines("lines are", lines, places.shape, arena.device, 0, there - granules + 1)
 
 
 # Rotation of keys to other positions, for pages that are reused behind another prefix.
@@ -622,7 +631,7 @@ def reposition(
             "Count layers within their group, from 0, or pass None for all",
         )
     check_rotary(rope, layout, arena.device, 0)
-    check_lines("turns", turns, pages.shape, arena.device, -1, rope.cos.shape[0])
+    check_lines("turns are", turns, pages.shape, arena.device, -1, rope.cos.shape[0])
     backend = backend or choose(arena.device, page_dtype=layout.dtype)
     resolve("reposition", layout.codec, backend)(arena, pages, turns, rope, layout, layer)
 
@@ -686,6 +695,26 @@ def is_checking() -> bool:
 def _need(condition: bool, problem: str, remedy: str) -> None:
     if not condition:
         raise GeometryError(problem, remedy)
+
+
+def _check(
+    what: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    device: torch.device,
+    *,
+    dense: bool = False,
+    pinned: bool = False,
+) -> None:
+    """Check an operand: `what` names it, with a verb; it may be pinned memory beside a GPU."""
+    place = x.device == device or (pinned and device.type == "cuda" and x.is_pinned())
+    if x.dtype is not dtype or x.shape != tuple(shape) or not place or dense > x.is_contiguous():
+        raise GeometryError(
+            f"{what} {x.dtype} {tuple(x.shape)} on {x.device}",
+            f"Make it {'contiguous ' * dense}{dtype} {list(shape)} on {device}"
+            + " or in pinned memory" * pinned,
+        )
 
 
 def check_packed(name: str, x: torch.Tensor, pages: Pages, heads: int, dim: int) -> None:
@@ -811,27 +840,18 @@ def check_scoring(how: Scoring, q: torch.Tensor, pages: Pages, batch: Ragged) ->
             "Pass positive values, or None for neither",
         )
     if how.tree is not None:
+        _check("tree is", how.tree, torch.int64, q.shape[:1], q.device)
         _need(
-            how.tree.dtype is torch.int64
-            and how.tree.shape == q.shape[:1]
-            and how.tree.device == q.device
-            and batch.most_new <= 64,
-            f"tree is {how.tree.dtype} {tuple(how.tree.shape)}, {batch.most_new} new tokens",
-            f"Make it torch.int64 [{q.shape[0]}] on {q.device}, for at most 64 new tokens a row",
+            batch.most_new <= 64,
+            f"a tree of {batch.most_new} new tokens",
+            "Draft at most 64 tokens a row",
         )
     if how.mass is not None:
-        layout, mass = pages.layout, how.mass
-        least = batch.rows.shape[0], -(-batch.most_length // layout.page_size), layout.kv_heads
-        _need(
-            mass.dtype is torch.float32
-            and mass.dim() == 3
-            and mass.is_contiguous()
-            and mass.device == q.device
-            and mass.shape[::2] == least[::2]
-            and mass.shape[1] >= least[1],
-            f"mass is {mass.dtype} {tuple(mass.shape)} on {mass.device}",
-            f"Make it contiguous float32 {list(least)} on {q.device}",
-        )
+        size, mass = pages.layout.page_size, how.mass
+        least = [batch.rows.shape[0], -(-batch.most_length // size), pages.layout.kv_heads]
+        if mass.dim() == 3:  # there may be more pages than needed
+            least[1] = max(least[1], mass.shape[1])
+        _check("mass is", mass, torch.float32, least, q.device, dense=True)
     _need(
         how.causal or (how.window is None and how.tree is None and how.alibi is None),
         "cross-attention with a window, a tree or ALiBi",
@@ -847,20 +867,10 @@ def check_granules(arena: torch.Tensor, granules: int, **lists: torch.Tensor) ->
             arena.
     """
     check_arena(arena)
+    last = arena.numel() // GRANULE_BYTES - granules
+    remedy = "Take granules from the pool that owns this arena"
     for name, x in lists.items():
-        if x.dtype is not torch.int32 or x.dim() != 1 or x.device != arena.device:
-            raise GeometryError(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
-                f"Make it a torch.int32 vector on {arena.device}",
-            )
-        if _depth and x.numel():
-            last = arena.numel() // GRANULE_BYTES - granules
-            low, high = int(x.min()), int(x.max())
-            _need(
-                low >= 0 and high <= last,
-                f"{name} holds granules {low} to {high}, pages begin at 0 to {last}",
-                "Take granules from the pool that owns this arena",
-            )
+        check_lines(f"{name} is", x, (x.numel(),), arena.device, 0, last + 1, remedy)
 
 
 def check_staging(name: str, x: torch.Tensor, arena: torch.Tensor, n: int, granules: int) -> None:
@@ -871,17 +881,8 @@ def check_staging(name: str, x: torch.Tensor, arena: torch.Tensor, n: int, granu
     Raises:
         GeometryError: The shape, dtype, layout or device is wrong.
     """
-    width = granules * GRANULE_BYTES
-    if (
-        x.dtype is not torch.uint8
-        or x.shape != (n, width)
-        or not x.is_contiguous()
-        or (x.device != arena.device and not (arena.is_cuda and x.is_pinned()))
-    ):
-        raise GeometryError(
-            f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
-            f"Make it contiguous torch.uint8 [{n}, {width}] on {arena.device} or in pinned memory",
-        )
+    shape = n, granules * GRANULE_BYTES
+    _check(f"{name} is", x, torch.uint8, shape, arena.device, dense=True, pinned=True)
 
 
 def _check_pages(pages: Pages, batch: Ragged, tokens: int | None, writes: bool) -> None:
@@ -934,19 +935,9 @@ def check_rotary(rope: Rotary, layout: PageLayout, device: torch.device, lines: 
     Raises:
         GeometryError: A shape, dtype or device is wrong, or there are too few lines.
     """
-    cos, sin = rope.cos, rope.sin
-    for name, x in (("cos", cos), ("sin", sin)):
-        if (
-            x.dtype is not torch.float32
-            or x.dim() != 2
-            or x.shape != cos.shape
-            or not x.is_contiguous()
-            or x.device != device
-        ):
-            raise GeometryError(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
-                f"Make cos and sin contiguous torch.float32 [positions, R/2] on {device}",
-            )
+    cos, shape = rope.cos, (*rope.cos.shape, 1, 1)[:2]  # [positions, R/2]
+    for what, x in (("cos is", cos), ("sin is", rope.sin)):
+        _check(what, x, torch.float32, shape, device, dense=True)
     if cos.shape[0] < lines:
         raise GeometryError(
             f"{cos.shape[0]} lines of rotations for {lines} positions",
@@ -965,21 +956,25 @@ def check_rotary(rope: Rotary, layout: PageLayout, device: torch.device, lines: 
 
 
 def check_lines(
-    name: str, x: torch.Tensor, shape: Sequence[int], device: torch.device, low: int, end: int
+    what: str,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    device: torch.device,
+    low: int,
+    end: int,
+    remedy: str = "Pass numbers within these bounds",
 ) -> None:
     """Check a list of numbers from `low` to `end` - 1; their values only while `checking`.
 
     Raises:
         GeometryError: A shape, dtype or device is wrong, or (while `checking`) a number is outside.
     """
-    if x.dtype is not torch.int32 or x.shape != tuple(shape) or x.device != device:
-        raise GeometryError(
-            f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
-            f"Make it torch.int32 {list(shape)} on {device}",
-        )
+    _check(what, x, torch.int32, shape, device)
     if is_checking() and x.numel():
         least, most = int(x.min()), int(x.max())
-        if least < low or most >= end:
-            raise GeometryError(
-                f"{name} holds {least} to {most}", f"Pass numbers from {low} to {end - 1}"
-            )
+        name = what.partition(" ")[0]
+        _need(
+            low <= least and most < end,
+            f"{name} holds {least} to {most}, numbers from {low} to {end - 1} fit",
+            remedy,
+        )

@@ -37,11 +37,6 @@ def by_channel(x: torch.Tensor, levels: int = 15) -> torch.Tensor:
     return torch.maximum(rounded, clamped.expand_as(x)) + U * largest
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
-    """Return the transform of kv4h in float64, which is all but exact beside float32."""
-    return reference_codec.rotate(x.double())
-
-
 def turning(x: torch.Tensor) -> float:
     """Return the relative change of a token's norm, of `[..., P, D]`, by a float32 transform."""
     block = x.shape[-1] & -x.shape[-1]
@@ -51,7 +46,8 @@ def turning(x: torch.Tensor) -> float:
 def by_rotation(x: torch.Tensor, levels: int = 7) -> torch.Tensor:
     """Return the error bound of kv4h's keys per token of `[..., P, D]`, as a Euclidean norm."""
     norm, lost = x.norm(dim=-1), turning(x)
-    most = turned(x).abs().amax(-1) + lost * norm
+    # The transform in float64 is all but exact beside float32.
+    most = reference_codec.rotate(x.double()).abs().amax(-1) + lost * norm
     each = most / levels / 2 * (1 + U) * (1 + U_HALF) + TINY / 2 + 3 * U * most
     each = torch.maximum(each, most * (U_HALF + U) + levels * TINY)
     coded = each * math.sqrt(x.shape[-1])

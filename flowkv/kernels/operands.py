@@ -40,6 +40,18 @@ class Pages(NamedTuple):
     sealed: tuple[PageLayout, ...] = ()
 
 
+class Side(NamedTuple):
+    """One side of a move of pages: memory, and where each page begins in it.
+
+    Attributes:
+        data: Contiguous uint8: an arena from the moved part's first granule on, or staging.
+        places: int32 `[n]`, granules at which the pages begin. None: one after the other.
+    """
+
+    data: torch.Tensor
+    places: torch.Tensor | None
+
+
 class Ragged(NamedTuple):
     """Rows of one step. Planned once per step and group, read by every layer.
 

@@ -12,7 +12,7 @@ import torch
 from flowkv.core.digest import FIRST, KEYS, SECOND, STEP, WORDS
 from flowkv.core.geometry import GRANULE_BYTES, PageLayout, codec_of, granule_of
 from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE
-from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring, Side
 
 # Reference of the codecs: every byte of a sealed page, in plain torch, on any device.
 #
@@ -339,16 +339,15 @@ def append(
     keys, values = page_views(pages)
     size = pages.layout.page_size
     for granules, length, new in spans(batch):
-        first = length - (new.stop - new.start)
-        for position in range(first, length):
-            g, t, n = granules[position // size], position % size, new.start + position - first
-            if rope is None:
-                keys[g, :, t] = k[n].to(keys.dtype)
-            else:
+        for n, position in enumerate(range(length - (new.stop - new.start), length), new.start):
+            at = granules[position // size], slice(None), position % size
+            key = k[n].to(keys.dtype)
+            if rope is not None:
                 line = rope.cos[position], rope.sin[position]
-                keys[g, :, t] = rotated(k[n], *line, rope, keys.dtype)
+                key = rotated(k[n], *line, rope, keys.dtype)
+            keys[at] = key
             if not pages.layout.latent:
-                values[g, :, t] = v[n].to(values.dtype)
+                values[at] = v[n].to(values.dtype)
 
 
 def pages_of(pages: Pages, ids: list[int]) -> Partial:
@@ -472,103 +471,43 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
     return dense[0], dense[1]
 
 
-def _frames(arena: torch.Tensor, granules: int) -> torch.Tensor:
-    """Return an overlapping view of an arena by starting granule: `[g, granules * 4096]`."""
-    starts = max(0, arena.numel() // GRANULE_BYTES - granules + 1)
-    size, stride = (starts, granules * GRANULE_BYTES), (GRANULE_BYTES, 1)
-    return arena.as_strided(size, stride, arena.storage_offset())
-
-
-def _pages_parts(frames: torch.Tensor, part: tuple[int, int] | None) -> torch.Tensor:
-    """Return the same (offset, count) of granules of every frame."""
-    if part is None:
-        return frames
-    first, count = part
-    return frames[:, first * GRANULE_BYTES : (first + count) * GRANULE_BYTES]
-
-
-def copy_pages(
-    arena: torch.Tensor, source: torch.Tensor, target: torch.Tensor, granules: int
-) -> None:
-    """Copy pages of `granules` granules within the arena; no target overlaps another or a source.
-
-    Args:
-        arena: uint8 `[bytes]`.
-        source: int32 `[n]`, granules at which the pages begin.
-        target: int32 `[n]`, granules at which their copies begin.
-        granules: Granules of a page.
-    """
-    frames = _frames(arena, granules)
-    for a, b in zip(source.tolist(), target.tolist(), strict=True):
-        frames[b] = frames[a]
-
-
-def gather_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
+def move_pages(
+    source: Side,
+    target: Side | None,
+    count: int,
     granules: int,
-    out: torch.Tensor,
-    part: tuple[int, int] | None = None,
-    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy pages of the arena, or a `part` of each, to the lines of `out`, uint8 `[n, bytes]`."""
-    frames, to = _pages_parts(_frames(arena, granules), part), _lines(out, lines, granules, part)
-    for line, g in zip(to, source.tolist(), strict=True):
-        line.copy_(frames[g])
+    """Copy pages, digest their stripes, or both; see `dispatch.move_pages`."""
+    pages = _pages_at(source, count, granules)
     if digests is not None:
-        digests.copy_(digest_pages(arena, source, granules, digests.shape[1], part))
+        for n, page in enumerate(pages):
+            digests[n] = _digests_of(page, digests.shape[1])
+    if target is not None:
+        for to, page in zip(_pages_at(target, count, granules), pages, strict=True):
+            to.copy_(page)
 
 
-def scatter_pages(
-    arena: torch.Tensor,
-    target: torch.Tensor,
-    granules: int,
-    data: torch.Tensor,
-    part: tuple[int, int] | None = None,
-    lines: torch.Tensor | None = None,
-    digests: torch.Tensor | None = None,
-) -> None:
-    """Copy the lines of `data`, uint8 `[n, bytes]`, to pages of the arena, or to `part` of each."""
-    frames, of = _pages_parts(_frames(arena, granules), part), _lines(data, lines, granules, part)
-    for line, g in zip(of, target.tolist(), strict=True):
-        frames[g] = line
-    if digests is not None:
-        digests.copy_(digest_pages(arena, target, granules, digests.shape[1], part))
+def _pages_at(side: Side, count: int, granules: int) -> list[torch.Tensor]:
+    """Return views of the bytes of each page."""
+    dense = [n * granules for n in range(count)]
+    starts = dense if side.places is None else side.places.tolist()
+    memory = side.data.view(-1)
+    return [memory[GRANULE_BYTES * at :][: GRANULE_BYTES * granules] for at in starts]
 
 
-def _lines(
-    staging: torch.Tensor, lines: torch.Tensor | None, granules: int, part: tuple[int, int] | None
-) -> list[torch.Tensor]:
-    """Return the lines of a staging tensor: at granules of it, or one after the other."""
-    if lines is None:
-        return list(staging)
-    n_bytes = (part or (0, granules))[1] * GRANULE_BYTES
-    return [staging[GRANULE_BYTES * at :][:n_bytes] for at in lines.tolist()]
-
-
-def digest_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
-    granules: int,
-    stripes: int,
-    part: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """Return the digests of the stripes of pages; see `dispatch.digest_pages`."""
-    frames = _pages_parts(_frames(arena, granules), part)
-    keys = torch.from_numpy(KEYS.view(np.int64)).to(arena.device)
-    digests = arena.new_empty(len(source), stripes, 2, dtype=torch.int64)
-    for n, g in enumerate(source.tolist()):
-        words = frames[g].clone().view(torch.int64).view(stripes, -1, 1, WORDS)
-        x = words + keys  # [stripes, granules of a stripe, 2, WORDS]
-        h, k = ((x & 0xFFFFFFFF) * _shifted(x, 32)).sum(-1).unbind(-1)
-        place = torch.arange(1, h.shape[1] + 1, device=arena.device) * _signed(STEP)
-        u = _mixed(h + place)
-        one, two = u.sum(1), _mixed(k + u).sum(1)
-        n_bytes = h.shape[1] * GRANULE_BYTES
-        low = _mixed(one + two + (torch.full_like(one, n_bytes + 1) * _signed(STEP)))
-        digests[n] = torch.stack((low, _mixed(two + low)), -1)
-    return digests
+def _digests_of(page: torch.Tensor, stripes: int) -> torch.Tensor:
+    """Return the digests of the stripes of a page (`core.digest`), int64 `[stripes, 2]`."""
+    keys = torch.from_numpy(KEYS.view(np.int64)).to(page.device)
+    words = page.clone().view(torch.int64).view(stripes, -1, 1, WORDS)
+    x = words + keys  # [stripes, granules of a stripe, 2, WORDS]
+    h, k = ((x & 0xFFFFFFFF) * _shifted(x, 32)).sum(-1).unbind(-1)
+    place = torch.arange(1, h.shape[1] + 1, device=page.device) * _signed(STEP)
+    u = _mixed(h + place)
+    one, two = u.sum(1), _mixed(k + u).sum(1)
+    n_bytes = h.shape[1] * GRANULE_BYTES
+    low = _mixed(one + two + (torch.full_like(one, n_bytes + 1) * _signed(STEP)))
+    return torch.stack((low, _mixed(two + low)), -1)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:

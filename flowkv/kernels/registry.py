@@ -33,10 +33,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "reposition": (_RAW, "cpu.operations", "triton.move"),
     "transcode": (CODECS, "cpu.operations", "triton.codec"),
     "checksum": ((ANY,), "cpu.operations", "triton.move"),
-    "digest_pages": ((ANY,), "cpu.operations", "triton.move"),
-    "copy_pages": ((ANY,), "cpu.operations", "triton.move"),
-    "gather_pages": ((ANY,), "cpu.operations", "triton.move"),
-    "scatter_pages": ((ANY,), "cpu.operations", "triton.move"),
+    "move_pages": ((ANY,), "cpu.operations", "triton.move"),
 }
 IMPLEMENTATIONS: dict[tuple[str, str], dict[str, str]] = {
     (op, codec): {

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -227,6 +227,17 @@ class Policy(ABC):
     @abstractmethod
     def digest(self) -> int:
         """Return a 64-bit rolling hash of every decision so far."""
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """Policy that can start from the learned model of another one of its kind."""
+
+    def save_model(self) -> bytes:
+        """Return the learned model; empty if there is none."""
+
+    def load_model(self, saved: bytes) -> None:
+        """Start from a saved model, as a weak prior that observations soon outweigh."""
 
 
 def counts_pins(policy: Policy) -> bool:

@@ -12,26 +12,8 @@ from numpy.typing import NDArray
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
 from flowkv.policy.hazard.compiled import learner_on, rekey
 from flowkv.policy.hazard.index import HazardIndex
-from flowkv.policy.order.compiled import (
-    CLOCK,
-    COUNT,
-    DIGEST,
-    ETA,
-    KNOWN,
-    LISTS,
-    MODE,
-    TAU,
-    Array,
-    attend,
-    delist,
-    enlist,
-    enlist_behind,
-    fold,
-    inner,
-    kernel,
-    order_on,
-    reorder,
-)
+from flowkv.policy.order import compiled
+from flowkv.policy.order.compiled import Array, inner, kernel
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 # Plain LRU is simulated without blocks by a ring of as many slots as fit, newest first, a block
@@ -43,7 +25,7 @@ RING = np.dtype([("before", np.int32), ("after", np.int32), ("held", np.int32)])
 # blocks so far; hits here less hits in the ring; whether the learned order may decide. The head of
 # the ring comes last.
 HELD, NOW, LAST, ASKED, SURPLUS, MAY = range(6)
-BOOK_SIZE = LISTS + 1
+BOOK_SIZE = compiled.LISTS + 1
 
 # The learned order decides unless it has lost more than a stake: so many blocks, and one in so many
 # of all. LRU hands back once the traffic has restored part of the stake.
@@ -57,7 +39,7 @@ LEARNED, ASIDE = 0, 2
 @inner
 def drop(ring: Array, book: Array, s: int) -> None:
     """Take a block out of the ring."""
-    delist(ring, book, 0, s)
+    compiled.delist(ring, book, 0, s)
     ring[s].held = 0
     book[HELD] -= 1
 
@@ -73,7 +55,7 @@ def ask(nodes: Array, ring: Array, book: Array, slots: Array, now: int, room: in
         Whether the learned order may decide from now on.
     """
     while book[HELD] > room > 0:
-        drop(ring, book, ring[book[LISTS] - 1].before)
+        drop(ring, book, ring[book[compiled.LISTS] - 1].before)
     book[NOW], book[LAST] = now, -1
     for i in range(len(slots) - 1, -1, -1):  # the first block ends up newest
         s = slots[i]
@@ -84,7 +66,7 @@ def ask(nodes: Array, ring: Array, book: Array, slots: Array, now: int, room: in
         if held:
             drop(ring, book, s)
         if held or here:
-            enlist(ring, book, 0, s)
+            compiled.enlist(ring, book, 0, s)
             ring[s].held = 1
             book[HELD] += 1
             if book[LAST] < 0:
@@ -106,9 +88,9 @@ def bring(ring: Array, book: Array, slots: Array, parents: Array, now: int) -> N
             above = p
         if not ring[s].held:
             if above >= 0 and ring[above].held:
-                enlist_behind(ring, s, above)
+                compiled.enlist_behind(ring, s, above)
             else:
-                enlist(ring, book, 0, s)
+                compiled.enlist(ring, book, 0, s)
             ring[s].held = 1
             book[HELD] += 1
         above = s
@@ -125,22 +107,23 @@ def lose(ring: Array, book: Array, slots: Array) -> None:
 @kernel
 def follow(desk: Array, mode: int) -> None:
     """Switch the order to another mode, and sort every leaf by its new key."""
-    order = order_on(desk)
+    order = compiled.order_on(desk)
     nodes, heaps, state = order
-    state[MODE], state[TAU] = mode, mode == LEARNED  # 1 ns keeps a key, 0 is the last use
-    fold(state, DIGEST, mode)
+    state[compiled.MODE] = mode
+    state[compiled.TAU] = mode == LEARNED  # 1 ns keeps a key, 0 is the last use
+    compiled.fold(state, compiled.DIGEST, mode)
     for s in range(len(nodes)):
         if mode != LEARNED:
-            if nodes[s].marks & KNOWN:
+            if nodes[s].marks & compiled.KNOWN:
                 nodes[s].key = nodes[s].last
-                reorder(nodes, heaps, state, s)
+                compiled.reorder(nodes, heaps, state, s)
             continue
-        if nodes[s].marks & ETA:
-            nodes[s].marks &= ~ETA  # the index has the hints too
-            reorder(nodes, heaps, state, s)
-            attend(nodes, heaps, state, s)
+        if nodes[s].marks & compiled.ETA:
+            nodes[s].marks &= ~compiled.ETA  # the index has the hints too
+            compiled.reorder(nodes, heaps, state, s)
+            compiled.attend(nodes, heaps, state, s)
         if nodes[s].birth != 0 and nodes[s].kids == 0:
-            rekey(order, learner_on(desk), s, state[CLOCK])
+            rekey(order, learner_on(desk), s, state[compiled.CLOCK])
 
 
 class Hedge(HazardIndex):
@@ -274,7 +257,7 @@ class Hedge(HazardIndex):
     @property
     def _learned(self) -> bool:
         """Whether the learned index decides."""
-        return bool(self._state[MODE] == LEARNED)
+        return bool(self._state[compiled.MODE] == LEARNED)
 
     def _turn(self, learned: bool) -> None:
         """Let the learned index decide, or LRU."""
@@ -289,7 +272,7 @@ class Hedge(HazardIndex):
         self._evictions += 1
         if self._evictions % EPOCH == 0:
             self._left = [0, self._left[0]]
-        self._left[0] = max(self._left[0], int(self._state[COUNT]), 1)
+        self._left[0] = max(self._left[0], int(self._state[compiled.COUNT]), 1)
 
     def _grow(self, room: int) -> None:
         super()._grow(room)

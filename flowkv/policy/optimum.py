@@ -169,8 +169,7 @@ class Optimum(LeafOrder):
     name = "opt"
 
     def __init__(self, **options: object) -> None:
-        self.config = configure(OptimumConfig, self.name, options)
-        super().__init__(leases=self.config)
+        super().__init__(leases=configure(OptimumConfig, self.name, options))
         self._offsets = self._uses = NO_SLOTS
         self._requests = 0
         self._chain, self._due = NO_SLOTS, NO_SLOTS  # this request's blocks so far; its uses

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
-from flowkv.policy.base import NO_SLOTS, NO_VISIT, Lease, Policy, Slots, Visit, counts_pins
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, Learner, Policy, Slots, Visit, counts_pins
 
 # Quotas of tenants, and their holdings.
 
@@ -56,16 +57,10 @@ class TenantAccount:
         self.largest = 1
         self.pins = counts_pins(policy)
 
-    def learned(self) -> bytes:
-        """Return the model that the policy has learned; empty if it does not learn."""
-        save: Callable[[], bytes] | None = getattr(self.policy, "save_model", None)
-        return b"" if save is None else save()
-
     def load_model(self, saved: bytes) -> None:
         """Load a model that the policy learned elsewhere, if the policy learns."""
-        load: Callable[[bytes], None] | None = getattr(self.policy, "load_model", None)
-        if load is not None:
-            load(saved)
+        if isinstance(self.policy, Learner):
+            self.policy.load_model(saved)
 
     @property
     def spare(self) -> int:
@@ -152,7 +147,8 @@ class Tenants(Policy):
 
     def save_model(self) -> bytes:
         """Return the learned models of all tenants' policies, for `load_model` elsewhere."""
-        learned = {tenant: account.learned() for tenant, account in self._accounts.items()}
+        policies = {tenant: account.policy for tenant, account in self._accounts.items()}
+        learned = {t: p.save_model() for t, p in policies.items() if isinstance(p, Learner)}
         known = {tenant: model for tenant, model in learned.items() if model}
         return msgspec.msgpack.encode(self._models | known)
 
@@ -174,20 +170,10 @@ class Tenants(Policy):
 
     # ---- what happens
 
-    def insert(
-        self,
-        now_ns: int,
-        slots: Slots,
-        parents: Slots,
-        *,
-        n_bytes: int = 1,
-        cost_ns: int = 0,
-        lease: str | Lease = "",
-        tenant: int = 0,
-    ) -> None:
-        """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1."""
-        now_ns, payer = self._clock(now_ns), self._payer(tenant)
-        account = self._account(payer)
+    def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
+        """Add blocks of a tenant; those of another one remain its own and are accessed."""
+        now_ns, payer = self._clock(now_ns), self._payer(said.get("tenant", 0))
+        account, n_bytes = self._account(payer), said.get("n_bytes", 1)
         if len(slots):
             self._tell(payer, account)
         owner, here = self._owner, self._here
@@ -205,8 +191,7 @@ class Tenants(Policy):
             if here[s][0] >= 0:
                 self._below.setdefault(here[s][0], set()).add(s)
         mine = np.array([owner[s] == payer for s in slots.tolist()], np.bool_)
-        said = {"n_bytes": n_bytes, "cost_ns": cost_ns, "lease": lease, "tenant": tenant}
-        account.policy.insert(now_ns, slots[mine], parents[mine], **said)  # type: ignore[arg-type]
+        account.policy.insert(now_ns, slots[mine], parents[mine], **said)
         for t, theirs in self._parts(slots[~mine]):
             self._accounts[t].policy.access(now_ns, theirs)
         self._tell_queued(now_ns)

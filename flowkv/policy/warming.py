@@ -14,15 +14,17 @@ import math
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flowkv.compiled import compile_process, machine_code
 from flowkv.core.errors import ConfigError
 from flowkv.policy import make_policy
-from flowkv.policy.base import NEVER_NS, NO_VISIT, Lease, Policy, Slots, Visit
+from flowkv.policy.base import NEVER_NS, NO_VISIT, Learner, Lease, Policy, Slots, Visit
 from flowkv.policy.order.compiled import SLOT_LIMIT
 from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots, no_slot
 
@@ -36,30 +38,19 @@ _MOST_USES = 64  # for a lease to reach the last use; a block that needs more is
 _log = logging.getLogger("flowkv")
 
 
+@dataclass(slots=True, eq=False)
 class _Resident:
     """Block, with the terms of its insert."""
 
-    __slots__ = (
-        "above",
-        "begun_ns",
-        "first_ns",
-        "last_ns",
-        "lease_ns",
-        "limit_ns",
-        "renewals",
-        "slot",
-        "terms",
-    )
-
-    def __init__(
-        self, slot: int, now_ns: int, terms: tuple[Any, ...], lease: Sequence[int]
-    ) -> None:
-        self.slot, self.terms = slot, terms
-        self.begun_ns = self.last_ns = now_ns
-        self.first_ns = self.lease_ns = lease[0]
-        self.limit_ns = now_ns + lease[1]
-        self.above: _Resident | None = None
-        self.renewals: dict[str | Lease, int] | None = None  # leases named later, with their times
+    slot: int
+    begun_ns: int
+    last_ns: int
+    first_ns: int
+    lease_ns: int
+    limit_ns: int
+    terms: dict[str, Any]
+    above: _Resident | None = None
+    renewals: dict[str | Lease, int] | None = None  # leases named later, with their times
 
 
 class Warming(Policy):
@@ -92,41 +83,31 @@ class Warming(Policy):
 
     # ---- what happens
 
-    def insert(
-        self,
-        now_ns: int,
-        slots: Slots,
-        parents: Slots,
-        *,
-        n_bytes: int = 1,
-        cost_ns: int = 0,
-        lease: str | Lease = "",
-        tenant: int = 0,
-    ) -> None:
+    def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
         """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1."""
         slots, parents = as_slots(slots), as_slots(parents)
-        lease_ns: list[int] = self.policy.terms(slots, parents, lease, tenant).tolist()
+        lease, tenant = said.get("lease", ""), said.get("tenant", 0)
+        lease_ns, age_ns = self.policy.terms(slots, parents, lease, tenant)[:2].tolist()
         if len(slots) and not 0 <= slots.min() <= slots.max() < SLOT_LIMIT:
             raise no_slot()
         now, order, expired = self._tick(now_ns), self._order, self._expired
-        terms = n_bytes, cost_ns, lease, tenant
         for slot, parent in zip(slots.tolist(), parents.tolist(), strict=True):
             if slot in expired:
                 self._drop(slot)
             above = None if parent in expired else order.get(parent)
             block = order.get(slot)
             if block is None:
-                block = order[slot] = _Resident(slot, now, terms, lease_ns)
-                block.above = above
+                times = now, now, lease_ns, lease_ns, now + age_ns
+                order[slot] = _Resident(slot, *times, said, above)
                 continue
             if lease:
-                block.lease_ns = max(block.lease_ns, lease_ns[0])
-                block.limit_ns = max(block.limit_ns, now + lease_ns[1])
+                block.lease_ns = max(block.lease_ns, lease_ns)
+                block.limit_ns = max(block.limit_ns, now + age_ns)
                 block.renewals = {**(block.renewals or {}), lease: now}
             if self._above(block) is None and block not in self._chain(above):
                 block.above = above
-        if len(slots) and min(lease_ns[:2]) < NEVER_NS:
-            self._due_ns = min(self._due_ns, now + min(lease_ns[:2]))
+        if len(slots) and min(lease_ns, age_ns) < NEVER_NS:
+            self._due_ns = min(self._due_ns, now + min(lease_ns, age_ns))
         self._use(slots.tolist(), now)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
@@ -169,7 +150,7 @@ class Warming(Policy):
         """Expire all present blocks of a tenant at once, as if their leases had run out."""
         self._stale[tenant] = self._tick(now_ns)
         for block in self._order.values():
-            if block.terms[-1] == tenant:
+            if block.terms.get("tenant", 0) == tenant:
                 block.limit_ns, self._due_ns = now_ns - NEVER_NS, -math.inf
         self._tick(now_ns)
 
@@ -218,8 +199,9 @@ class Warming(Policy):
 
     def save_model(self) -> bytes:
         """Return the policy's model (before the switch the loaded one); empty if none."""
-        save: Callable[[], bytes] = getattr(self.policy, "save_model", bytes)
-        return self._brought if self.plain else save()
+        if isinstance(self.policy, Learner) and not self.plain:
+            return self.policy.save_model()
+        return self._brought
 
     def load_model(self, saved: bytes) -> None:
         """Load a saved model, if the policy learns.
@@ -227,9 +209,8 @@ class Warming(Policy):
         Raises:
             ConfigError: The model comes from another version or is damaged.
         """
-        load: Callable[[bytes], None] | None = getattr(self.policy, "load_model", None)
-        if load is not None:
-            load(saved)
+        if isinstance(self.policy, Learner):
+            self.policy.load_model(saved)
             self._brought, self._visits = saved, FEW_VISITS
 
     # ---- the order
@@ -329,21 +310,19 @@ class Warming(Policy):
             if above is not None and above.begun_ns > block.begun_ns:
                 again[""] = above.begun_ns  # the parent came later
             for lease, at_ns in again.items():
-                n_bytes, cost_ns, _, tenant = block.terms
-                told.append(_Told(at_ns, 0, [block], (n_bytes, cost_ns, lease, tenant)))
+                told.append(_Told(at_ns, 0, [block], block.terms | {"lease": lease}))
             last = block
         told += [_Told(at_ns, 1, blocks) for at_ns, blocks in between.items()]
-        told += [_Told(at_ns, 2, [], (tenant,)) for tenant, at_ns in self._stale.items()]
+        told += [_Told(at_ns, 2, [], {"tenant": tenant}) for tenant, at_ns in self._stale.items()]
         for now, kind, blocks, terms in sorted(told, key=lambda call: call[:2]):
             slots = as_slots([block.slot for block in blocks])
             if kind == 0:
                 parents = [-1 if b.above is None else b.above.slot for b in blocks]
-                said = dict(zip(("n_bytes", "cost_ns", "lease", "tenant"), terms, strict=True))
-                yield partial(policy.insert, now, slots, as_slots(parents), **said)
+                yield partial(policy.insert, now, slots, as_slots(parents), **terms)
             elif kind == 1:
                 yield partial(policy.access, now, slots)
             else:
-                yield partial(policy.invalidate, now, *terms)
+                yield partial(policy.invalidate, now, **terms)
         if self._pins:
             yield partial(policy.pin, as_slots(list(self._pins.elements())))
         for request, slots in self._queued.items():
@@ -356,7 +335,7 @@ class _Told(NamedTuple):
     now_ns: int
     kind: int
     blocks: list[_Resident]
-    terms: tuple[Any, ...] = ()
+    terms: Mapping[str, Any] = MappingProxyType({})
 
 
 # Compiled code: loaded by a thread, compiled by a process.

@@ -24,7 +24,6 @@ from flowkv.observe.timeline import (
     COMPUTING,
     LATENCIES,
     OpenReport,
-    RequestLane,
     Serving,
     Timeline,
     Timelines,
@@ -209,7 +208,9 @@ def _latencies(serving: Serving, told: dict[str, Any]) -> list[Any]:
 
 
 def _requests(serving: Serving) -> list[Any]:
-    series, lanes = serving.series, _lanes(serving)
+    series, open_ = serving.series, serving.lanes.under_way(serving.now_s)
+    over = [lane for lane in serving.lanes if lane.ended is not None]
+    lanes = sorted([*over, *open_], key=lambda lane: lane.request)
     if not lanes and not any(name in series.names for name in ("rows", "made")):
         return []
     begun_s = min([*(lane.started_s for lane in lanes), series.started_s])
@@ -236,12 +237,6 @@ def _requests(serving: Serving) -> list[Any]:
                 OverTime(caption, shown_s, {name: rate}, until_s, colours={name: colour}, height=84)
             )
     return parts
-
-
-def _lanes(serving: Serving) -> list[RequestLane]:
-    over = [lane for lane in serving.lanes if lane.ended is not None]
-    open_ = serving.lanes.under_way(serving.now_s)
-    return sorted([*over, *open_], key=lambda lane: lane.request)
 
 
 def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any]:

@@ -143,7 +143,6 @@ class Chart(Protocol):
 
     def draw(self) -> Picture:
         """Return the chart as a picture."""
-        ...
 
 
 @contextlib.contextmanager

@@ -208,9 +208,8 @@ def characterise(trace: Trace) -> Character:
 
 
 def _spread(values: NDArray[np.generic]) -> Percentiles:
-    if not len(values):
-        return Percentiles(0.0, 0.0, 0.0, 0.0)
-    return Percentiles(*np.percentile(values.astype(np.float64), (10, 50, 90, 99)).tolist())
+    some = values.astype(np.float64) if len(values) else np.zeros(1)
+    return Percentiles(*np.percentile(some, (10, 50, 90, 99)).tolist())
 
 
 def _reuses(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

@@ -176,7 +176,8 @@ def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
     columns, lengths = _columns(lines), np.array(list(map(len, ids)), np.int64)
     tokens = block_tokens or _tokens_of_blocks(path, columns["input_tokens"], lengths)
     pairs = wide(np.concatenate([*ids, np.empty(0, np.int64)]))
-    return build_trace(_stem(path), _nanoseconds(path, times), lengths, pairs, tokens, **columns)
+    stem = path.name.removesuffix(".zst").removesuffix(".jsonl").removesuffix(".json")
+    return build_trace(stem, _nanoseconds(path, times), lengths, pairs, tokens, **columns)
 
 
 def _columns(rows: Sequence[tuple[int, ...]]) -> dict[str, NDArray[np.int64]]:
@@ -215,13 +216,6 @@ def _ids(path: Path, numbers: list[int]) -> NDArray[np.int64]:
         return np.array(numbers, np.uint64).view(np.int64)
     except OverflowError:
         raise ConfigError(f"{path} has ids of more than 64 bits", REMEDY) from None
-
-
-def _stem(path: Path) -> str:
-    name = path.name
-    for ending in (".zst", ".jsonl", ".json"):
-        name = name.removesuffix(ending)
-    return name
 
 
 def _tokens_of_blocks(path: Path, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
@@ -354,9 +348,7 @@ def _sessions_ids(runs: list[Run], step: int) -> Ints:
 
 def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[np.uint64]:
     """Return ids in their session's space, except for blocks wholly within the prompts."""
-    pairs = np.empty((len(ids), 2), np.uint64)
-    pairs[:, 0], pairs[:, 1] = ids, own
-    first = 0
+    pairs, first = wide(ids, own), 0
     for space, end in zip(spaces, ends, strict=True):
         pairs[first:end, 0] = np.arange(first, min(end, len(ids)))
         pairs[first:end, 1] = space

@@ -108,7 +108,8 @@ class Draft:
         size = self.config.block_tokens
         spans = [(space, length // size) for space, length in prompts]
         rest = max(1, tokens // size) - sum(count for _, count in spans)
-        pairs = [_span(space, count) for space, count in [*spans, (own, max(0, rest))]]
+        spans.append((own, max(0, rest)))
+        pairs = [wide(np.arange(count), space) for space, count in spans]
         self._ids.append(np.concatenate(pairs))
         tenant = self.session % self.config.tenants
         length = len(self._ids[-1])
@@ -142,12 +143,6 @@ class Draft:
         ids, tokens = np.concatenate(self._ids), self.config.block_tokens
         columns = dict(zip(COLUMNS, table, strict=True))
         return build_trace(name, times_ns, lengths, ids, tokens, **columns)
-
-
-def _span(space: int, count: int) -> NDArray[np.uint64]:
-    pairs = np.empty((count, 2), np.uint64)
-    pairs[:, 0], pairs[:, 1] = np.arange(count), space
-    return pairs
 
 
 # Generated conversations: people who chat, agents, questions about documents.

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import refuse_unknown
 from flowkv.sim.trace import Trace
 
 Positive = Annotated[float, Meta(gt=0.0)]
@@ -114,11 +114,10 @@ class Hardware(NamedTuple):
         Raises:
             ConfigError: If there is none of that name.
         """
-        for place in self.places:
-            if place.name == name:
-                return place
-        names = ", ".join(place.name for place in self.places)
-        raise ConfigError(f"{self.name} has no place {name!r}", f"Its places are {names}")
+        places = {place.name: place for place in self.places}
+        remedy = f"Its places are {', '.join(places)}"
+        refuse_unknown(f"{self.name} has no place", name, places, remedy)
+        return places[name]
 
     def prefill_s(self, flops: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of a prefill of so many operations."""

@@ -13,8 +13,9 @@ import multiprocessing
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from time import perf_counter, perf_counter_ns
-from typing import Annotated, Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Annotated, Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, refuse_unknown
 from flowkv.policy import make_policy
-from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
+from flowkv.policy.base import NEVER_NS, Learner, Policy, Slots, Visit
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.order.compiled import Array, kernel
 from flowkv.policy.prefetch import Prefetcher
@@ -32,7 +33,7 @@ from flowkv.residency import Ledger, Place
 from flowkv.residency import Meta as About
 from flowkv.sim.character import lru_hits
 from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Hardware, Shape, block_costs
-from flowkv.sim.trace import Trace, TraceHints, hints_of
+from flowkv.sim.trace import Trace, TraceHints, hints_of, wide
 
 # One place that a trace is replayed through: policy, hints, queue and prefetches in their order.
 #
@@ -125,11 +126,11 @@ class OnePlace:
 
     def missing(self, tip: int) -> tuple[int, Slots]:
         """Return the deepest resident ancestor, or -1, and the missing blocks down to `tip`."""
-        if tip >= len(self.here):
-            return -1, self._path[:0].copy()
-        n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
+        n, top = 0, -1
+        if tip < len(self.here):
+            n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
         if top >= 0 and not self.here[top]:  # a gap: the source never held the blocks above
-            return -1, self._path[:0].copy()
+            n, top = 0, -1
         return int(top), self._path[:n][::-1].copy()
 
     # ---- the replay
@@ -615,8 +616,7 @@ class PlaceStack:
         """
         trace, ledger = self.trace, self.ledger
         space = ledger.namespace(b"trace")  # the trace's chains separate tenants, if they differ
-        pairs = np.zeros((len(trace.blocks), 2), np.uint64)
-        pairs[:, 0] = trace.blocks
+        pairs = wide(trace.blocks)
         every = max(1, len(trace) // 100)
         seen = np.zeros(trace.unique, np.bool_)
         for r, now in enumerate(trace.times_ns.tolist()):
@@ -712,17 +712,6 @@ def priced(
 
 Options = Mapping[str, object]
 Maker = str | Policy | Callable[[], Policy]
-
-
-@runtime_checkable
-class Warm(Protocol):
-    """Policy that can begin with the model of another one."""
-
-    def save_model(self) -> bytes:
-        """Return the learned model, serialised."""
-
-    def load_model(self, saved: bytes) -> None:
-        """Load a model that `save_model` returned."""
 
 
 class ReplaySettings(TypedDict, total=False):
@@ -826,7 +815,7 @@ def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
         made.foresee(trace.offsets, trace.blocks)
     saved = settings.get("warm")
     if saved is not None:
-        if not isinstance(made, Warm):
+        if not isinstance(made, Learner):
             raise ConfigError(
                 f"policy {made.name!r} learns no model and cannot start warm", "Leave out warm"
             )
@@ -920,16 +909,13 @@ def _optimum(trace: Trace, capacity: int) -> Result:
 
 def _beyond(settings: ReplaySettings) -> list[str]:
     """Return the names of the policy's inputs besides the requests."""
-    words = []
-    if settings.get("hints") is not None:
-        words.append("hints")
-    if settings.get("queue_s"):
-        words.append("queue")
-    if settings.get("prefetch", False) is not False:
-        words.append("prefetch")
-    if settings.get("warm") is not None:
-        words.append("warm")
-    return words
+    on = {
+        "hints": settings.get("hints") is not None,
+        "queue": settings.get("queue_s"),
+        "prefetch": settings.get("prefetch", False) is not False,
+        "warm": settings.get("warm") is not None,
+    }
+    return [word for word, given in on.items() if given]
 
 
 # `sweep`: a trace replayed with several policies at several sizes.
@@ -968,32 +954,24 @@ def sweep(
     """
     extra: Mapping[Maker, ReplaySettings] = policies if isinstance(policies, Mapping) else {}  # type: ignore[assignment]
     makers = list(policies)
-    jobs = [(maker, size) for size in list(sizes) for maker in makers]
-    given = [settings | extra.get(maker, ReplaySettings()) for maker, _ in jobs]
+    given = {maker: settings | extra.get(maker, ReplaySettings()) for maker in makers}
+    jobs = [(maker, size, given[maker]) for size in list(sizes) for maker in makers]
     results: list[Result] = []
-
-    def note(result: Result) -> None:
-        results.append(result)
-        if done is not None:
-            done(len(results), len(jobs), result)
-
-    if processes <= 1 or len(jobs) <= 1:
-        for (maker, size), mine in zip(jobs, given, strict=True):
-            note(replay(trace, maker, size=size, **mine))
-        return results
-    if not all(isinstance(maker, str) for maker in makers) or "progress" in settings:
-        raise ConfigError(
-            "only names of policies can be passed to other processes",
-            "Use processes=1, or put the policy in the catalogue",
-        )
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _carry, (trace,)) as pool:
-        futures = [
-            pool.submit(_one, maker, size, mine)
-            for (maker, size), mine in zip(jobs, given, strict=True)
-        ]
-        for future in futures:
-            note(future.result())
+    with ExitStack() as stack:
+        found: Iterable[Result] = (replay(trace, m, size=s, **mine) for m, s, mine in jobs)
+        if processes > 1 and len(jobs) > 1:
+            if not all(isinstance(maker, str) for maker in makers) or "progress" in settings:
+                raise ConfigError(
+                    "only names of policies can be passed to other processes",
+                    "Use processes=1, or put the policy in the catalogue",
+                )
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(processes, context, _carry, (trace,))
+            found = stack.enter_context(pool).map(_one, *zip(*jobs, strict=True))
+        for result in found:
+            results.append(result)
+            if done is not None:
+                done(len(results), len(jobs), result)
     return results
 
 

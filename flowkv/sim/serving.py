@@ -28,9 +28,9 @@ from flowkv.policy.scheduling import (
     Room,
     Scheduler,
     Turns,
+    Worth,
     make_scheduler,
 )
-from flowkv.policy.scheduling.turns import Worth
 from flowkv.sim.generate import poisson
 
 __all__ = [
@@ -319,7 +319,9 @@ class VirtualEngine:
             if row.state == COMING and row.here_s <= self.now_s:
                 row.ready = row.ask.found
                 row.move(RUNNING, self.now_s)
-        turn = self.turns.admit(self.waiting, self.active, self._room(), self.now_s)
+        held = sum(row.pages for row in self.active)
+        room = Room(self.pages - held, self.pages)
+        turn = self.turns.admit(self.waiting, self.active, room, self.now_s)
         for job, keep in turn.leave:
             self._leave(cast(VirtualRow, job), keep)
         for job in turn.enter:
@@ -335,10 +337,6 @@ class VirtualEngine:
         self.now_s = max(self.now_s, min(times))
 
     # ---- entering and leaving
-
-    def _room(self) -> Room:
-        held = sum(row.pages for row in self.active)
-        return Room(self.pages - held, self.pages)
 
     def _enter(self, row: VirtualRow) -> None:
         self.waiting.remove(row)
@@ -381,7 +379,7 @@ class VirtualEngine:
         while True:
             shares = cast("list[tuple[VirtualRow, int]]", self.turns.share(self.active, self.now_s))
             held = sum(row.pages for row in self.active)
-            grown = sum(self._growth(row, tokens) for row, tokens in shares)
+            grown = sum(-(-(row.ready + n) // self._size) - row.pages for row, n in shares)
             if held + grown <= self.pages:
                 self.peak = max(self.peak, held + grown)
                 return shares
@@ -389,9 +387,6 @@ class VirtualEngine:
             if gone is None:
                 raise StateError(f"{shares[0][0]} does not fit alone", "Give the engine more pages")
             self._leave(cast(VirtualRow, gone[0]), gone[1])
-
-    def _growth(self, row: VirtualRow, tokens: int) -> int:
-        return -(-(row.ready + tokens) // self._size) - row.pages
 
     def _step(self, shares: Sequence[tuple[VirtualRow, int]]) -> None:
         tokens = sum(count for _, count in shares)

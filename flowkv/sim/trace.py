@@ -249,12 +249,10 @@ def number(
     return n
 
 
-def wide(ids: ArrayLike) -> Ids:
-    """Return plain integer ids, negative ones included, as u64 [n, 2]."""
+def wide(ids: ArrayLike, space: int = 0) -> Ids:
+    """Return integer ids of one space, negative ones included, as u64 [n, 2]."""
     low = np.asarray(ids, np.int64).ravel()
-    pairs = np.zeros((len(low), 2), np.uint64)
-    pairs[:, 0] = low.view(np.uint64)
-    return pairs
+    return np.stack((low.view(np.uint64), np.full(len(low), space, np.uint64)), 1)
 
 
 def build_trace(
@@ -298,7 +296,12 @@ def build_trace(
     if len(order) and (np.diff(order) < 0).any():
         at = np.arange(len(ids)) + np.repeat(starts[order] - offsets[:-1], sizes[order])
         ids = ids[at]
-    blocks, parents, depths = _number(offsets, np.ascontiguousarray(ids, np.uint64))
+    ids, n = np.ascontiguousarray(ids, np.uint64), len(ids)
+    keys = np.zeros(n, KEY)
+    keys["space"] = -1
+    buckets = np.zeros(1 << max(4, (2 * n).bit_length()), np.uint64)
+    blocks, parents, depths = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int32)
+    unique = number(offsets, ids, keys, buckets, factors(_SEED), blocks, parents, depths)
     unsaid: dict[str, Any] = dict.fromkeys(COLUMNS, 0)
     unsaid |= {"input_tokens": sizes * block_tokens, "sessions": -1}
     said: dict[str, Any] = {
@@ -310,24 +313,11 @@ def build_trace(
         times_ns=times[order],
         offsets=offsets,
         blocks=blocks,
-        parents=parents,
-        depths=depths,
+        parents=parents[:unique].copy(),
+        depths=depths[:unique].copy(),
         block_tokens=block_tokens,
         **said,
     )
-
-
-def _number(
-    offsets: NDArray[np.int64], ids: Ids
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-    n = len(ids)
-    keys = np.zeros(n, KEY)
-    keys["space"] = -1
-    buckets = np.zeros(1 << max(4, (2 * n).bit_length()), np.uint64)
-    blocks, parents = np.empty(n, np.int64), np.empty(n, np.int64)
-    depths = np.empty(n, np.int32)
-    unique = number(offsets, ids, keys, buckets, factors(_SEED), blocks, parents, depths)
-    return blocks, parents[:unique].copy(), depths[:unique].copy()
 
 
 def join(name: str, traces: Sequence[Trace]) -> Trace:
@@ -341,9 +331,7 @@ def join(name: str, traces: Sequence[Trace]) -> Trace:
     ids, sessions, tenants = [], [], []
     session = tenant = 0
     for i, trace in enumerate(traces):
-        pairs = np.empty((len(trace.blocks), 2), np.uint64)
-        pairs[:, 0], pairs[:, 1] = trace.blocks, i
-        ids.append(pairs)
+        ids.append(wide(trace.blocks, i))
         sessions.append(np.where(trace.sessions < 0, -1, trace.sessions + session))
         session += int(trace.sessions.max(initial=-1)) + 1
         tenants.append(trace.tenants + tenant)

@@ -342,8 +342,8 @@ REFUSED: dict[str, tuple[Call, str]] = {
         r"sin is torch.float32 \(8, 8\)",
     ),
     "strides": (lambda s, x, r: moves(int32([0]), Rotary(*[torch.ones(8, 9).T] * 2), s), "cos is"),
-    "turns": (lambda s, x, r: moves(int32([0, 1]), r, s), r"turns is torch.int32 \(2,\)"),
-    "turns dtype": (lambda s, x, r: moves(torch.zeros(1), r, s), "turns is torch.float32"),
+    "turns": (lambda s, x, r: moves(int32([0, 1]), r, s), r"turns are torch.int32 \(2,\)"),
+    "turns dtype": (lambda s, x, r: moves(torch.zeros(1), r, s), "turns are torch.float32"),
     "line beyond": (lambda s, x, r: moves(int32([9]), r, s), "numbers from -1 to 8"),
     "layer": (lambda s, x, r: moves(int32([0]), r, s, layer=2), "layer 2 of a group of 2"),
 }

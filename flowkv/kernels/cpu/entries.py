@@ -1,8 +1,7 @@
 """The numba functions that Python calls, and the only ones with machine code cached on disk.
 
-numba caches the machine code of a function until the function's own file changes, regardless of
-the functions it calls. So the sources of all kernels are digested into a constant that the entries
-close over, which makes it part of their key.
+The cached code is stamped with a digest of the sources of all kernels: numba itself looks only at
+the file of the function, not at those of the functions that it calls.
 """
 
 from __future__ import annotations
@@ -23,102 +22,60 @@ from flowkv.kernels.cpu import bits, transcode
 from flowkv.kernels.cpu.attend import DONE, LAYER, NEXT, OUT, PARTS, Q_HEAD, Q_TOKEN, TEAM, WORK, Q
 from flowkv.kernels.cpu.bits import call, call_team, draw
 
+_SOURCES = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))
+STAMP = zlib.crc32(_SOURCES, DIGEST_STAMP)
+_WORD = np.int64(0)
 
-def _entries(stamp):
-    jit = kept(nogil=True, error_model="numpy")
 
-    @jit
-    def attend(a, threads, layer, q, q_token, q_head, out):
-        """Attend with the queries at q: `threads` of a team, 1 alone, 0 sets operands only.
+def entry(function, **options):
+    """Return a function as Python calls it, without the lock of the interpreter."""
+    return kept(STAMP, nogil=True, error_model="numpy", **options)(function)
 
-        Return how many slices are not done, since C functions cannot pass on what a slice raises.
-        """
-        to = pointer(a, np.int64(stamp))
-        to[LAYER], to[Q], to[Q_TOKEN], to[Q_HEAD], to[OUT] = layer, q, q_token, q_head, out
-        to[NEXT] = to[DONE] = 0
-        if threads > 1:
-            call_team(to[TEAM], to[WORK], a, threads)
-        elif threads:
-            call(to[WORK], a)
-        return to[PARTS] - to[DONE]
 
-    @jit
-    def help_with(a):
-        call(pointer(a, np.int64(stamp))[WORK], a)
+def entry_of(part):
+    """Return a part of compiled code (`compiled.parts`) as Python calls it."""
+    return entry(part.py_func, fastmath=part.targetoptions.get("fastmath", False))
 
-    @jit
-    def append_step(a, layer, k, k_token, k_head, v, v_token, v_head):
-        """Write one layer's new tokens; operands `a` as of `append`, its arena's first layer."""
-        to = pointer(a, np.int64(stamp))
-        arena = to[2]
-        to[0], to[1], to[2], to[15], to[16], to[17], to[18] = (
-            k, v, arena + layer, k_token, k_head, v_token, v_head,
-        )  # fmt: skip
-        bits.append(to, 0, 1)
-        to[2] = arena
 
-    @jit
-    def merge(a, like, part, parts):
-        return cpu_attend.merge(a, like, part, parts) if stamp else 0
+@entry
+def attend(a, threads, layer, q, q_token, q_head, out):
+    """Attend with the queries at q: `threads` of a team, 1 alone, 0 sets operands only.
 
-    @jit
-    def append(a, part, parts):
-        return bits.append(a, part, parts) if stamp else 0
+    Return how many slices are not done, since C functions cannot pass on what a slice raises.
+    """
+    to = pointer(a, _WORD)
+    to[LAYER], to[Q], to[Q_TOKEN], to[Q_HEAD], to[OUT] = layer, q, q_token, q_head, out
+    to[NEXT] = to[DONE] = 0
+    if threads > 1:
+        call_team(to[TEAM], to[WORK], a, threads)
+    elif threads:
+        call(to[WORK], a)
+    return to[PARTS] - to[DONE]
 
-    @jit
-    def append_rotary(a, turn, likes, part, parts):
-        return bits.append_rotary(a, turn, likes, part, parts) if stamp else 0
 
-    @jit
-    def reposition(a, turn, like, part, parts):
-        return bits.reposition(a, turn, like, part, parts) if stamp else 0
+@entry
+def help_with(a):
+    """Draw slices of a call until none is left."""
+    call(pointer(a, _WORD)[WORK], a)
 
-    @jit
-    def drop_tokens(a, part, parts):
-        return bits.drop_tokens(a, part, parts) if stamp else 0
 
-    @jit
-    def gather_dense(a, raw, part, parts):
-        return cpu_attend.gather(a, raw, part, parts) if stamp else 0
-
-    @jit
-    def recode(a, raw, part, parts):
-        return transcode.transcode(a, raw, part, parts) if stamp else 0
-
-    @jit
-    def checksum(a, part, parts):
-        return bits.sum_blocks(a, part, parts) if stamp else 0
-
-    @jit
-    def move_pages(a, part, parts):
-        return bits.move_pages(a, part, parts) if stamp else 0
-
-    @jit
-    def digest_pages(a, part, parts):
-        return bits.digest_pages(a, part, parts) if stamp else 0
-
-    return (
-        attend, help_with, append_step, merge, append, append_rotary, reposition, drop_tokens,
-        gather_dense, recode, checksum, digest_pages, move_pages,
+@entry
+def append_step(a, layer, k, k_token, k_head, v, v_token, v_head):
+    """Write one layer's new tokens; operands `a` as of `append`, its arena's first layer."""
+    to = pointer(a, _WORD)
+    arena = to[2]
+    to[0], to[1], to[2], to[15], to[16], to[17], to[18] = (
+        k, v, arena + layer, k_token, k_head, v_token, v_head,
     )  # fmt: skip
+    bits.append(to, 0, 1)
+    to[2] = arena
 
 
-def _worker(stamp, like_q, like, sealed):
-    """Compile the C function that draws slices of an attention call until none is left."""
-
-    def work(address):
-        a = pointer(address, np.int64(stamp))
-        part = draw(ahead(a, NEXT))
-        while part < a[PARTS]:
-            if sealed:  # a constant: the other branch is not compiled
-                cpu_attend.attend_any(a, (like_q, like), part)
-            else:
-                cpu_attend.attend_raw(a, (like_q, like), part)
-            if draw(ahead(a, DONE)) == a[PARTS] - 1:
-                cpu_attend.combine(a, like_q)
-            part = draw(ahead(a, NEXT))
-
-    return kept_callback(types.void(types.int64), error_model="numpy")(work)
+merge, gather_dense = entry_of(cpu_attend.merge), entry_of(cpu_attend.gather)
+append, append_rotary = entry_of(bits.append), entry_of(bits.append_rotary)
+reposition, drop_tokens = entry_of(bits.reposition), entry_of(bits.drop_tokens)
+checksum, recode = entry_of(bits.sum_blocks), entry_of(transcode.transcode)
+move_pages, digest_pages = entry_of(bits.move_pages), entry_of(bits.digest_pages)
 
 
 @lru_cache(maxsize=None, typed=True)  # zeros of different types are equal
@@ -130,13 +87,18 @@ def worker(like_q, like, sealed: bool):
         like: Type under which elements of pages travel.
         sealed: Whether pages of other codecs than raw are served.
     """
+
+    def work(address):
+        a = pointer(address, _WORD)
+        part = draw(ahead(a, NEXT))
+        while part < a[PARTS]:
+            if sealed:  # a constant: the other branch is not compiled
+                cpu_attend.attend_any(a, (like_q, like), part)
+            else:
+                cpu_attend.attend_raw(a, (like_q, like), part)
+            if draw(ahead(a, DONE)) == a[PARTS] - 1:
+                cpu_attend.combine(a, like_q)
+            part = draw(ahead(a, NEXT))
+
     with compiling.around():
-        return _worker(_STAMP, like_q, like, sealed)
-
-
-_SOURCES = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))
-_STAMP = 1 + zlib.crc32(_SOURCES, DIGEST_STAMP)
-(
-    attend, help_with, append_step, merge, append, append_rotary, reposition, drop_tokens,
-    gather_dense, recode, checksum, digest_pages, move_pages,
-) = _entries(_STAMP)  # fmt: skip
+        return kept_callback(types.void(types.int64), STAMP, error_model="numpy")(work)

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 from flowkv.kernels.cpu import attend as fields
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.attend import FORMAT_FIELDS, FORMATS, LANES
-from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring, Side
 
 # The numba twin of `gather_dense`: raw pages are copied, sealed ones decoded.
 
@@ -38,15 +38,8 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
     v = fresh(rows, heads, columns, layout.stored_value_dim, dtype=dtype)
     forms = np.zeros((len(CODECS), 6), np.int64)
     for form in (layout, *pages.sealed):
-        number = CODECS.index(form.codec)
-        forms[number] = (
-            number,
-            address(pages.arena) + pages.layer * form.stripe_stride_bytes,
-            form.run_bytes,
-            form.v_offset_bytes,
-            form.k_scale_offset_bytes,
-            form.v_scale_offset_bytes,
-        )
+        number, stripe, *offsets = _offsets(form)
+        forms[number] = number, address(pages.arena) + pages.layer * stripe, *offsets
     block = 8 * layout.page_size
     a = np.array(
         [
@@ -256,7 +249,7 @@ class Call:
         few: Most new tokens of a row.
     """
 
-    __slots__ = ("_held", "_operands", "_parts", "address", "short")
+    __slots__ = ("_held", "_operands", "_parts", "address")
 
     def __init__(
         self,
@@ -320,34 +313,20 @@ class Call:
             most_rows,
         )
         for form in (layout, *pages.sealed):
-            start = FORMATS + FORMAT_FIELDS * CODECS.index(form.codec)
-            a[start : start + FORMAT_FIELDS] = (
-                form.stripe_stride_bytes,
-                form.run_bytes,
-                form.v_offset_bytes,
-                form.k_scale_offset_bytes,
-                form.v_scale_offset_bytes,
-            )
+            number, *offsets = _offsets(form)
+            start = FORMATS + FORMAT_FIELDS * number
+            a[start : start + FORMAT_FIELDS] = offsets
         worker = entries.worker(LIKE[dtype], LIKE[DTYPES[layout.dtype]], bool(pages.sealed))
         a[fields.WORK], a[fields.TEAM] = worker.address, team()
-        self.address, self.short = a.ctypes.data, parts == 1
+        self.address = a.ctypes.data
         self._held = slots, shares, how, batch  # addresses do not keep them alive
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend over a layer, counted within its group: `[N, Hq, D]` to contiguous outputs."""
-        by_token, by_head, _ = q.stride()
-        self.run(layer, q.data_ptr(), by_token, by_head, out.data_ptr())
-
-    def sink(self, sinks: torch.Tensor) -> None:
-        """Set the sinks of later calls, float32 `[Hq]`; they must live as long."""
-        self._operands[fields.SINKS] = address(sinks)
-
-    def normalise(self, lse: torch.Tensor) -> None:
-        """Set the normalisers that later calls write, float32 `[N, Hq]`."""
-        self._operands[fields.LSE] = address(lse)
+    def point(self, field: int, x: torch.Tensor) -> None:
+        """Set an operand of `fields` to the address of a tensor, which must stay alive."""
+        self._operands[field] = address(x)
 
     def run(self, layer: int, q: int, by_token: int, by_head: int, out: int) -> None:
-        """Attend with addresses and strides; see `attend`."""
+        """Attend over a layer of the group: q by address and strides, to contiguous outputs."""
         threads = 1 if self._parts == 1 else min(torch.get_num_threads(), self._parts)
         alone = threads > 1 and not team()
         left = entries.attend(
@@ -392,8 +371,8 @@ def paged_attention(
     if few and tokens and (len(batch.rows) > 1 or int(batch.starts[1]) <= few):
         call = Call(pages, batch, how, heads, q.dtype, few)
         if lse is not None:
-            call.normalise(lse)
-        call.attend(pages.layer, q, out)
+            call.point(fields.LSE, lse)
+        call.run(pages.layer, q.data_ptr(), q.stride(0), q.stride(1), out.data_ptr())
     if batch.most_new > few:
         attend_long(PackedQueries(q, out, lse), pages, batch, how, few)
     if out.dtype is not dtype:
@@ -485,14 +464,9 @@ class Decode:
             fits = sinks.dtype is torch.float32 and sinks.is_cpu and sinks.is_contiguous()
             if not fits or sinks.shape != (q.shape[1],):
                 return None
-            self._call.sink(sinks)
+            self._call.point(fields.SINKS, sinks)
         out = q.new_empty(self._shape)
-        if not self._call.short:
-            self._call.run(layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
-        elif entries.attend(
-            self._call.address, 1, layer, q.data_ptr(), by[self._by], by[1], out.data_ptr()
-        ):
-            raise MemoryError("no memory for the scratch of attention")
+        self._call.run(layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
         return out
 
     def _prepare(
@@ -536,8 +510,6 @@ TOP = {dtype: np.float32(torch.finfo(dtype).max) for dtype in LIKE}
 """Saturation of raw elements. Of the three, decoded elements can only exceed float16."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-LEAST_ELEMENTS = 1 << 18
-"""Elements of K and V that are worth a thread: 50 to 100 us, far more than its wake-up."""
 LEAST_BYTES = 1 << 20
 """Bytes moved that are worth a thread."""
 HUGE_BYTES = 1 << 22
@@ -579,70 +551,27 @@ def fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(memory[start : start + n_bytes]).view(dtype).view(shape)
 
 
-def copy_pages(
-    arena: torch.Tensor, source: torch.Tensor, target: torch.Tensor, granules: int
-) -> None:
-    """Copy pages within the arena; see `dispatch.copy_pages`."""
-    _move((arena, target.contiguous()), (arena, source.contiguous()), granules)
-
-
-def gather_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
+def move_pages(
+    source: Side,
+    target: Side | None,
+    count: int,
     granules: int,
-    out: torch.Tensor,
-    part: tuple[int, int] | None = None,
-    lines: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
 ) -> None:
-    """Copy pages of the arena, or a part of each, into staging; see `dispatch.gather_pages`."""
-    first, count = part or (0, granules)
-    _move((out, lines), (arena[GRANULE_BYTES * first :], source.contiguous()), count, digests)
-
-
-def scatter_pages(
-    arena: torch.Tensor,
-    target: torch.Tensor,
-    granules: int,
-    data: torch.Tensor,
-    part: tuple[int, int] | None = None,
-    lines: torch.Tensor | None = None,
-    digests: torch.Tensor | None = None,
-) -> None:
-    """Copy lines of a staging tensor to pages, or a part of each; see `dispatch.scatter_pages`."""
-    first, count = part or (0, granules)
-    _move((arena[GRANULE_BYTES * first :], target.contiguous()), (data, lines), count, digests)
-
-
-def digest_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
-    granules: int,
-    stripes: int,
-    part: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """Return the digests of the stripes of pages; see `dispatch.digest_pages`."""
-    first, count = part or (0, granules)
-    digests = arena.new_empty(len(source), stripes, 2, dtype=torch.int64)
-    _move((None, None), (arena[GRANULE_BYTES * first :], source.contiguous()), count, digests)
-    return digests
-
-
-_Side = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-def _move(target: _Side, source: _Side, granules: int, digests: torch.Tensor | None = None) -> None:
-    places = target[1] if target[1] is not None else source[1]
-    count, page = 0 if places is None else places.shape[0], granules * GRANULE_BYTES
-    addresses = [_address(x) for x in (*target, *source)]
+    """Copy pages, digest their stripes, or both; see `dispatch.move_pages`."""
+    places = [
+        None if x is None else x.contiguous() for x in (source.places, target and target.places)
+    ]
+    n_bytes = count * granules * GRANULE_BYTES
+    a = [_address(x) for x in (target and target.data, places[1], source.data, places[0])]
+    a += count, granules * GRANULE_BYTES
     if not count:
         return
-    a = [*addresses, count, page]
     if digests is None:
-        run(entries.move_pages, count * page, np.array(a, np.int64))
+        run(entries.move_pages, n_bytes, np.array(a, np.int64))
     else:
         a += digests.shape[1], address(digests)
-        run(entries.digest_pages, count * page, np.array(a, np.int64))
+        run(entries.digest_pages, n_bytes, np.array(a, np.int64))
 
 
 def run(kernel, n_bytes: int, *operands: object) -> None:
@@ -671,11 +600,7 @@ def merge(
     o, lse = torch.empty_like(first), first.new_empty(first.shape[:2], dtype=torch.float32)
     addresses = [(address(o), address(lse)) for o, lse in [*parts, (o, lse)]]
     a = np.array([(lse.numel(), first.shape[2]), *addresses], np.int64)
-    count, like = slices(first.numel() * len(parts), LEAST_ELEMENTS), LIKE[first.dtype]
-    if count == 1:
-        entries.merge(a, like, 0, 1)
-    else:
-        spread(lambda i: entries.merge(a, like, i, count), count)
+    run(entries.merge, 4 * first.numel() * len(parts), a, LIKE[first.dtype])  # as float32
     return o, lse
 
 
@@ -689,10 +614,8 @@ def append(
     arena, layout, layer, _ = pages
     dtype = DTYPES[layout.dtype]
     v = dense_rows(v if v.dtype is dtype else v.to(dtype))
-    if rope is None:
-        k = dense_rows(k if k.dtype is dtype else k.to(dtype))
-    else:  # rounded once, after the rotation
-        k = dense_rows(k if k.dtype is dtype else k.float())
+    wide = dtype if rope is None else torch.float32  # rounded once, after the rotation
+    k = dense_rows(k if k.dtype is dtype else k.to(wide))
     a = append_operands(layout, batch)
     a[0], a[1] = address(k), address(v)
     a[2] = address(arena) + layer * layout.stripe_stride_bytes
@@ -855,9 +778,6 @@ def _offsets(layout: PageLayout) -> tuple[int, ...]:
 SLICES_PER_THREAD = 4
 """Slices are drawn, not dealt: a core that is busy elsewhere takes fewer of them."""
 
-_lock = Lock()
-_pool: ThreadPoolExecutor | None = None
-_size = 0
 _team: int | None = None
 
 
@@ -887,7 +807,7 @@ def spread(run: Callable[[int], object], count: int) -> None:
             run(i)
 
     helpers = min(torch.get_num_threads(), count) - 1
-    futures = [_executor(helpers).submit(drain) for _ in range(helpers)]
+    futures = [_executor().submit(drain) for _ in range(helpers)]
     try:
         drain()
     finally:
@@ -896,19 +816,17 @@ def spread(run: Callable[[int], object], count: int) -> None:
                 future.result()
 
 
-def _executor(size: int) -> ThreadPoolExecutor:
-    global _pool, _size
-    with _lock:
-        if _pool is None or _size < size:
-            if _pool is not None:
-                _pool.shutdown(wait=False)  # its running slices finish
-            _pool, _size = ThreadPoolExecutor(size, "flowkv-kernels"), size
-        return _pool
+@cache
+def _executor() -> ThreadPoolExecutor:
+    """Return the helpers of all callers; a thread begins when no other one is free."""
+    return ThreadPoolExecutor((os.cpu_count() or 1) + 4, "flowkv-kernels")
 
 
 def _forget() -> None:
-    global _lock, _pool, _size, _team  # threads do not survive a fork
-    _lock, _pool, _size, _team = Lock(), None, 0, 0
+    """In the child of a fork, forget the threads, which do not survive it."""
+    global _team  # noqa: PLW0603 - OpenMP does not survive a fork either
+    _team = 0
+    _executor.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -16,17 +16,10 @@ import triton
 import triton.language as tl
 
 from flowkv.core.errors import ConfigError
-from flowkv.core.geometry import (
-    CODEC_SHIFT,
-    CODECS,
-    GRANULE_BYTES,
-    GRANULE_MASK,
-    ITEMSIZE,
-    PageLayout,
-)
+from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.kernels.triton.launch import Constants, coded, launch, padded, power, strides
-from flowkv.kernels.triton.task import Task
+from flowkv.kernels.triton.task import PLACE, TAG, Task
 from flowkv.kernels.triton.tile import first_page, pick, row_of_item
 
 # Tile operations of the Triton codecs: widen, rotate, quantise, bit for bit as the reference codec.
@@ -435,12 +428,7 @@ def transcode_kernel(p_arena, p_halves, p_raw, p_source, p_target, p_status, n_l
     p_to_raw += i_head * (C.NEW.RUN // C.ITEM)
     p_status += i_layer
     if tl.program_id(1) == 0:
-        if C.NEW.CODEC == RAW:
-            zero(p_to, C.PAGE * C.DIM * C.ITEM, C.NEW.VALUES)
-        elif C.NEW.CODEC == KV8 or C.NEW.CODEC == K8V4:
-            zero(p_to, C.PAGE * C.DIM, C.NEW.VALUES)
-        else:
-            zero(p_to, C.PAGE * C.DIM // 2, C.NEW.VALUES)
+        zero(p_to, C.PAGE * C.DIM * C.NEW.K_BITS // 8, C.NEW.VALUES)
         if C.NEW.CODEC == KV4C:
             zero(p_to, C.NEW.K_SCALES + 4 * C.DIM, C.NEW.V_SCALES)
             transcode_channels(p_byte, p_half, p_from, p_to, p_to_half, p_status, C)
@@ -449,13 +437,11 @@ def transcode_kernel(p_arena, p_halves, p_raw, p_source, p_target, p_status, n_l
                 zero(p_to, C.NEW.K_SCALES + 2 * C.PAGE, C.NEW.V_SCALES)
             transcode_keys(p_byte, p_half, p_from, p_to, p_to_half, p_to_raw, p_status, C)
     else:
+        V_END: tl.constexpr = C.NEW.VALUES + C.PAGE * C.VALUE_DIM * C.NEW.V_BITS // 8
         if C.NEW.CODEC == RAW:
-            zero(p_to, C.NEW.VALUES + C.PAGE * C.VALUE_DIM * C.ITEM, C.NEW.RUN)
+            zero(p_to, V_END, C.NEW.RUN)
         else:
-            if C.NEW.CODEC == KV8:
-                zero(p_to, C.NEW.VALUES + C.PAGE * C.VALUE_DIM, C.NEW.K_SCALES)
-            else:
-                zero(p_to, C.NEW.VALUES + C.PAGE // 2 * C.VALUE_DIM, C.NEW.K_SCALES)
+            zero(p_to, V_END, C.NEW.K_SCALES)
             zero(p_to, C.NEW.V_SCALES + 2 * C.PAGE, C.NEW.RUN)
         if i_head == C.HEADS - 1:
             zero(p_to, C.NEW.RUN, C.NEW.RUN + C.NEW.STRIPE - C.HEADS * C.NEW.RUN)
@@ -578,9 +564,6 @@ def transcode(
 
 DENSE_ELEMENTS = 4096
 """Elements of K or V that a program of `dense_kernel` holds."""
-
-TAG = tl.constexpr(CODEC_SHIFT)
-PLACE = tl.constexpr(GRANULE_MASK)
 
 
 @triton.jit(do_not_specialize=["layer", "columns"])
@@ -773,7 +756,11 @@ def unseal(task: Task) -> Iterator[Spare]:
         yield Spare(task.out, 0, layout.kv_heads)
         return
     item = ITEMSIZE[layout.dtype]
-    slots = _most_rows(task) * task.most_pages
+    # The rows that may have more than `few` new tokens, as far as the host knows.
+    rows = min(task.rows, task.out.shape[0] // (task.few + 1))
+    if task.few and task.batch.most_prompts >= 0:
+        rows = min(rows, task.batch.most_prompts)
+    slots = max(1, rows) * task.most_pages
     at_once = min(layout.kv_heads, max(1, SPARE_BYTES // max(1, slots * layout.run_bytes)))
     elements = slots * at_once * layout.run_bytes // item
     runs = task.out.new_empty(elements, dtype=getattr(torch, layout.dtype))
@@ -782,14 +769,6 @@ def unseal(task: Task) -> Iterator[Spare]:
         for codec in sealed:
             _decode(task, codec, spare, slots)
         yield spare
-
-
-def _most_rows(task: Task) -> int:
-    """Return how many rows may have more than `few` new tokens, as far as the host knows."""
-    most = min(task.rows, task.out.shape[0] // (task.few + 1))
-    if task.few and task.batch.most_prompts >= 0:
-        most = min(most, task.batch.most_prompts)
-    return max(1, most)
 
 
 def _decode(task: Task, codec: PageLayout, spare: Spare, slots: int) -> None:

@@ -10,7 +10,7 @@ Where pages may be sealed, one launch serves the raw ones and those of the first
 `triton.sealed` has one more launch per further codec; all partials are merged at once.
 """
 
-# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
+# ruff: noqa: PLR0913, PLR0917
 
 from __future__ import annotations
 
@@ -44,21 +44,20 @@ from flowkv.kernels.triton.tile import (
     LOG2E,
     LOWEST,
     cap,
-    few_items,
     few_pages,
     few_rows,
     first_page,
     list_range,
     load,
     locate,
-    pick,
-    row_of_item,
-    row_unit,
+    row_at,
     seen_pages,
-    share_of_items,
+    share_begin,
+    share_next,
+    share_take,
+    sight_of,
     store_mass,
     store_partial,
-    sum_before,
     tile_range,
     unit_of,
     visible,
@@ -105,12 +104,6 @@ def mass_few(p_part, p_starts, p_lse, p_mass, n_pages, stride_mass, C: tl.conste
         p_to = p_mass + i_row.to(tl.int64) * stride_mass + o_page * n_heads + i_head
         m_page = o_page < n_pages
         tl.store(p_to, tl.load(p_to, mask=m_page, other=0.0) + tl.sum(b_sum, axis=1), mask=m_page)
-
-
-def new_parts(task: Task, columns: int, tiles: int) -> torch.Tensor:
-    """Allocate the weights of all tiles of a call, `tiles` to a page."""
-    size = task.rows, task.most_pages, tiles, task.layout.kv_heads, columns
-    return task.out.new_full(size, -torch.inf, dtype=torch.float32)
 
 
 def add_mass(task: Task, parts: torch.Tensor) -> None:
@@ -201,32 +194,18 @@ def few_share(i_share, n_shares, p_q, p_arena, p_table, p_rows, p_lengths, p_sta
         b_pages = few_rows(p_lists, p_starts, n_rows, C)
     else:
         b_pages = few_pages(p_starts, p_lengths, n_rows, C)
-    b_items = few_items(b_pages, C)
-    n_share = share_of_items(b_items, n_shares, C)
-    i_item = i_share * n_share
-    left = tl.minimum(n_share, tl.sum(b_items, axis=0) - i_item)
-    i_row = row_of_item(b_items, i_item)
-    skip = i_item - sum_before(b_items, i_row)
-    if C.UNITS > 0:
-        skip *= row_unit(pick(b_pages, i_row), C)
+    i_item, left, i_row, skip = share_begin(b_pages, i_share, n_shares, C)
     p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
     o_c = tl.arange(0, C.COLUMNS)
     o_d = tl.arange(0, C.D)
     while left > 0:
-        start = tl.load(p_starts + i_row)
-        n_new = tl.load(p_starts + i_row + 1) - start
-        n_tokens = tl.load(p_lengths + i_row)
+        start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
         context = n_tokens - n_new
         if C.LISTED:
             n_pages = tl.load(p_lists + i_row)
         else:
             n_pages = seen_pages(n_tokens, n_new, C)
-        if C.UNITS > 0:
-            take = tl.minimum(n_pages - skip, row_unit(n_pages, C))
-            segment = i_item
-        else:
-            take = tl.minimum(n_pages - skip, left)
-            segment = i_share + i_row
+        take, segment = share_take(i_share, i_item, left, i_row, skip, n_pages, C)
         few = (n_new > 0) & (n_new <= C.FEW) & (take > 0)
         if few:
             o_token = start + o_c // C.GROUP
@@ -240,15 +219,8 @@ def few_share(i_share, n_shares, p_q, p_arena, p_table, p_rows, p_lengths, p_sta
             b_m = tl.full([C.COLUMNS], LOWEST, tl.float32)
             b_l = tl.full([C.COLUMNS], 0, tl.float32)
             b_acc = tl.full([C.DV, C.COLUMNS], 0, tl.float32)
-            b_seen = context + 1 + o_c // C.GROUP
-            if not C.CAUSAL:
-                b_seen = o_c * 0 + n_tokens
-            b_slope = b_m
-            if C.ALIBI:
-                b_slope = tl.load(p_alibi + o_head, mask=m_c, other=0.0).to(tl.float32)
-            b_tree = o_c
-            if C.TREE:
-                b_tree = tl.load(p_tree + o_token, mask=m_c, other=0)
+            b_seen, b_slope, b_tree = sight_of(
+                o_c, o_token, o_head, m_c, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
             p_to = p_mass
             if C.MASS > 0:
                 p_to += i_row.to(tl.int64) * stride_mass + i_head * C.COLUMNS + o_c
@@ -283,16 +255,7 @@ def few_share(i_share, n_shares, p_q, p_arena, p_table, p_rows, p_lengths, p_sta
             o_part = o_part * C.COLUMNS + o_c
             store_partial(p_part, p_part_lse, o_part, m_c, b_m * unit_of(scale, C), b_l,
                           b_acc, 0, C)  # fmt: skip
-        if C.UNITS > 0:
-            left -= few.to(tl.int32)
-            i_item += few.to(tl.int32)
-            stay = few & (skip + take < n_pages)
-            skip = tl.where(stay, skip + take, 0)
-            i_row += 1 - stay.to(tl.int32)
-        else:
-            left -= tl.where(few, take, 0)
-            skip = 0
-            i_row += 1
+        i_item, left, i_row, skip = share_next(i_item, left, i_row, skip, few, take, n_pages, C)
 
 
 @triton.jit(do_not_specialize=["layer", "n_rows"])
@@ -342,7 +305,8 @@ def decode(task: Task) -> None:
     part_lse = out.new_empty(size, dtype=torch.float32)
     part = out.new_empty((*size, task.layout.value_dim), dtype=torch.float32)
     tiles = 0 if task.how.mass is None else tiles
-    parts = new_parts(task, columns, tiles) if tiles else None
+    weights = task.rows, task.most_pages, tiles, task.layout.kv_heads, columns
+    parts = out.new_full(weights, -torch.inf, dtype=torch.float32) if tiles else None
     lists = lists_of(task) if sealed else None
     mass = (None, None) if parts is None else (parts, parts.stride(0))
     work = Work(lists, segments, part, part_lse, mass, tiles, common)

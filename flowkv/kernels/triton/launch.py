@@ -448,6 +448,8 @@ def coded(layout: PageLayout) -> Constants:
         RUN=layout.run_bytes,
         STRIPE=layout.stripe_stride_bytes,
         CODEC=CODECS.index(layout.codec),
+        K_BITS=layout.spec.k_bits or 8 * ITEMSIZE[layout.dtype],
+        V_BITS=layout.spec.v_bits or 8 * ITEMSIZE[layout.dtype],
         ITEM=ITEMSIZE[layout.dtype],
         BF16=layout.dtype == "bfloat16",
     )

@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from flowkv.core.geometry import CODEC_SHIFT, ITEMSIZE, PageLayout
+from flowkv.core.geometry import ITEMSIZE, PageLayout
 from flowkv.kernels.triton.codec import Spare, unseal
 from flowkv.kernels.triton.flight import prefilling
 from flowkv.kernels.triton.launch import Constants, Traits, given, launch, strides, traits
-from flowkv.kernels.triton.task import REGISTERS, Task, merge_many, merge_parts, tile_of
+from flowkv.kernels.triton.task import REGISTERS, TAG, Task, merge_many, merge_parts, tile_of
 from flowkv.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -49,8 +49,6 @@ from flowkv.kernels.triton.tile import (
 # Row r of a block stands for new token r // GROUP and query head r % GROUP of a KV head's group,
 # counted from the block's first. The rows of a block, its pages, the way from scores to
 # probabilities, and the place of the result, are the same for every kind of page.
-
-TAG = tl.constexpr(CODEC_SHIFT)
 
 
 @triton.jit

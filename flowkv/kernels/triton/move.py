@@ -18,7 +18,7 @@ import triton.language as tl
 
 from flowkv.core.digest import FIRST, KEYS, SECOND, STEP, WORDS
 from flowkv.core.geometry import GRANULE_BYTES, PageLayout
-from flowkv.kernels.operands import Pages, Ragged, Rotary
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Side
 from flowkv.kernels.triton.launch import given, launch, padded, power, strides, traits
 from flowkv.kernels.triton.tile import row_of_token
 
@@ -50,78 +50,6 @@ def copy_kernel(p_source, p_target, p_from, p_to, n_granules, granules, SOURCE: 
         p_read = p_from + g_from.to(tl.int64)[:, None] * WORDS + o_w[None, :]
         p_write = p_to + g_to.to(tl.int64)[:, None] * WORDS + o_w[None, :]
         tl.store(p_write, tl.load(p_read, mask=m_g[:, None], other=0), mask=m_g[:, None])
-
-
-def copy_pages(
-    arena: torch.Tensor, source: torch.Tensor, target: torch.Tensor, granules: int
-) -> None:
-    """Copy pages within the arena; see `dispatch.copy_pages`."""
-    _copy(arena, arena, source, target, granules, SOURCE=True, TARGET=True)
-
-
-def gather_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
-    granules: int,
-    out: torch.Tensor,
-    part: tuple[int, int] | None = None,
-    lines: torch.Tensor | None = None,
-    digests: torch.Tensor | None = None,
-) -> None:
-    """Copy pages of the arena, or a `part` of each, to staging; see `dispatch.gather_pages`."""
-    first, count = part or (0, granules)
-    moved = arena[GRANULE_BYTES * first :], out, source, source if lines is None else lines, count
-    if digests is None:
-        _copy(*moved, SOURCE=True, TARGET=lines is not None)
-    else:
-        _digest(*moved, digests, SOURCE=True, TARGET=lines is not None)
-
-
-def scatter_pages(
-    arena: torch.Tensor,
-    target: torch.Tensor,
-    granules: int,
-    data: torch.Tensor,
-    part: tuple[int, int] | None = None,
-    lines: torch.Tensor | None = None,
-    digests: torch.Tensor | None = None,
-) -> None:
-    """Copy the lines of `data` to pages, or a `part` of each; see `dispatch.scatter_pages`."""
-    first, count = part or (0, granules)
-    moved = data, arena[GRANULE_BYTES * first :], target if lines is None else lines, target, count
-    if digests is None:
-        _copy(*moved, SOURCE=lines is not None, TARGET=True)
-    else:
-        _digest(*moved, digests, SOURCE=lines is not None, TARGET=True)
-
-
-def _copy(
-    read: torch.Tensor,
-    write: torch.Tensor,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    granules: int,
-    **lists: bool,
-) -> None:
-    total = source.shape[0] * granules
-    if not total:
-        return
-    # A pinned host tensor is reached over a bus that few programs fill; others stay free.
-    programs = 4 * traits(source.device).processors if read.device == write.device else 16
-    launch(
-        copy_kernel,
-        (min(programs, triton.cdiv(total, GRANULES)),),
-        source.contiguous(),
-        target.contiguous(),
-        read.view(-1).view(torch.int32),
-        write.view(-1).view(torch.int32),
-        total,
-        granules,
-        **lists,
-        GRANULES=GRANULES,
-        WORDS=GRANULE_BYTES // 4,
-        num_warps=4,
-    )
 
 
 @triton.jit
@@ -182,48 +110,42 @@ def _keys(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(KEYS.view(np.int64)).to(device)
 
 
-def digest_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
+def move_pages(
+    source: Side,
+    target: Side | None,
+    count: int,
     granules: int,
-    stripes: int,
-    part: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """Return the digests of the stripes of pages; see `dispatch.digest_pages`."""
-    first, count = part or (0, granules)
-    read = arena[GRANULE_BYTES * first :]
-    digests = arena.new_empty(len(source), stripes, 2, dtype=torch.int64)
-    _digest(read, read, source, source, count, digests, SOURCE=True, TARGET=False, COPY=False)
-    return digests
-
-
-def _digest(
-    read: torch.Tensor,
-    write: torch.Tensor,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    granules: int,
-    digests: torch.Tensor,
-    *,
-    COPY: bool = True,
-    **lists: bool,
+    digests: torch.Tensor | None = None,
 ) -> None:
-    stripes = digests.shape[1]
-    if digests.numel():
+    """Copy pages, digest their stripes, or both; see `dispatch.move_pages`."""
+    to = Side(source.data, None) if target is None else target
+    some = source.places if to.places is None else to.places
+    assert some is not None
+    lists = [(some if x.places is None else x.places).contiguous() for x in (source, to)]
+    words = torch.int32 if digests is None else torch.int64
+    memory = [x.data.view(-1).view(words) for x in (source, to)]
+    listed = {"SOURCE": source.places is not None, "TARGET": to.places is not None}
+    if digests is None and count * granules:
+        # A pinned host tensor is reached over a bus that few programs fill; others stay free.
+        near = source.data.device == to.data.device
+        programs = 4 * traits(some.device).processors if near else 16
+        launch(
+            copy_kernel,
+            (min(programs, triton.cdiv(count * granules, GRANULES)),),
+            *(*lists, *memory, count * granules, granules),
+            **listed,
+            GRANULES=GRANULES,
+            WORDS=GRANULE_BYTES // 4,
+            num_warps=4,
+        )
+    elif digests is not None and digests.numel():
+        stripes = digests.shape[1]
         launch(
             digest_kernel,
-            (source.shape[0] * stripes,),
-            source.contiguous(),
-            target.contiguous(),
-            read.view(-1).view(torch.int64),
-            write.view(-1).view(torch.int64),
-            _keys(source.device),
-            digests,
-            granules,
-            granules // stripes,
-            stripes,
-            **lists,
-            COPY=COPY,
+            (count * stripes,),
+            *(*lists, *memory, _keys(some.device), digests, granules, granules // stripes, stripes),
+            **listed,
+            COPY=target is not None,
             WORDS=WORDS,
             num_warps=1,
         )

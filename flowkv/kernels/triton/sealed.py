@@ -6,7 +6,7 @@ without barriers, in a loop that does not wait for other warps, 64 slots of 128 
 registers.
 """
 
-# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
+# ruff: noqa: PLR0913, PLR0915, PLR0917
 
 from __future__ import annotations
 
@@ -39,21 +39,20 @@ from flowkv.kernels.triton.tile import (
     MOST,
     cap,
     digits,
-    few_items,
     few_rows,
     joined,
     list_range,
     load,
     nibbles,
-    pick,
     rounded,
-    row_of_item,
-    row_unit,
-    share_of_items,
+    row_at,
+    share_begin,
+    share_next,
+    share_take,
+    sight_of,
     signed,
     store_mass,
     store_partial,
-    sum_before,
 )
 
 # Addition of one tile of a sealed page to a running softmax, by integer tensor cores, in Triton.
@@ -359,14 +358,7 @@ def sealed_share(i_share, n_shares, p_q, p_arena, p_lengths, p_starts, p_part, p
     i_head = tl.program_id(1)
     p_lists += i_list * FIELDS * n_rows
     b_pages = few_rows(p_lists, p_starts, n_rows, C)
-    b_items = few_items(b_pages, C)
-    n_share = share_of_items(b_items, n_shares, C)
-    i_item = i_share * n_share
-    left = tl.minimum(n_share, tl.sum(b_items, axis=0) - i_item)
-    i_row = row_of_item(b_items, i_item)
-    skip = i_item - sum_before(b_items, i_row)
-    if C.UNITS > 0:
-        skip *= row_unit(pick(b_pages, i_row), C)
+    i_item, left, i_row, skip = share_begin(b_pages, i_share, n_shares, C)
     p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
     PAIR: tl.constexpr = C.V_BITS == 4
     BLOCK: tl.constexpr = (C.TILE // 2 if PAIR else C.TILE) // C.PARTS
@@ -374,16 +366,9 @@ def sealed_share(i_share, n_shares, p_q, p_arena, p_lengths, p_starts, p_part, p
     o_c = tl.arange(0, C.COLUMNS)
     o_d = tl.arange(0, C.D)
     while left > 0:
-        start = tl.load(p_starts + i_row)
-        n_new = tl.load(p_starts + i_row + 1) - start
-        n_tokens = tl.load(p_lengths + i_row)
+        start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
         n_pages = tl.load(p_lists + i_row)
-        if C.UNITS > 0:
-            take = tl.minimum(n_pages - skip, row_unit(n_pages, C))
-            segment = i_item
-        else:
-            take = tl.minimum(n_pages - skip, left)
-            segment = i_share + i_row
+        take, segment = share_take(i_share, i_item, left, i_row, skip, n_pages, C)
         few = (n_new > 0) & (n_new <= C.FEW) & (take > 0)
         if few:
             o_token = start + o_c // C.GROUP
@@ -413,12 +398,8 @@ def sealed_share(i_share, n_shares, p_q, p_arena, p_lengths, p_starts, p_part, p
             b_l = tl.full([BLOCK, C.COLUMNS], 0, tl.float32)
             b_acc = tl.full([C.DV // 2 if C.DV >= 128 else C.DV, C.COLUMNS], 0, tl.float32)
             b_acc1 = b_acc
-            b_seen = n_tokens - n_new + 1 + o_c // C.GROUP
-            if not C.CAUSAL:
-                b_seen = o_c * 0 + n_tokens
-            b_slope = b_m
-            if C.ALIBI:
-                b_slope = tl.load(p_alibi + o_head, mask=m_c, other=0.0).to(tl.float32)
+            b_seen, b_slope, _ = sight_of(o_c, o_token, o_head, m_c, n_tokens - n_new, n_tokens,
+                                          p_alibi, None, C)  # fmt: skip
             p_to = p_mass
             if C.MASS > 0:
                 p_to += i_row.to(tl.int64) * stride_mass + i_head * C.COLUMNS + o_c
@@ -446,16 +427,7 @@ def sealed_share(i_share, n_shares, p_q, p_arena, p_lengths, p_starts, p_part, p
             if C.DV >= 128:
                 store_partial(p_part, p_part_lse, o_part, m_c, b_m * b_unit, b_l, b_acc1, C.DV // 2,
                               C)  # fmt: skip
-        if C.UNITS > 0:
-            left -= few.to(tl.int32)
-            i_item += few.to(tl.int32)
-            stay = few & (skip + take < n_pages)
-            skip = tl.where(stay, skip + take, 0)
-            i_row += 1 - stay.to(tl.int32)
-        else:
-            left -= tl.where(few, take, 0)
-            skip = 0
-            i_row += 1
+        i_item, left, i_row, skip = share_next(i_item, left, i_row, skip, few, take, n_pages, C)
 
 
 @triton.jit(do_not_specialize=["layer", "n_rows", "i_list", "n_segments"])
@@ -618,8 +590,6 @@ def sealed_config(
         DV=padded(layout.value_dim),
         TILE=tile * tiling.parts,
         PARTS=tiling.parts,
-        K_BITS=spec.k_bits,
-        V_BITS=spec.v_bits,
         CHANNELS=spec.by_channel,
         STAGES=tiling.stages,
         WARPS=tiling.warps,

@@ -355,14 +355,8 @@ def list_pages(p_table, p_rows, p_lengths, p_starts, p_counts, p_granules, p_num
         b_first += tl.sum(m.to(tl.int32), axis=0)
 
 
-class _Made(NamedTuple):
-    """Cache of the last batch's lists, by their parameters, with the layer that used them last."""
-
-    batch: Ragged | None
-    lists: dict[tuple[Any, ...], tuple[Lists, int]]
-
-
-_LAST = [_Made(None, {})]
+_LAST: list[tuple[Ragged | None, dict[tuple[Any, ...], tuple[Lists, int]]]] = [(None, {})]
+"""The last batch and its lists, by their parameters, with the layer that used them last."""
 
 
 def lists_of(task: Task) -> Lists:
@@ -372,19 +366,20 @@ def lists_of(task: Task) -> Lists:
     was changed in place), and makes them again.
     """
     batch, layer = task.batch, task.pages.layer
-    made = _LAST[0]
-    if made.batch is not batch:
-        made = _LAST[0] = _Made(batch, {})
+    last_batch, made = _LAST[0]
+    if last_batch is not batch:
+        made = {}
+        _LAST[0] = batch, made
     key = (
         task.layout.page_size,
         tuple(layout.codec for layout in task.pages.sealed),
         *(task.how.window, task.how.causal, task.how.tree is not None),
         task.out.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
-    lists, last = made.lists.get(key, (None, layer))
+    lists, last = made.get(key, (None, layer))
     if lists is None or layer <= last:
         lists = _make(task)
-    made.lists[key] = lists, layer
+    made[key] = lists, layer
     return lists
 
 

@@ -291,12 +291,6 @@ def few_rows(p_counts, p_starts, n_rows, C: tl.constexpr):
 
 
 @triton.jit
-def few_share(b_pages, n_shares, C: tl.constexpr):
-    """Return the pages of one share when all pages are cut into at most `n_shares`."""
-    return tl.maximum((tl.sum(b_pages, axis=0) + n_shares - 1) // n_shares, C.MIN_PAGES)
-
-
-@triton.jit
 def row_unit(n_pages, C: tl.constexpr):
     """Return the pages of a unit of a row that is cut into at most UNITS, regardless of others."""
     return tl.maximum((n_pages + C.UNITS - 1) // C.UNITS, C.MIN_PAGES)
@@ -315,10 +309,42 @@ def few_items(b_pages, C: tl.constexpr):
 @triton.jit
 def share_of_items(b_items, n_shares, C: tl.constexpr):
     """Return the items of one share."""
+    LEAST: tl.constexpr = 1 if C.UNITS > 0 else C.MIN_PAGES
+    return tl.maximum((tl.sum(b_items, axis=0) + n_shares - 1) // n_shares, LEAST)
+
+
+@triton.jit
+def share_begin(b_pages, i_share, n_shares, C: tl.constexpr):
+    """Return (number of the first item, items, their first row, pages of it before) of a share."""
+    b_items = few_items(b_pages, C)
+    n_share = share_of_items(b_items, n_shares, C)
+    i_item = i_share * n_share
+    i_row = row_of_item(b_items, i_item)
+    skip = i_item - sum_before(b_items, i_row)
     if C.UNITS > 0:
-        return tl.maximum((tl.sum(b_items, axis=0) + n_shares - 1) // n_shares, 1)
+        skip *= row_unit(pick(b_pages, i_row), C)
+    return i_item, tl.minimum(n_share, tl.sum(b_items, axis=0) - i_item), i_row, skip
+
+
+@triton.jit
+def share_take(i_share, i_item, left, i_row, skip, n_pages, C: tl.constexpr):
+    """Return (pages that a share takes of a row, number of the segment for their partials)."""
+    if C.UNITS > 0:
+        return tl.minimum(n_pages - skip, row_unit(n_pages, C)), i_item
     else:
-        return few_share(b_items, n_shares, C)
+        return tl.minimum(n_pages - skip, left), i_share + i_row
+
+
+@triton.jit
+def share_next(i_item, left, i_row, skip, few, take, n_pages, C: tl.constexpr):
+    """Return the next state of a share (`share_begin`), which took pages of a row if `few`."""
+    if C.UNITS > 0:
+        one = few.to(tl.int32)
+        stay = few & (skip + take < n_pages)
+        skip = tl.where(stay, skip + take, 0)
+        return i_item + one, left - one, i_row + 1 - stay.to(tl.int32), skip
+    else:
+        return i_item, left - tl.where(few, take, 0), i_row + 1, skip * 0
 
 
 @triton.jit

@@ -15,40 +15,7 @@ import math
 import numpy as np
 
 from flowkv.policy.order import compiled
-from flowkv.policy.order.compiled import (
-    BLOCKED,
-    CLASS_WORTH,
-    CLOCK,
-    COUNT,
-    DEAD,
-    DEFAULT_RANK,
-    DIGEST,
-    DUES,
-    EXPIRED,
-    FIRST_CLASS,
-    MODE,
-    NEVER,
-    ORDER,
-    SLOT_MASK,
-    Array,
-    change_pins,
-    choose,
-    drop,
-    expire,
-    fold,
-    helper,
-    inner,
-    kernel,
-    log2,
-    opener,
-    order_on,
-    parent_of,
-    present_class,
-    put,
-    reorder,
-    room_for,
-    words,
-)
+from flowkv.policy.order.compiled import Array, helper, inner, kernel
 
 SIZES = {
     "stop, turn": 32,
@@ -301,7 +268,7 @@ def nudge(model: Array, at: int, step: float, rate: float, ease: float, limit: f
 def learn(model: Array, row: Array, i: int, returned: int) -> None:
     """Train one model: a chain returned in bin `i` (1), or did not (0)."""
     h = hazard(model, row, i)
-    model[LOSS] = FORGET * model[LOSS] - log2(h if returned == 1 else 1.0 - h)
+    model[LOSS] = FORGET * model[LOSS] - compiled.log2(h if returned == 1 else 1.0 - h)
     step = returned - h
     k, u = BEFORE[i], BEYOND[i]
     nudge(model, BASES + 2 * i, step, BASE_RATE, 0.0, BASE_LIMIT)
@@ -398,7 +365,7 @@ def beyond(z: float) -> float:
 @inner
 def later(t_s: float, eta_s: float, sigma: float) -> float:
     """Return P(the return comes after t_s)."""
-    return beyond(LN2 * log2(t_s / eta_s) / sigma) if t_s > 0.0 else 1.0
+    return beyond(LN2 * compiled.log2(t_s / eta_s) / sigma) if t_s > 0.0 else 1.0
 
 
 @helper
@@ -508,16 +475,26 @@ def worth_of(learner: tuple[Array, ...], s: int, now: int) -> float:
     return value
 
 
+@inner
+def peek(learner: tuple[Array, ...], s: int, now: int) -> float:
+    """Return the worth of a block and change no state."""
+    tips, traits, t = learner[1], learner[2], learner[0][s].tip
+    seen, known = tips[t].bin, traits[t, INDEX]
+    value = worth_of(learner, s, now)
+    tips[t].bin, traits[t, INDEX] = seen, known
+    return value
+
+
 @helper
 def rekey(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> None:
     """Update the place of a resident leaf among the leaves, while this order decides."""
     nodes, heaps, state = order
-    if state[MODE] != 0:  # another key is in use; see `flowkv.policy.hedge`
+    if state[compiled.MODE] != 0:  # another key is in use; see `flowkv.policy.hedge`
         return
     nodes[s].key = key_of(worth_of(learner, s, now))
     i, row = nodes[s].place, nodes[s].row
     if i >= 0:
-        put(heaps[row], nodes["place"], state[row], i, words(nodes, s, row))
+        compiled.put(heaps[row], nodes["place"], state[row], i, compiled.words(nodes, s, row))
 
 
 @inner
@@ -527,21 +504,21 @@ def give_up(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: i
     The parent's key is set before, so that it moves once.
     """
     nodes, heaps, state = order
-    p = parent_of(nodes, s)
+    p = compiled.parent_of(nodes, s)
     if p >= 0 and nodes[p].kids == 1:
         rekey(order, learner, p, now)
-    drop(nodes, heaps, state, s)
+    compiled.drop(nodes, heaps, state, s)
 
 
 @inner
 def take_next(order: tuple[Array, ...], learner: tuple[Array, ...], now: int) -> int:
     """Evict the next leaf, and expire what only this child kept alive."""
     nodes, heaps, state = order
-    s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
-    fold(state, DIGEST, s)
+    s = heaps[compiled.choose(heaps, state, now), 0, 1] & compiled.SLOT_MASK
+    compiled.fold(state, compiled.DIGEST, s)
     give_up(order, learner, s, now)
-    if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
-        expire(nodes, heaps, state, now)
+    if state[compiled.DUES] > 0 and heaps[compiled.DUES, 0, 0] <= now:
+        compiled.expire(nodes, heaps, state, now)
     return int(s)
 
 
@@ -572,7 +549,7 @@ def rekey_tip(order: tuple[Array, ...], learner: tuple[Array, ...], t: int, now:
 def await_edge(tips: Array, counters: Array, i: int) -> None:
     """Set the time when the next tip reaches edge `i`."""
     c = counters[PASSED + i]
-    counters[REACHED + i] = tips[c].time + EDGES_NS[i + 1] if c < counters[TIPS] else NEVER
+    counters[REACHED + i] = tips[c].time + EDGES_NS[i + 1] if c < counters[TIPS] else compiled.NEVER
 
 
 @inner
@@ -629,7 +606,7 @@ def succeed(tips: Array, traits: Array, t: int, q: int) -> None:
         traits[t, STOP_PACE + k] = NO_PACE
     if q < 0:
         return
-    gap = log2(max((tips[t].time - tips[q].time) * 1e-9, 0.1))
+    gap = compiled.log2(max((tips[t].time - tips[q].time) * 1e-9, 0.1))
     tips[t].turn = tips[q].turn + 1
     traits[t, GAP] = gap
     traits[t, PACE] = averaged(traits[q, PACE], gap, 0.3)
@@ -726,22 +703,20 @@ MIND = (
 )
 """Types of own, tips, traits, rows, models, counters."""
 
-KINDS = ORDER + MIND
-learner_on = opener(len(ORDER), MIND)
-
-NOT_JOINED = -2
+KINDS = compiled.ORDER + MIND
+learner_on = compiled.opener(len(compiled.ORDER), MIND)
 
 
 @kernel
 def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
     """Record a request for these blocks, of `blocks` in all; return its tip, -1 without room."""
-    order, learner = order_on(desk), learner_on(desk)
+    order, learner = compiled.order_on(desk), learner_on(desk)
     nodes, heaps, state = order
     own, tips, _traits, _rows, _model, counters = learner
-    if room_for(len(nodes), slots) != 0 or counters[TIPS] >= len(tips):
+    if compiled.room_for(len(nodes), slots) != 0 or counters[TIPS] >= len(tips):
         return -1
     compiled.access(nodes, heaps, state, slots, now)
-    now = state[CLOCK]
+    now = state[compiled.CLOCK]
     advance(order, learner, now)
     known, q = find_return(learner, slots, now)
     t = begin(learner, now, q, known, max(blocks, len(slots)))
@@ -754,7 +729,7 @@ def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
 @helper
 def rekey_path(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -> None:
     """Update the keys of the resident leaves among these slots, as of now."""
-    nodes, now = order[0], order[2][CLOCK]
+    nodes, now = order[0], order[2][compiled.CLOCK]
     for s in slots:
         if nodes[s].birth != 0 and nodes[s].kids == 0:
             rekey(order, learner, s, now)
@@ -771,7 +746,7 @@ def join(
     The clock has advanced before: no edge judged a block that was absent.
     """
     own, tips, _traits, _rows, _model, counters = learner
-    now = order[2][CLOCK]
+    now = order[2][compiled.CLOCK]
     for s in slots:  # blocks that come back
         if own[s].tip >= 0:
             mine = tips[own[s].tip]
@@ -805,42 +780,40 @@ def join(
 @kernel
 def tick(desk: Array, now: int) -> int:
     """Run the order's `tick`, and advance the tips as well."""
-    order = order_on(desk)
+    order = compiled.order_on(desk)
     nodes, heaps, state = order
-    advance(order, learner_on(desk), expire(nodes, heaps, state, now))
-    return int(state[EXPIRED])
+    advance(order, learner_on(desk), compiled.expire(nodes, heaps, state, now))
+    return int(state[compiled.EXPIRED])
 
 
 @kernel
 def insert(
     desk: Array, slots: Array, parents: Array, lease: Array, said: tuple[int, int, int]
-) -> int:
-    """Run the order's `insert`, then `join`; return `NOT_JOINED` if there is no room for tips.
+) -> bool:
+    """Run the order's `insert`, then `join` if there is room for tips; return whether there was.
 
     Expiry and edges up to the present come first.
     """
     tick(desk, said[0])
-    order, learner = order_on(desk), learner_on(desk)
+    order, learner = compiled.order_on(desk), learner_on(desk)
     nodes, heaps, state = order
-    room = compiled.insert(nodes, heaps, state, slots, parents, lease, said)
-    if room != 0:
-        return int(room)
-    if learner[5][TIPS] + len(slots) > len(learner[1]):
-        return NOT_JOINED
-    join(order, learner, slots, parents)
-    return 0
+    compiled.insert(nodes, heaps, state, slots, parents, lease, said)
+    fits = learner[5][TIPS] + len(slots) <= len(learner[1])
+    if fits:
+        join(order, learner, slots, parents)
+    return bool(fits)
 
 
 @kernel
 def finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
     """Record the end of the request of tip `t`."""
     tick(desk, now)
-    order, learner = order_on(desk), learner_on(desk)
+    order, learner = compiled.order_on(desk), learner_on(desk)
     tips = learner[1]
     tips[t].stop = stop
     tips[t].output = out
     judge(learner, t)
-    rekey_tip(order, learner, t, order[2][CLOCK])
+    rekey_tip(order, learner, t, order[2][compiled.CLOCK])
 
 
 @kernel
@@ -850,11 +823,11 @@ def announce(
     """Hint that the tip of the last of these blocks returns in about `eta`, if it is known."""
     own, tips, traits = learner[0], learner[1], learner[2]
     nodes, heaps, state = order
-    now = state[CLOCK]
+    now = state[compiled.CLOCK]
     for s in slots:
-        if 0 <= s < len(nodes) and nodes[s].marks & DEAD:
-            nodes[s].marks &= ~DEAD
-            reorder(nodes, heaps, state, s)
+        if 0 <= s < len(nodes) and nodes[s].marks & compiled.DEAD:
+            nodes[s].marks &= ~compiled.DEAD
+            compiled.reorder(nodes, heaps, state, s)
     s = slots[len(slots) - 1]
     if s < 0 or s >= len(own) or own[s].tip < 0:
         return
@@ -870,7 +843,7 @@ def remove(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -
     nodes, state = order[0], order[2]
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
-            give_up(order, learner, s, state[CLOCK])
+            give_up(order, learner, s, state[compiled.CLOCK])
 
 
 @kernel
@@ -895,17 +868,17 @@ def forget(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -
 @kernel
 def evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
     """Run the order's `evict`; update parents that become leaves."""
-    order, learner = order_on(desk), learner_on(desk)
+    order, learner = compiled.order_on(desk), learner_on(desk)
     nodes, heaps, state = order
-    now = expire(nodes, heaps, state, now)
+    now = compiled.expire(nodes, heaps, state, now)
     advance(order, learner, now)
-    change_pins(nodes, heaps, state, protected, 1)
-    enough = state[COUNT] - state[BLOCKED] >= len(victims)
-    fold(state, DIGEST, len(victims) if enough else -1)
+    compiled.change_pins(nodes, heaps, state, protected, 1)
+    enough = state[compiled.COUNT] - state[compiled.BLOCKED] >= len(victims)
+    compiled.fold(state, compiled.DIGEST, len(victims) if enough else -1)
     if enough:
         for i in range(len(victims)):
             victims[i] = take_next(order, learner, now)
-    change_pins(nodes, heaps, state, protected, -1)
+    compiled.change_pins(nodes, heaps, state, protected, -1)
     return bool(enough)
 
 
@@ -960,13 +933,117 @@ def compact(learner: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) 
 def worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int) -> float:
     """Return the worth of a block as of the last call, in 1/s; classes lie further apart."""
     nodes, _heaps, state = order
-    own, tips, traits, _rows, _model, _counters = learner
-    if nodes[s].kids == 0:
-        value = value_of(nodes[s].key)
-    else:
-        t = own[s].tip
-        seen, known = tips[t].bin, traits[t, INDEX]
-        value = worth_of(learner, s, state[CLOCK])
-        tips[t].bin, traits[t, INDEX] = seen, known  # a query changes no state
-    here = present_class(nodes, state, s)
-    return float((here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + value)
+    leaf = nodes[s].kids == 0
+    value = value_of(nodes[s].key) if leaf else peek(learner, s, state[compiled.CLOCK])
+    here = compiled.present_class(nodes, state, s)
+    return float(
+        (here - compiled.FIRST_CLASS - compiled.DEFAULT_RANK) * compiled.CLASS_WORTH + value
+    )
+
+
+# Answers of a learned order to a prefetcher: chains worth bringing back, and their victims.
+
+ASKED = np.dtype(
+    [
+        ("tip", np.int64),  # the tip that was judged: a number made of its history
+        ("bin", np.int64),
+        ("worth", np.float64),
+    ]
+)
+"""By slot: worth of the end of a chain, as last computed."""
+
+
+LEAST_KEY = 1 << 61  # least key that stands for a worth; see `key_of`
+
+
+@inner
+def weakest_worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> float:
+    """Return the worth of the leaf `s`, also while the leaves are sorted by another key."""
+    key = order[0][s].key
+    if key >= LEAST_KEY:
+        return float(value_of(key))
+    t = learner[0][s].tip
+    if t < 0:
+        return 0.0
+    return float(peek(learner, s, now))
+
+
+@inner
+def asked_worth(learner: tuple[Array, ...], asked: Array, t: int, s: int, now: int) -> float:
+    """Return the worth of the end `s` of tip `t`, cached per age bin; restores the tip's state."""
+    tip, mine = learner[1][t], asked[s]
+    name = tip.time * 4 + tip.stop + (tip.output << 20) + tip.blocks
+    if tip.eta >= 0:
+        name += tip.told * 3 + tip.eta
+    b = bin_of(now - tip.time)
+    if mine.tip != name or mine.bin != b:
+        mine.worth = peek(learner, s, now)
+        mine.tip, mine.bin = name, b
+    return float(mine.worth)
+
+
+@kernel
+def wanted(
+    order: tuple[Array, ...],
+    learner: tuple[Array, ...],
+    asked: Array,
+    slots: Array,
+    rates: Array,
+    now: int,
+) -> int:
+    """Fill the ends of absent chains worth more than the next victim, best first.
+
+    `asked` has a record for each slot, `slots` room for one at least. Ties: the older tip first.
+    """
+    nodes, heaps, state = order
+    own, tips, counters = learner[0], learner[1], learner[5]
+    now = compiled.expire(nodes, heaps, state, now)
+    advance(order, learner, now)
+    least, n = 0.0, 0
+    if state[compiled.COUNT] > state[compiled.BLOCKED]:
+        first = heaps[compiled.choose(heaps, state, now), 0, 1] & compiled.SLOT_MASK
+        least = weakest_worth(order, learner, first, now)
+    for t in range(counters[TIPS]):
+        s = tips[t].slot
+        if tips[t].done != 0 or s < 0 or own[s].tip != t or nodes[s].birth != 0:
+            continue
+        if nodes[s].marks & compiled.DEAD:
+            continue
+        value = asked_worth(learner, asked, t, s, now)
+        if value <= least or (n == len(slots) and value <= rates[n - 1]):
+            continue
+        n = min(n + 1, len(slots))
+        i = n - 1
+        while i > 0 and rates[i - 1] < value:
+            rates[i], slots[i] = rates[i - 1], slots[i - 1]
+            i -= 1
+        rates[i], slots[i] = value, s
+    return int(n)
+
+
+@kernel
+def displace(
+    order: tuple[Array, ...],
+    learner: tuple[Array, ...],
+    protected: Array,
+    victims: Array,
+    now: int,
+    rate: float,
+) -> int:
+    """Evict as `evict` does, while the next victim is worth less than `rate`; return how many."""
+    nodes, heaps, state = order
+    now = compiled.expire(nodes, heaps, state, now)
+    advance(order, learner, now)
+    compiled.change_pins(nodes, heaps, state, protected, 1)
+    most, found = min(state[compiled.COUNT] - state[compiled.BLOCKED], len(victims)), 0
+    while found < most:
+        s = heaps[compiled.choose(heaps, state, now), 0, 1] & compiled.SLOT_MASK
+        where = compiled.class_of(nodes, s)
+        if where == compiled.QUEUED_CLASS:
+            break
+        if where > compiled.DEAD_CLASS and weakest_worth(order, learner, s, now) >= rate:
+            break
+        victims[found] = take_next(order, learner, now)
+        found += 1
+    compiled.change_pins(nodes, heaps, state, protected, -1)
+    return int(found)

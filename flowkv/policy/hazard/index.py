@@ -22,167 +22,14 @@ from flowkv.policy.base import (
     configure,
 )
 from flowkv.policy.hazard import compiled as learned
-from flowkv.policy.hazard.compiled import (
-    BASE_LIMIT,
-    BASES,
-    BINS,
-    BUCKETS,
-    COUNTERS,
-    FEATURES,
-    FIRST_BASE,
-    INDEX,
-    KNOTS,
-    LOSS,
-    MODEL_SIZE,
-    NEXT,
-    OWN,
-    REACH,
-    REACHED,
-    SIZES,
-    TIP,
-    TIPS,
-    TRAITS,
-    WEIGHT_LIMIT,
-    advance,
-    bin_of,
-    take_next,
-    value_of,
-    worth_of,
-)
 from flowkv.policy.order.compiled import (
-    BLOCKED,
     COUNT,
-    DEAD,
-    DEAD_CLASS,
     NEVER,
-    QUEUED_CLASS,
     SLOT_LIMIT,
-    SLOT_MASK,
-    Array,
     ArrayCall,
-    change_pins,
-    choose,
-    class_of,
-    expire,
-    inner,
-    kernel,
     room_for,
 )
 from flowkv.policy.order.leaf import LeafOrder, as_slots
-
-# Answers of a learned order to a prefetcher: chains worth bringing back, and their victims.
-
-ASKED = np.dtype(
-    [
-        ("tip", np.int64),  # the tip that was judged: a number made of its history
-        ("bin", np.int64),
-        ("worth", np.float64),
-    ]
-)
-"""By slot: worth of the end of a chain, as last computed."""
-
-
-LEAST_KEY = 1 << 61  # least key that stands for a worth; see `compiled.key_of`
-
-
-@inner
-def weakest_worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> float:
-    """Return the worth of the leaf `s`, also while the leaves are sorted by another key."""
-    key = order[0][s].key
-    if key >= LEAST_KEY:
-        return float(value_of(key))
-    t = learner[0][s].tip
-    if t < 0:
-        return 0.0
-    seen, known = learner[1][t].bin, learner[2][t, INDEX]
-    worth = worth_of(learner, s, now)
-    learner[1][t].bin, learner[2][t, INDEX] = seen, known
-    return float(worth)
-
-
-@inner
-def asked_worth(learner: tuple[Array, ...], asked: Array, t: int, s: int, now: int) -> float:
-    """Return the worth of the end `s` of tip `t`, cached per age bin; restores the tip's state."""
-    tips, traits = learner[1], learner[2]
-    tip, mine = tips[t], asked[s]
-    name = tip.time * 4 + tip.stop + (tip.output << 20) + tip.blocks
-    if tip.eta >= 0:
-        name += tip.told * 3 + tip.eta
-    b = bin_of(now - tip.time)
-    if mine.tip != name or mine.bin != b:
-        seen, known = tip.bin, traits[t, INDEX]
-        mine.worth = worth_of(learner, s, now)
-        tip.bin, traits[t, INDEX] = seen, known
-        mine.tip, mine.bin = name, b
-    return float(mine.worth)
-
-
-@kernel
-def wanted(
-    order: tuple[Array, ...],
-    learner: tuple[Array, ...],
-    asked: Array,
-    slots: Array,
-    rates: Array,
-    now: int,
-) -> int:
-    """Fill the ends of absent chains worth more than the next victim, best first.
-
-    `asked` has a record for each slot, `slots` room for one at least. Ties: the older tip first.
-    """
-    nodes, heaps, state = order
-    own, tips, counters = learner[0], learner[1], learner[5]
-    now = expire(nodes, heaps, state, now)
-    advance(order, learner, now)
-    least, n = 0.0, 0
-    if state[COUNT] > state[BLOCKED]:
-        first = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
-        least = weakest_worth(order, learner, first, now)
-    for t in range(counters[TIPS]):
-        s = tips[t].slot
-        if tips[t].done != 0 or s < 0 or own[s].tip != t or nodes[s].birth != 0:
-            continue
-        if nodes[s].marks & DEAD:
-            continue
-        value = asked_worth(learner, asked, t, s, now)
-        if value <= least or (n == len(slots) and value <= rates[n - 1]):
-            continue
-        n = min(n + 1, len(slots))
-        i = n - 1
-        while i > 0 and rates[i - 1] < value:
-            rates[i], slots[i] = rates[i - 1], slots[i - 1]
-            i -= 1
-        rates[i], slots[i] = value, s
-    return int(n)
-
-
-@kernel
-def displace(
-    order: tuple[Array, ...],
-    learner: tuple[Array, ...],
-    protected: Array,
-    victims: Array,
-    now: int,
-    rate: float,
-) -> int:
-    """Evict as `evict` does, while the next victim is worth less than `rate`; return how many."""
-    nodes, heaps, state = order
-    now = expire(nodes, heaps, state, now)
-    advance(order, learner, now)
-    change_pins(nodes, heaps, state, protected, 1)
-    most, found = min(state[COUNT] - state[BLOCKED], len(victims)), 0
-    while found < most:
-        s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
-        where = class_of(nodes, s)
-        if where == QUEUED_CLASS:
-            break
-        if where > DEAD_CLASS and weakest_worth(order, learner, s, now) >= rate:
-            break
-        victims[found] = take_next(order, learner, now)
-        found += 1
-    change_pins(nodes, heaps, state, protected, -1)
-    return int(found)
-
 
 # Saved models of a learned order, for a warm start.
 
@@ -204,10 +51,10 @@ def model_bytes(model: NDArray[np.float64]) -> bytes:
     return msgspec.msgpack.encode(
         _Model(
             MODEL_VERSION,
-            [BINS, KNOTS, *SIZES.values()],
-            model[:BASES:2].astype("<f4").tobytes(),
-            model[BASES:REACH:2].astype("<f4").tobytes(),
-            model[REACH : REACH + 8].tolist(),
+            [learned.BINS, learned.KNOTS, *learned.SIZES.values()],
+            model[: learned.BASES : 2].astype("<f4").tobytes(),
+            model[learned.BASES : learned.REACH : 2].astype("<f4").tobytes(),
+            model[learned.REACH : learned.REACH + 8].tolist(),
         )
     )
 
@@ -223,19 +70,19 @@ def model_of(saved: bytes) -> NDArray[np.float64]:
         image = msgspec.msgpack.decode(saved, type=_Model)
     except MALFORMED as error:
         raise ConfigError(f"this is no hazard model: {error}", wrong) from None
-    shape = [BINS, KNOTS, *SIZES.values()]
+    shape = [learned.BINS, learned.KNOTS, *learned.SIZES.values()]
     sizes = len(image.weights), len(image.bases), len(image.reach)
     if (image.version, image.shape) != (MODEL_VERSION, shape) or sizes != (
-        4 * BUCKETS * KNOTS,
-        4 * BINS,
+        4 * learned.BUCKETS * learned.KNOTS,
+        4 * learned.BINS,
         8,
     ):
         raise ConfigError("the hazard model has another shape", wrong)
     row: NDArray[np.float64] = fresh_model()[0]
-    row[:BASES:2] = np.frombuffer(image.weights, "<f4")
-    row[BASES:REACH:2] = np.frombuffer(image.bases, "<f4")
-    row[1:BASES:2], row[BASES + 1 : REACH : 2] = PSEUDO, PSEUDO_BASE
-    row[REACH : REACH + 8] = image.reach
+    row[: learned.BASES : 2] = np.frombuffer(image.weights, "<f4")
+    row[learned.BASES : learned.REACH : 2] = np.frombuffer(image.bases, "<f4")
+    row[1 : learned.BASES : 2], row[learned.BASES + 1 : learned.REACH : 2] = PSEUDO, PSEUDO_BASE
+    row[learned.REACH : learned.REACH + 8] = image.reach
     if not is_model(row[None]):
         raise ConfigError("the hazard model is outside the bounds of learned models", wrong)
     return row
@@ -243,25 +90,28 @@ def model_of(saved: bytes) -> NDArray[np.float64]:
 
 def fresh_model() -> NDArray[np.float64]:
     """Return a model without any observation."""
-    model = np.zeros((1, MODEL_SIZE))
-    model[0, BASES:REACH:2] = FIRST_BASE
-    model[0, BASES + 1 : REACH : 2] = 1.0
-    model[0, REACH] = 1.0
+    model = np.zeros((1, learned.MODEL_SIZE))
+    model[0, learned.BASES : learned.REACH : 2] = learned.FIRST_BASE
+    model[0, learned.BASES + 1 : learned.REACH : 2] = 1.0
+    model[0, learned.REACH] = 1.0
     return model
 
 
 def is_model(models: NDArray[np.float64]) -> bool:
     """Return whether models are within the bounds that learning keeps."""
-    weights, bases = np.abs(models[:, :BASES:2]), np.abs(models[:, BASES:REACH:2])
-    tail = models[:, REACH:]
+    weights, bases = (
+        np.abs(models[:, : learned.BASES : 2]),
+        np.abs(models[:, learned.BASES : learned.REACH : 2]),
+    )
+    tail = models[:, learned.REACH :]
     return bool(
         np.isfinite(models).all()
-        and (weights <= WEIGHT_LIMIT).all()
-        and (bases <= BASE_LIMIT).all()
-        and (models[:, 1:REACH:2] >= 0).all()
-        and (models[:, BASES + 1 : REACH : 2] > 0).all()
+        and (weights <= learned.WEIGHT_LIMIT).all()
+        and (bases <= learned.BASE_LIMIT).all()
+        and (models[:, 1 : learned.REACH : 2] >= 0).all()
+        and (models[:, learned.BASES + 1 : learned.REACH : 2] > 0).all()
         and ((tail >= 0) & (tail <= TAIL_LIMIT)).all()
-        and (models[:, REACH : REACH + 8].sum(axis=1) > 0).all()
+        and (models[:, learned.REACH : learned.REACH + 8].sum(axis=1) > 0).all()
     )
 
 
@@ -298,20 +148,20 @@ class HazardIndex(LeafOrder):
     name = "hazard"
 
     def __init__(self, **options: object) -> None:
-        self.config = configure(HazardConfig, self.name, options)
         self._learner: tuple[NDArray[Any], ...] = (
-            np.zeros(0, OWN),
-            np.zeros(0, TIP),
-            np.zeros((0, TRAITS)),
-            np.zeros((0, FEATURES), np.int32),
+            np.zeros(0, learned.OWN),
+            np.zeros(0, learned.TIP),
+            np.zeros((0, learned.TRAITS)),
+            np.zeros((0, learned.FEATURES), np.int32),
             fresh_model(),
-            np.zeros(COUNTERS, np.int64),
+            np.zeros(learned.COUNTERS, np.int64),
         )
-        self._learner[-1][REACHED:] = self._learner[-1][NEXT] = NEVER
+        self._learner[-1][learned.REACHED :] = self._learner[-1][learned.NEXT] = NEVER
         self._open: dict[int, int] = {}
         self._laid = ArrayCall()
-        self._asked = np.zeros(0, ASKED)
-        super().__init__(1, self.config)  # 1 ns leaves a key beyond the clock unchanged
+        self._asked = np.zeros(0, learned.ASKED)
+        config = configure(HazardConfig, self.name, options)
+        super().__init__(1, config)  # 1 ns leaves a key beyond the clock unchanged
         self._widen(0, 2 * FIRST_TIPS)
 
     # ---- what happens
@@ -377,7 +227,7 @@ class HazardIndex(LeafOrder):
         """
         victims = np.empty(max(min(n, int(self._state[COUNT])), 0), np.int64)
         said = as_slots(protected), victims, now_ns, rate
-        return victims[: displace(self._order, self._learner, *said)]
+        return victims[: learned.displace(self._order, self._learner, *said)]
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Return up to `n` ends of non-resident chains that are worth prefetching, best first.
@@ -387,23 +237,20 @@ class HazardIndex(LeafOrder):
         if n < 1:
             return NO_SLOTS.copy(), np.empty(0)
         if len(self._asked) < len(self._learner[0]):
-            self._asked = np.zeros(len(self._learner[0]), ASKED)
+            self._asked = np.zeros(len(self._learner[0]), learned.ASKED)
         slots, rates = np.empty(n, np.int64), np.zeros(n)
         arrays = self._order, self._learner, self._asked, slots, rates
-        count = wanted(*arrays, now_ns)
+        count = learned.wanted(*arrays, now_ns)
         return slots[:count], rates[:count]
 
     # ---- compiled calls
 
     def _insert(
         self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
-    ) -> int:
-        room = int(learned.insert(self._desk, slots, parents, terms, said))
-        if room == learned.NOT_JOINED:
+    ) -> None:
+        if not learned.insert(self._desk, slots, parents, terms, said):
             self._make_room(len(slots))
             learned.join(self._order, self._learner, slots, parents)
-            return 0
-        return room
 
     def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
         return bool(learned.evict(self._desk, guarded, victims, now_ns))
@@ -423,7 +270,7 @@ class HazardIndex(LeafOrder):
         Of two models it is the one that has predicted better lately; of equals the loaded one.
         """
         models = self._learner[4]
-        best = len(models) - 1 - int(np.argmin(models[::-1, LOSS]))
+        best = len(models) - 1 - int(np.argmin(models[::-1, learned.LOSS]))
         return model_bytes(models[best])
 
     def load_model(self, saved: bytes) -> None:
@@ -466,14 +313,14 @@ class HazardIndex(LeafOrder):
         if room > len(self._arrays[0]):
             super()._grow(room)
         old = self._learner[0]
-        own = np.zeros(len(self._arrays[0]), OWN)
+        own = np.zeros(len(self._arrays[0]), learned.OWN)
         own[: len(old)] = old[: len(own)]
         own["tip"][len(old) :] = -1
         self._learner = (own, *self._learner[1:])
 
     def _make_room(self, n: int) -> None:
         """Make room for `n` more tips: drop needless ones, and double the vectors if that helps."""
-        tips, used = self._learner[1], int(self._learner[-1][TIPS])
+        tips, used = self._learner[1], int(self._learner[-1][learned.TIPS])
         if used + n <= len(tips):
             return
         keep = np.zeros(max(used, 1), np.int64)
@@ -488,9 +335,9 @@ class HazardIndex(LeafOrder):
         more = room - used
         self._learner = (
             own,
-            np.concatenate([tips[:used], np.zeros(more, TIP)]),
-            np.concatenate([traits[:used], np.zeros((more, TRAITS))]),
-            np.concatenate([rows[:used], np.zeros((more, FEATURES), np.int32)]),
+            np.concatenate([tips[:used], np.zeros(more, learned.TIP)]),
+            np.concatenate([traits[:used], np.zeros((more, learned.TRAITS))]),
+            np.concatenate([rows[:used], np.zeros((more, learned.FEATURES), np.int32)]),
             model,
             counters,
         )

@@ -70,7 +70,7 @@ def room_for(capacity: int, slots: Array) -> int:
     return top + 1 if top >= capacity else 0
 
 
-@inner
+@kernel
 def room_beyond(capacity: int, slots: Array) -> int:
     """Return 0 if all valid slots fit, else the capacity needed."""
     room = 0
@@ -834,14 +834,11 @@ def insert(
     parents: Array,
     lease: Array,
     said: tuple[int, int, int],
-) -> int:
-    """Insert blocks and return `room_for`; if that is not 0, nothing is done.
+) -> None:
+    """Insert blocks, whose slots there is room for.
 
     `lease` is indexed by `LEASE_S` and so on; `said` = (now, tenant, extra key).
     """
-    room = room_for(len(nodes), slots)
-    if room != 0:
-        return int(room)
     now, tenant, extra = said
     now = expire(nodes, heaps, state, now)
     old, new = np.int64(0), np.int64(0)
@@ -877,7 +874,6 @@ def insert(
         settle_leaf(nodes, heaps, state, s)
         if nodes[s].place < 0 and nodes[s].marks & LEASED:
             attend(nodes, heaps, state, s)  # held: its lease runs all the same
-    return 0
 
 
 # One compiled function per call of the `Policy` protocol, over records, heaps and lists of slots.
@@ -953,21 +949,14 @@ def change_pins(nodes: Array, heaps: Array, state: Array, slots: Array, by: int)
 
 
 @kernel
-def pin(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
-    """Add `by` (1 or -1) to the pins of each; or return the room needed, with nothing done."""
-    room = room_beyond(len(nodes), slots)
-    if room > 0 and by > 0:
-        return int(room)
+def pin(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> None:
+    """Add `by` (1 or -1) to the pins of each slot."""
     change_pins(nodes, heaps, state, slots, by)
-    return 0
 
 
 @kernel
-def queue(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
-    """Add `by` (1 or -1) to the queued requests of each; returns as `pin` does."""
-    room = room_beyond(len(nodes), slots)
-    if room > 0 and by > 0:
-        return int(room)
+def queue(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> None:
+    """Add `by` (1 or -1) to the queued requests of each slot."""
     for s in slots:
         if 0 <= s < len(nodes):
             nodes[s].queued = max(nodes[s].queued + by, 0)
@@ -975,19 +964,15 @@ def queue(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> in
             nodes[s].marks = before | QUEUED if nodes[s].queued > 0 else before & ~QUEUED
             if before != nodes[s].marks:
                 reorder(nodes, heaps, state, s)
-    return 0
 
 
 @kernel
-def hint(nodes: Array, heaps: Array, state: Array, slots: Array, now: int, eta: int) -> int:
-    """Set a hint on a chain, last block first; or return the room needed, with nothing done.
+def hint(nodes: Array, heaps: Array, state: Array, slots: Array, now: int, eta: int) -> None:
+    """Set a hint on a chain, last block first.
 
     NEVER marks the last block and those above, up to one that another chain uses too. A time marks
     all of them, the earliest where there are several.
     """
-    room = room_beyond(len(nodes), slots)
-    if room > 0:
-        return int(room)
     now = expire(nodes, heaps, state, now)
     when = LATEST if eta >= LATEST - now else now + max(eta, 0)
     for i in range(len(slots) - 1, -1, -1):
@@ -1008,7 +993,6 @@ def hint(nodes: Array, heaps: Array, state: Array, slots: Array, now: int, eta: 
             nodes[s].marks = marks & ~DEAD | ETA
         reorder(nodes, heaps, state, s)
         attend(nodes, heaps, state, s)
-    return 0
 
 
 @kernel
@@ -1121,9 +1105,6 @@ class ArrayCall:
     def __init__(self) -> None:
         self.groups: tuple[object, ...] = ()
         self.words = np.zeros(0, np.int64)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ArrayCall:
-        return ArrayCall()
 
     def __reduce__(self) -> tuple[type[ArrayCall], tuple[()]]:
         return ArrayCall, ()

@@ -30,26 +30,6 @@ from flowkv.policy.base import (
     configure,
 )
 from flowkv.policy.order import compiled
-from flowkv.policy.order.compiled import (
-    BIRTHS,
-    CLOCK,
-    CLOCK_LIMIT,
-    COUNT,
-    DIGEST,
-    HEAPS,
-    LISTS,
-    MODE,
-    NEVER,
-    NODE,
-    RUN_OUT,
-    SLOT_LIMIT,
-    STALE,
-    TAU,
-    TENANTS,
-    log2,
-    members,
-    worth,
-)
 
 FIRST_CAPACITY = 1024
 TENANT_LIMIT = 1 << 24
@@ -101,42 +81,41 @@ class LeafOrder(Policy):
 
     def __init__(self, tau_ns: int = 0, leases: LeaseConfig | None = None) -> None:
         self.config = leases or LeaseConfig()
-        self._state = np.zeros(LISTS + TENANTS + 1, np.int64)
-        self._state[CLOCK] = -CLOCK_LIMIT
-        self._state[TAU] = tau_ns
+        self._state = np.zeros(compiled.LISTS + compiled.TENANTS + 1, np.int64)
+        self._state[compiled.CLOCK] = -compiled.CLOCK_LIMIT
+        self._state[compiled.TAU] = tau_ns
         self._arrays: tuple[NDArray[Any], NDArray[Any]] = (
-            np.zeros(0, NODE),
-            np.zeros((HEAPS, 0, 2), np.int64),
+            np.zeros(0, compiled.NODE),
+            np.zeros((compiled.HEAPS, 0, 2), np.int64),
         )
         self._queued: dict[int, Slots] = {}
         self._grow(FIRST_CAPACITY)
-        self._leases = {
-            name: _numbers(lease, name != "") for name, lease in self.config.classes().items()
-        }
+        classes = self.config.classes().items()
+        self._leases = {name: _numbers(lease, name != "") for name, lease in classes}
 
     def _welcome(self, tenant: int) -> None:
         """Make room for the list of a tenant's blocks."""
         if not 0 <= tenant < TENANT_LIMIT:
             raise ConfigError(f"tenant {tenant}", "Number tenants densely from 0")
         old = self._state
-        self._state = np.zeros(LISTS + TENANTS + 2 * (tenant + 1), np.int64)
+        self._state = np.zeros(compiled.LISTS + compiled.TENANTS + 2 * (tenant + 1), np.int64)
         self._state[: len(old)] = old
 
     def _grow(self, room: int) -> None:
         """Make room for slots below `room`: double, so that growing costs O(1) per slot."""
         nodes, heaps = self._arrays
         old, new = len(nodes), max(room, 2 * len(nodes))
-        grown = np.zeros(new, NODE), np.zeros((len(heaps), new, 2), np.int64)
+        grown = np.zeros(new, compiled.NODE), np.zeros((len(heaps), new, 2), np.int64)
         grown[0][:old], grown[1][:, :old] = nodes, heaps
         grown[0]["place"][old:] = grown[0]["due"][old:] = -1
         self._arrays = grown
 
-    def _call(self, kernel: Callable[..., int], *said: object) -> None:
-        """Make a compiled call; if it returns that it needs room, grow and repeat it."""
-        room = kernel(*self._arrays, self._state, *said)
+    def _call(self, kernel: Callable[..., None], slots: Slots, *said: object) -> None:
+        """Make a compiled call about slots that may be new, after making room for them."""
+        room = compiled.room_beyond(len(self._arrays[0]), slots)
         if room > 0:
             self._grow(room)
-            kernel(*self._arrays, self._state, *said)
+        kernel(*self._arrays, self._state, slots, *said)
 
     def insert(
         self,
@@ -159,13 +138,12 @@ class LeafOrder(Policy):
         """
         slots, parents = as_slots(slots), as_slots(parents)
         terms, extra = self.terms(slots, parents, lease, tenant), self._extra(n_bytes, cost_ns)
-        said = (slots, parents, terms, (now_ns, tenant, extra))
-        room = self._insert(*said)
+        room = compiled.room_for(len(self._arrays[0]), slots)
         if room < 0:
             raise no_slot()
         if room > 0:
             self._grow(room)
-            self._insert(*said)
+        self._insert(slots, parents, terms, (now_ns, tenant, extra))
 
     def terms(self, slots: Slots, parents: Slots, lease: str | Lease, tenant: int) -> Slots:
         """Return the lease of an insert as a vector, after its arrays and tenant are checked.
@@ -178,7 +156,7 @@ class LeafOrder(Policy):
                 f"insert got {len(slots)} slots and {len(parents)} parents",
                 "Pass one parent per slot, -1 where it is unknown",
             )
-        if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
+        if not 0 <= tenant < len(self._state) - compiled.LISTS - compiled.TENANTS:
             self._welcome(tenant)
         return self._lease(lease)
 
@@ -243,7 +221,7 @@ class LeafOrder(Policy):
 
         O(1) here; the next call that decides does the rest, once per block.
         """
-        if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
+        if not 0 <= tenant < len(self._state) - compiled.LISTS - compiled.TENANTS:
             tenant = -1  # an unknown tenant has no blocks; only the clock advances
         self._tick(now_ns)
         if tenant >= 0:
@@ -267,8 +245,8 @@ class LeafOrder(Policy):
         """
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
-        if n > self._state[COUNT]:
-            n = int(self._state[COUNT]) + 1  # fails as well, with a smaller array
+        if n > self._state[compiled.COUNT]:
+            n = int(self._state[compiled.COUNT]) + 1  # fails as well, with a smaller array
         victims = np.empty(n, np.int64)
         return victims if self._evict(as_slots(protected), victims, now_ns) else None
 
@@ -281,7 +259,7 @@ class LeafOrder(Policy):
         if count == 0:
             return np.empty(0, np.int64)
         out = np.empty(count, np.int64)
-        members(self._arrays[0], self._state, RUN_OUT, out)
+        compiled.members(self._arrays[0], self._state, compiled.RUN_OUT, out)
         out.sort()
         compiled.record(self._state, out)
         return out
@@ -294,8 +272,8 @@ class LeafOrder(Policy):
         nodes = self._arrays[0]
         if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
             return -np.inf
-        if self._state[STALE]:
-            self._tick(int(self._state[CLOCK]))
+        if self._state[compiled.STALE]:
+            self._tick(int(self._state[compiled.CLOCK]))
         return self._worth(slot)
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
@@ -312,21 +290,23 @@ class LeafOrder(Policy):
 
     def digest(self) -> int:
         """Return a 64-bit rolling hash of `evict`'s answers and `expired`'s non-empty ones."""
-        return int(self._state[DIGEST]) & 0xFFFF_FFFF_FFFF_FFFF
+        return int(self._state[compiled.DIGEST]) & 0xFFFF_FFFF_FFFF_FFFF
 
     def __len__(self) -> int:
-        return int(self._state[COUNT])
+        return int(self._state[compiled.COUNT])
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} resident, {int(self._state[BIRTHS])} ever)"
+        return (
+            f"{type(self).__name__}({len(self)} resident, {int(self._state[compiled.BIRTHS])} ever)"
+        )
 
     # ---- compiled calls that a learned order answers otherwise
 
     def _insert(
         self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
-    ) -> int:
-        """Insert, or return the room that is missing with nothing done; -1 for an invalid slot."""
-        return int(compiled.insert(*self._arrays, self._state, slots, parents, terms, said))
+    ) -> None:
+        """Insert blocks, whose slots there is room for."""
+        compiled.insert(*self._arrays, self._state, slots, parents, terms, said)
 
     def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
         """Fill `victims`, or return False with no slot touched."""
@@ -338,7 +318,7 @@ class LeafOrder(Policy):
 
     def _worth(self, slot: int) -> float:
         """Return the static key of a resident block, in nanoseconds."""
-        return float(worth(self._arrays[0], self._state, slot))
+        return float(compiled.worth(self._arrays[0], self._state, slot))
 
     def _extra(self, n_bytes: int, cost_ns: int) -> int:
         """Return the term that a block's worth adds to its key."""
@@ -365,7 +345,7 @@ class LeafOrder(Policy):
 def no_slot() -> ConfigError:
     """Return the error for an invalid slot number."""
     return ConfigError(
-        f"slot numbers must lie in 0..{SLOT_LIMIT - 1}",
+        f"slot numbers must lie in 0..{compiled.SLOT_LIMIT - 1}",
         "Number the blocks of a tier densely from 0",
     )
 
@@ -377,7 +357,7 @@ def _numbers(lease: Lease, explicit: bool) -> Slots:
 
 
 def _ns(seconds: float) -> int:
-    return NEVER if seconds > LONGEST_S else max(1, round(seconds * 1e9))
+    return compiled.NEVER if seconds > LONGEST_S else max(1, round(seconds * 1e9))
 
 
 class LRU(LeafOrder):
@@ -391,11 +371,9 @@ class LRU(LeafOrder):
     """
 
     name = "lru"
-    config: LruConfig
 
     def __init__(self, **options: object) -> None:
-        self.config = configure(LruConfig, self.name, options)
-        super().__init__(leases=self.config)
+        super().__init__(leases=configure(LruConfig, self.name, options))
 
 
 class LfuTtl(LeafOrder):
@@ -431,11 +409,10 @@ class LfuTtl(LeafOrder):
     """
 
     name = "lfu-ttl"
-    config: LfuTtlConfig
 
     def __init__(self, **options: object) -> None:
-        self.config = configure(LfuTtlConfig, self.name, options)
-        super().__init__(round(self.config.tau_s * 1e9), self.config)
+        config = configure(LfuTtlConfig, self.name, options)
+        super().__init__(round(config.tau_s * 1e9), config)
 
 
 class ARC(LeafOrder):
@@ -457,15 +434,13 @@ class ARC(LeafOrder):
     """
 
     name = "arc"
-    config: ArcConfig
 
     def __init__(self, **options: object) -> None:
-        self.config = configure(ArcConfig, self.name, options)
-        super().__init__(leases=self.config)
-        self._state[MODE] = compiled.ARC
+        super().__init__(leases=configure(ArcConfig, self.name, options))
+        self._state[compiled.MODE] = compiled.ARC
 
 
-_MOST_EXTRA = CLOCK_LIMIT >> 2
+_MOST_EXTRA = compiled.CLOCK_LIMIT >> 2
 
 
 class CostAware(LeafOrder):
@@ -489,21 +464,15 @@ class CostAware(LeafOrder):
     """
 
     name = "cost-aware"
-    config: CostAwareConfig
 
     def __init__(self, **options: object) -> None:
-        self.config = configure(CostAwareConfig, self.name, options)
-        tau_ns = max(1, round(self.config.tau_s * 1e9))
-        super().__init__(tau_ns, self.config)
-        self._scale = self.config.alpha * tau_ns
-        self._last: tuple[tuple[int, int], int] = (0, 0), 0
+        config = configure(CostAwareConfig, self.name, options)
+        tau_ns = max(1, round(config.tau_s * 1e9))
+        super().__init__(tau_ns, config)
+        self._scale, self._ns_per_byte = config.alpha * tau_ns, config.ns_per_byte
 
     def _extra(self, n_bytes: int, cost_ns: int) -> int:
         """Return half-life * alpha * log2 of the cost per byte, in nanoseconds."""
-        asked = n_bytes, cost_ns
-        if asked != self._last[0]:  # mostly the same as before
-            n_bytes = max(n_bytes, 1)
-            per_byte = cost_ns / n_bytes if cost_ns > 0 else self.config.ns_per_byte
-            extra = round(self._scale * log2(per_byte))
-            self._last = asked, max(-_MOST_EXTRA, min(_MOST_EXTRA, extra))
-        return self._last[1]
+        per_byte = cost_ns / max(n_bytes, 1) if cost_ns > 0 else self._ns_per_byte
+        extra = round(self._scale * compiled.log2(per_byte))
+        return max(-_MOST_EXTRA, min(_MOST_EXTRA, extra))

@@ -34,7 +34,6 @@ TRUST, LEAST = 1.0 / 256.0, 1.0 / 64.0
 """Step of the weights, and the least weight of an order."""
 UNLIKELY = 0.01
 """Probability up to which a continuation is not followed."""
-_SMALLEST = 1e-100
 _MOST_ORDER = 3
 
 
@@ -57,28 +56,21 @@ class MarkovConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_onl
 class _Context:
     """The successors of one context, each with its share times `scale`."""
 
-    __slots__ = ("scale", "shares", "visits")
+    __slots__ = ("shares", "visits")
 
     def __init__(self) -> None:
-        self.visits, self.scale = 0, 1.0
+        self.visits = 0
         self.shares: dict[int, float] = {}
 
     def count(self, symbol: int, memory: int, most: int) -> None:
         """Count a successor. A new one takes the place and the share of the rarest."""
         self.visits += 1
-        shares, step = self.shares, 1.0 / min(self.visits, memory)
-        if step == 1.0:  # the first visit
-            shares[symbol], self.scale = 1.0, 1.0
-            return
-        self.scale /= 1.0 - step  # fades all shares at once
-        taken = 0.0
+        shares, step, taken = self.shares, 1.0 / min(self.visits, memory), 0.0
+        for known in shares:
+            shares[known] *= 1.0 - step
         if symbol not in shares and len(shares) == most:
             taken = shares.pop(min(shares, key=shares.__getitem__))
-        shares[symbol] = shares.get(symbol, taken) + step * self.scale
-        if self.scale * _SMALLEST > 1.0:
-            for known in shares:
-                shares[known] /= self.scale
-            self.scale = 1.0
+        shares[symbol] = shares.get(symbol, taken) + step
 
 
 class Markov:
@@ -119,7 +111,7 @@ class Markov:
                 else:
                     table.move_to_end(context)
                     trust, b = self._trust[order], _bucket(row.visits)
-                    mine = trust[b] * (row.shares.get(symbol, 0.0) / row.scale)
+                    mine = trust[b] * row.shares.get(symbol, 0.0)
                     below = mine + (1.0 - trust[b]) * below
                     learned = trust[b] + TRUST * (mine / below - trust[b])
                     trust[b] = min(max(learned, LEAST), 1.0 - LEAST)
@@ -176,7 +168,7 @@ class Markov:
                 continue
             weight = rest * self._trust[order][_bucket(row.visits)]
             for symbol, share in row.shares.items():
-                scores[symbol] += weight * (share / row.scale)
+                scores[symbol] += weight * share
             rest -= weight
         return scores
 

@@ -66,9 +66,6 @@ class HintQueue:
     def __contains__(self, tip: int) -> bool:
         return tip in self._hints
 
-    def __getitem__(self, tip: int) -> Hint:
-        return self._hints[tip]
-
     def __len__(self) -> int:
         return len(self._hints)
 
@@ -334,18 +331,15 @@ class PrefetchView(Protocol):
 
     def room_bytes(self) -> int:
         """Return the free bytes of the place."""
-        ...
 
     def sizes(self, slots: Slots) -> Slots:
         """Return the bytes of each block."""
-        ...
 
     def missing(self, tip: int) -> tuple[int, Slots]:
         """Return the deepest ancestor of `tip` in the place, or -1, and the blocks between.
 
         The blocks run from root to leaf and end with `tip`; they stop at a gap in the source.
         """
-        ...
 
 
 class Giver(Protocol):
@@ -353,11 +347,9 @@ class Giver(Protocol):
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Return up to `n` ends of non-resident chains that are worth prefetching, best first."""
-        ...
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """Evict up to `n` victims for a prefetch: only blocks worth less than those it brings."""
-        ...
 
 
 class Fetch(NamedTuple):

@@ -132,15 +132,12 @@ class Costs(Protocol):
 
     def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """Return the seconds of computing so many layers of these tokens."""
-        ...
 
     def suffix_s(self, request: RestoreRequest) -> float:
         """Return the seconds of computing all layers of the suffix."""
-        ...
 
     def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         """Return the seconds of loading so many cells (tokens times layers) at once."""
-        ...
 
 
 class Progress:
@@ -512,7 +509,7 @@ class Aim:
         for index, source in enumerate(progress.request.sources):
             self.sources.setdefault(source.tier, index)
         self.stripe, self.group, self.cell_s, self.suffix_s = 0, -1, 0.0, -1.0
-        self.set = self._known = False
+        self.set = False
         self.busy_until_s = self.loads_from_s = self.loads_until_s = 0.0
 
     def late(self, state: State) -> float:
@@ -525,10 +522,8 @@ class Aim:
 
     def known(self, costs: Costs) -> bool:
         """Return whether the cost of computing is known."""
-        if not self._known:
-            request = self.progress.request
-            self._known = costs.compute_s(request, 1, Span(0, request.unit)) > 0
-        return self._known
+        request = self.progress.request
+        return costs.compute_s(request, 1, Span(0, request.unit)) > 0
 
     def measure(self, state: State) -> None:
         """Choose the codec of loads, as precise as costs nothing, and estimate the request's size.

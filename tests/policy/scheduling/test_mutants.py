@@ -316,9 +316,9 @@ class EntersAtOnce(Turns):
 
 
 class Remembering(WaitingLine):
-    def _key(self, job, now_s):
-        self.all = getattr(self, "all", {})
-        return job.moves, self.all.setdefault(job.number, self._scheduler.rank(job, now_s))
+    def order(self, waiting, now_s):
+        known, rank = self.__dict__.setdefault("all", {}), self._scheduler.rank
+        return sorted(waiting, key=lambda job: known.setdefault(job.number, rank(job, now_s)))
 
 
 class OldOrder(Turns):
