@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import flowkv
 from flowkv.testing import MemoryTier
-from tests.inside import INDEXERS, door_of
+from tests.inside import INDEXERS, PagedCache, door_of
 
 from . import models
 from .compare import assert_same, attached, generate, reused
@@ -243,7 +243,7 @@ def test_beams_and_a_taken_back_draft(name: str) -> None:
 def filled(model: Any, prompt: torch.Tensor) -> Any:
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
-        return model(prompt, past_key_values=cache).past_key_values
+        return model(prompt, past_key_values=cache, logits_to_keep=1).past_key_values
 
 
 def answer(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -290,6 +290,7 @@ def test_a_cache_that_is_copied_or_changed(change: Any) -> None:
     with attached(model):
         filled(model, prompt)
         cache = filled(model, prompt)
+        assert isinstance(cache, PagedCache) and cache.reused
         changed = change(cache)
         torch.testing.assert_close(answer(model, changed, more), theirs, atol=2e-4, rtol=2e-4)
         if changed is not cache:
