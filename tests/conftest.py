@@ -42,7 +42,7 @@ connect/test_keeper.py connect/test_kill.py
 engine/test_invariant.py engine/test_pressure_machine.py
 hooks/test_architectures.py hooks/test_audit.py hooks/test_blend.py hooks/test_codecs.py
 tensors/test_embedding.py hooks/test_encoder_decoder.py hooks/test_engine_rows.py
-hooks/test_foreign_threads.py
+hooks/test_foreign_threads.py hooks/test_indexed.py
 tensors/test_memo.py hooks/test_modes.py hooks/test_overflow.py hooks/test_packed.py
 hooks/test_restore.py hooks/test_restore_lost.py hooks/test_restore_nested.py
 hooks/test_restore_recurrent.py hooks/test_sampling.py hooks/test_sparsify.py

@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from flowkv.core.geometry import (
         CODEC_SHIFT,
         GRANULE_BYTES,
+        INDEXERS,
         ITEMSIZE,
         PageLayout,
         codec_of,

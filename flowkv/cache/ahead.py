@@ -101,7 +101,10 @@ class Kernels(msgspec.Struct, frozen=True):
                         (heads, group.value_dim),
                     )
                 )
-                step.attend(layer, q, k, None if group.kind == "latent" else v)
+                if group.kind == "keys":
+                    step.write(layer, k, None)
+                else:
+                    step.attend(layer, q, k, None if group.kind == "latent" else v)
 
 
 def begin(

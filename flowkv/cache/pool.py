@@ -538,7 +538,7 @@ class Forms:
         self._group, self._page_size, self.whole = group, page_size, group.window is None
         possible = [codec for codec in CODECS if self._possible(codec, config)]
         self.ladder: Ladder = make_ladder(
-            config.codec,
+            config.codec if possible else "raw",  # keys alone stay raw
             page_size,
             possible,
             recent_tokens=config.raw_tokens,
@@ -553,7 +553,7 @@ class Forms:
         try:
             page_layout(self._group, self._page_size, codec)
         except ConfigError:
-            if codec == config.codec:
+            if codec == config.codec and self._group.kind != "keys":
                 raise
             return False
         return config.codec in (codec, AUTO)

@@ -37,7 +37,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.tail import SharedTokens
 from flowkv.compiled import compiling
 from flowkv.core.errors import FlowKVError, StateError
-from flowkv.core.geometry import CODECS
+from flowkv.core.geometry import CODECS, INDEXERS
 from flowkv.observe.events import (
     Bus,
     Hit,
@@ -970,7 +970,9 @@ class IncomingPages:
         self._restorer, self._planner, self._whose = restorer, restorer.planner, whose
         self._groups, self._tiers = plan.page_loads, plan.tiers
         groups = self._planner.geometry.groups
-        layers = sorted(layer for group in groups for layer in group.layers)
+        # An indexer is read behind the attention of its own layer, and loaded there.
+        layers = [layer for group in groups for layer in group.layers]
+        layers.sort(key=lambda layer: (layer % INDEXERS, layer))
         self.index = {layer: index for index, layer in enumerate(layers)}
         self._stripes = [[self.index[layer] for layer in group.layers] for group in groups]
 

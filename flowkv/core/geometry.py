@@ -12,20 +12,23 @@ import msgspec
 from flowkv.core.errors import ConfigError, GeometryError
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-GroupKind = Literal["full", "sliding", "chunked", "latent"]
+GroupKind = Literal["full", "sliding", "chunked", "latent", "keys"]
+INDEXERS = 1 << 20
+"""Number of the first layer's indexer, which is paged as a layer of its own."""
 
 
 class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Layers that share a kind of attention, one K/V geometry and one device.
 
     Attributes:
-        layers: The model's own layer indices, ascending.
+        layers: The model's own layer indices, ascending; the indexer of layer i is `INDEXERS + i`.
         kv_heads: Key/value heads Hk of each layer.
         head_dim: Key dimension D of a head.
         value_dim: Value dimension Dv of a head; MLA latents and some models differ from `head_dim`.
         dtype: Name of the torch dtype of K and V ("float32", "bfloat16", ...).
-        kind: "full", "sliding" (last `window` tokens), "chunked", or "latent" (MLA: one head, a
-            token's value is the first `value_dim` elements of its key and is not stored).
+        kind: "full", "sliding" (last `window` tokens), "chunked", "latent" (MLA: one head, a
+            token's value is the first `value_dim` elements of its key and is not stored), or "keys"
+            (no values, such as the keys of a sparse indexer: always raw, written and gathered).
         window: Tokens a query sees, itself included; None for all.
         device: Device of the layers ("cpu", "cuda:0"); not part of a page's identity.
     """
@@ -47,7 +50,7 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"layers {self.layers} are not ascending and unique",
                 "List every layer of the group once, in order",
             )
-        if min(self.kv_heads, self.head_dim, self.value_dim) < 1:
+        if min(self.kv_heads, self.head_dim, self.value_dim + (self.kind == "keys")) < 1:
             raise GeometryError(
                 f"kv_heads={self.kv_heads}, head_dim={self.head_dim}, value_dim={self.value_dim}",
                 "Heads and head dimensions must be at least 1",
@@ -61,6 +64,8 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"a {self.kind!r} group has window={self.window}",
                 "Give a window to sliding and chunked groups, and to no others",
             )
+        if self.kind == "keys" and self.value_dim:
+            raise GeometryError(f"a 'keys' group has value_dim={self.value_dim}", "Set it to 0")
         if self.kind == "latent" and (self.kv_heads != 1 or self.value_dim > self.head_dim):
             raise GeometryError(
                 f"a latent group has kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
@@ -305,7 +310,7 @@ def page_layout(group: LayerGroup, page_size: int, codec: str = "raw") -> PageLa
     if codec not in CODECS:
         raise ConfigError(f"codec {codec!r} is unknown", f"Use one of {', '.join(CODECS)}")
     tokens, dim, dim_v = page_size, group.head_dim, group.value_dim
-    latent = group.kind == "latent"
+    latent = group.kind in ("latent", "keys")
     if codec == "raw":
         item = ITEMSIZE[group.dtype]
         k, v, k_scales, v_scales = tokens * dim * item, tokens * dim_v * item, 0, 0

@@ -34,6 +34,8 @@ def changed(**fields: object) -> LayerGroup:
         {"kind": "latent", "kv_heads": 1, "window": 5},
         {"kind": "latent"},
         {"kind": "latent", "kv_heads": 1, "value_dim": 17},
+        {"kind": "keys"},
+        {"kind": "keys", "value_dim": 0, "window": 5},
     ],
 )
 def test_bad_groups(fields: dict[str, object]) -> None:

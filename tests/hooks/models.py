@@ -229,6 +229,146 @@ def _lfm2_moe() -> torch.nn.Module:
     return transformers.Lfm2MoeForCausalLM(config)
 
 
+# Models with a sparse indexer. Many heads make ties of its scores unlikely: a tie between tokens is
+# broken otherwise in another number of columns, with or without pages.
+_LATENT = SMALL | dict(
+    num_key_value_heads=4,
+    moe_intermediate_size=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    kv_lora_rank=16,
+    q_lora_rank=32,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    head_dim=16,
+    index_topk=8,
+    index_head_dim=24,
+    index_n_heads=16,
+)
+_SOME = dict(indexer_types=["full", "shared"] * 2)
+_IMAGES = dict(num_attention_heads=4, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+
+
+def _deepseek_v32() -> torch.nn.Module:
+    return transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**_LATENT))
+
+
+def _axk2() -> torch.nn.Module:
+    return transformers.AXK2ForCausalLM(transformers.AXK2Config(**_LATENT))
+
+
+def _glm_moe_dsa() -> torch.nn.Module:
+    return transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**_LATENT, **_SOME))
+
+
+def _hy_v4() -> torch.nn.Module:
+    return transformers.HYV4ForCausalLM(transformers.HYV4Config(**_LATENT, **_SOME))
+
+
+def _dots3_note() -> torch.nn.Module:
+    """Windows beside indexed layers."""
+    config = transformers.Dots3NoteTextConfig(
+        **_LATENT | dict(head_dim=32),
+        layer_types=["indexed_attention", "sliding_attention"] * 2,
+        sliding_window=24,
+        shared_experts_intermediate_size=32,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=4,
+        swa_q_lora_rank=32,
+        swa_kv_lora_rank=16,
+        swa_head_dim=32,
+        swa_qk_nope_head_dim=16,
+        swa_v_head_dim=16,
+    )
+    return transformers.Dots3NoteForCausalLM(config)
+
+
+def _mistral_large4() -> torch.nn.Module:
+    """Its fourth layer has no rotary part, so that its cache holds values of no width."""
+    text = {name: value for name, value in _LATENT.items() if name != "q_lora_rank"}
+    images = transformers.PixtralVisionConfig(**_IMAGES, image_size=28, patch_size=14)
+    config = transformers.MistralLarge4Config(
+        text_config=transformers.MistralLarge4TextConfig(**text, **_SOME), vision_config=images
+    )
+    return transformers.MistralLarge4ForConditionalGeneration(config)
+
+
+def _glm5_next() -> torch.nn.Module:
+    """Recurrent layers, latents without a rotary part, and gates beside the indexer's keys."""
+    text = transformers.Glm5NextTextConfig(
+        **_LATENT | dict(qk_rope_head_dim=0),
+        layer_types=["linear_attention", "indexed_attention"] * 2,
+        indexer_types=["full"] * 4,
+        linear_head_dim=16,
+        linear_num_heads=2,
+        index_kpool=4,
+        mlp_layer_types=["dense", "sparse"] * 2,
+    )
+    images = transformers.Glm5NextVisionConfig(
+        depth=1,
+        hidden_size=32,
+        num_heads=2,
+        image_size=28,
+        patch_size=14,
+        out_hidden_size=64,
+        intermediate_size=32,
+        projection_intermediate_size=64,
+    )
+    marks = ("image_token", "video_token", "image_start_token", "image_end_token")
+    marks += ("video_start_token", "video_end_token")
+    config = transformers.Glm5NextConfig(
+        text_config=text,
+        vision_config=images,
+        **{f"{name}_id": 250 + n for n, name in enumerate(marks)},
+    )
+    return transformers.Glm5NextForConditionalGeneration(config)
+
+
+def _qwen4_exp() -> torch.nn.Module:
+    """Recurrent layers, and the positions of all tokens beside the indexer's keys."""
+    config = transformers.Qwen4ExpTextConfig(
+        **{name: value for name, value in GROUPED.items() if name != "intermediate_size"},
+        layer_types=["linear_attention", "indexed_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        hc_lowrank=16,
+        indexer_n_heads=16,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=8,
+        indexer_compress_ratio=4,
+    )
+    return transformers.Qwen4ExpForCausalLM(config)
+
+
+def _minimax_m3() -> torch.nn.Module:
+    """Blocks of columns chosen by an indexer, in a layer class of its own."""
+    config = transformers.MiniMaxM3VLTextConfig(
+        **GROUPED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        dense_intermediate_size=64,
+        shared_intermediate_size=32,
+        rotary_dim=16,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=8,
+        index_topk_blocks=2,
+        layer_types=["full_attention", "minimax_m3_sparse"] * 2,
+    )
+    return transformers.MiniMaxM3VLForCausalLM(config)
+
+
 def whisper() -> torch.nn.Module:
     """A speech model: its decoder's K and V depend on the encoder's input."""
     config = transformers.WhisperConfig(
@@ -336,15 +476,28 @@ _RECURRENT = _HYBRID | {
     "qwen3_5": _qwen3_5,
     "zamba": _zamba,
 }
+_INDEXED = {
+    "axk2": _axk2,
+    "deepseek_v32": _deepseek_v32,
+    "dots3_note": _dots3_note,
+    "glm5_next": _glm5_next,
+    "glm_moe_dsa": _glm_moe_dsa,
+    "hy_v4": _hy_v4,
+    "minimax_m3_vl_text": _minimax_m3,
+    "mistral_large4": _mistral_large4,
+    "qwen4_exp": _qwen4_exp,
+}
 CAUSAL, HYBRID, RECURRENT = sorted(_CAUSAL), sorted(_HYBRID), sorted(_RECURRENT)
 """Models by what their layers keep: keys and values; a state beside them. `HYBRID` are a few."""
+INDEXED = sorted(name for name in _INDEXED if name in transformers.CONFIG_MAPPING)
+"""Models with the keys of a sparse indexer beside keys and values, that are installed."""
 
 
 def causal(name: str) -> torch.nn.Module:
     """A decoder-only model by its architecture's name."""
     torch.manual_seed(0)
     tied = dict(factor=8.0, embeddings=1.0) if name == "bloom" else {}
-    return sharpen((_CAUSAL | _RECURRENT)[name](), **tied)
+    return sharpen((_CAUSAL | _RECURRENT | _INDEXED)[name](), **tied)
 
 
 def short() -> torch.nn.Module:

@@ -26,15 +26,16 @@ from tests.inside import Identity, door_of
 LAYERS = 4
 SIZES: dict[int, str] = {
     2: """num_key_value_heads num_query_groups num_experts_per_tok moe_topk moe_k
-        linear_num_key_heads index_n_heads num_experts_per_token""",
+        linear_num_key_heads num_experts_per_token""",
     LAYERS: """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers
         num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
         num_local_experts num_experts n_routed_experts moe_num_experts linear_num_value_heads
         mamba_num_heads mamba_n_heads conv_kernel""",
-    8: "mamba_dt_rank time_step_rank",
+    8: "mamba_dt_rank time_step_rank index_topk",
     16: """head_dim rotary_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank
         mamba_d_state ssm_state_size state_size linear_key_head_dim linear_value_head_dim
-        mamba_head_dim index_head_dim query_pre_attn_scalar hidden_size_per_layer_input dim_head""",
+        mamba_head_dim index_head_dim index_n_heads query_pre_attn_scalar
+        hidden_size_per_layer_input dim_head""",
     24: "sliding_window attention_window attention_window_size local_attention_size window_size",
     32: "q_lora_rank moe_intermediate_size shared_expert_intermediate_size mamba_d_head",
     64: "hidden_size n_embd d_model word_embed_proj_dim lru_width",

@@ -30,6 +30,7 @@ from flowkv.core.errors import (
 from flowkv.core.progress import during
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.blend import Blending
+from flowkv.hooks.huggingface.cache import BY_COLUMN
 from flowkv.hooks.huggingface.calibrate import calibrating
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
 from flowkv.hooks.huggingface.inputs import Names
@@ -469,6 +470,8 @@ def _reasons(model: Any, door: ForwardHook) -> Iterator[str]:
         yield door.switch.reason
     elif any(not placed.was_read for placed in door.plan.placed.values()):
         yield "its attention needs more than keys, values and a causal mask"
+    if door.plan.by_column:
+        yield f"{BY_COLUMN}, so that padded batches are left to its own cache"
     with (door_of(model) or door).aside():
         alike = rows_alike(model, door.names, 2)
     if alike == "mixed":
@@ -489,7 +492,7 @@ def _cases(model: Any, door: ForwardHook, tokens: int) -> Iterator[Comparison]:
         second = torch.cat([first, answer, ids[:, -_NEW:]], dim=1)
         _, case = _compare(model, door, "turn 2", second)
         yield case
-        if not door.names.encoder:
+        if not (door.names.encoder or door.plan.by_column):
             short = tokens // 2 + 3
             pad = second.shape[1] - short
             rows = torch.cat([second, second.roll(pad, 1)])

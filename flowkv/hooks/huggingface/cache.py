@@ -17,7 +17,7 @@ from flowkv.cache.block_table import Planner
 from flowkv.cache.step import writer
 from flowkv.core import interrupts
 from flowkv.core.errors import GeometryError, StateError, UnsupportedModelError
-from flowkv.core.geometry import Geometry, LayerGroup
+from flowkv.core.geometry import INDEXERS, Geometry, LayerGroup
 from flowkv.hooks.huggingface.attention import OBSERVER, PagedView
 from flowkv.hooks.huggingface.rows import Rows, close_all, refuse_lost
 from flowkv.hooks.huggingface.versions import (
@@ -40,8 +40,15 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "chunked_attention": ("chunked", False),
     "hybrid": ("full", True),
     "hybrid_sliding": ("sliding", True),
+    "indexed_attention": ("full", False),
+    "minimax_m3_sparse": ("full", False),
     "none": ("none", False),
 }
+_BY_COLUMN = ("minimax_m3_sparse",)
+"""Types of layers that see other tokens in a padded row: they choose blocks of columns."""
+BY_COLUMN = "padding changes which tokens its layers attend to"
+_POSITIONS = "indexer_position_ids"
+"""Positions `[3, B, S]` of all tokens, which one layer keeps for the indexers of all."""
 
 
 class LayerSpec(NamedTuple):
@@ -52,12 +59,16 @@ class LayerSpec(NamedTuple):
         native: Class of the native cache layer.
         arguments: Arguments of the native cache layer.
         hybrid: Whether the layer has a recurrent state beside its attention.
+        positions: Whether the layer keeps the positions of all tokens for indexers.
+        by_column: Whether padding changes which tokens the layer attends to.
     """
 
     kind: Kind
     native: Any
     arguments: dict[str, Any]
     hybrid: bool = False
+    positions: bool = False
+    by_column: bool = False
 
     @property
     def window(self) -> int | None:
@@ -72,8 +83,8 @@ class LayerSpec(NamedTuple):
 
     @property
     def stateful(self) -> bool:
-        """Return whether the layer has a recurrent state."""
-        return self.hybrid or self.kind == "recurrent"
+        """Return whether the layer has a state that can be continued only where it was taken."""
+        return self.hybrid or self.positions or self.kind == "recurrent"
 
     def make(self) -> Any:
         """Make a fresh native cache layer."""
@@ -95,7 +106,7 @@ def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
         problem = "have no known cache"
     elif name in _KINDS:
         kind, hybrid = _KINDS[name]
-        return LayerSpec(kind, native, arguments, hybrid)
+        return LayerSpec(kind, native, arguments, hybrid, by_column=name in _BY_COLUMN)
     elif issubclass(native, LinearAttentionCacheLayerMixin):
         return LayerSpec("recurrent", native, arguments)
     raise UnsupportedModelError(
@@ -107,7 +118,7 @@ class PlacedLayer:
     """Place of one layer's pages; shared by all caches of a model.
 
     Attributes:
-        index: The model's layer index.
+        index: The layer's index in the geometry.
         group: Layer group of the layer.
         place: Number of the layer within the group.
         shape: (Hk, D, Dv, dtype, device) of its keys and values.
@@ -134,9 +145,11 @@ class ModelPlan:
         specs: One spec per layer.
         geometry: Geometry that the cache is bound to.
         placed: Layers in pages, by their index.
-        devices: Devices of layers with a recurrent state, by their index.
+        indexers: Indexers in pages, by the index of their layer.
+        devices: Devices of layers with a state, by their index.
         count: Number of layers in the configuration.
-        stateful: Some layers are recurrent: prefixes are reusable only where states were saved.
+        stateful: Some layers have states: prefixes are reusable only where states were saved.
+        by_column: Padding changes which tokens some layers attend to.
     """
 
     def __init__(
@@ -150,11 +163,14 @@ class ModelPlan:
         self.specs, self.geometry, self.devices = tuple(specs), geometry, devices or {}
         self.count = len(self.specs)
         self.stateful = any(spec.stateful for spec in self.specs)
-        self.placed = {
+        self.by_column = any(spec.by_column for spec in self.specs)
+        found = {
             index: PlacedLayer(index, g, group, in_pages=in_pages)
             for g, group in enumerate(geometry.groups)
             for index in group.layers
         }
+        self.placed = {index: one for index, one in found.items() if index < INDEXERS}
+        self.indexers = {i - INDEXERS: one for i, one in found.items() if i >= INDEXERS}
         self._windows = [self.specs[index].window for index in self.placed]
 
     def matches(self, layers: Sequence[Any], config: Any) -> bool:
@@ -226,13 +242,25 @@ def place_layers(
                     devices[index] = state.device
         if not spec.in_pages:
             continue
-        keys, values = layer.keys, layer.values
+        keys, values, indexed = layer.keys, layer.values, indexer_keys(layer)
         if keys is None or keys.dim() != 4:  # the layer reads another's keys, or has none now
+            if indexed is not None:
+                raise UnsupportedModelError(
+                    f"layer {index} has keys of an indexer and none of attention",
+                    "Use the model without FlowKV",
+                )
             seen[index] = read_layer("none", {})
             continue
-        shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        if getattr(layer, _POSITIONS, None) is not None:
+            seen[index], devices[index] = spec._replace(positions=True), keys.device
         share = 1.0 if share_of is None else share_of(index)
-        groups.setdefault((share, spec.kind, spec.window, *shape), []).append(index)
+        kept = [(index, keys, values.shape[3])]
+        if indexed is not None:
+            kept.append((INDEXERS + index, indexed, 0))
+        for number, x, dim_v in kept:
+            kind = spec.kind if dim_v else "keys"
+            shape = (x.shape[1], x.shape[3], dim_v, x.dtype, x.device)
+            groups.setdefault((share, kind, spec.window, *shape), []).append(number)
     if not groups:
         raise UnsupportedModelError(
             "the model put no keys and values into its cache", "Use the model without FlowKV"
@@ -254,12 +282,13 @@ def place_layers(
         geometry = Geometry(groups=found, page_size=page_size)
     except GeometryError as error:
         raise UnsupportedModelError(error.problem, error.remedy) from error
+    in_pages = in_pages and not any(number >= INDEXERS for g in found for number in g.layers)
     return ModelPlan(seen, geometry, devices, in_pages=in_pages)
 
 
 # Cache layers with K and V in pages, and some with a recurrent state beside them.
 
-PAGED_STATE = frozenset(("rows", "placed", "spec", "decode", "_cache", "wrote", "_gathered"))
+PAGED_STATE = frozenset("rows placed spec decode indexer _cache wrote _gathered".split())
 """Attributes that belong to one layer, and are not copied to another."""
 
 
@@ -318,6 +347,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_compileable, is_croppable, supports_early_init = False, True, False
+    states: tuple[str, ...] = ()
+    """Attributes that are the layer's state beside its pages."""
 
     def __init__(
         self,
@@ -379,12 +410,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             views for FlowKV's attention, or dense tensors for any other.
         """
         rows = self.rows
-        stays = self._begun() and (self._gathered is None or not self.edited())
-        stays = stays and self.skipped is None
-        if not stays or not self._write(key_states, value_states):
+        if not self.extend(key_states, value_states):
             return self.to_native().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
-        rows.updated += 1
-        self.wrote = rows.step
         if rows.base == 0:
             if rows.thinning is not None:
                 setattr(key_states, OBSERVER, partial(rows.thinning.observe, self.index))
@@ -395,6 +422,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         views = PagedView(self, 0, key_states, seen), PagedView(self, 1, value_states, seen)
         rows.views[self.index] = views
         return views
+
+    def extend(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Write new tokens into pages; return False if the layer has to leave them first."""
+        stays = self._begun() and (self._gathered is None or not self.edited())
+        if not stays or self.skipped is not None or not self._write(k, v):
+            return False
+        self.rows.updated += 1
+        self.wrote = self.rows.step
+        return True
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Write new tokens into pages; return False if class, shape, dtype or device do not fit."""
@@ -409,7 +445,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             decode = None
         self._gathered, self.decode = None, decode if rows.new == 1 else None
         if decode is None:
-            step.write(self.index, rows.pack(k), rows.pack(v))
+            alone = step.groups[group].kind == "keys"
+            step.write(self.index, rows.pack(k), None if alone else rows.pack(v))
         else:
             step.appended(self.index)  # may wait for pages of this layer to load
         self.columns = self._shown(rows.base) + rows.new
@@ -648,12 +685,85 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 class PagedHybridLayer(PagedLayer, LinearAttentionLayer):  # type: ignore[misc]
     """Layer with attention in pages, and a recurrent state as in transformers."""
 
+    states = tuple(vars(LinearAttentionLayer()))
     is_croppable = LinearAttentionLayer.is_croppable
     lazy_initialization = LinearAttentionLayer.lazy_initialization
 
     def __init__(self, *given: Any) -> None:
         PagedLayer.__init__(self, *given)
         LinearAttentionLayer.__init__(self, self.spec.arguments.get("number_of_states", 1))
+
+
+def indexer_keys(layer: Any) -> torch.Tensor | None:
+    """Return the keys `[B, Hk, S, D]` of a native layer's indexer; None if it has none."""
+    keys = getattr(layer, "idx_keys", None)
+    if keys is None and (found := getattr(layer, "indexer_keys", None)) is not None:
+        keys = found.unsqueeze(1)
+    return keys
+
+
+def _grow(native: Any, keys: torch.Tensor) -> Any:
+    """Add keys `[B, Hk, T, D]` to the indexer of a native layer; return what the layer returns."""
+    grow = getattr(native, "update_index", None)
+    return native.update_indexer(keys[:, 0]) if grow is None else grow(keys)
+
+
+class PagedIndexedLayer(PagedLayer):
+    """Layer with the keys of a sparse indexer beside its attention, in pages of their own.
+
+    Attributes:
+        indexer: Layer of the indexer's keys, which have no values.
+        indexer_position_ids: Positions of all columns if the native layer keeps them, else None.
+    """
+
+    states = (_POSITIONS,)
+    indexer: PagedLayer
+    indexer_position_ids: torch.Tensor | None = None
+
+    @torch.compiler.disable
+    def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
+        """Write new keys `[B, T, D]` or `[B, Hk, T, D]` into pages; return those of all columns."""
+        keys = states if states.dim() == 4 else states.unsqueeze(1)
+        if not self.indexer.extend(keys, keys[..., :0]):
+            return _grow(self.to_native(), keys)  # type: ignore[no-any-return]
+        found = keys if self.rows.base == 0 else self.indexer.dense()[0]
+        return found if found.dim() == states.dim() else found[:, 0]
+
+    update_index = update_indexer
+
+    @staticmethod
+    def _indexed_as(name: str) -> property:
+        """Make the property of the indexer's keys, see `PagedLayer._shown_as`."""
+
+        def show(layer: PagedIndexedLayer) -> torch.Tensor | None:
+            if layer.rows.kv.inherited:
+                return getattr(layer.to_native(), name)  # type: ignore[no-any-return]
+            keys = layer.indexer.keys
+            return keys if keys is None or name == "idx_keys" else keys[:, 0]
+
+        def put(layer: PagedIndexedLayer, given: Any) -> None:
+            setattr(layer.to_native(), name, given)
+
+        return property(show, put, doc="The indexer's keys, as of a native layer.")
+
+    indexer_keys, idx_keys = _indexed_as("indexer_keys"), _indexed_as("idx_keys")
+
+    def become_native(self) -> None:
+        """Turn into a native layer with the same content, in place."""
+        indexer, positions = self.indexer, self.indexer_position_ids
+        held, seen = indexer._gathered, indexer.seen
+        super().become_native()
+        if seen:
+            _grow(self, indexer.gather(seen)[0] if held is None else held.last(seen).keys)
+        self.indexer_position_ids = positions
+
+    def change_positions(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Apply an operation of the native layer to the positions, if there are any."""
+        if self.indexer_position_ids is not None:
+            native = self.spec.make()
+            native.indexer_position_ids = self.indexer_position_ids
+            getattr(native, name)(*arguments)
+            self.indexer_position_ids = native.indexer_position_ids
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -667,7 +777,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-# States of recurrent layers as named tensors and numbers, one row at a time, and back.
+# States of layers as named tensors and numbers, one row at a time, and back.
 #
 # A state cannot be cut: it can be continued only where it was taken. States are taken when a cache
 # is released and at intervals of tokens, and put into fresh native layers when a prompt begins with
@@ -679,7 +789,7 @@ _MAKER = "transformers"
 
 
 class Recurrent:
-    """Recurrent layers of one cache; refers to its rows and layers, but never to the cache.
+    """Layers of one cache with states; refers to its rows and layers, but never to the cache.
 
     Args:
         plan: All layers.
@@ -690,9 +800,7 @@ class Recurrent:
     def __init__(self, plan: ModelPlan, rows: Rows, layers: Sequence[Any]) -> None:
         self.plan, self.rows = plan, rows
         self.layers = {
-            index: layer
-            for index, layer in enumerate(layers if plan.stateful else ())
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
+            index: layer for index, layer in enumerate(layers) if plan.specs[index].stateful
         }
         self._saved = rows.base
         self._marks: list[tuple[weakref.ref[torch.Tensor], int]] = []
@@ -720,8 +828,7 @@ class Recurrent:
     def _items(self) -> Iterator[tuple[str, Any]]:
         """Yield the attributes of the layers' states under the names that `restore` reads."""
         for index, layer in self.layers.items():
-            held = vars(LinearAttentionLayer()) if isinstance(layer, PagedLayer) else vars(layer)
-            for name in held:
+            for name in layer.states if isinstance(layer, PagedLayer) else vars(layer):
                 if name == "record_past":  # an option of one call, not of its tokens
                     continue
                 value = getattr(layer, name)
@@ -734,7 +841,7 @@ class Recurrent:
         """Yield the recorded inputs of convolutions, and the last columns that these read."""
         for layer in self.layers.values():
             sizes = getattr(layer, "conv_kernel_size", {})  # since 5.2x
-            for part, kept in layer.conv_states.items():
+            for part, kept in getattr(layer, "conv_states", {}).items():
                 if kept is not None and sizes.get(part) is not None:
                     yield kept, int(sizes[part])
 
@@ -771,7 +878,7 @@ class Recurrent:
         for name, value in self._items():
             value = ends.get(id(value), value)  # the columns of a recorded past that are needed
             if isinstance(value, torch.Tensor):
-                values[name] = value[row : row + 1].detach().cpu()
+                values[name] = value.narrow(_row_dim(name), row, 1).detach().cpu()
             elif isinstance(value, PLAIN):
                 values[name] = value
         return values
@@ -793,8 +900,9 @@ class Recurrent:
                 if any(row.shape != value.shape or row.dtype != value.dtype for row in rows):
                     return False
                 device = self.plan.devices.get(int(index), torch.device("cpu"))
-                value = torch.cat(rows).to(device)
-                layer.device, layer.dtype = device, value.dtype
+                value = torch.cat(rows, _row_dim(name)).to(device)
+                if not _row_dim(name):
+                    layer.device, layer.dtype = device, value.dtype
             elif any(state[name] != value for state in states):
                 return False
             attribute, _, part = key.partition(".")
@@ -804,6 +912,10 @@ class Recurrent:
                 setattr(layer, attribute, value)
         self.mark()
         return True
+
+
+def _row_dim(name: str) -> int:
+    return int(name.endswith(_POSITIONS))
 
 
 def readable(state: Mapping[str, Any]) -> bool:
@@ -927,8 +1039,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def paged(self) -> list[PagedLayer]:
-        """Layers of the cache that are in pages."""
-        return [layer for layer in self._made if isinstance(layer, PagedLayer)]
+        """Layers of the cache that are in pages, and their indexers."""
+        return [one for one in (*self._made, *self.indexers) if isinstance(one, PagedLayer)]
+
+    @property
+    def indexers(self) -> list[PagedLayer]:
+        """Indexers of layers in pages."""
+        return [layer.indexer for layer in self._made if isinstance(layer, PagedIndexedLayer)]
 
     @property
     def reused(self) -> int:
@@ -968,8 +1085,9 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         rows.arrive()
         if private:
             rows.disable_publishing()
-        for layer in self.paged:
-            layer.become_native()
+        for layer in self._made:
+            if isinstance(layer, PagedLayer):
+                layer.become_native()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # a layer of another cache, used by both from now on
                 layer.to_native()
@@ -1117,6 +1235,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
                 operation = getattr(LinearAttentionLayer, name, None)
                 if operation is not None:
                     operation(layer, *arguments)
+            elif isinstance(layer, PagedIndexedLayer):
+                layer.change_positions(name, arguments)
             elif not isinstance(layer, PagedLayer) and hasattr(layer, name):
                 getattr(layer, name)(*arguments)
 
@@ -1151,7 +1271,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         memo[id(self)] = twin
         own = ("layers", "_made", "rows", "recurrent", "close")
         twin.__dict__.update({k: v for k, v in vars(self).items() if k not in own})
-        for old, new in zip(self.layers, twin.layers, strict=True):
+        olds, news = ([*one.layers, *one.indexers] for one in (self, twin))
+        for old, new in zip(olds, news, strict=True):
             kept = {k: _clone(v) for k, v in vars(old).items() if k not in PAGED_STATE}
             new.__dict__.update(kept)
         twin.recurrent.mark()
@@ -1180,7 +1301,11 @@ def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCach
     spec, placed = plan.specs[index], plan.placed.get(index)
     if placed is None:
         return spec.make()
-    return (PagedHybridLayer if spec.hybrid else PagedLayer)(rows, placed, spec, cache)
+    if index not in plan.indexers:
+        return (PagedHybridLayer if spec.hybrid else PagedLayer)(rows, placed, spec, cache)
+    made = PagedIndexedLayer(rows, placed, spec, cache)
+    made.indexer = PagedLayer(rows, plan.indexers[index], spec, cache)
+    return made
 
 
 def _clone(value: Any) -> Any:

@@ -22,7 +22,7 @@ from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
-from flowkv.hooks.huggingface.cache import ModelPlan, PagedCache
+from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
@@ -169,6 +169,7 @@ class ForwardHook:
             'graphs="off"': self.kv.config.graphs == "off",
             "the model has an encoder": self.names.encoder,
             "the model keeps recurrent states": self.plan.stateful,
+            "its layers have indexers": bool(self.plan.indexers),
             "the model takes no positions": self.names.positions not in self.names.parameters,
             "its layers lie on more than one device": len(devices) > 1,
         }
@@ -503,10 +504,9 @@ class ForwardHook:
             return "its RoPE frequencies differ from those of a fresh model"
         if self.identity.compiled:
             return "parts of the model are compiled"
-        if problem := call.problem or modes():
+        if problem := call.problem or modes() or self._apart(call, pads):
             return problem
-        if pads is None:
-            return _PADDING
+        assert pads is not None
         if call.unplaced and (any(pads) or call.modal):
             return f"it has {'padding' if any(pads) else 'images'} and no position_ids"
         by_column = call.positions is None
@@ -515,6 +515,14 @@ class ForwardHook:
         )
         if not counted:
             return "its positions do not count a row's tokens from 0"
+        return ""
+
+    def _apart(self, call: ForwardCall, pads: list[int] | None) -> str:
+        """Return why rows of a call are not what each is alone; "" if they are."""
+        if call.problem or pads is None:
+            return call.problem or _PADDING
+        if self.plan.by_column and any(pads):
+            return BY_COLUMN
         return _MIXED if self._alike_rows(call) == "mixed" else ""
 
     def _blended(
@@ -574,8 +582,8 @@ class ForwardHook:
             raise StateError(error.problem, "Call generate without past_key_values") from error
         call = ForwardCall(self.names, given)
         pads = None if call.problem else call.pads()
-        if pads is None or self._alike_rows(call) == "mixed":
-            problem = call.problem or (_PADDING if pads is None else _MIXED)
+        problem = self._apart(call, pads)
+        if problem or pads is None:
             raise StateError(
                 f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
@@ -654,7 +662,7 @@ class ForwardHook:
 
     def rows(self, seqs: list[Sequence], pads: Items[int], base: int) -> Rows:
         """Create the rows of a new cache; they are published only while the model is unchanged."""
-        layers = len(self.plan.placed)
+        layers = len(self.plan.placed) + len(self.plan.indexers)
         rows = Rows(self.kv, seqs, pads, base, layers=layers, trusted=self.trusted)
         rows.switch = self.identity.switch
         rows.thinning = self.sparsifier and Thinning(self.sparsifier)

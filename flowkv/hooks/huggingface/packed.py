@@ -17,7 +17,7 @@ from flowkv.cache.kv import KV, drop_unproven
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import CapacityError, FlowKVError
-from flowkv.hooks.huggingface.cache import ModelPlan
+from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
@@ -111,6 +111,8 @@ def alone_reason(plan: ModelPlan) -> str:
     """Return why rows cannot run in one forward, packed or padded; "" if nothing forbids it."""
     if plan.stateful:
         return "layers keep a recurrent state"
+    if plan.by_column:
+        return BY_COLUMN
     return "attention is chunked" if any(spec.kind == "chunked" for spec in plan.specs) else ""
 
 

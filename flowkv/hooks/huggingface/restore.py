@@ -274,7 +274,8 @@ class Nested:
         """
         # Models that make positions themselves count columns, so each row runs with its own
         # padding. Models count the features for placeholders, so known ones may not be shown.
-        together = self._positions is not None and self.cut and not self.fill.inputs
+        alone = not self.cut or self._plan.by_column or self.fill.inputs
+        together = self._positions is not None and not alone
         for batch in [list(parts)] if together else [[part] for part in parts]:
             if batch:
                 self._forward(batch, 0 if together else batch[0].pad, awaits)
