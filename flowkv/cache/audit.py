@@ -204,7 +204,10 @@ class Audit:
             for branch in store.index.branches(seq.key(g, self.page)):
                 doomed += branch
         store.bus.emit(Quarantined(tier=tier, key=key, reason=REASON))
-        store.quarantine(*filter(None, doomed))
+        blocks = [block for block in doomed if block is not None]
+        store.tails.drop()
+        store.stack.quarantine(blocks)
+        store.forget(*blocks)
         self._condemned(tier, verdict)
 
 
@@ -385,7 +388,8 @@ def explain(restorer: PrefixMatcher, seq: Sequence, limit: int) -> Explanation:
     for page_no in range(restorer.first(0, pages), pages):
         block = restorer.find(seq, 0, page_no)
         if block is not None:
-            place = store.place(block)
+            number = -1 if block.page >= 0 else block.tier
+            place = store.stack.tiers[number].name if number >= 0 else "device"
             residency[place] = residency.get(place, 0) + size
     known = pages * size
     if restorer.resident(seq, pages) == pages and (

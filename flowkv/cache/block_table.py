@@ -83,7 +83,7 @@ class Compactor:
             wanted: Number of pages of each (group, codec index) that are about to be allocated.
         """
         for (group, codec), count in wanted.items():
-            device, pool = self.store.device(group), self.store.pool(group)
+            device, pool = self.store.devices[group], self.store.pool(group)
             granules = self.store.forms[group].layouts[codec].granules
             short = count - pool.available(granules)
             if short > 0 and device in self.policies and pool.occupancy().reclaimable:
@@ -144,7 +144,7 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
     for block in store.blocks_on(device):
         block.page = moves.get(block.page, block.page)
     for pages in store.tails.values():
-        here = (moves if store.device(g) == device else {} for g in range(len(pages)))
+        here = (moves if store.devices[g] == device else {} for g in range(len(pages)))
         pages[:] = [moved.get(page, page) for moved, page in zip(here, pages, strict=True)]
 
 

@@ -335,7 +335,7 @@ def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes | memoryv
         content = store.pool(block.group).page_bytes(
             page, store.forms[block.group].layout(page).page_bytes
         )
-        return store.describe([block])[0], content.cpu().numpy().tobytes()
+        return store.forms[block.group].describe([block])[0], content.cpu().numpy().tobytes()
     for number in range(len(store.stack.tiers)):
         holds = block.tiers >> number & 1 or block.tier == number
         if holds and not block.gone:

@@ -1687,7 +1687,7 @@ def drop_unproven(kv: KV) -> None:
     """Keep pages of a model that may have changed private: those of open and closed sequences."""
     with kv.lock:
         if kv.planner is not None:
-            kv.planner.store.drop_tails()
+            kv.planner.store.tails.drop()
             kv.planner.publisher.refuse()
         for seq in kv._open.values():
             seq.publishable = False

@@ -371,7 +371,7 @@ class Overflow:
         for final in (True, False):  # pages that are still to be encoded go last
             for seq in sorted(self._known, key=lambda one: -one.length):
                 for g, page_no, block in self._candidates(seq, final=final):
-                    device = self.store.device(g)
+                    device = self.store.devices[g]
                     if left.get(device, 0) <= 0 or block in chosen or block in without:
                         continue
                     if users := self._users(block, g, page_no):
@@ -469,11 +469,11 @@ class Overflow:
         return self._pair(group)[0].n_bytes
 
     def _pair(self, group: int) -> tuple[Stage, Stage]:
-        store, device = self.store, self.store.device(group)
+        store, device = self.store, self.store.devices[group]
         if device not in self._stages:
             from flowkv.tiers.digest import check_known
 
-            here = [g for g in range(len(store.forms)) if store.device(g) == device]
+            here = [g for g in range(len(store.forms)) if store.devices[g] == device]
             least = max(LEAST_BYTES, *(store.forms[g].raw.stripe_stride_bytes for g in here))
             share = store.pools[device].capacity_bytes() // _SHARE
             most = max(least, min(MOST_BYTES, share) // GRANULE_BYTES * GRANULE_BYTES)

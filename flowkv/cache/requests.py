@@ -162,7 +162,7 @@ class DevicePrefetcher:
     ) -> None:
         self._store, self._loader, self._guard, self._windows = store, loader, guard, windows
         self._place, self._pool = store.device_places[device], store.pools[device]
-        self._groups = {g for g in range(len(windows)) if store.device(g) == device}
+        self._groups = {g for g in range(len(windows)) if store.devices[g] == device}
         self.capacity_bytes = self._pool.capacity_bytes()
         self.prefetcher = Prefetcher(self.capacity_bytes, **options)
         self._config = self.prefetcher.config
@@ -401,7 +401,7 @@ class PrefetchManager:
             device: DevicePrefetcher(store, loader, guard, device, windows, options)
             for device in store.pools
         }
-        self._groups = [self._devices[store.device(g)] for g in range(len(windows))]
+        self._groups = [self._devices[store.devices[g]] for g in range(len(windows))]
         self.due_ns = NEVER_NS
         self._expect()
 

@@ -485,7 +485,7 @@ class PrefixMatcher:
         cells = tokens * sum(len(group.layers) for group in store.geometry.groups)
 
         def bytes_of(one: PageLoad, codec: int) -> int:
-            return store.page_bytes(one.group, codec)
+            return store.forms[one.group].layouts[codec].page_bytes
 
         def source(tier: int, chosen: list[int]) -> Source:
             n_bytes = sum(map(bytes_of, absent, chosen))

@@ -438,7 +438,7 @@ class Publisher:
                 block.depth, block.placed, at = page_no, True, page_no * size
                 own_tokens = tokens[at - first * size :][:size]
                 if not g:
-                    store.outgrow(block.place, own_tokens)
+                    store.tails.outgrow(block.place, own_tokens)
                 store.index.set_tokens(block, own_tokens)
                 block.fidelity = max(fidelity, codec)
                 if seq.care.lease or seq.care.retain:

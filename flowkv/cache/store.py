@@ -12,14 +12,13 @@ from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from flowkv.cache.index import Block, PrefixIndex, SwappedCopy, frame_infos
+from flowkv.cache.closed_tails import ClosedTails
+from flowkv.cache.index import Block, PrefixIndex
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pinned import BATCH_BYTES
-from flowkv.cache.pool import PagePool, download, make_forms
+from flowkv.cache.pool import PagePool, SwappedCopies, make_forms
 from flowkv.cache.tier_stack import Frame, PolicyContext, TierStack, chains
 from flowkv.cache.write_back import WriteBack
 from flowkv.core.clock import Clock
@@ -32,7 +31,7 @@ from flowkv.policy.base import Policy
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore import LoadGate
 from flowkv.residency.keyed import PolicyPlace
-from flowkv.tiers.base import FrameInfo, Tier
+from flowkv.tiers.base import Tier
 
 # The sample of restored pages that are recomputed and compared, and the results
 # (see `flowkv.cache.audit`).
@@ -300,14 +299,14 @@ class PageStore:
 
     Attributes:
         forms: The codecs and layouts of each group's pages.
+        devices: Name of each group's device.
         index: The known blocks.
         context: Time, tenants and costs, shared by the policies of all places.
         stack: The tiers.
         writes: What writes pages to the persistent tier.
         next_victims: Each device's pages that no policy orders any more, with a copy below.
-        swapped: Pages on their device that suspended sequences need as they are now.
-        tails: Partly filled last pages of closed sequences, the oldest first, with the page of
-            each group. No policy orders them; tiers get copies, see `WriteBack.store_tail`.
+        swapped: Pages that suspended sequences need as they are now.
+        tails: The tails of closed sequences.
         samples: Restored pages that are to be audited.
         coming: Loads under way (`load.PageLoad`) that have a device page for a block.
     """
@@ -329,10 +328,12 @@ class PageStore:
         self.pools = pools
         made = [(device, policies("gpu", pool.capacity_bytes())) for device, pool in pools.items()]
         self.device_places = {device: PolicyPlace(device, "gpu", one) for device, one in made}
-        self._pools = [pools[group.device] for group in geometry.groups]
-        self._places = [self.device_places[group.device] for group in geometry.groups]
-        self._orphans, self.tails = set[Block](), dict[Block, list[int]]()
-        self.swapped, self._idle = dict[Block, SwappedCopy](), dict.fromkeys(pools, 0)
+        self.devices = [group.device for group in geometry.groups]
+        self._pools = [pools[device] for device in self.devices]
+        self._places = [self.device_places[device] for device in self.devices]
+        self._orphans, self._idle = set[Block](), dict.fromkeys(pools, 0)
+        self.tails = ClosedTails(self._pools, self.index.beginnings)
+        self.swapped = SwappedCopies(self._pools, self.forms)
         self.stack = TierStack(
             self.context, tiers, self.forms, policies=policies, bus=bus, config=config, sends=sends,
             on_forget=self._let_go,
@@ -345,7 +346,7 @@ class PageStore:
         """Insert blocks that became resident on their devices, see `PolicyContext.insert`."""
         for block in [one for one in blocks if one.ahead]:
             block.ahead = False
-            del self.next_victims[self.device(block.group)][block]
+            del self.next_victims[self.devices[block.group]][block]
         for group, some in groupby(blocks, attrgetter("group")):
             self.context.insert(self._places[group], some, self.size)
 
@@ -381,39 +382,14 @@ class PageStore:
             place.forget(slots)
         self._on_drop(slots)
 
-    def device(self, group: int) -> str:
-        """Return the name of a group's device."""
-        return self.geometry.groups[group].device
-
     def pool(self, group: int) -> PagePool:
         """Return the page pool of a group's device."""
         return self._pools[group]
 
-    def page_bytes(self, group: int, codec: int = 0) -> int:
-        """Return the bytes of a group's page in a codec."""
-        return self.forms[group].layouts[codec].page_bytes
-
     def views(self, group: int, page: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the first tokens of a raw page, views `[layers, heads, count, dim]`."""
-        n_bytes = self.forms[group].raw.page_bytes
-        return self.layers(self.pool(group).page_bytes(page, n_bytes), group, count)
-
-    def layers(
-        self, page: torch.Tensor, group: int, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the views of `views` for a raw page in any memory, uint8 `[page_bytes]`."""
-        layout = self.forms[group].raw
-        cells = page.view(getattr(torch, layout.dtype))
-        steps = layout.stripe_stride_bytes, layout.run_bytes, layout.v_offset_bytes
-        stripe, run, v = (n_bytes // cells.element_size() for n_bytes in steps)
-
-        def view(dim: int, stride: int, offset: int) -> torch.Tensor:
-            size, strides = (layout.layers, layout.kv_heads, count, dim), (stripe, run, stride, 1)
-            return cells.as_strided(size, strides, cells.storage_offset() + offset)
-
-        return view(layout.head_dim, layout.head_dim, 0), view(
-            layout.value_dim, layout.value_stride, v
-        )
+        forms = self.forms[group]
+        return forms.views(self.pool(group).page_bytes(page, forms.raw.page_bytes), count)
 
     def find(self, key: bytes) -> Block | None:
         """Return the block of a key if it is stored or on its way, and exact enough; else None."""
@@ -443,7 +419,7 @@ class PageStore:
 
     def blocks_on(self, device: str) -> list[Block]:
         """Return the blocks with a page on a device, forgotten ones in use included."""
-        groups = {g for g, spec in enumerate(self.geometry.groups) if spec.device == device}
+        groups = {g for g, name in enumerate(self.devices) if name == device}
         known = [*self.index, *self._orphans]
         return [block for block in known if block.page >= 0 and block.group in groups]
 
@@ -503,42 +479,21 @@ class PageStore:
             if block.page >= 0 and not (block.holds or block.kept or block.gone):
                 now = self.forms[block.group].layouts[block.page >> CODEC_SHIFT].granules
             if now != block.idle:
-                self._idle[self.geometry.groups[block.group].device] += now - block.idle
+                self._idle[self.devices[block.group]] += now - block.idle
                 block.idle = now
 
     def change(self, block: Block, page: int) -> None:
         """Set a block's device page, -1 for none; suspended sequences get a copy of the old one."""
-        self._swap_out(block)
+        self.swapped.copy_out(block)
         block.page = page
         self.recount(block)
 
-    def swapped_copy(self, block: Block) -> SwappedCopy:
-        """Return the copy that restores a block's page, with one more suspended user."""
-        copy = self.swapped.get(block)
-        if copy is None:
-            copy = self.swapped[block] = SwappedCopy(block)
-        copy.users += 1
-        return copy
-
-    def unswap(self, copy: SwappedCopy) -> bool:
-        """Remove one user from a swapped copy; return whether it was the last."""
-        copy.users -= 1
-        if not copy.users and copy.content is None:
-            del self.swapped[copy.block]
-        return not copy.users
-
-    def _swap_out(self, block: Block) -> None:
-        """Copy a page that suspended sequences need to host memory, before it changes or goes."""
-        copy = self.swapped.get(block)
-        if copy is not None:
-            n_bytes = self.page_bytes(block.group, copy.codec)
-            copy.content = download(self.pool(block.group), [block.page], n_bytes)[0]
-            del self.swapped[block]
-
     def room(self, device: str) -> int:
         """Return the granules of a device that are free or idle (neither held nor pinned)."""
-        pool = self.pools[device]
-        return pool.capacity_granules - pool.used_granules + self._idle[device]
+        pool, groups = self.pools[device], zip(self.devices, self.forms, strict=True)
+        tail = sum(forms.raw.granules for name, forms in groups if name == device)
+        idle = self._idle[device] + len(self.tails) * tail
+        return pool.capacity_granules - pool.used_granules + idle
 
     def lacking(self, counts: Mapping[tuple[int, int], int]) -> dict[str, int]:
         """Return the granules that devices lack for so many pages of each (group, codec).
@@ -548,7 +503,7 @@ class PageStore:
         """
         wanted = dict.fromkeys(self.pools, 0)
         for (g, codec), count in counts.items():
-            wanted[self.device(g)] += count * self.forms[g].layouts[codec].granules
+            wanted[self.devices[g]] += count * self.forms[g].layouts[codec].granules
         for device, pool in self.pools.items():
             wanted[device] -= sum(map(pool.size_bytes, pool.lent)) // GRANULE_BYTES
         short = {device: granules - self.room(device) for device, granules in wanted.items()}
@@ -590,10 +545,11 @@ class PageStore:
             raise self._short(group, count, codec)
 
     def _short(self, group: int, count: int, codec: int) -> CapacityError:
-        device, pool = self.device(group), self.pool(group)
+        device, pool = self.devices[group], self.pool(group)
         used = (pool.capacity_granules - self.room(device)) * GRANULE_BYTES
+        page = format_size(self.forms[group].layouts[codec].page_bytes)
         return CapacityError(
-            f"{count} pages of {format_size(self.page_bytes(group, codec))} do not fit: "
+            f"{count} pages of {page} do not fit: "
             f"{format_size(used)} of {format_size(pool.capacity_bytes())} are in use by open "
             "sequences",
             "Close or suspend sequences, or give the device pool more bytes",
@@ -630,34 +586,11 @@ class PageStore:
             pass
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
 
-    def keep_tail(self, tail: Block, pages: list[int]) -> None:
-        """Keep the pages of a tail until their memory is needed."""
-        self.outgrow(tail.place, tail.tokens)  # type: ignore[arg-type]
-        self.tails[tail] = pages
-        self.index.beginnings.add(tail)
-        for g, page in enumerate(pages):
-            self.pool(g).share(page)
-            self._idle[self.device(g)] += self.forms[g].raw.granules
-
-    def outgrow(self, place: bytes, tokens: NDArray[np.uint32]) -> None:
-        """Drop the tails below a place that are prefixes of these tokens; see `Block.place`."""
-        near = self.index.beginnings.near(place, tokens) if self.tails else ()
-        known = [(shared, one) for shared, one in near if shared and one in self.tails]
-        self.drop_tails([one for shared, one in known if shared == len(one.tokens)])  # type: ignore[arg-type]
-
-    def drop_tails(self, tails: Iterable[Block] | None = None) -> None:
-        """Drop tails; None drops all, after an erasure or where content does not match its key."""
-        for tail in list(self.tails if tails is None else tails):
-            self.index.beginnings.discard(tail)
-            for g, page in enumerate(self.tails.pop(tail)):
-                self._idle[self.device(g)] -= self.forms[g].raw.granules
-                self.pool(g).release(page)
-
     def _give_up(self, group: int, short: int, *, evicts: bool = True) -> bool:
         if self.tails:
-            self.drop_tails(islice(self.tails, max(short, 1)))
+            self.tails.drop(islice(self.tails, max(short, 1)))
             return True
-        device, now = self.device(group), self.context.now_ns()
+        device, now = self.devices[group], self.context.now_ns()
         place, pages = self.device_places[device], self.pools[device].capacity_granules
         share = pages // self.forms[group].raw.granules // _BATCH_SHARE
         some = max(short, min(share, _BATCH_PAGES))
@@ -720,7 +653,7 @@ class PageStore:
                     for _ in [b for b in refused if busy and b not in stack.unwritten]:
                         stack.miss_out(number)
         except BaseException:  # pages that left ahead stay where they have no copy
-            there = reversed(self.next_victims[self.device(blocks[0].group)])
+            there = reversed(self.next_victims[self.devices[blocks[0].group]])
             self.insert([block for block in there if not (block.tiers or block.going)])
             raise
         finally:
@@ -731,12 +664,12 @@ class PageStore:
         """Free the device pages of blocks of one form."""
         pages, n_bytes = [block.page for block in blocks], len(blocks) * self.size(blocks[0])
         for block in blocks if self.swapped else ():
-            self._swap_out(block)
+            self.swapped.copy_out(block)
         for block in blocks:
             if self.prefetched_unused:
                 self.prefetched_unused.end(block, used=False)
             block.page = -1
-        self.next_victims[self.device(blocks[0].group)].left(*blocks)
+        self.next_victims[self.devices[blocks[0].group]].left(*blocks)
         self.recount(*blocks)
         self._pools[blocks[0].group].release(*pages)
         self.bus.emit(Evicted(tier="device", pages=len(pages), n_bytes=n_bytes, reason=reason))
@@ -745,13 +678,6 @@ class PageStore:
         """Free the device page of a block that lies on a tier and is not held."""
         self._places[block.group].remove(block)
         self._free_pages([block], "overflow")
-
-    def place(self, block: Block) -> str:
-        """Return the name of the nearest place that holds a block or is storing it, else ""."""
-        if block.page >= 0:
-            return "device"
-        number = block.tier
-        return self.stack.tiers[number].name if number >= 0 else ""
 
     def copy_ahead(self, served: Callable[[], bool] | None = None) -> None:
         """Evict pages of each device ahead of their time, see `NextVictims.copy_ahead`."""
@@ -802,7 +728,8 @@ class PageStore:
         """
         pool, n_bytes = self._pools[blocks[0].group], self.size(blocks[0])
         pages, mark = {block: block.page for block in blocks}, None
-        infos, known = self.describe(blocks), list[memoryview | None]([None]) * len(blocks)
+        infos = self.forms[blocks[0].group].describe(blocks)
+        known = list[memoryview | None]([None]) * len(blocks)
         if pool.copies is not None:
             where = [page & GRANULE_MASK for page in pages.values()]
             made = pool.copies.digest(where, n_bytes, n_bytes // infos[0].stripe_bytes)
@@ -823,29 +750,6 @@ class PageStore:
         finally:
             done([block for block in blocks if not block.going >> number & 1])
 
-    def describe(self, blocks: Sequence[Block]) -> list[FrameInfo]:
-        """Return the frame headers of the device pages of blocks, all of one group and codec."""
-        forms, codec = self.forms[blocks[0].group], blocks[0].page >> CODEC_SHIFT
-        layout, fingerprint = forms.layouts[codec], forms.fingerprints[codec]
-        tokens, step = layout.page_size, layout.stripe_stride_bytes
-        return frame_infos(blocks, fingerprint, tokens, step, codec)
-
-    def quarantine(self, *blocks: Block) -> None:
-        """Forget blocks with wrong content, and bar copies that read-only tiers still hold."""
-        self.drop_tails()
-        self.stack.quarantine(blocks)
-        self.forget(*blocks)
-
-    def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
-        """Forget blocks that another cache erased.
-
-        Args:
-            blocks: The erased blocks.
-            erased_from: Number of a tier that they are gone from already, -1 if there is none.
-        """
-        self.stack.lose(blocks, erased_from)
-        self.forget(*blocks)
-
     def forget(self, *blocks: Block) -> None:
         """Delete blocks everywhere; open sequences keep their own use of the pages."""
         for block in blocks:
@@ -861,8 +765,8 @@ class PageStore:
         page = block.page
         if page >= 0:
             self._places[block.group].remove(block)
-            self.next_victims[self.device(block.group)].left(block)
-            self._swap_out(block)
+            self.next_victims[self.devices[block.group]].left(block)
+            self.swapped.copy_out(block)
             if block.holds:
                 self._orphans.add(block)
             else:

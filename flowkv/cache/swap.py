@@ -120,13 +120,13 @@ class Footprint:
         taken = dict.fromkeys(self._unit, 0)
         for g, blocks in enumerate(seq.blocks):
             line = self._planner.tables.pages[g][seq.row, : len(blocks)]
-            taken[self._store.device(g)] += self._size(g, line[self._alone(seq, g)])
+            taken[self._store.devices[g]] += self._size(g, line[self._alone(seq, g)])
         restoration = RestoreJob.of(seq)
         if restoration is not None and not restoration.settled:
             for page_load in restoration:
                 if page_load.page >= 0 and not page_load.held:
                     granules = self._store.forms[page_load.group].layout(page_load.page).granules
-                    taken[self._store.device(page_load.group)] += granules
+                    taken[self._store.devices[page_load.group]] += granules
         return max(round(taken[device] / unit) for device, unit in self._unit.items())
 
     def _size(self, group: int, pages: NDArray[np.int32]) -> int:
@@ -198,7 +198,7 @@ def suspend(lines: Planner, seq: Sequence) -> int:
     placed = [pages[g][seq.row, : len(blocks)].tolist() for g, blocks in enumerate(seq.blocks)]
     # All groups are copied first: if a copy fails, there is nothing to undo.
     copied = [_copies(lines, g, line, seq.blocks[g]) for g, line in enumerate(placed)]
-    swapped = lines.store.swapped_copy
+    swapped = lines.store.swapped.add_user
     saved: Saved = [
         [copies.get(page) or (block and swapped(block)) for page, block in zip(*both, strict=True)]
         for copies, *both in zip(copied, placed, seq.blocks, strict=True)
@@ -220,7 +220,7 @@ def _copies(
             by_codec.setdefault(page >> CODEC_SHIFT, []).append(page)
     copies, pool = dict[int, Copy](), lines.store.pool(group)
     for codec, pages in by_codec.items():
-        contents = download(pool, pages, lines.store.page_bytes(group, codec))
+        contents = download(pool, pages, lines.store.forms[group].layouts[codec].page_bytes)
         copies |= {p: Copy(codec, content) for p, content in zip(pages, contents, strict=True)}
     lines.copied_bytes += sum(copy.content.numel() for copy in copies.values())
     return copies
@@ -309,7 +309,9 @@ def discard(lines: Planner, seq: Sequence) -> None:
     for g, pages in enumerate(seq.suspended or ()):
         layouts = lines.store.forms[g].layouts
         for page in pages:
-            if page is not None and (isinstance(page, Copy) or lines.store.unswap(page)):
+            if page is not None and (
+                isinstance(page, Copy) or lines.store.swapped.remove_user(page)
+            ):
                 lines.aside_bytes -= layouts[page.codec].page_bytes
     seq.suspended = None
 

@@ -148,7 +148,7 @@ class Tails:
             key = seq.chains[0].page(above, tokens, within(seq.salts, first, count))
             tail = Block(-1, key, above, 0, "tail", fidelity=seq.fidelity, tokens=tokens)
             tail.tenant, tail.namespace = seq.tenant, seq.namespace
-            store.keep_tail(tail, pages)
+            store.tails.keep(tail, pages)
 
     def sums(self, group: int, page: int, count: int) -> torch.Tensor:
         """Return the sum of K and V of a raw page's first tokens: finite if all elements are."""
@@ -191,7 +191,7 @@ class Tails:
         if known is not None:
             store.stack.supersede(known)
         body = torch.zeros(layout.page_bytes, dtype=torch.uint8, device="cpu")
-        old, new = store.views(group, page, count), store.layers(body, group, count)
+        old, new = store.views(group, page, count), store.forms[group].views(body, count)
         for source, target in zip(old, new, strict=True):
             target.copy_(source)
         block = store.index.get_or_create(key, above, group, "state")

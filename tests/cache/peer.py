@@ -54,7 +54,7 @@ def evict(kv: KV) -> None:
         store = kv.planner.store
         for block in list(store.index):
             if block.page >= 0 and not (block.holds or block.kept):
-                store.device_places[store.device(block.group)].remove(block)
+                store.device_places[store.devices[block.group]].remove(block)
                 store.leave([block], "space")
 
 

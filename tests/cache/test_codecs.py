@@ -448,7 +448,7 @@ def test_suspended_sequences_come_back_as_they_were(codec: str) -> None:
     seq = opened(kv, tokens)
     before, kinds = [content(kv, seq, layer) for layer in range(3)], codecs_of(kv, seq)
     used = kv.suspend(seq)
-    assert used < 6 * sum(kv.planner.store.page_bytes(g) for g in (0, 1))
+    assert used < 6 * sum(kv.planner.store.forms[g].raw.page_bytes for g in (0, 1))
     kv.forget(tokens)
     kv.resume(seq)
     assert codecs_of(kv, seq) == kinds
@@ -678,7 +678,7 @@ def test_policies_are_told_the_likely_size_of_what_others_wrote() -> None:
     store = kv.planner.store
     for block in store.index:
         block.enter(0, UNKNOWN)
-        wanted = store.page_bytes(block.group, 1)
+        wanted = store.forms[block.group].layouts[1].page_bytes
         assert store.stack.size(block, 0) == wanted < store.stack.body_bytes(block, 0)
     kv.close()
 

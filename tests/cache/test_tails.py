@@ -326,7 +326,8 @@ def test_what_is_condemned_meanwhile_is_no_tail() -> None:
         restoration.meet()
         (one,) = restoration._behind
         assert one.complete
-        kv.planner.store.quarantine(one.block)
+        kv.planner.store.stack.quarantine([one.block])
+        kv.planner.store.forget(one.block)
         assert restoration.gone
         restoration.complete()
         restoration.finish()

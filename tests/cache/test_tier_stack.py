@@ -113,7 +113,7 @@ def test_a_block_is_stored_once_in_each_tier_and_named_as_it_lies_there() -> Non
     store, ended = kv.planner.store, list[int]()
     block, body = blocks(kv)[0], memoryview(bytes(4096))
     with kv.lock:
-        (info,) = store.describe([block])
+        (info,) = store.forms[block.group].describe([block])
         assert not store.stack.store([(block, info, body)], HOST, lambda _: ended.append(1))
         other = info._replace(codec=1, fidelity=1)
         assert not store.stack.store([(block, other, body)], HOST, lambda _: ended.append(2))
@@ -281,7 +281,8 @@ def test_what_others_erased_is_not_lost() -> None:
         store.stack.mover.lanes[HOST].pump = lambda: 0
         evict_all(kv)
         assert store.writes.unsaved == 6 and all(block.page < 0 for block in blocks(kv))
-        store.lose(blocks(kv), -1)
+        store.stack.lose(known := blocks(kv), -1)
+        store.forget(*known)
     assert not store.stack.lost and not store.writes.unsaved and not blocks(kv)
 
 
@@ -397,7 +398,8 @@ def test_an_erasure_is_not_proven_before_what_was_forgotten_in_flight_has_landed
     published(kv, P)
     store = kv.planner.store
     if lost:
-        store.lose(blocks(kv), -1)
+        store.stack.lose(known := blocks(kv), -1)
+        store.forget(*known)
     else:
         with pytest.raises(StoreError, match="lasting has not answered"):
             kv.forget(P)

@@ -39,7 +39,7 @@ def leave_all(kv: KV, reason: str = "space") -> list[Block]:
     """Take all pages off the device in one batch; return their blocks, root to leaf."""
     store = kv.planner.store
     with kv.lock:
-        store.drop_tails()
+        store.tails.drop()
         blocks = sorted(store.index, key=lambda block: block.depth)
         leave(kv, blocks[::-1], reason)
     return blocks
@@ -259,13 +259,13 @@ def test_a_page_is_not_lost_while_its_own_batch_makes_room(late: bool, bus: bool
     store, other = kv.planner.store, [*range(100, 108)]
     published(kv, TEXT[:8])
     with kv.lock:
-        store.drop_tails()
+        store.tails.drop()
         (block,) = store.index
         assert not store.store_pages([block], 1)
         store.writes.flush(60.0)
     published(kv, other)
     with kv.lock:
-        store.drop_tails()
+        store.tails.drop()
         (first,) = (one for one in store.index if one is not block)
     leave(kv, [first])
     assert kv.flush(60) and (block.tiers, first.tiers) == (2, 1)
@@ -292,7 +292,11 @@ def test_an_error_leaves_no_page_without_an_owner(
         behind_a_bus(kv)
     published(kv, TEXT)
     store = kv.planner.store
-    owners = {"admit": store.stack.places[0].policy, "describe": store, "make_room": store.stack}
+    owners = {
+        "admit": store.stack.places[0].policy,
+        "describe": store.forms[0],
+        "make_room": store.stack,
+    }
     owner = owners[where]
     real = getattr(owner, where)
 
@@ -334,7 +338,7 @@ def test_a_tier_gives_up_the_same_whether_pages_leave_together_or_alone(
         for number, length in enumerate(lengths):
             before = {*store.index}
             published(kv, [*range(16), *range(1000 * number, 1000 * number + length)])
-            store.drop_tails()
+            store.tails.drop()
             prompts.append(sorted({*store.index} - before, key=lambda block: -block.depth))
         left, mixed = [[*prompt] for prompt in prompts], list[Block]()
         for turn in turns:
@@ -409,7 +413,7 @@ def test_only_for_space_is_a_busy_tier_waited_for(reason: str) -> None:
         leave_all(kv)
     else:
         with kv.lock:
-            store.drop_tails()
+            store.tails.drop()
             victims = store.device_places["cpu"].evict(store.context.now_ns(), 6)
             if reason == "prefetch":
                 store.displace(victims.tolist())
