@@ -358,9 +358,9 @@ class Planner:
             CapacityError: The pages do not fit.
         """
         with self.guard:
-            if self.pending and self.store.lacking(counts):
+            if self.pending and self.store.allocator.lacking(counts):
                 self.publish_pending()  # closed sequences hold their pages until then
-            self.store.require(counts)
+            self.store.allocator.require(counts)
             self.compactor.make_room(counts)
             try:
                 return self._allocate(counts)
@@ -386,7 +386,7 @@ class Planner:
         taken: dict[tuple[int, int], list[int]] = {}
         try:
             for (g, codec), count in counts.items():
-                taken[g, codec] = self.store.allocate(g, count, codec)
+                taken[g, codec] = self.store.allocator.allocate(g, count, codec)
         except CapacityError:
             for (g, _), pages in taken.items():
                 self.store.pool(g).release(*pages)
@@ -777,7 +777,8 @@ class Planner:
                 self.pending.end_step()
             self.store.writes.drain()
             if step.flags & FILLS:
-                self.store.copy_ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
+                ahead = self.store.eviction.copy_ahead
+                ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
             if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
                 self.look_ahead()
         self.guard.run_deferred()

@@ -410,7 +410,7 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
         block.tail = info.tokens
         return store.writes.store_state(block, info, bytes(body))
     pool, layout = store.pool(info.group), store.forms[info.group].layouts[info.codec]
-    for page in store.free(info.group, 1, info.codec):
+    for page in store.allocator.free(info.group, 1, info.codec):
         pool.page_bytes(page, layout.page_bytes).copy_(torch.frombuffer(body, dtype=torch.uint8))
         store.change(block, page)
         store.insert([block])

@@ -791,9 +791,9 @@ class KV:
                 self.visits.end(seq)
             Planner.of(seq).release(seq)
             if self.config.quotas:
-                Planner.of(seq).store.shed()
+                Planner.of(seq).store.eviction.shed()
             if served:
-                Planner.of(seq).store.copy_ahead()
+                Planner.of(seq).store.eviction.copy_ahead()
             Planner.of(seq).look_ahead()
 
     def fork(self, seq: Sequence) -> Sequence:

@@ -333,7 +333,7 @@ class Overflow:
             rungs = self.store.forms[g].ladder.rungs
             if rungs:
                 wanted[g, rungs[-1].codec] = min(count, _SPARE_PAGES)
-        while (short := self.store.lacking(wanted)) and self._leave(short):
+        while (short := self.store.allocator.lacking(wanted)) and self._leave(short):
             pass
 
     def shed(self) -> bool:
@@ -346,17 +346,18 @@ class Overflow:
         Args:
             short: Granules to free on each device.
         """
-        refused = set[Block]()  # pages that no tier takes: tiers full, or the model not proven
+        store, refused = self.store, set[Block]()  # what tiers refuse: full, or the model unproven
         while chosen := self._choose(short, refused):
-            below = self.store.writes.put_below(list(chosen), self._serves)
+            below = store.writes.put_below(list(chosen), self._serves)
             for block in below:
                 for seq, page_no in chosen[block]:
-                    self.store.keep(block)
-                    self.store.drop(block)
+                    store.keep(block)
+                    store.drop(block)
                     self.tables.pages[block.group][seq.row, page_no] = -1
                     seq.away += 1
                     self.away += 1
-                self.store.set_down(block)
+                store.device_places[store.devices[block.group]].remove(block)
+                store.free_pages([block], "overflow")
             self.tables.mark_changed()
             if below:
                 return True
@@ -440,7 +441,7 @@ class Overflow:
         size = store.geometry.page_size
         first, length = divmod(seq.length, size)
         slides = not all(map(self.sees_all, groups))
-        if slides or length or not store.lacking({(g, 0): pages - first for g in groups}):
+        if slides or length or not store.allocator.lacking({(g, 0): pages - first for g in groups}):
             return
         self._known.add(seq)
         self.tables.reserve(pages)

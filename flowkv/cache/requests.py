@@ -77,7 +77,7 @@ class Prefetch:
                 self._told(block, False)
         loads = PageLoad.several(store, [(b, -1) for b in absent], awaited=False, allocate=allocate)
         codecs = ways(store, loads)
-        reserve(loads, codecs, allocate or store.spare)
+        reserve(loads, codecs, allocate or store.allocator.spare)
         for one in loads:
             if one.page >= 0:
                 self.pages, self.left = self.pages + 1, self.left + 1
@@ -337,9 +337,9 @@ class DevicePrefetcher:
         blocks = store.index.those(fetch.slots.tolist())
         store.keep(*blocks)  # the victims' write-back may evict other blocks from a tier
         try:
-            store.displace(fetch.victims.tolist())
+            store.eviction.leave(store.index.those(fetch.victims.tolist()), "prefetch")
             if blocks:
-                self._handle(fetch.kind).issue(blocks, store.free)
+                self._handle(fetch.kind).issue(blocks, store.allocator.free)
         finally:
             store.unkeep(*blocks)
 

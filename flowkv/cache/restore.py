@@ -197,7 +197,7 @@ class PrefixMatcher:
         Returns:
             Tokens attached.
         """
-        self.store.expire()
+        self.store.eviction.expire()
         pages = max(0, limit) // self.page_size
         _, loaded = self.attach(seq, pages, pays=pays)
         if self.planner.overflow is not None and seq.length < pages * self.page_size:
@@ -241,7 +241,7 @@ class PrefixMatcher:
             return []
         loads = PageLoad.several(self.store, [(block, pages) for block in found], own=True)
         codecs = ways(self.store, loads)
-        if all(codecs) and reserve(loads, codecs, self.store.try_allocate):
+        if all(codecs) and reserve(loads, codecs, self.store.allocator.try_allocate):
             return loads
         drop(loads)
         return []
@@ -273,7 +273,7 @@ class PrefixMatcher:
         for g, page in held:  # allocating the copy may evict it otherwise
             store.pool(g).share(page)
         try:
-            own = [store.try_allocate(g, 1) or [] for g, _ in held]
+            own = [store.allocator.try_allocate(g, 1) or [] for g, _ in held]
             if all(own) and self._copied(found, [page for (page,) in own]):
                 planner.occupy(seq, own)
                 self.tables.lengths[seq.row] += found.tokens
@@ -348,7 +348,7 @@ class PrefixMatcher:
             return first
         codecs = ways(self.store, absent)
         away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
-        if away or not reserve(absent, codecs, self.store.try_allocate):
+        if away or not reserve(absent, codecs, self.store.allocator.try_allocate):
             return min(away, default=first)
         if absent:
             self._tell(seq, self.loader.load_pages(absent, self))
@@ -463,7 +463,7 @@ class PrefixMatcher:
             codecs = ways(self.store, absent)
             stop = max((one.page_no for one in absent), default=-1) + 1
             sources, tiers = self.sources(absent, codecs, (stop - resident) * self.page_size)
-            if sources and reserve(absent, codecs, self.store.try_allocate):
+            if sources and reserve(absent, codecs, self.store.allocator.try_allocate):
                 return RestorePlan(pages, resident, stop, page_loads, sources, tiers)
             drop(_each(page_loads))
             away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
@@ -629,7 +629,7 @@ class RestoreScheduler:
             computable: See `RestoreJob`.
         """
         size, restorer = self.restorer.page_size, self.restorer
-        self.store.expire()
+        self.store.eviction.expire()
         known = restorer.match(seq, max(0, limit) // size)
         if self.policy.at_once and restorer.copyable(seq, known):
             restorer.restore(seq, limit)
@@ -997,7 +997,7 @@ class IncomingPages:
         """Return whether `pages` further pages fit on the device beside the reserved ones."""
         store, taken = self._restorer.store, list[list[int] | None]()
         for g in range(len(self._groups)):
-            taken.append(store.try_allocate(g, pages))
+            taken.append(store.allocator.try_allocate(g, pages))
         for g, fresh in enumerate(taken):
             store.pool(g).release(*fresh or ())
         return None not in taken

@@ -181,7 +181,7 @@ class Sealer:
             pages = 0
             while pages < len(items):
                 part = items[pages : pages + _MOST_PAGES]
-                targets = self.store.spare(group, len(part), new)
+                targets = self.store.allocator.spare(group, len(part), new)
                 if not targets:
                     break
                 self._transcode(group, part[: len(targets)], targets)

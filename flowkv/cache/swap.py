@@ -91,7 +91,7 @@ class Footprint:
     def room(self) -> int:
         """Return the pages that are free or only held by the index, in constant time."""
         store = self._store
-        return min(int(store.room(device) / unit) for device, unit in self._unit.items())
+        return min(int(store.allocator.room(device) / unit) for device, unit in self._unit.items())
 
     def longest(self, chunk: int) -> int:
         """Return the longest sequence that fits alone if computed in chunks, in tokens."""
@@ -306,12 +306,11 @@ def _place(
 
 def discard(lines: Planner, seq: Sequence) -> None:
     """Drop the saved pages of a suspended sequence. Callers hold the KV lock."""
+    last = lines.store.swapped.remove_user
     for g, pages in enumerate(seq.suspended or ()):
         layouts = lines.store.forms[g].layouts
         for page in pages:
-            if page is not None and (
-                isinstance(page, Copy) or lines.store.swapped.remove_user(page)
-            ):
+            if page is not None and (isinstance(page, Copy) or last(page)):
                 lines.aside_bytes -= layouts[page.codec].page_bytes
     seq.suspended = None
 
@@ -495,7 +494,7 @@ class Snapshots:
 
     def _restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> tuple[int, int]:
         """Try states from the longest on; return the tokens attached, and those in the tail."""
-        self.store.expire()
+        self.store.eviction.expire()
         for length, block in self._candidates(seq, limit):
             pages = length // self.planner.page_size
             if self.restorer.match(seq, pages) < pages:

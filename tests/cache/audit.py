@@ -128,7 +128,7 @@ def audit_residency(kv: KV, store: PageStore) -> None:
         idle = {b.page for b in here if b.page >= 0 and not (b.holds or b.kept)}
         idle |= {pages[g] for pages in store.tails.values() for g in groups}
         free = pool.capacity_bytes() - pool.used_bytes()
-        assert store.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
+        assert store.allocator.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
     for number, place in enumerate(store.stack.places):
         there = [block.slot for block in store.index if block.tiers >> number & 1]
         assert sorted(place.policy.resident()) == sorted(there)

@@ -119,7 +119,7 @@ def evict(kv: KV, keep: int = 0) -> None:
                 store.device_places[store.devices[block.group]].policy.remove(
                     as_slots([block.slot])
                 )
-                store.leave([block], "space")
+                store.eviction.leave([block], "space")
 
 
 def forward(step: Step, within: float = 0.0) -> int:

@@ -55,7 +55,7 @@ def evict(kv: KV) -> None:
         for block in list(store.index):
             if block.page >= 0 and not (block.holds or block.kept):
                 store.device_places[store.devices[block.group]].remove(block)
-                store.leave([block], "space")
+                store.eviction.leave([block], "space")
 
 
 def act(kv: KV, witness: Witness, action: str, name: str) -> None:

@@ -281,7 +281,7 @@ def erased_while_others_store(world: World) -> None:
         store = b.planner.store
         for block in list(store.index):
             block.tiers = 0
-            store.store_pages([block], 0)
+            store.eviction.store_pages([block], 0)
         b.planner.store.writes.drain()
         before(log, *names, **options)
 

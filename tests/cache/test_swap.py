@@ -64,7 +64,7 @@ def test_nothing_is_copied_back_that_is_still_there() -> None:
     seq = opened(kv, TEXT)
     before = kv.planner.tables.pages[0][seq.row, :3].tolist()
     kv.suspend(seq)
-    assert kv.planner.store.room("cpu") == kv.planner.store.pool(0).capacity_granules
+    assert kv.planner.store.allocator.room("cpu") == kv.planner.store.pool(0).capacity_granules
     kv.resume(seq)
     assert kv.planner.tables.pages[0][seq.row, :3].tolist() == before
     assert all(block is not None for block in seq.blocks[0][:3])

@@ -51,7 +51,7 @@ def leave(kv: KV, blocks: list[Block], reason: str = "space") -> None:
     with kv.lock:
         for block in blocks:
             store.device_places["cpu"].remove(block)
-        store.leave(blocks, reason)
+        store.eviction.leave(blocks, reason)
 
 
 def departing(tier: Any, *, bus: bool = False, **options: Any) -> tuple[KV, list[Block], list[Any]]:
@@ -261,7 +261,7 @@ def test_a_page_is_not_lost_while_its_own_batch_makes_room(late: bool, bus: bool
     with kv.lock:
         store.tails.drop()
         (block,) = store.index
-        assert not store.store_pages([block], 1)
+        assert not store.eviction.store_pages([block], 1)
         store.writes.flush(60.0)
     published(kv, other)
     with kv.lock:
@@ -316,7 +316,7 @@ def test_an_error_leaves_no_page_without_an_owner(
     lost = 2 * (where == "make_room")  # their pages were free by then
     assert [block.page >= 0 for block in blocks] == [True] * (4 - lost) + [False] * 2
     served(kv, 16 if lost else 48)
-    taken = store.try_allocate(0, 16)
+    taken = store.allocator.try_allocate(0, 16)
     assert taken, "all pages can become free"
     store.pool(0).release(*taken)
 
@@ -416,9 +416,11 @@ def test_only_for_space_is_a_busy_tier_waited_for(reason: str) -> None:
             store.tails.drop()
             victims = store.device_places["cpu"].evict(store.context.now_ns(), 6)
             if reason == "prefetch":
-                store.displace(victims.tolist())
+                store.eviction.leave(store.index.those(victims.tolist()), "prefetch")
             else:
-                store._relieve(lambda place, _: victims.tolist() * (place.kind == "gpu"), reason)
+                store.eviction._relieve(
+                    lambda place, _: victims.tolist() * (place.kind == "gpu"), reason
+                )
     assert [(one.tier, one.pages, one.reason) for one in told] == [("device", 6, reason)]
     assert (near.waits > 0) == (reason == "space")
     assert kv.flush(60)
@@ -441,7 +443,7 @@ def test_a_load_that_lands_while_others_leave_keeps_its_page(
     near.poll = lambda timeout_s=0.0: []
     with kv.lock:
         (load,) = loads = PageLoad.several(store, [(block, 0)], awaited=False)
-        assert reserve(loads, ways(store, loads), store.try_allocate)
+        assert reserve(loads, ways(store, loads), store.allocator.try_allocate)
         batch = LoadBatch("prefetch", lambda _: None, priority=IOPriority.PREFETCH)
         PageLoader(store).submit(batch, [LayerSlice(load, 0, 1)], -1)
         store.stack.mover.drain()
