@@ -40,6 +40,11 @@ class ClosedTails(dict[Block, list[int]]):
         known = [(shared, one) for shared, one in near if shared and one in self]
         self.drop([one for shared, one in known if shared == len(one.tokens)])  # type: ignore[arg-type]
 
+    def held_bytes(self, pool: PagePool) -> int:
+        """Return the bytes of tails in a pool."""
+        pages = zip(self._pools, next(iter(self.values()), ()), strict=False)
+        return len(self) * sum(one.size_bytes(page) for one, page in pages if one is pool)
+
     def drop(self, tails: Iterable[Block] | None = None) -> None:
         """Drop tails; None drops all, after an erasure or where content does not match its key."""
         for tail in list(self if tails is None else tails):

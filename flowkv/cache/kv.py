@@ -383,8 +383,7 @@ class KV:
             places = self.config.places(on_cpu=_on_cpu(geometry))
             make_way(place.path for place in places if place.kind == "disk")
             self._tiers = open_tiers(
-                *(self.config, self._given, self.clock, self.gate.rates),
-                on_cpu=_on_cpu(geometry),
+                *(self.config, self._given, self.clock, self.gate.rates), on_cpu=_on_cpu(geometry)
             )
             if self.config.cold:
                 nothing = PageBases(None)
@@ -981,11 +980,7 @@ class KV:
             return sum(block.group == 0 for block in blocks) * self.page_size
 
     def forget(
-        self,
-        tokens: Tokens | None = None,
-        *,
-        tenant: str | None = None,
-        salts: Items[Salt] = (),
+        self, tokens: Tokens | None = None, *, tenant: str | None = None, salts: Items[Salt] = ()
     ) -> int:
         """Erase a prompt and all that continues it from every tier, or a whole tenant.
 
@@ -1305,7 +1300,7 @@ class KV:
             StateError: No tier of the stack can be read by others.
         """
         store = self._bound().store
-        if store.stack.lasting() < 0:
+        if store.stack.admission.lasting() < 0:
             raise StateError(
                 "the stack has no tier that other processes can read",
                 'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
@@ -1769,10 +1764,7 @@ def warn(kv: KV, code: str, message: str) -> None:
 
 
 def plan(
-    kv: KV,
-    seqs: Items[Sequence],
-    counts: Items[int] | NDArray[np.int64],
-    last: Step | None = None,
+    kv: KV, seqs: Items[Sequence], counts: Items[int] | NDArray[np.int64], last: Step | None = None
 ) -> Step:
     """Plan a step over rows; their new token ids are passed elsewhere (`Sequence.note`), or never.
 

@@ -28,13 +28,7 @@ from flowkv.cache.sequence import READY, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.core.geometry import (
-    CODEC_SHIFT,
-    GRANULE_BYTES,
-    PageLayout,
-    granule_of,
-    page_layout,
-)
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, PageLayout, granule_of, page_layout
 from flowkv.core.memory import own_memory
 from flowkv.kernels.operands import Pages, Ragged, sent
 from flowkv.tiers.base import Load, Outcome, TierAnswer
@@ -149,11 +143,7 @@ class Scan:
     """
 
     def __init__(
-        self,
-        overflow: Overflow,
-        group: int,
-        seqs: Items[Sequence],
-        batch: Ragged,
+        self, overflow: Overflow, group: int, seqs: Items[Sequence], batch: Ragged
     ) -> None:
         self._overflow, self._group, self._seqs = overflow, group, seqs
         size = overflow.store.geometry.page_size
@@ -654,12 +644,7 @@ class Overflow:
         return stage
 
     def _again(
-        self,
-        stage: Stage,
-        tile: Tile,
-        missing: Items[int],
-        place: int,
-        tried: dict[int, set[int]],
+        self, stage: Stage, tile: Tile, missing: Items[int], place: int, tried: dict[int, set[int]]
     ) -> None:
         """Load missing stripes from tiers not tried yet.
 

@@ -579,6 +579,11 @@ class Forms:
         """Return the codec indices, the likeliest codec of other caches' frames first."""
         return tuple(sorted(self.layouts, key=lambda codec: codec != self.ladder.idle))
 
+    @property
+    def likely_bytes(self) -> int:
+        """Return the bytes of a page in the codec that it has below its device, most likely."""
+        return self.layouts[self.ladder.idle].page_bytes
+
     def layout(self, page: int) -> PageLayout:
         """Return the layout of a page, from the codec in its id."""
         return self.layouts[page >> CODEC_SHIFT]

@@ -181,19 +181,12 @@ class DevicePrefetcher:
         """Return the free bytes of the device, those of tails and pages evicted ahead included."""
         store, used = self._store, self._pool.used_bytes()
         used -= sum(map(store.size, store.next_victims[self._place.name]))
-        tail = sum(store.forms[group].raw.page_bytes for group in self._groups)
-        return self.capacity_bytes - used + len(store.tails) * tail
+        return self.capacity_bytes - used + store.tails.held_bytes(self._pool)
 
     def sizes(self, slots: Slots) -> Slots:
         """Return the bytes of each block's page on the device, or of its copy on a tier."""
-        return np.array([self._size(self._store.index.get(slot)) for slot in slots.tolist()], int)
-
-    def _size(self, block: Block | None) -> int:
-        if block is None:
-            return 1
-        store = self._store
-        there = block.page >= 0
-        return store.size(block) if there else store.stack.size(block, block.tier)
+        found, copies = self._store.index.get_all(slots.tolist()), self._store.stack.copies
+        return np.array([1 if one is None else copies.nearest_size(one) for one in found], int)
 
     def missing(self, tip: int) -> tuple[int, Slots]:
         """Return the deepest ancestor of `tip` on the device, or -1, and the blocks between.
@@ -241,7 +234,7 @@ class DevicePrefetcher:
                 hits += hits == at
             elif block is not None and block.tiers:
                 away.append(block)
-        demanded = sum(self._store.stack.nearest_bytes(away).values())
+        demanded = sum(self._store.stack.copies.nearest_bytes(away).values())
         self._queued.pop(request, None)
         self.prefetcher.accessed(now_ns, chain, hits, demanded, request)
         self._plan_ahead(now_ns)

@@ -397,7 +397,7 @@ class PrefixMatcher:
 
     def _worth(self, absent: list[Block], tokens: int) -> bool:
         stack = self.store.stack
-        n_bytes = {stack.tiers[at].name: n for at, n in stack.nearest_bytes(absent).items()}
+        n_bytes = {stack.tiers[at].name: n for at, n in stack.copies.nearest_bytes(absent).items()}
         return not absent or self.gate.worth(n_bytes, tokens)
 
     def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:

@@ -430,8 +430,7 @@ class Publisher:
                     seq.publishable = False
                     self._on_non_finite(g, page_no)
                     break
-                if block is not None:
-                    store.stack.supersede(block)
+                store.stack.supersede(block)
                 above = keys[page_no - 1] if page_no else ROOT
                 block = store.index.get_or_create(keys[page_no], above, g)
                 block.tenant, block.namespace = seq.tenant, seq.namespace

@@ -1,7 +1,8 @@
 """The page store: residency of blocks on the devices, and eviction for new pages.
 
 Identity and residency are decided here, by one writer at a time (the KV lock); policies only order
-slots. `TierStack` manages the tiers below the devices, and `WriteBack` writes pages to them early.
+slots. `PageStore` has the block on each page, `Eviction` makes pages leave, `Allocator` makes room.
+`TierStack` manages the tiers below the devices, and `WriteBack` writes pages to them early.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from flowkv.cache.closed_tails import ClosedTails
+from flowkv.cache.context import PolicyContext, chains
 from flowkv.cache.index import Block, PrefixIndex
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pinned import BATCH_BYTES
 from flowkv.cache.pool import PagePool, SwappedCopies, make_forms
-from flowkv.cache.tier_stack import Frame, PolicyContext, TierStack, chains
+from flowkv.cache.tier_stack import Frame, TierStack
 from flowkv.cache.write_back import WriteBack
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
@@ -116,8 +118,7 @@ class Samples:
             self.worst = max(self.worst, verdict.error / verdict.bound)
 
 
-Done = Callable[[Iterable[Block]], None]
-Frames = tuple[list[Frame], Done, CopyMark | None]
+Frames = tuple[list[Frame], Callable[[Iterable[Block]], None], CopyMark | None]
 
 
 def _by_form(blocks: Iterable[Block]) -> dict[tuple[int, int], list[Block]]:
@@ -211,7 +212,7 @@ class NextVictims(dict[Block, None]):
             served: Returns whether all requests of a step, which just ended, had their first token
                 before it; None at the end of a request. Steps leave few pages to a later one.
         """
-        store, pool, self._tier = self._store, self._pool, self._store.stack.near()
+        store, pool, self._tier = self._store, self._pool, self._store.stack.admission.near()
         if pool.copies is None or pool.allocated == self._seen or self._tier < 0:
             return  # a CPU has its pages in the memory of the host, or all was done last time
         now_ns, lane = store.context.now_ns(), store.stack.mover.lanes[self._tier]
@@ -278,7 +279,7 @@ _ATTEMPTS = 4
 
 
 class Eviction:
-    """Choice of pages that leave their devices, and their copies to tiers. KV lock held.
+    """Evictions of pages from their devices, with copies to tiers. Callers hold the KV lock.
 
     Args:
         store: The pages.
@@ -343,8 +344,7 @@ class Eviction:
             reason: Reason in the event `Evicted`. For "space" room in memory is waited for; for
                 "lease" nothing is stored.
         """
-        store, mover, waits = self._store, self._stack.mover, reason == "space"
-        blocks = [*blocks]
+        store, mover, blocks, waits = self._store, self._stack.mover, [*blocks], reason == "space"
         try:
             for those in _by_form(blocks).values():
                 n_bytes, copies = store.size(those[0]), store.pool(those[0].group).copies
@@ -374,7 +374,7 @@ class Eviction:
                 if not ahead:
                     store.free_pages(blocks, reason)
                 for number, (frames, done, mark) in going.items():
-                    waits = reason == "space" and not (ahead or stack.outlives(number))
+                    waits = reason == "space" and not (ahead or stack.admission.outlives(number))
                     refused = stack.store(frames, number, done, mark, waits=waits)
                     if pages := len(frames) - len(refused):
                         stack.demoted("device", number, n_bytes * pages, pages)
@@ -430,7 +430,7 @@ class Eviction:
 
 
 class Allocator:
-    """Private pages on the devices, with evictions where pages are missing. KV lock held.
+    """Allocation of private pages, with evictions for those missing. Callers hold the KV lock.
 
     Args:
         store: The pages that may be evicted.
@@ -441,10 +441,8 @@ class Allocator:
 
     def room(self, device: str) -> int:
         """Return the granules of a device that are free or idle (neither held nor pinned)."""
-        store, pool = self._store, self._store.pools[device]
-        groups = zip(store.devices, store.forms, strict=True)
-        tail = sum(forms.raw.granules for name, forms in groups if name == device)
-        idle = store.idle[device] + len(store.tails) * tail
+        pool = self._store.pools[device]
+        idle = self._store.idle[device] + self._store.tails.held_bytes(pool) // GRANULE_BYTES
         return pool.capacity_granules - pool.used_granules + idle
 
     def lacking(self, counts: Mapping[tuple[int, int], int]) -> dict[str, int]:
@@ -502,7 +500,8 @@ class Allocator:
 
     def try_allocate(self, group: int, count: int, codec: int = 0) -> list[int] | None:
         """Return private pages like `allocate`, but None if they do not fit."""
-        (pool, granules), mover = self._terms(group, codec), self._store.stack.mover
+        pool, granules = self._store.pool(group), self._store.forms[group].layouts[codec].granules
+        mover = self._store.stack.mover
         while (pages := pool.allocate(granules, count, codec)) is None:
             short = count - pool.available(granules)
             leaving = pool.leaving()
@@ -516,7 +515,7 @@ class Allocator:
 
     def spare(self, group: int, count: int, codec: int) -> list[int]:
         """Return up to `count` private pages, evicting a few idle ones where pages are missing."""
-        pool, granules = self._terms(group, codec)
+        pool, granules = self._store.pool(group), self._store.forms[group].layouts[codec].granules
         for _ in range(_ATTEMPTS):  # victims may be of another size
             short = count - pool.available(granules)
             if short <= 0 or not self._eviction.make_room(group, short):
@@ -525,14 +524,10 @@ class Allocator:
 
     def free(self, group: int, count: int, codec: int) -> list[int]:
         """Return up to `count` private pages; only tails and pages evicted ahead make room."""
-        pool, granules = self._terms(group, codec)
+        pool, granules = self._store.pool(group), self._store.forms[group].layouts[codec].granules
         while pool.available(granules) < count and self._eviction.make_room(group, 1, evicts=False):
             pass
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
-
-    def _terms(self, group: int, codec: int) -> tuple[PagePool, int]:
-        """Return the pool of a group's pages, and the granules of one in a codec."""
-        return self._store.pool(group), self._store.forms[group].layouts[codec].granules
 
 
 # The devices: the block on each page there, and its users.
@@ -581,7 +576,7 @@ class PageStore:
         gate: LoadGate, sends: Callable[[], bool], on_drop: Callable[[Sequence[int]], None],
         on_unused: Callable[[Block], None],
     ) -> None:  # fmt: skip
-        self.geometry, self.bus, self._on_drop = geometry, bus, on_drop
+        self.geometry, self.pools, self.bus, self._on_drop = geometry, pools, bus, on_drop
         self.forms = make_forms(geometry, config)
         self.overflows, self.defragment_bytes = config.overflow, config.defragment_bytes
         self.index = PrefixIndex(self._drop)
@@ -589,7 +584,6 @@ class PageStore:
         self.context = PolicyContext(self.index, clock, gate, geometry.page_size, salts)
         self.samples = Samples(config.audit)
         self.coming: dict[Block, list[Any]] = {}
-        self.pools = pools
         made = [(device, policies("gpu", pool.capacity_bytes())) for device, pool in pools.items()]
         self.device_places = {device: PolicyPlace(device, "gpu", one) for device, one in made}
         self.devices = [group.device for group in geometry.groups]
@@ -604,7 +598,7 @@ class PageStore:
         )  # fmt: skip
         self.eviction = Eviction(self)
         self.allocator = Allocator(self)
-        self.writes = WriteBack(self.stack, self.size, self.eviction.store_pages)
+        self.writes = WriteBack(self.stack, self.eviction.store_pages)
         self.next_victims = {device: NextVictims(self, device) for device in pools}
         self.prefetched_unused = PrefetchedUnused(self.stack.mover, on_unused)
 

@@ -418,8 +418,7 @@ class Snapshots:
         known = self.store.index.find(key)
         if known is not None and known.fidelity <= self.store.stack.fidelity:
             return True
-        if known is not None:
-            self.store.stack.supersede(known)
+        self.store.stack.supersede(known)
         try:
             self.planner.thaw_tail(seq)
         except CapacityError:
@@ -434,7 +433,7 @@ class Snapshots:
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
         info = frame_infos([block], LAYOUT, block.tail, GRANULE_BYTES)[0]
         if not (saved := self.store.writes.store_state(block, info, body)):
-            self.store.stack.miss_out(self.store.stack.lasting())
+            self.store.stack.miss_out(self.store.stack.admission.lasting())
         self.store.writes.drain()
         return saved
 

@@ -679,7 +679,7 @@ def test_policies_are_told_the_likely_size_of_what_others_wrote() -> None:
     for block in store.index:
         block.enter(0, UNKNOWN)
         wanted = store.forms[block.group].layouts[1].page_bytes
-        assert store.stack.size(block, 0) == wanted < store.stack.body_bytes(block, 0)
+        assert store.stack.copies.size(block, 0) == wanted < store.stack.copies.body_bytes(block, 0)
     kv.close()
 
 

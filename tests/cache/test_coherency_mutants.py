@@ -79,7 +79,7 @@ class World:
         """Two caches that store nothing by themselves."""
         both = self.cache("host"), self.cache("host")
         for kv in both:
-            kv.planner.store.stack.write_back = False
+            kv.planner.store.stack.admission.write_back = False
         return both
 
     def end(self) -> None:
