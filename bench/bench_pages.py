@@ -140,7 +140,9 @@ def measure(pages: int) -> tuple[Counter[str], Counter[str]]:
                     step.pages(layer)  # what lies there serves as its keys and values
     with calls.counting() as out:
         taken = list[int]()
-        while more := store.try_allocate(0, min(CHUNK, store.room("cpu") // 512)):
+        while more := store.allocator.try_allocate(
+            0, min(CHUNK, store.allocator.room("cpu") // 512)
+        ):
             taken += more
             store.writes.drain()
         assert kv.flush(60.0)

@@ -162,7 +162,7 @@ def test_open(benchmark, place: str, tmp_path: Path) -> None:
     store = kv.planner.store
 
     def leave() -> None:
-        while place != "device" and store._give_up(0, 1):
+        while place != "device" and store.eviction.make_room(0, 1):
             store.writes.flush(10.0)
         kv.gate.__init__()  # always load
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import Planner, relocate
+    from flowkv.cache.closed_tails import ClosedTails
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
     from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy, most_ghosts
     from flowkv.cache.kv import (

@@ -54,7 +54,9 @@ def of_pages(machine: Machine, n_bytes: int, tokens: int, layers: int) -> Iterat
         def out() -> None:
             """Take all memory of the device, and give it back."""
             device, granules, taken = str(machine.device), n_bytes // GRANULE_BYTES, list[int]()
-            while more := store.try_allocate(0, min(64, store.room(device) // granules)):
+            while more := store.allocator.try_allocate(
+                0, min(64, store.allocator.room(device) // granules)
+            ):
                 taken += more
             kv.flush(60.0)
             for page in taken:

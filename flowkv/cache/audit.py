@@ -199,12 +199,14 @@ class Audit:
         """Quarantine a page, and all pages that may have been computed from it."""
         seq, store = self._seq, self._planner.store
         key = seq.key(group, self.page)
-        doomed = [store.index.find(key)]
+        doomed = [*filter(None, (store.index.find(key),))]
         for g in range(len(seq.blocks)):  # a layer of one group reads those of all others
             for branch in store.index.branches(seq.key(g, self.page)):
                 doomed += branch
         store.bus.emit(Quarantined(tier=tier, key=key, reason=REASON))
-        store.quarantine(*filter(None, doomed))
+        store.tails.drop()
+        store.stack.quarantine(doomed)
+        store.forget(*doomed)
         self._condemned(tier, verdict)
 
 
@@ -385,7 +387,7 @@ def explain(restorer: PrefixMatcher, seq: Sequence, limit: int) -> Explanation:
     for page_no in range(restorer.first(0, pages), pages):
         block = restorer.find(seq, 0, page_no)
         if block is not None:
-            place = store.place(block)
+            place = "device" if block.page >= 0 else store.stack.tiers[block.tier].name
             residency[place] = residency.get(place, 0) + size
     known = pages * size
     if restorer.resident(seq, pages) == pages and (

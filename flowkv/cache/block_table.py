@@ -84,7 +84,7 @@ class Compactor:
             wanted: Number of pages of each (group, codec index) that are about to be allocated.
         """
         for (group, codec), count in wanted.items():
-            device, pool = self.store.device(group), self.store.pool(group)
+            device, pool = self.store.devices[group], self.store.pool(group)
             granules = self.store.forms[group].layouts[codec].granules
             short = count - pool.available(granules)
             if short > 0 and device in self.policies and pool.occupancy().reclaimable:
@@ -145,7 +145,7 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
     for block in store.blocks_on(device):
         block.page = moves.get(block.page, block.page)
     for pages in store.tails.values():
-        here = (moves if store.device(g) == device else {} for g in range(len(pages)))
+        here = (moves if store.devices[g] == device else {} for g in range(len(pages)))
         pages[:] = [moved.get(page, page) for moved, page in zip(here, pages, strict=True)]
 
 
@@ -360,9 +360,9 @@ class Planner:
             CapacityError: The pages do not fit.
         """
         with self.guard:
-            if self.pending and self.store.lacking(counts):
+            if self.pending and self.store.allocator.lacking(counts):
                 self.publish_pending()  # closed sequences hold their pages until then
-            self.store.require(counts)
+            self.store.allocator.require(counts)
             self.compactor.make_room(counts)
             try:
                 return self._allocate(counts)
@@ -388,7 +388,7 @@ class Planner:
         taken: dict[tuple[int, int], list[int]] = {}
         try:
             for (g, codec), count in counts.items():
-                taken[g, codec] = self.store.allocate(g, count, codec)
+                taken[g, codec] = self.store.allocator.allocate(g, count, codec)
         except CapacityError:
             for (g, _), pages in taken.items():
                 self.store.pool(g).release(*pages)
@@ -781,7 +781,8 @@ class Planner:
                 self._read_timers()
             self.store.writes.drain()
             if step.flags & FILLS:
-                self.store.copy_ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
+                ahead = self.store.eviction.copy_ahead
+                ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
             if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
                 self.look_ahead()
         self.guard.run_deferred()

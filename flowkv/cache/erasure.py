@@ -60,7 +60,7 @@ def forget_realm(store: PageStore, realm: Realm) -> int:
     Raises:
         StoreError: A tier cannot prove that it holds none of them any more.
     """
-    store.drop_tails()
+    store.tails.drop()
     names = _Names(realms=[realm_name(*realm)])
     try:
         with _alone(store) as problems:
@@ -90,7 +90,7 @@ def forget_prompt(store: PageStore, seq: Sequence) -> int:
     """
     doomed: dict[int, Block] = {}
     shared, realm = [0] * len(seq.blocks), Realm(seq.tenant, seq.namespace)
-    store.drop_tails()
+    store.tails.drop()
     try:
         with _alone(store) as problems:
             problems |= _learn(store, realm) | problems
@@ -288,11 +288,12 @@ def hear(store: PageStore, seqs: Iterable[Sequence]) -> int:
 
 def _drop(store: PageStore, number: int, erased: Erased) -> int:
     """Drop the blocks that a tier's log names as erased; return their number."""
-    store.drop_tails()
+    store.tails.drop()
     covers, index = lru_cache(erased.covers), store.index
     doomed = {b: None for b in index if erased.has(b.key) or covers(b.tenant, b.namespace)}
     doomed |= dict.fromkeys(index.below(erased.ends))
-    store.lose(list(doomed), number if erased.proven else -1)
+    store.stack.lose(list(doomed), number if erased.proven else -1)
+    store.forget(*doomed)
     index.ghosts.bury({block.key for block in doomed})
     index.ghosts.bury_realm(lambda realm: covers(realm[1], realm[0]))
     store.bus.emit(Forgotten(tier=store.stack.tiers[number].name, blocks=len(doomed)))

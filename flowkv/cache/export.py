@@ -331,11 +331,8 @@ def write(
 def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes | memoryview] | None:
     """Read description and content of a block from the nearest place; None if none has it."""
     if block.page >= 0 and not block.gone:
-        page = block.page
-        content = store.pool(block.group).page_bytes(
-            page, store.forms[block.group].layout(page).page_bytes
-        )
-        return store.describe([block])[0], content.cpu().numpy().tobytes()
+        content = store.pool(block.group).page_bytes(block.page, store.size(block))
+        return store.forms[block.group].describe([block])[0], content.cpu().numpy().tobytes()
     for number in range(len(store.stack.tiers)):
         holds = block.tiers >> number & 1 or block.tier == number
         if holds and not block.gone:
@@ -401,16 +398,15 @@ def _take(
 
 def _place(store: PageStore, header: Header, body: memoryview) -> bool:
     """Publish a frame's block and place its body; return False if there is no room now."""
-    info, block = header.info, store.index.find(header.key)
-    if block is not None:
-        store.stack.supersede(block)
+    info = header.info
+    store.stack.supersede(store.index.find(header.key))
     block = store.index.get_or_create(header.key, info.parent, info.group, info.kind)
     block.tenant, block.namespace, block.fidelity = info.tenant, info.namespace, info.fidelity
     if info.kind != "page":
         block.tail = info.tokens
         return store.writes.store_state(block, info, bytes(body))
     pool, layout = store.pool(info.group), store.forms[info.group].layouts[info.codec]
-    for page in store.free(info.group, 1, info.codec):
+    for page in store.allocator.free(info.group, 1, info.codec):
         pool.page_bytes(page, layout.page_bytes).copy_(torch.frombuffer(body, dtype=torch.uint8))
         store.change(block, page)
         store.insert([block])
@@ -418,7 +414,8 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
         return True
     stack, numbers = store.stack, range(len(store.stack.tiers))
     frames = [(block, info, body)]
-    placed = any(stack.admitted([block], n) and not stack.store(frames, n) for n in numbers)
+    admitted = stack.admission.admitted
+    placed = any(admitted([block], n) and not stack.store(frames, n) for n in numbers)
     stack.settle(block)
     return placed
 
@@ -530,7 +527,7 @@ class Bundles:
             old = self.store.index.find(root)
             self.store.forget(*self.store.index.children(root), *([old] if old else ()))
             writable = (n for n, tier in enumerate(self.store.stack.tiers) if tier.writable)
-            if (number := self.store.stack.lasting()) < 0:
+            if (number := self.store.stack.admission.lasting()) < 0:
                 number = next(writable, -1)
         saved = number >= 0 and all(
             self._save(number, self._part_key(table, i), root, body, STRIPE_BYTES)

@@ -540,7 +540,7 @@ class SwappedCopy:
 
     While the page stays in place, nothing is copied: suspending a shared prefix costs nothing, and
     a sequence that resumes before the page is evicted moves no byte. Just before the page is
-    evicted, encoded or erased, it is copied once for all of them (`PageStore.swapped`).
+    evicted, encoded or erased, it is copied once for all of them (`SwappedCopies`).
 
     Args:
         block: Block of the page.

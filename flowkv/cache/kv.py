@@ -384,8 +384,7 @@ class KV:
             places = self.config.places(on_cpu=_on_cpu(geometry))
             make_way(place.path for place in places if place.kind == "disk")
             self._tiers = open_tiers(
-                *(self.config, self._given, self.clock, self.gate.rates),
-                on_cpu=_on_cpu(geometry),
+                *(self.config, self._given, self.clock, self.gate.rates), on_cpu=_on_cpu(geometry)
             )
             if bases is not None:
                 self._tiers = [
@@ -789,9 +788,9 @@ class KV:
                 self.visits.end(seq)
             Planner.of(seq).release(seq)
             if self.config.quotas:
-                Planner.of(seq).store.shed()
+                Planner.of(seq).store.eviction.shed()
             if served:
-                Planner.of(seq).store.copy_ahead()
+                Planner.of(seq).store.eviction.copy_ahead()
             Planner.of(seq).look_ahead()
 
     def fork(self, seq: Sequence) -> Sequence:
@@ -979,11 +978,7 @@ class KV:
             return sum(block.group == 0 for block in blocks) * self.page_size
 
     def forget(
-        self,
-        tokens: Tokens | None = None,
-        *,
-        tenant: str | None = None,
-        salts: Items[Salt] = (),
+        self, tokens: Tokens | None = None, *, tenant: str | None = None, salts: Items[Salt] = ()
     ) -> int:
         """Erase a prompt and all that continues it from every tier, or a whole tenant.
 
@@ -1303,7 +1298,7 @@ class KV:
             StateError: No tier of the stack can be read by others.
         """
         store = self._bound().store
-        if store.stack.lasting() < 0:
+        if store.stack.admission.lasting() < 0:
             raise StateError(
                 "the stack has no tier that other processes can read",
                 'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
@@ -1694,7 +1689,7 @@ def drop_unproven(kv: KV) -> None:
     """Keep pages of a model that may have changed private: those of open and closed sequences."""
     with kv.lock:
         if kv.planner is not None:
-            kv.planner.store.drop_tails()
+            kv.planner.store.tails.drop()
             kv.planner.publisher.refuse()
         for seq in kv._open.values():
             seq.publishable = False
@@ -1776,10 +1771,7 @@ def warn(kv: KV, code: str, message: str) -> None:
 
 
 def plan(
-    kv: KV,
-    seqs: Items[Sequence],
-    counts: Items[int] | NDArray[np.int64],
-    last: Step | None = None,
+    kv: KV, seqs: Items[Sequence], counts: Items[int] | NDArray[np.int64], last: Step | None = None
 ) -> Step:
     """Plan a step over rows; their new token ids are passed elsewhere (`Sequence.note`), or never.
 

@@ -96,7 +96,7 @@ class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
             if (group := block.group) not in terms:
                 forms, pool = store.forms[group], store.pool(group)
                 form = group, (layers := forms.layouts[0].layers), (1 << layers) - 1, forms, pool
-                terms[group] = store, awaited, own, allocate or store.spare, *form
+                terms[group] = store, awaited, own, allocate or store.allocator.spare, *form
             loads.append(cls(block, page_no, awaited and block.page < 0, *terms[group]))
         store.keep(*[one.block for one in loads if one._kept])
         _hold([one for one in loads if one.block.page >= 0])
@@ -215,7 +215,7 @@ class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
 
         On a CPU, steps under way read the same block table that is written here.
         """
-        (fresh,) = self._store.allocate(self.group, 1, self.codec)
+        (fresh,) = self._store.allocator.allocate(self.group, 1, self.codec)
         pool, old = self._pool, self.page
         pool.release(old)  # the line's own reference; the tier's remains until it answers
         line.planner.tables.replace(self.group, line.row, self.page_no, fresh)

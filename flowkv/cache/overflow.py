@@ -28,13 +28,7 @@ from flowkv.cache.sequence import READY, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.core.geometry import (
-    CODEC_SHIFT,
-    GRANULE_BYTES,
-    PageLayout,
-    granule_of,
-    page_layout,
-)
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, PageLayout, granule_of, page_layout
 from flowkv.core.memory import own_memory
 from flowkv.kernels.operands import Pages, Ragged, sent
 from flowkv.tiers.base import Load, Outcome, TierAnswer
@@ -149,11 +143,7 @@ class Scan:
     """
 
     def __init__(
-        self,
-        overflow: Overflow,
-        group: int,
-        seqs: Items[Sequence],
-        batch: Ragged,
+        self, overflow: Overflow, group: int, seqs: Items[Sequence], batch: Ragged
     ) -> None:
         self._overflow, self._group, self._seqs = overflow, group, seqs
         size = overflow.store.geometry.page_size
@@ -333,7 +323,7 @@ class Overflow:
             rungs = self.store.forms[g].ladder.rungs
             if rungs:
                 wanted[g, rungs[-1].codec] = min(count, _SPARE_PAGES)
-        while (short := self.store.lacking(wanted)) and self._leave(short):
+        while (short := self.store.allocator.lacking(wanted)) and self._leave(short):
             pass
 
     def shed(self) -> bool:
@@ -346,17 +336,18 @@ class Overflow:
         Args:
             short: Granules to free on each device.
         """
-        refused = set[Block]()  # pages that no tier takes: tiers full, or the model not proven
+        store, refused = self.store, set[Block]()  # what tiers refuse: full, or the model unproven
         while chosen := self._choose(short, refused):
-            below = self.store.writes.put_below(list(chosen), self._serves)
+            below = store.writes.put_below(list(chosen), self._serves)
             for block in below:
                 for seq, page_no in chosen[block]:
-                    self.store.keep(block)
-                    self.store.drop(block)
+                    store.keep(block)
+                    store.drop(block)
                     self.tables.pages[block.group][seq.row, page_no] = -1
                     seq.away += 1
                     self.away += 1
-                self.store.set_down(block)
+                store.device_places[store.devices[block.group]].remove(block)
+                store.free_pages([block], "overflow")
             self.tables.mark_changed()
             if below:
                 return True
@@ -371,7 +362,7 @@ class Overflow:
         for final in (True, False):  # pages that are still to be encoded go last
             for seq in sorted(self._known, key=lambda one: -one.length):
                 for g, page_no, block in self._candidates(seq, final=final):
-                    device = self.store.device(g)
+                    device = self.store.devices[g]
                     if left.get(device, 0) <= 0 or block in chosen or block in without:
                         continue
                     if users := self._users(block, g, page_no):
@@ -440,7 +431,7 @@ class Overflow:
         size = store.geometry.page_size
         first, length = divmod(seq.length, size)
         slides = not all(map(self.sees_all, groups))
-        if slides or length or not store.lacking({(g, 0): pages - first for g in groups}):
+        if slides or length or not store.allocator.lacking({(g, 0): pages - first for g in groups}):
             return
         self._known.add(seq)
         self.tables.reserve(pages)
@@ -469,11 +460,11 @@ class Overflow:
         return self._pair(group)[0].n_bytes
 
     def _pair(self, group: int) -> tuple[Stage, Stage]:
-        store, device = self.store, self.store.device(group)
+        store, device = self.store, self.store.devices[group]
         if device not in self._stages:
             from flowkv.tiers.digest import check_known
 
-            here = [g for g in range(len(store.forms)) if store.device(g) == device]
+            here = [g for g in range(len(store.forms)) if store.devices[g] == device]
             least = max(LEAST_BYTES, *(store.forms[g].raw.stripe_stride_bytes for g in here))
             share = store.pools[device].capacity_bytes() // _SHARE
             most = max(least, min(MOST_BYTES, share) // GRANULE_BYTES * GRANULE_BYTES)
@@ -653,12 +644,7 @@ class Overflow:
         return stage
 
     def _again(
-        self,
-        stage: Stage,
-        tile: Tile,
-        missing: Items[int],
-        place: int,
-        tried: dict[int, set[int]],
+        self, stage: Stage, tile: Tile, missing: Items[int], place: int, tried: dict[int, set[int]]
     ) -> None:
         """Load missing stripes from tiers not tried yet.
 

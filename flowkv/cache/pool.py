@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from flowkv import kernels
+from flowkv.cache.index import Block, SwappedCopy, frame_infos
 from flowkv.core.config import AUTO, Config, format_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError
 from flowkv.core.geometry import (
@@ -578,9 +579,38 @@ class Forms:
         """Return the codec indices, the likeliest codec of other caches' frames first."""
         return tuple(sorted(self.layouts, key=lambda codec: codec != self.ladder.idle))
 
+    @property
+    def likely_bytes(self) -> int:
+        """Return the bytes of a page in the codec that it has below its device, most likely."""
+        return self.layouts[self.ladder.idle].page_bytes
+
     def layout(self, page: int) -> PageLayout:
         """Return the layout of a page, from the codec in its id."""
         return self.layouts[page >> CODEC_SHIFT]
+
+    def describe(self, blocks: Sequence[Block]) -> list[FrameInfo]:
+        """Return the frame headers of the device pages of blocks, all of one codec."""
+        layout, codec = self.layout(blocks[0].page), blocks[0].page >> CODEC_SHIFT
+        form = self.fingerprints[codec], layout.page_size, layout.stripe_stride_bytes, codec
+        return frame_infos(blocks, *form)
+
+    def views(self, page: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of a raw page's first tokens, views `[layers, heads, count, dim]`.
+
+        Args:
+            page: The page in any memory, uint8 `[page_bytes]`.
+            count: Number of tokens.
+        """
+        layout, cells = self.raw, page.view(getattr(torch, self.raw.dtype))
+        steps = layout.stripe_stride_bytes, layout.run_bytes, layout.v_offset_bytes
+        stripe, run, v = (n_bytes // cells.element_size() for n_bytes in steps)
+
+        def view(dim: int, stride: int, offset: int) -> torch.Tensor:
+            size, strides = (layout.layers, layout.kv_heads, count, dim), (stripe, run, stride, 1)
+            return cells.as_strided(size, strides, cells.storage_offset() + offset)
+
+        keys = view(layout.head_dim, layout.head_dim, 0)
+        return keys, view(layout.value_dim, layout.value_stride, v)
 
     def meet(self, info: FrameInfo) -> None:
         """Add the codec of a stored page that another ladder encoded, if it is readable here."""
@@ -619,6 +649,44 @@ def download(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tenso
         else:
             copies += torch.stack(some).to("cpu")
     return copies
+
+
+class SwappedCopies(dict[Block, SwappedCopy]):
+    """Pages on their device that suspended sequences need as they are. Callers hold the KV lock.
+
+    Args:
+        pools: The page pool of each group.
+        forms: The page forms of each group.
+    """
+
+    def __init__(self, pools: Sequence[PagePool], forms: Sequence[Forms]) -> None:
+        super().__init__()
+        self._pools, self._forms = pools, forms
+
+    def add_user(self, block: Block) -> SwappedCopy:
+        """Return the copy that restores a block's page, with one more suspended user."""
+        copy = self.get(block)
+        if copy is None:
+            copy = self[block] = SwappedCopy(block)
+        copy.users += 1
+        return copy
+
+    def remove_user(self, copy: SwappedCopy) -> bool:
+        """Remove one user from a swapped copy; return whether it was the last."""
+        copy.users -= 1
+        if not copy.users and copy.content is None:
+            del self[copy.block]
+        return not copy.users
+
+    def copy_out(self, block: Block) -> None:
+        """Copy the page of a block to host memory before it changes or goes, if it is one of these.
+
+        The page is not among them any more.
+        """
+        if (copy := self.get(block)) is not None:
+            n_bytes = self._forms[block.group].layouts[copy.codec].page_bytes
+            copy.content = download(self._pools[block.group], [block.page], n_bytes)[0]
+            del self[block]
 
 
 def upload(pool: PagePool, pages: list[int], contents: list[torch.Tensor]) -> None:

@@ -77,7 +77,7 @@ class Prefetch:
                 self._told(block, False)
         loads = PageLoad.several(store, [(b, -1) for b in absent], awaited=False, allocate=allocate)
         codecs = ways(store, loads)
-        reserve(loads, codecs, allocate or store.spare)
+        reserve(loads, codecs, allocate or store.allocator.spare)
         for one in loads:
             if one.page >= 0:
                 self.pages, self.left = self.pages + 1, self.left + 1
@@ -162,7 +162,7 @@ class DevicePrefetcher:
     ) -> None:
         self._store, self._loader, self._guard, self._windows = store, loader, guard, windows
         self._place, self._pool = store.device_places[device], store.pools[device]
-        self._groups = {g for g in range(len(windows)) if store.device(g) == device}
+        self._groups = {g for g in range(len(windows)) if store.devices[g] == device}
         self.capacity_bytes = self._pool.capacity_bytes()
         self.prefetcher = Prefetcher(self.capacity_bytes, **options)
         self._config = self.prefetcher.config
@@ -181,19 +181,12 @@ class DevicePrefetcher:
         """Return the free bytes of the device, those of tails and pages evicted ahead included."""
         store, used = self._store, self._pool.used_bytes()
         used -= sum(map(store.size, store.next_victims[self._place.name]))
-        tail = sum(store.forms[group].raw.page_bytes for group in self._groups)
-        return self.capacity_bytes - used + len(store.tails) * tail
+        return self.capacity_bytes - used + store.tails.held_bytes(self._pool)
 
     def sizes(self, slots: Slots) -> Slots:
         """Return the bytes of each block's page on the device, or of its copy on a tier."""
-        return np.array([self._size(self._store.index.get(slot)) for slot in slots.tolist()], int)
-
-    def _size(self, block: Block | None) -> int:
-        if block is None:
-            return 1
-        store = self._store
-        there = block.page >= 0
-        return store.size(block) if there else store.stack.size(block, block.tier)
+        found, copies = self._store.index.get_all(slots.tolist()), self._store.stack.copies
+        return np.array([1 if one is None else copies.nearest_size(one) for one in found], int)
 
     def missing(self, tip: int) -> tuple[int, Slots]:
         """Return the deepest ancestor of `tip` on the device, or -1, and the blocks between.
@@ -241,7 +234,7 @@ class DevicePrefetcher:
                 hits += hits == at
             elif block is not None and block.tiers:
                 away.append(block)
-        demanded = sum(self._store.stack.nearest_bytes(away).values())
+        demanded = sum(self._store.stack.copies.nearest_bytes(away).values())
         self._queued.pop(request, None)
         self.prefetcher.accessed(now_ns, chain, hits, demanded, request)
         self._plan_ahead(now_ns)
@@ -337,9 +330,9 @@ class DevicePrefetcher:
         blocks = store.index.those(fetch.slots.tolist())
         store.keep(*blocks)  # the victims' write-back may evict other blocks from a tier
         try:
-            store.displace(fetch.victims.tolist())
+            store.eviction.leave(store.index.those(fetch.victims.tolist()), "prefetch")
             if blocks:
-                self._handle(fetch.kind).issue(blocks, store.free)
+                self._handle(fetch.kind).issue(blocks, store.allocator.free)
         finally:
             store.unkeep(*blocks)
 
@@ -401,7 +394,7 @@ class PrefetchManager:
             device: DevicePrefetcher(store, loader, guard, device, windows, options)
             for device in store.pools
         }
-        self._groups = [self._devices[store.device(g)] for g in range(len(windows))]
+        self._groups = [self._devices[store.devices[g]] for g in range(len(windows))]
         self.due_ns = NEVER_NS
         self._expect()
 

@@ -197,7 +197,7 @@ class PrefixMatcher:
         Returns:
             Tokens attached.
         """
-        self.store.expire()
+        self.store.eviction.expire()
         loaded = self.place(seq, max(0, limit) // self.page_size, pays=pays)
         behind = self.behind(seq, seq.length // self.page_size, limit)
         return self.finish(seq, limit, behind, loaded)
@@ -249,7 +249,7 @@ class PrefixMatcher:
             return []
         loads = PageLoad.several(self.store, [(block, pages) for block in found], own=True)
         codecs = ways(self.store, loads)
-        if all(codecs) and reserve(loads, codecs, self.store.try_allocate):
+        if all(codecs) and reserve(loads, codecs, self.store.allocator.try_allocate):
             return loads
         drop(loads)
         return []
@@ -281,7 +281,7 @@ class PrefixMatcher:
         for g, page in held:  # allocating the copy may evict it otherwise
             store.pool(g).share(page)
         try:
-            own = [store.try_allocate(g, 1) or [] for g, _ in held]
+            own = [store.allocator.try_allocate(g, 1) or [] for g, _ in held]
             if all(own) and self._copied(found, [page for (page,) in own]):
                 planner.occupy(seq, own)
                 self.tables.lengths[seq.row] += found.tokens
@@ -356,7 +356,7 @@ class PrefixMatcher:
             return first
         codecs = ways(self.store, absent)
         away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
-        if away or not reserve(absent, codecs, self.store.try_allocate):
+        if away or not reserve(absent, codecs, self.store.allocator.try_allocate):
             return min(away, default=first)
         if absent:
             self._tell(seq, self.loader.load_pages(absent, self))
@@ -405,7 +405,7 @@ class PrefixMatcher:
 
     def _worth(self, absent: list[Block], tokens: int) -> bool:
         stack = self.store.stack
-        n_bytes = {stack.tiers[at].name: n for at, n in stack.nearest_bytes(absent).items()}
+        n_bytes = {stack.tiers[at].name: n for at, n in stack.copies.nearest_bytes(absent).items()}
         return not absent or self.gate.worth(n_bytes, tokens)
 
     def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:
@@ -477,7 +477,7 @@ class PrefixMatcher:
             codecs = ways(self.store, absent)
             stop = max((one.page_no for one in absent), default=-1) + 1
             sources, tiers = self.sources(absent, codecs, (stop - resident) * self.page_size)
-            if sources and reserve(absent, codecs, self.store.try_allocate):
+            if sources and reserve(absent, codecs, self.store.allocator.try_allocate):
                 return RestorePlan(pages, resident, stop, page_loads, sources, tiers)
             drop(_each(page_loads))
             away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
@@ -499,7 +499,7 @@ class PrefixMatcher:
         cells = tokens * sum(len(group.layers) for group in store.geometry.groups)
 
         def bytes_of(one: PageLoad, codec: int) -> int:
-            return store.page_bytes(one.group, codec)
+            return store.forms[one.group].layouts[codec].page_bytes
 
         def source(tier: int, chosen: list[int]) -> Source:
             n_bytes = sum(map(bytes_of, absent, chosen))
@@ -643,7 +643,7 @@ class RestoreScheduler:
             computable: See `RestoreJob`.
         """
         size, restorer = self.restorer.page_size, self.restorer
-        self.store.expire()
+        self.store.eviction.expire()
         known = restorer.match(seq, max(0, limit) // size)
         plan, loaded, at_once = None, 0, self.policy.at_once and restorer.copyable(seq, known)
         if at_once:
@@ -1017,7 +1017,7 @@ class IncomingPages:
         """Return whether `pages` further pages fit on the device beside the reserved ones."""
         store, taken = self._restorer.store, list[list[int] | None]()
         for g in range(len(self._groups)):
-            taken.append(store.try_allocate(g, pages))
+            taken.append(store.allocator.try_allocate(g, pages))
         for g, fresh in enumerate(taken):
             store.pool(g).release(*fresh or ())
         return None not in taken

@@ -181,7 +181,7 @@ class Sealer:
             pages = 0
             while pages < len(items):
                 part = items[pages : pages + _MOST_PAGES]
-                targets = self.store.spare(group, len(part), new)
+                targets = self.store.allocator.spare(group, len(part), new)
                 if not targets:
                     break
                 self._transcode(group, part[: len(targets)], targets)
@@ -430,15 +430,14 @@ class Publisher:
                     seq.publishable = False
                     self._on_non_finite(g, page_no)
                     break
-                if block is not None:
-                    store.stack.supersede(block)
+                store.stack.supersede(block)
                 above = keys[page_no - 1] if page_no else ROOT
                 block = store.index.get_or_create(keys[page_no], above, g)
                 block.tenant, block.namespace = seq.tenant, seq.namespace
                 block.depth, block.placed, at = page_no, True, page_no * size
                 own_tokens = tokens[at - first * size :][:size]
                 if not g:
-                    store.outgrow(block.place, own_tokens)
+                    store.tails.outgrow(block.place, own_tokens)
                 store.index.set_tokens(block, own_tokens)
                 block.fidelity = max(fidelity, codec)
                 if seq.care.lease or seq.care.retain:

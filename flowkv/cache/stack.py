@@ -327,6 +327,6 @@ def _compression(store: PageStore, tables: Tables, device: str) -> float:
         if group.device == device:
             pages = {page for page in tables.pages[g].ravel().tolist() if page >= 0}
             pages |= {block.page for block in store.blocks_on(device) if block.group == g}
-            raw += len(pages) * store.page_bytes(g)
+            raw += len(pages) * store.forms[g].raw.page_bytes
             taken += sum(store.forms[g].layout(page).page_bytes for page in pages)
     return raw / taken if taken else 1.0

@@ -1,7 +1,8 @@
 """The page store: residency of blocks on the devices, and eviction for new pages.
 
 Identity and residency are decided here, by one writer at a time (the KV lock); policies only order
-slots. `TierStack` manages the tiers below the devices, and `WriteBack` writes pages to them early.
+slots. `PageStore` has the block on each page, `Eviction` makes pages leave, `Allocator` makes room.
+`TierStack` manages the tiers below the devices, and `WriteBack` writes pages to them early.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from flowkv.cache.index import Block, PrefixIndex, SwappedCopy, frame_infos
+from flowkv.cache.closed_tails import ClosedTails
+from flowkv.cache.context import PolicyContext, chains
+from flowkv.cache.index import Block, PrefixIndex
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pinned import BATCH_BYTES
-from flowkv.cache.pool import PagePool, download, make_forms
-from flowkv.cache.tier_stack import Frame, PolicyContext, TierStack, chains
+from flowkv.cache.pool import PagePool, SwappedCopies, make_forms
+from flowkv.cache.tier_stack import Frame, TierStack
 from flowkv.cache.write_back import WriteBack
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
@@ -32,7 +33,7 @@ from flowkv.policy.base import Policy
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore import LoadGate
 from flowkv.residency.keyed import PolicyPlace
-from flowkv.tiers.base import FrameInfo, Tier
+from flowkv.tiers.base import Tier
 
 # The sample of restored pages that are recomputed and compared, and the results
 # (see `flowkv.cache.audit`).
@@ -117,8 +118,7 @@ class Samples:
             self.worst = max(self.worst, verdict.error / verdict.bound)
 
 
-Done = Callable[[Iterable[Block]], None]
-Frames = tuple[list[Frame], Done, CopyMark | None]
+Frames = tuple[list[Frame], Callable[[Iterable[Block]], None], CopyMark | None]
 
 
 def _by_form(blocks: Iterable[Block]) -> dict[tuple[int, int], list[Block]]:
@@ -212,7 +212,7 @@ class NextVictims(dict[Block, None]):
             served: Returns whether all requests of a step, which just ended, had their first token
                 before it; None at the end of a request. Steps leave few pages to a later one.
         """
-        store, pool, self._tier = self._store, self._pool, self._store.stack.near()
+        store, pool, self._tier = self._store, self._pool, self._store.stack.admission.near()
         if pool.copies is None or pool.allocated == self._seen or self._tier < 0:
             return  # a CPU has its pages in the memory of the host, or all was done last time
         now_ns, lane = store.context.now_ns(), store.stack.mover.lanes[self._tier]
@@ -239,7 +239,7 @@ class NextVictims(dict[Block, None]):
             fresh = [block for block in blocks if block.lacked_by(self._tier)]
             for those in _by_form(blocks).values():  # one may make the tier give up the next ones
                 if there := [block for block in those if block.ahead]:
-                    store._leave_together(there, "space", ahead=True)
+                    store.eviction.leave_together(there, "space", ahead=True)
             fresh = [one for one in fresh if one.page >= 0 and one.going >> self._tier & 1]
             self.twice |= {block: store.size(block) for block in fresh}
             if any(block.page < 0 for block in blocks):
@@ -269,7 +269,7 @@ class NextVictims(dict[Block, None]):
         return min(most, stored - _WASTE * len(devices) * self.wasted_bytes) - held
 
 
-# The devices: the block on each page there, and its users.
+# Pages leave the devices for the tiers, or to make room for others.
 
 
 _BATCH_SHARE, _BATCH_PAGES = 64, 32
@@ -278,8 +278,263 @@ one call of the policy costs as much as the choice of several pages."""
 _ATTEMPTS = 4
 
 
+class Eviction:
+    """Evictions of pages from their devices, with copies to tiers. Callers hold the KV lock.
+
+    Args:
+        store: The pages.
+    """
+
+    def __init__(self, store: PageStore) -> None:
+        self._store, self._stack = store, store.stack
+
+    def make_room(self, group: int, short: int, *, evicts: bool = True) -> bool:
+        """Free some pages of a group's device; return whether there were any to free.
+
+        Args:
+            group: Layer group.
+            short: Number of its pages that are missing.
+            evicts: Whether to evict pages, too, that their policy still orders.
+        """
+        store, tails = self._store, self._store.tails
+        if tails:
+            tails.drop(islice(tails, max(short, 1)))
+            return True
+        device, now_ns = store.devices[group], store.context.now_ns()
+        place, granules = store.device_places[device], store.pools[device].capacity_granules
+        share = granules // store.forms[group].raw.granules // _BATCH_SHARE
+        some = max(short, min(share, _BATCH_PAGES))
+        if ahead := _by_form(islice(store.next_victims[device], some)):
+            for those in ahead.values():
+                store.free_pages(those, "space")
+            return True
+        for n in dict.fromkeys((some, short, 1)) if evicts else ():
+            victims = place.evict(now_ns, n)
+            if victims is not None:
+                self.leave(store.index.those(victims.tolist()), "space")
+                return True
+        return False
+
+    def copy_ahead(self, served: Callable[[], bool] | None = None) -> None:
+        """Evict pages of each device ahead of their time, see `NextVictims.copy_ahead`."""
+        for victims in self._store.next_victims.values():
+            victims.copy_ahead(served)
+
+    def expire(self) -> None:
+        """Evict blocks from the places where their lease has run out."""
+        self._relieve(PolicyPlace.expired, "lease")
+
+    def shed(self) -> None:
+        """Evict the blocks of tenants that exceed their quotas."""
+        self._relieve(PolicyPlace.surplus, "quota")
+
+    def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
+        now_ns, index = self._store.context.now_ns, self._store.index
+        for place in self._store.device_places.values():
+            self.leave(index.those(chosen(place, now_ns())), reason)
+        self._stack.relieve(chosen, reason)
+
+    def leave(self, blocks: Iterable[Block], reason: str) -> None:
+        """Evict blocks from their device, a few at a time, and store those that a tier wants.
+
+        A page stays that a load holds when its turn comes, or that has no turn after an error.
+
+        Args:
+            blocks: Blocks with a device page that their policy does not order any more.
+            reason: Reason in the event `Evicted`. For "space" room in memory is waited for; for
+                "lease" nothing is stored.
+        """
+        store, mover, blocks, waits = self._store, self._stack.mover, [*blocks], reason == "space"
+        try:
+            for those in _by_form(blocks).values():
+                n_bytes, copies = store.size(those[0]), store.pool(those[0].group).copies
+                most = max(1, BATCH_BYTES // n_bytes)
+                for part in (those[at : at + most] for at in range(0, len(those), most)):
+                    need = n_bytes * sum([not (b.tiers | b.going) & 1 for b in part])
+                    while waits and need and copies and not copies.has_room(need):
+                        waits &= mover.drain(mover.deadline_s) > 0
+                    if still := [b for b in part if b.page >= 0 and not b.holds]:
+                        self.leave_together(still, reason)
+                    mover.drain()
+        finally:
+            stay = [block for block in blocks if block.page >= 0 and not block.gone]
+            store.insert([block for chain in chains(stay) for block in chain])
+
+    def leave_together(self, blocks: list[Block], reason: str, *, ahead: bool = False) -> None:
+        """Evict blocks of one form from their device; `ahead` keeps those that lie below."""
+        store, stack, n_bytes = self._store, self._stack, self._store.size(blocks[0])
+        wanted = [b for b in blocks if not b.going and reason != "lease"]
+        takers = stack.takers(wanted, leaves={b for b in wanted if not b.tiers})
+        leaving = {block for some in takers.values() for block in some}
+        stack.leaving |= leaving
+        try:
+            with ExitStack() as over:
+                going = {n: over.enter_context(self._frames(some, n)) for n, some in takers.items()}
+                # Before tiers make room, so that they pass on what they evict of these blocks.
+                if not ahead:
+                    store.free_pages(blocks, reason)
+                for number, (frames, done, mark) in going.items():
+                    waits = reason == "space" and not (ahead or stack.admission.outlives(number))
+                    refused = stack.store(frames, number, done, mark, waits=waits)
+                    if pages := len(frames) - len(refused):
+                        stack.demoted("device", number, n_bytes * pages, pages)
+                    busy = not stack.mover.lanes[number].takes(n_bytes)
+                    for _ in [b for b in refused if busy and b not in stack.unwritten]:
+                        stack.miss_out(number)
+        except BaseException:  # pages that left ahead stay where they have no copy
+            there = reversed(store.next_victims[store.devices[blocks[0].group]])
+            store.insert([block for block in there if not (block.tiers or block.going)])
+            raise
+        finally:
+            stack.leaving -= leaving
+            stack.settle(*blocks)
+
+    def store_pages(self, blocks: Iterable[Block], number: int) -> list[Block]:
+        """Store device pages in a tier; return those that it refuses."""
+        refused = list[Block]()
+        for those in _by_form(blocks).values():
+            with self._frames(those, number) as (frames, done, mark):
+                refused += self._stack.store(frames, number, done, mark)
+        return refused
+
+    @contextmanager
+    def _frames(self, blocks: Sequence[Block], number: int) -> Iterator[Frames]:
+        """Yield the frames of device pages of one form, for a `TierStack.store` in the block.
+
+        Their bytes are copies under way to host memory; on a CPU the pages themselves, which are
+        lent until `done` is called, or the block ends without a store under way.
+        """
+        pool, n_bytes = self._store.pool(blocks[0].group), self._store.size(blocks[0])
+        pages, mark = {block: block.page for block in blocks}, None
+        infos = self._store.forms[blocks[0].group].describe(blocks)
+        known = list[memoryview | None]([None]) * len(blocks)
+        if pool.copies is not None:
+            where = [page & GRANULE_MASK for page in pages.values()]
+            made = pool.copies.digest(where, n_bytes, n_bytes // infos[0].stripe_bytes)
+            known = [row.data for row in made.numpy()]
+            rows, mark = pool.copies.download(where, n_bytes)
+            pages.clear()
+        else:
+            rows = [pool.page_bytes(page, n_bytes).cpu() for page in pages.values()]
+            pool.lend(*pages.values())
+
+        def done(ended: Iterable[Block]) -> None:
+            if pages:
+                pool.give_back(*[pages.pop(block) for block in ended if block in pages])
+
+        try:
+            bodies = [row.numpy().data for row in rows]
+            yield [*zip(blocks, infos, bodies, known, strict=True)], done, mark
+        finally:
+            done([block for block in blocks if not block.going >> number & 1])
+
+
+class Allocator:
+    """Allocation of private pages, with evictions for those missing. Callers hold the KV lock.
+
+    Args:
+        store: The pages that may be evicted.
+    """
+
+    def __init__(self, store: PageStore) -> None:
+        self._store, self._eviction = store, store.eviction
+
+    def room(self, device: str) -> int:
+        """Return the granules of a device that are free or idle (neither held nor pinned)."""
+        pool = self._store.pools[device]
+        idle = self._store.idle[device] + self._store.tails.held_bytes(pool) // GRANULE_BYTES
+        return pool.capacity_granules - pool.used_granules + idle
+
+    def lacking(self, counts: Mapping[tuple[int, int], int]) -> dict[str, int]:
+        """Return the granules that devices lack for so many pages of each (group, codec).
+
+        Idle granules count as available, and so do those that transfers hold, although some of
+        the latter may stay in use.
+        """
+        store, wanted = self._store, dict.fromkeys(self._store.pools, 0)
+        for (g, codec), count in counts.items():
+            wanted[store.devices[g]] += count * store.forms[g].layouts[codec].granules
+        for device, pool in store.pools.items():
+            wanted[device] -= sum(map(pool.size_bytes, pool.lent)) // GRANULE_BYTES
+        short = {device: granules - self.room(device) for device, granules in wanted.items()}
+        return {device: granules for device, granules in short.items() if granules > 0}
+
+    def require(self, counts: Mapping[tuple[int, int], int]) -> None:
+        """Refuse a demand for pages that cannot fit, before anything is evicted for it.
+
+        Args:
+            counts: Pages of each (group, codec index).
+
+        Raises:
+            CapacityError: Too much of a pool is in use.
+        """
+        if self.lacking(counts):
+            (group, codec), count = max(counts.items(), key=lambda item: item[1])
+            raise self._short(group, count, codec)
+
+    def _short(self, group: int, count: int, codec: int) -> CapacityError:
+        store, pool = self._store, self._store.pool(group)
+        used = (pool.capacity_granules - self.room(store.devices[group])) * GRANULE_BYTES
+        page = format_size(store.forms[group].layouts[codec].page_bytes)
+        return CapacityError(
+            f"{count} pages of {page} do not fit: {format_size(used)} of "
+            f"{format_size(pool.capacity_bytes())} are in use by open sequences",
+            "Close or suspend sequences, or give the device pool more bytes",
+        )
+
+    def allocate(self, group: int, count: int, codec: int = 0) -> list[int]:
+        """Return private pages, evicting idle ones where that is needed.
+
+        Args:
+            group: Layer group.
+            count: Number of pages.
+            codec: Index of their codec.
+
+        Raises:
+            CapacityError: Too much of the pool is in use.
+        """
+        pages = self.try_allocate(group, count, codec)
+        if pages is None:
+            raise self._short(group, count, codec)
+        return pages
+
+    def try_allocate(self, group: int, count: int, codec: int = 0) -> list[int] | None:
+        """Return private pages like `allocate`, but None if they do not fit."""
+        pool, granules = self._store.pool(group), self._store.forms[group].layouts[codec].granules
+        mover = self._store.stack.mover
+        while (pages := pool.allocate(granules, count, codec)) is None:
+            short = count - pool.available(granules)
+            leaving = pool.leaving()
+            if leaving >= short and mover.drain(mover.deadline_s):
+                continue  # enough pages wait only for their stores to end
+            if self._eviction.make_room(group, max(1, short - leaving)):
+                continue
+            if not mover.storing or not mover.drain(mover.deadline_s):
+                return None
+        return pages
+
+    def spare(self, group: int, count: int, codec: int) -> list[int]:
+        """Return up to `count` private pages, evicting a few idle ones where pages are missing."""
+        pool, granules = self._store.pool(group), self._store.forms[group].layouts[codec].granules
+        for _ in range(_ATTEMPTS):  # victims may be of another size
+            short = count - pool.available(granules)
+            if short <= 0 or not self._eviction.make_room(group, short):
+                break
+        return self.free(group, count, codec)
+
+    def free(self, group: int, count: int, codec: int) -> list[int]:
+        """Return up to `count` private pages; only tails and pages evicted ahead make room."""
+        pool, granules = self._store.pool(group), self._store.forms[group].layouts[codec].granules
+        while pool.available(granules) < count and self._eviction.make_room(group, 1, evicts=False):
+            pass
+        return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
+
+
+# The devices: the block on each page there, and its users.
+
+
 class PageStore:
-    """Blocks over device pools and tiers: placement and eviction. Callers hold the KV lock.
+    """Blocks on the devices: their pages, users and policies. Callers hold the KV lock.
 
     Args:
         geometry: The model's layer groups.
@@ -300,14 +555,17 @@ class PageStore:
 
     Attributes:
         forms: The codecs and layouts of each group's pages.
+        devices: Name of each group's device.
         index: The known blocks.
         context: Time, tenants and costs, shared by the policies of all places.
+        idle: Granules of each device whose blocks may be evicted.
         stack: The tiers.
+        eviction: What evicts pages from the devices.
+        allocator: What makes room for private pages, and returns them.
         writes: What writes pages to the persistent tier.
         next_victims: Each device's pages that no policy orders any more, with a copy below.
-        swapped: Pages on their device that suspended sequences need as they are now.
-        tails: Partly filled last pages of closed sequences, the oldest first, with the page of
-            each group. No policy orders them; tiers get copies, see `WriteBack.store_tail`.
+        swapped: Pages that suspended sequences need as they are now.
+        tails: The tails of closed sequences.
         samples: Restored pages that are to be audited.
         coming: Loads under way (`load.PageLoad`) that have a device page for a block.
     """
@@ -318,7 +576,7 @@ class PageStore:
         gate: LoadGate, sends: Callable[[], bool], on_drop: Callable[[Sequence[int]], None],
         on_unused: Callable[[Block], None],
     ) -> None:  # fmt: skip
-        self.geometry, self.bus, self._on_drop = geometry, bus, on_drop
+        self.geometry, self.pools, self.bus, self._on_drop = geometry, pools, bus, on_drop
         self.forms = make_forms(geometry, config)
         self.overflows, self.defragment_bytes = config.overflow, config.defragment_bytes
         self.index = PrefixIndex(self._drop)
@@ -326,18 +584,21 @@ class PageStore:
         self.context = PolicyContext(self.index, clock, gate, geometry.page_size, salts)
         self.samples = Samples(config.audit)
         self.coming: dict[Block, list[Any]] = {}
-        self.pools = pools
         made = [(device, policies("gpu", pool.capacity_bytes())) for device, pool in pools.items()]
         self.device_places = {device: PolicyPlace(device, "gpu", one) for device, one in made}
-        self._pools = [pools[group.device] for group in geometry.groups]
-        self._places = [self.device_places[group.device] for group in geometry.groups]
-        self._orphans, self.tails = set[Block](), dict[Block, list[int]]()
-        self.swapped, self._idle = dict[Block, SwappedCopy](), dict.fromkeys(pools, 0)
+        self.devices = [group.device for group in geometry.groups]
+        self._pools = [pools[device] for device in self.devices]
+        self._places = [self.device_places[device] for device in self.devices]
+        self._orphans, self.idle = set[Block](), dict.fromkeys(pools, 0)
+        self.tails = ClosedTails(self._pools, self.index.beginnings)
+        self.swapped = SwappedCopies(self._pools, self.forms)
         self.stack = TierStack(
             self.context, tiers, self.forms, policies=policies, bus=bus, config=config, sends=sends,
             on_forget=self._let_go,
         )  # fmt: skip
-        self.writes = WriteBack(self.stack, self.size, self.store_pages)
+        self.eviction = Eviction(self)
+        self.allocator = Allocator(self)
+        self.writes = WriteBack(self.stack, self.eviction.store_pages)
         self.next_victims = {device: NextVictims(self, device) for device in pools}
         self.prefetched_unused = PrefetchedUnused(self.stack.mover, on_unused)
 
@@ -345,7 +606,7 @@ class PageStore:
         """Insert blocks that became resident on their devices, see `PolicyContext.insert`."""
         for block in [one for one in blocks if one.ahead]:
             block.ahead = False
-            del self.next_victims[self.device(block.group)][block]
+            del self.next_victims[self.devices[block.group]][block]
         for group, some in groupby(blocks, attrgetter("group")):
             self.context.insert(self._places[group], some, self.size)
 
@@ -374,46 +635,21 @@ class PageStore:
         if block.group < len(self._places):
             self._places[block.group].let_go(block.slot)
             if block.ahead:
-                self._free_pages([block], "space")
+                self.free_pages([block], "space")
 
     def _drop(self, slots: Sequence[int]) -> None:
         for place in self.places:
             place.forget(slots)
         self._on_drop(slots)
 
-    def device(self, group: int) -> str:
-        """Return the name of a group's device."""
-        return self.geometry.groups[group].device
-
     def pool(self, group: int) -> PagePool:
         """Return the page pool of a group's device."""
         return self._pools[group]
 
-    def page_bytes(self, group: int, codec: int = 0) -> int:
-        """Return the bytes of a group's page in a codec."""
-        return self.forms[group].layouts[codec].page_bytes
-
     def views(self, group: int, page: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the first tokens of a raw page, views `[layers, heads, count, dim]`."""
-        n_bytes = self.forms[group].raw.page_bytes
-        return self.layers(self.pool(group).page_bytes(page, n_bytes), group, count)
-
-    def layers(
-        self, page: torch.Tensor, group: int, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the views of `views` for a raw page in any memory, uint8 `[page_bytes]`."""
-        layout = self.forms[group].raw
-        cells = page.view(getattr(torch, layout.dtype))
-        steps = layout.stripe_stride_bytes, layout.run_bytes, layout.v_offset_bytes
-        stripe, run, v = (n_bytes // cells.element_size() for n_bytes in steps)
-
-        def view(dim: int, stride: int, offset: int) -> torch.Tensor:
-            size, strides = (layout.layers, layout.kv_heads, count, dim), (stripe, run, stride, 1)
-            return cells.as_strided(size, strides, cells.storage_offset() + offset)
-
-        return view(layout.head_dim, layout.head_dim, 0), view(
-            layout.value_dim, layout.value_stride, v
-        )
+        forms = self.forms[group]
+        return forms.views(self.pool(group).page_bytes(page, forms.raw.page_bytes), count)
 
     def find(self, key: bytes) -> Block | None:
         """Return the block of a key if it is stored or on its way, and exact enough; else None."""
@@ -443,7 +679,7 @@ class PageStore:
 
     def blocks_on(self, device: str) -> list[Block]:
         """Return the blocks with a page on a device, forgotten ones in use included."""
-        groups = {g for g, spec in enumerate(self.geometry.groups) if spec.device == device}
+        groups = {g for g, name in enumerate(self.devices) if name == device}
         known = [*self.index, *self._orphans]
         return [block for block in known if block.page >= 0 and block.group in groups]
 
@@ -494,65 +730,23 @@ class PageStore:
         for (group, held), those in slots.items():
             place = self._places[group]
             (place.hold if held else place.let_go)(*those)
-        self.recount(*blocks)
+        self._recount(*blocks)
 
-    def recount(self, *blocks: Block) -> None:
+    def _recount(self, *blocks: Block) -> None:
         """Update the count of idle granules after changes of blocks' pages, holds or pins."""
         for block in blocks:
             now = 0
             if block.page >= 0 and not (block.holds or block.kept or block.gone):
                 now = self.forms[block.group].layouts[block.page >> CODEC_SHIFT].granules
             if now != block.idle:
-                self._idle[self.geometry.groups[block.group].device] += now - block.idle
+                self.idle[self.devices[block.group]] += now - block.idle
                 block.idle = now
 
     def change(self, block: Block, page: int) -> None:
         """Set a block's device page, -1 for none; suspended sequences get a copy of the old one."""
-        self._swap_out(block)
+        self.swapped.copy_out(block)
         block.page = page
-        self.recount(block)
-
-    def swapped_copy(self, block: Block) -> SwappedCopy:
-        """Return the copy that restores a block's page, with one more suspended user."""
-        copy = self.swapped.get(block)
-        if copy is None:
-            copy = self.swapped[block] = SwappedCopy(block)
-        copy.users += 1
-        return copy
-
-    def unswap(self, copy: SwappedCopy) -> bool:
-        """Remove one user from a swapped copy; return whether it was the last."""
-        copy.users -= 1
-        if not copy.users and copy.content is None:
-            del self.swapped[copy.block]
-        return not copy.users
-
-    def _swap_out(self, block: Block) -> None:
-        """Copy a page that suspended sequences need to host memory, before it changes or goes."""
-        copy = self.swapped.get(block)
-        if copy is not None:
-            n_bytes = self.page_bytes(block.group, copy.codec)
-            copy.content = download(self.pool(block.group), [block.page], n_bytes)[0]
-            del self.swapped[block]
-
-    def room(self, device: str) -> int:
-        """Return the granules of a device that are free or idle (neither held nor pinned)."""
-        pool = self.pools[device]
-        return pool.capacity_granules - pool.used_granules + self._idle[device]
-
-    def lacking(self, counts: Mapping[tuple[int, int], int]) -> dict[str, int]:
-        """Return the granules that devices lack for so many pages of each (group, codec).
-
-        Idle granules count as available, and so do those that transfers hold, although some of
-        the latter may stay in use.
-        """
-        wanted = dict.fromkeys(self.pools, 0)
-        for (g, codec), count in counts.items():
-            wanted[self.device(g)] += count * self.forms[g].layouts[codec].granules
-        for device, pool in self.pools.items():
-            wanted[device] -= sum(map(pool.size_bytes, pool.lent)) // GRANULE_BYTES
-        short = {device: granules - self.room(device) for device, granules in wanted.items()}
-        return {device: granules for device, granules in short.items() if granules > 0}
+        self._recount(block)
 
     def join(self) -> None:
         """Order all later computation on the devices after the copies to them."""
@@ -560,220 +754,19 @@ class PageStore:
             if pool.copies is not None:
                 pool.copies.join()
 
-    def allocate(self, group: int, count: int, codec: int = 0) -> list[int]:
-        """Return private pages, evicting idle ones where that is needed.
-
-        Args:
-            group: Layer group.
-            count: Number of pages.
-            codec: Index of their codec.
-
-        Raises:
-            CapacityError: Too much of the pool is in use.
-        """
-        pages = self.try_allocate(group, count, codec)
-        if pages is None:
-            raise self._short(group, count, codec)
-        return pages
-
-    def require(self, counts: Mapping[tuple[int, int], int]) -> None:
-        """Refuse a demand for pages that cannot fit, before anything is evicted for it.
-
-        Args:
-            counts: Pages of each (group, codec index).
-
-        Raises:
-            CapacityError: Too much of a pool is in use.
-        """
-        if self.lacking(counts):
-            (group, codec), count = max(counts.items(), key=lambda item: item[1])
-            raise self._short(group, count, codec)
-
-    def _short(self, group: int, count: int, codec: int) -> CapacityError:
-        device, pool = self.device(group), self.pool(group)
-        used = (pool.capacity_granules - self.room(device)) * GRANULE_BYTES
-        return CapacityError(
-            f"{count} pages of {format_size(self.page_bytes(group, codec))} do not fit: "
-            f"{format_size(used)} of {format_size(pool.capacity_bytes())} are in use by open "
-            "sequences",
-            "Close or suspend sequences, or give the device pool more bytes",
-        )
-
-    def try_allocate(self, group: int, count: int, codec: int = 0) -> list[int] | None:
-        """Return private pages like `allocate`, but None if they do not fit."""
-        pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
-        mover = self.stack.mover
-        while (pages := pool.allocate(granules, count, codec)) is None:
-            short = count - pool.available(granules)
-            leaving = pool.leaving()
-            if leaving >= short and mover.drain(mover.deadline_s):
-                continue  # enough pages wait only for their stores to end
-            if self._give_up(group, max(1, short - leaving)):
-                continue
-            if not mover.storing or not mover.drain(mover.deadline_s):
-                return None
-        return pages
-
-    def spare(self, group: int, count: int, codec: int) -> list[int]:
-        """Return up to `count` private pages, evicting a few idle ones where pages are missing."""
-        pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
-        for _ in range(_ATTEMPTS):  # victims may be of another size
-            short = count - pool.available(granules)
-            if short <= 0 or not self._give_up(group, short):
-                break
-        return self.free(group, count, codec)
-
-    def free(self, group: int, count: int, codec: int) -> list[int]:
-        """Return up to `count` private pages; only tails and pages evicted ahead make room."""
-        pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
-        while pool.available(granules) < count and self._give_up(group, 1, evicts=False):
-            pass
-        return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
-
-    def keep_tail(self, tail: Block, pages: list[int]) -> None:
-        """Keep the pages of a tail until their memory is needed."""
-        self.outgrow(tail.place, tail.tokens)  # type: ignore[arg-type]
-        self.tails[tail] = pages
-        self.index.beginnings.add(tail)
-        for g, page in enumerate(pages):
-            self.pool(g).share(page)
-            self._idle[self.device(g)] += self.forms[g].raw.granules
-
-    def outgrow(self, place: bytes, tokens: NDArray[np.uint32]) -> None:
-        """Drop the tails below a place that are prefixes of these tokens; see `Block.place`."""
-        near = self.index.beginnings.near(place, tokens) if self.tails else ()
-        known = [(shared, one) for shared, one in near if shared and one in self.tails]
-        self.drop_tails([one for shared, one in known if shared == len(one.tokens)])  # type: ignore[arg-type]
-
-    def drop_tails(self, tails: Iterable[Block] | None = None) -> None:
-        """Drop tails; None drops all, after an erasure or where content does not match its key."""
-        for tail in list(self.tails if tails is None else tails):
-            self.index.beginnings.discard(tail)
-            for g, page in enumerate(self.tails.pop(tail)):
-                self._idle[self.device(g)] -= self.forms[g].raw.granules
-                self.pool(g).release(page)
-
-    def _give_up(self, group: int, short: int, *, evicts: bool = True) -> bool:
-        if self.tails:
-            self.drop_tails(islice(self.tails, max(short, 1)))
-            return True
-        device, now = self.device(group), self.context.now_ns()
-        place, pages = self.device_places[device], self.pools[device].capacity_granules
-        share = pages // self.forms[group].raw.granules // _BATCH_SHARE
-        some = max(short, min(share, _BATCH_PAGES))
-        if ahead := _by_form(islice(self.next_victims[device], some)):
-            for those in ahead.values():
-                self._free_pages(those, "space")
-            return True
-        for n in dict.fromkeys((some, short, 1)) if evicts else ():
-            victims = place.evict(now, n)
-            if victims is not None:
-                self.leave(self.index.those(victims.tolist()), "space")
-                return True
-        return False
-
-    def leave(self, blocks: Iterable[Block], reason: str) -> None:
-        """Evict blocks from their device, a few at a time, and store those that a tier wants.
-
-        A page stays that a load holds when its turn comes, or that has no turn after an error.
-
-        Args:
-            blocks: Blocks with a device page that their policy does not order any more.
-            reason: Reason in the event `Evicted`. For "space" room in memory is waited for; for
-                "lease" nothing is stored.
-        """
-        blocks, mover, waits = [*blocks], self.stack.mover, reason == "space"
-        try:
-            for those in _by_form(blocks).values():
-                n_bytes, copies = self.size(those[0]), self._pools[those[0].group].copies
-                most = max(1, BATCH_BYTES // n_bytes)
-                for part in (those[at : at + most] for at in range(0, len(those), most)):
-                    need = n_bytes * sum([not (b.tiers | b.going) & 1 for b in part])
-                    while waits and need and copies and not copies.has_room(need):
-                        waits &= mover.drain(mover.deadline_s) > 0
-                    if still := [b for b in part if b.page >= 0 and not b.holds]:
-                        self._leave_together(still, reason)
-                    mover.drain()
-        finally:
-            stay = [block for block in blocks if block.page >= 0 and not block.gone]
-            self.insert([block for chain in chains(stay) for block in chain])
-
-    def _leave_together(self, blocks: list[Block], reason: str, *, ahead: bool = False) -> None:
-        """Evict blocks of one form from their device; `ahead` keeps those that lie below."""
-        stack, n_bytes = self.stack, self.size(blocks[0])
-        wanted = [b for b in blocks if not b.going and reason != "lease"]
-        takers = stack.takers(wanted, leaves={b for b in wanted if not b.tiers})
-        leaving = {block for some in takers.values() for block in some}
-        stack.leaving |= leaving
-        try:
-            with ExitStack() as over:
-                going = {n: over.enter_context(self._frames(some, n)) for n, some in takers.items()}
-                # Before tiers make room, so that they pass on what they evict of these blocks.
-                if not ahead:
-                    self._free_pages(blocks, reason)
-                for number, (frames, done, mark) in going.items():
-                    waits = reason == "space" and not (ahead or stack.outlives(number))
-                    refused = stack.store(frames, number, done, mark, waits=waits)
-                    if pages := len(frames) - len(refused):
-                        stack.demoted("device", number, n_bytes * pages, pages)
-                    busy = not stack.mover.lanes[number].takes(n_bytes)
-                    for _ in [b for b in refused if busy and b not in stack.unwritten]:
-                        stack.miss_out(number)
-        except BaseException:  # pages that left ahead stay where they have no copy
-            there = reversed(self.next_victims[self.device(blocks[0].group)])
-            self.insert([block for block in there if not (block.tiers or block.going)])
-            raise
-        finally:
-            stack.leaving -= leaving
-            stack.settle(*blocks)
-
-    def _free_pages(self, blocks: Sequence[Block], reason: str) -> None:
+    def free_pages(self, blocks: Sequence[Block], reason: str) -> None:
         """Free the device pages of blocks of one form."""
         pages, n_bytes = [block.page for block in blocks], len(blocks) * self.size(blocks[0])
         for block in blocks if self.swapped else ():
-            self._swap_out(block)
+            self.swapped.copy_out(block)
         for block in blocks:
             if self.prefetched_unused:
                 self.prefetched_unused.end(block, used=False)
             block.page = -1
-        self.next_victims[self.device(blocks[0].group)].left(*blocks)
-        self.recount(*blocks)
+        self.next_victims[self.devices[blocks[0].group]].left(*blocks)
+        self._recount(*blocks)
         self._pools[blocks[0].group].release(*pages)
         self.bus.emit(Evicted(tier="device", pages=len(pages), n_bytes=n_bytes, reason=reason))
-
-    def set_down(self, block: Block) -> None:
-        """Free the device page of a block that lies on a tier and is not held."""
-        self._places[block.group].remove(block)
-        self._free_pages([block], "overflow")
-
-    def place(self, block: Block) -> str:
-        """Return the name of the nearest place that holds a block or is storing it, else ""."""
-        if block.page >= 0:
-            return "device"
-        number = block.tier
-        return self.stack.tiers[number].name if number >= 0 else ""
-
-    def copy_ahead(self, served: Callable[[], bool] | None = None) -> None:
-        """Evict pages of each device ahead of their time, see `NextVictims.copy_ahead`."""
-        for victims in self.next_victims.values():
-            victims.copy_ahead(served)
-
-    def expire(self) -> None:
-        """Evict blocks from the places where their lease has run out."""
-        self._relieve(PolicyPlace.expired, "lease")
-
-    def shed(self) -> None:
-        """Evict the blocks of tenants that exceed their quotas."""
-        self._relieve(PolicyPlace.surplus, "quota")
-
-    def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
-        for place in self.device_places.values():
-            self.leave(self.index.those(chosen(place, self.context.now_ns())), reason)
-        self.stack.relieve(chosen, reason)
-
-    def displace(self, slots: Sequence[int]) -> None:
-        """Evict the blocks that the device's policy has chosen to make room for a prefetch."""
-        self.leave(self.index.those(slots), "prefetch")
 
     def publish_held(self, group: int, pages: Mapping[Block, int]) -> None:
         """Publish private pages of a sequence that keeps using them, and hold each for it."""
@@ -784,67 +777,6 @@ class PageStore:
             block.holds += 1
             place.hold(block.slot)
             self.stack.provisional.add(block)
-
-    def store_pages(self, blocks: Iterable[Block], number: int) -> list[Block]:
-        """Store device pages in a tier; return those that it refuses."""
-        refused = list[Block]()
-        for those in _by_form(blocks).values():
-            with self._frames(those, number) as (frames, done, mark):
-                refused += self.stack.store(frames, number, done, mark)
-        return refused
-
-    @contextmanager
-    def _frames(self, blocks: Sequence[Block], number: int) -> Iterator[Frames]:
-        """Yield the frames of device pages of one form, for a `TierStack.store` in the block.
-
-        Their bytes are copies under way to host memory; on a CPU the pages themselves, which are
-        lent until `done` is called, or the block ends without a store under way.
-        """
-        pool, n_bytes = self._pools[blocks[0].group], self.size(blocks[0])
-        pages, mark = {block: block.page for block in blocks}, None
-        infos, known = self.describe(blocks), list[memoryview | None]([None]) * len(blocks)
-        if pool.copies is not None:
-            where = [page & GRANULE_MASK for page in pages.values()]
-            made = pool.copies.digest(where, n_bytes, n_bytes // infos[0].stripe_bytes)
-            known = [row.data for row in made.numpy()]
-            rows, mark = pool.copies.download(where, n_bytes)
-            pages.clear()
-        else:
-            rows = [pool.page_bytes(page, n_bytes).cpu() for page in pages.values()]
-            pool.lend(*pages.values())
-
-        def done(ended: Iterable[Block]) -> None:
-            if pages:
-                pool.give_back(*[pages.pop(block) for block in ended if block in pages])
-
-        try:
-            bodies = [row.numpy().data for row in rows]
-            yield [*zip(blocks, infos, bodies, known, strict=True)], done, mark
-        finally:
-            done([block for block in blocks if not block.going >> number & 1])
-
-    def describe(self, blocks: Sequence[Block]) -> list[FrameInfo]:
-        """Return the frame headers of the device pages of blocks, all of one group and codec."""
-        forms, codec = self.forms[blocks[0].group], blocks[0].page >> CODEC_SHIFT
-        layout, fingerprint = forms.layouts[codec], forms.fingerprints[codec]
-        tokens, step = layout.page_size, layout.stripe_stride_bytes
-        return frame_infos(blocks, fingerprint, tokens, step, codec)
-
-    def quarantine(self, *blocks: Block) -> None:
-        """Forget blocks with wrong content, and bar copies that read-only tiers still hold."""
-        self.drop_tails()
-        self.stack.quarantine(blocks)
-        self.forget(*blocks)
-
-    def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
-        """Forget blocks that another cache erased.
-
-        Args:
-            blocks: The erased blocks.
-            erased_from: Number of a tier that they are gone from already, -1 if there is none.
-        """
-        self.stack.lose(blocks, erased_from)
-        self.forget(*blocks)
 
     def forget(self, *blocks: Block) -> None:
         """Delete blocks everywhere; open sequences keep their own use of the pages."""
@@ -861,12 +793,12 @@ class PageStore:
         page = block.page
         if page >= 0:
             self._places[block.group].remove(block)
-            self.next_victims[self.device(block.group)].left(block)
-            self._swap_out(block)
+            self.next_victims[self.devices[block.group]].left(block)
+            self.swapped.copy_out(block)
             if block.holds:
                 self._orphans.add(block)
             else:
                 block.page = -1
             self.pool(block.group).release(page)
         self.stack.dismiss(block)
-        self.recount(block)
+        self._recount(block)

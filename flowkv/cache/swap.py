@@ -91,7 +91,7 @@ class Footprint:
     def room(self) -> int:
         """Return the pages that are free or only held by the index, in constant time."""
         store = self._store
-        return min(int(store.room(device) / unit) for device, unit in self._unit.items())
+        return min(int(store.allocator.room(device) / unit) for device, unit in self._unit.items())
 
     def longest(self, chunk: int) -> int:
         """Return the longest sequence that fits alone if computed in chunks, in tokens."""
@@ -120,13 +120,13 @@ class Footprint:
         taken = dict.fromkeys(self._unit, 0)
         for g, blocks in enumerate(seq.blocks):
             line = self._planner.tables.pages[g][seq.row, : len(blocks)]
-            taken[self._store.device(g)] += self._size(g, line[self._alone(seq, g)])
+            taken[self._store.devices[g]] += self._size(g, line[self._alone(seq, g)])
         restoration = RestoreJob.of(seq)
         if restoration is not None and not restoration.settled:
             for page_load in restoration:
                 if page_load.page >= 0 and not page_load.held:
                     granules = self._store.forms[page_load.group].layout(page_load.page).granules
-                    taken[self._store.device(page_load.group)] += granules
+                    taken[self._store.devices[page_load.group]] += granules
         return max(round(taken[device] / unit) for device, unit in self._unit.items())
 
     def _size(self, group: int, pages: NDArray[np.int32]) -> int:
@@ -198,7 +198,7 @@ def suspend(lines: Planner, seq: Sequence) -> int:
     placed = [pages[g][seq.row, : len(blocks)].tolist() for g, blocks in enumerate(seq.blocks)]
     # All groups are copied first: if a copy fails, there is nothing to undo.
     copied = [_copies(lines, g, line, seq.blocks[g]) for g, line in enumerate(placed)]
-    swapped = lines.store.swapped_copy
+    swapped = lines.store.swapped.add_user
     saved: Saved = [
         [copies.get(page) or (block and swapped(block)) for page, block in zip(*both, strict=True)]
         for copies, *both in zip(copied, placed, seq.blocks, strict=True)
@@ -220,7 +220,7 @@ def _copies(
             by_codec.setdefault(page >> CODEC_SHIFT, []).append(page)
     copies, pool = dict[int, Copy](), lines.store.pool(group)
     for codec, pages in by_codec.items():
-        contents = download(pool, pages, lines.store.page_bytes(group, codec))
+        contents = download(pool, pages, lines.store.forms[group].layouts[codec].page_bytes)
         copies |= {p: Copy(codec, content) for p, content in zip(pages, contents, strict=True)}
     lines.copied_bytes += sum(copy.content.numel() for copy in copies.values())
     return copies
@@ -306,10 +306,11 @@ def _place(
 
 def discard(lines: Planner, seq: Sequence) -> None:
     """Drop the saved pages of a suspended sequence. Callers hold the KV lock."""
+    last = lines.store.swapped.remove_user
     for g, pages in enumerate(seq.suspended or ()):
         layouts = lines.store.forms[g].layouts
         for page in pages:
-            if page is not None and (isinstance(page, Copy) or lines.store.unswap(page)):
+            if page is not None and (isinstance(page, Copy) or last(page)):
                 lines.aside_bytes -= layouts[page.codec].page_bytes
     seq.suspended = None
 
@@ -417,8 +418,7 @@ class Snapshots:
         known = self.store.index.find(key)
         if known is not None and known.fidelity <= self.store.stack.fidelity:
             return True
-        if known is not None:
-            self.store.stack.supersede(known)
+        self.store.stack.supersede(known)
         try:
             self.planner.thaw_tail(seq)
         except CapacityError:
@@ -433,7 +433,7 @@ class Snapshots:
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
         info = frame_infos([block], LAYOUT, block.tail, GRANULE_BYTES)[0]
         if not (saved := self.store.writes.store_state(block, info, body)):
-            self.store.stack.miss_out(self.store.stack.lasting())
+            self.store.stack.miss_out(self.store.stack.admission.lasting())
         self.store.writes.drain()
         return saved
 
@@ -493,7 +493,7 @@ class Snapshots:
 
     def _restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> tuple[int, int]:
         """Try states from the longest on; return the tokens attached, and those in the tail."""
-        self.store.expire()
+        self.store.eviction.expire()
         for length, block in self._candidates(seq, limit):
             pages = length // self.planner.page_size
             if self.restorer.match(seq, pages) < pages:

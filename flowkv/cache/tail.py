@@ -148,7 +148,7 @@ class Tails:
             key = seq.chains[0].page(above, tokens, within(seq.salts, first, count))
             tail = Block(-1, key, above, 0, "tail", fidelity=seq.fidelity, tokens=tokens)
             tail.tenant, tail.namespace = seq.tenant, seq.namespace
-            store.keep_tail(tail, pages)
+            store.tails.keep(tail, pages)
 
     def sums(self, group: int, page: int, count: int) -> torch.Tensor:
         """Return the sum of K and V of a raw page's first tokens: finite if all elements are."""
@@ -163,7 +163,7 @@ class Tails:
         The last token is always computed again when the same prompt comes back.
         """
         store, end = self.store, min(seq.length, seq.known)
-        number = store.stack.writes_to()
+        number = store.stack.admission.writes_to()
         # On a GPU a forward over a few tokens takes as long as over one: a tail saves no time.
         elsewhere = any(pool.device.type != "cpu" for pool in store.pools.values())
         if number < 0 or elsewhere or not self.allowed(seq):
@@ -176,7 +176,7 @@ class Tails:
             if stop > end or few or known or self._hidden(seq, page_no):
                 continue
             above = seq.blocks[0][page_no - 1] if page_no else None
-            if above is None or store.stack.worth_storing([above], number):
+            if above is None or store.stack.admission.worth_storing([above], number):
                 for g in range(len(seq.blocks)):
                     self._save(seq, g, page_no, count, number)
 
@@ -188,10 +188,9 @@ class Tails:
         known = store.index.find(key)
         if page < 0 or page >> CODEC_SHIFT or (known and known.fidelity <= store.stack.fidelity):
             return
-        if known is not None:
-            store.stack.supersede(known)
+        store.stack.supersede(known)
         body = torch.zeros(layout.page_bytes, dtype=torch.uint8, device="cpu")
-        old, new = store.views(group, page, count), store.layers(body, group, count)
+        old, new = store.views(group, page, count), store.forms[group].views(body, count)
         for source, target in zip(old, new, strict=True):
             target.copy_(source)
         block = store.index.get_or_create(key, above, group, "state")

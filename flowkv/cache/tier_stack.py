@@ -8,75 +8,26 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import compress
-from operator import attrgetter
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
-from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex
+from flowkv.cache.admission import Admission, Provisional
+from flowkv.cache.context import PolicyContext, chains
+from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block
 from flowkv.cache.listing import Listing
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import Forms
-from flowkv.core.clock import Clock
+from flowkv.cache.tier_copies import TierCopies
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.core.geometry import CODEC_SHIFT, COLD
-from flowkv.core.keys import ROOT
+from flowkv.core.geometry import COLD
 from flowkv.kvt.tier import CodecTier
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import Policy
-from flowkv.policy.order.leaf import as_slots
-from flowkv.policy.restore import LoadGate
 from flowkv.residency.keyed import PolicyPlace
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer, listed
 from flowkv.tiers.erasure_log import ErasureLogs
 from flowkv.tiers.host import HostTier
-
-# Unproven pages: known in the process, but kept out of all persistent and shared places.
-#
-# Writes to weights that PyTorch does not count are found by reading the weights again. A page is
-# proven once such a reading, begun after the page became known, has found all weights unchanged.
-
-
-class Provisional(dict[Block, bool]):
-    """Unproven blocks, kept out of persistent and shared tiers. Callers hold the KV lock.
-
-    The value of each is whether a reading of all weights has begun since it became known.
-
-    Attributes:
-        active: Whether blocks that become known from now on have to be proven.
-        tails: Header and body of each unproven tail, the oldest first.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.active, self.tails = False, dict[Block, tuple[FrameInfo, memoryview]]()
-
-    def add(self, block: Block) -> None:
-        """Add a block that became known, if blocks have to be proven now."""
-        if self.active:
-            self[block] = False
-
-    def discard(self, block: Block) -> None:
-        """Remove a block that was forgotten."""
-        self.pop(block, None)
-        self.tails.pop(block, None)
-
-    def begin(self) -> None:
-        """Begin a reading of all weights, which can prove all blocks known by now."""
-        self.update(dict.fromkeys(self, True))
-
-    def confirm(self) -> dict[Block, tuple[FrameInfo, memoryview] | None]:
-        """End a reading that found no change; return the blocks proven by it, and tails' bodies."""
-        proven = [block for block, read in self.items() if read]
-        for block in proven:
-            del self[block]
-        return {block: self.tails.pop(block, None) for block in proven}
-
 
 Plain = tuple[Block, FrameInfo, memoryview]
 Frame = Plain | tuple[Block, FrameInfo, memoryview, memoryview | None]
@@ -96,115 +47,16 @@ class ReadFrom(NamedTuple):
     last: bool
 
 
-@dataclass(slots=True)
-class PolicyContext:
-    """Time, tenants and costs, the same for the policies of all places. Callers hold the KV lock.
-
-    Args:
-        index: The known blocks.
-        clock: Time for the policies.
-        gate: Rates of the model and of loads.
-        page_size: Tokens of a page.
-        tenants: Numbers of tenants by their salt: those with a quota are the first.
-    """
-
-    index: PrefixIndex
-    clock: Clock
-    gate: LoadGate
-    page_size: int
-    tenants: dict[bytes, int]
-    _moment_ns: int | None = None
-
-    def now_ns(self) -> int:
-        """Return the time for the policies."""
-        return self.clock.now_ns() if self._moment_ns is None else self._moment_ns
-
-    @contextmanager
-    def moment(self) -> Iterator[None]:
-        """Stop the time for the policies.
-
-        Blocks restored for a request are then inserted at the time of the request: one use each.
-        """
-        before, self._moment_ns = self._moment_ns, self.now_ns()
-        try:
-            yield
-        finally:
-            self._moment_ns = before
-
-    def tenant(self, salt: bytes) -> int:
-        """Return the number by which policies know a tenant."""
-        return self.tenants.setdefault(salt, len(self.tenants))
-
-    def insert(
-        self, place: PolicyPlace, blocks: Iterable[Block], n_bytes: Callable[[Block], int]
-    ) -> None:
-        """Insert blocks that became resident into a place's policy.
-
-        Args:
-            place: The place.
-            blocks: Root to leaf, chain after chain. Neighbours of one size, lease and tenant take
-                one call. A policy takes the last block of a call for the deepest, so that chains
-                on a device begin a call each. A call has one cost: that of its middle page, in
-                tiers of the middle of all parts of 16 pages that it touches.
-            n_bytes: Returns the bytes of a block's copy there.
-        """
-        runs, alike, here = list[list[Block]](), None, place.kind == "gpu"
-        for block in blocks:
-            codec = block.page >> CODEC_SHIFT if here else block.codecs
-            size = block.n_bytes if here else n_bytes(block)
-            terms = block.group, codec, size, block.lease, block.tenant
-            if terms != alike or (here and block.parent == ROOT):
-                runs.append([])
-            runs[-1].append(block)
-            alike = terms
-        for run in runs:
-            first, last = run[0], run[-1]
-            more = 0 if here else _ALIKE - 1
-            middle = ((first.depth & ~more) + (last.depth | more) + 1) / 2  # one cost for all
-            above = self.index.slots(map(_PARENT, run))
-            place.policy.insert(
-                self.now_ns(),
-                np.array([*map(_SLOT, run)], np.int64),
-                np.array(above, np.int64),
-                n_bytes=n_bytes(first),
-                cost_ns=round(self.gate.token_s(middle * self.page_size) * self.page_size * 1e9),
-                lease=first.lease,
-                tenant=self.tenant(first.tenant),
-            )
-
-
 # The stack of tiers: residency of blocks there, protection from each policy, and moves.
 #
 # A block is forgotten when no place holds it any more.
 
-_PARENT, _SLOT = attrgetter("parent"), attrgetter("slot")
-_ALIKE = 16  # pages that follow each other in a prompt have one cost in tiers, however they come
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10  # rest of a tier after a missed deadline: waiting costs a tenth at most
 _REST_S = 1.0  # rest of a tier that reports that it does not answer now
 _AWAY = ("breaker", "closed")  # reasons of a tier that is away now, and may come back
 # Reason and kind of a full remote engine; on a local tier, "full" is a passing state.
 _NO_ROOM = ("full", "remote")
-
-
-def chains(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Return blocks as parts of chains, root to leaf, each behind the part that it continues."""
-    below, known = dict[bytes, list[Block]](), {block.key for block in blocks}
-    for block in reversed(blocks):
-        below.setdefault(block.parent if block.parent in known else ROOT, []).append(block)
-    left, found = below.pop(ROOT, []), list[list[Block]]()
-    while left:
-        block = left.pop()
-        if not found or block.parent != found[-1][-1].key or not block.depth % _ALIKE:
-            found.append([])
-        found[-1].append(block)
-        left += below.get(block.key, ())
-    return found
-
-
-def likely_bytes(forms: Forms) -> int:
-    """Return the bytes of a page in the codec that it has below its device, most likely."""
-    return forms.layouts[forms.ladder.idle].page_bytes
 
 
 class TierStack:
@@ -226,6 +78,8 @@ class TierStack:
     Attributes:
         tiers: The tiers, nearest first.
         places: The tiers as policies see them, in the same order.
+        admission: Choice of the tiers that store a block.
+        copies: Codecs and bytes of blocks on the tiers.
         listing: What publishes the frames that tiers list.
         mover: Transfers to and from the tiers.
         fidelity: Index of the lossiest codec that is accepted.
@@ -238,31 +92,25 @@ class TierStack:
     """
 
     def __init__(
-        self,
-        context: PolicyContext,
-        tiers: Sequence[Tier],
-        forms: Sequence[Forms],
-        *,
-        policies: Callable[[str, int], Policy],
-        bus: Bus,
-        config: Config,
-        sends: Callable[[], bool],
-        on_forget: Callable[[Block], None],
-    ) -> None:
+        self, context: PolicyContext, tiers: Sequence[Tier], forms: Sequence[Forms], *,
+        policies: Callable[[str, int], Policy], bus: Bus, config: Config,
+        sends: Callable[[], bool], on_forget: Callable[[Block], None],
+    ) -> None:  # fmt: skip
         self.context, self.index, self.forms, self.bus = context, context.index, forms, bus
         self.fidelity = max((codec for one in forms for codec in one.layouts), default=0)
         self.fidelity = COLD if config.cold else self.fidelity
-        self.write_back, self._gate = config.write_back, context.gate
         self.mover = Mover(config.load_deadline_s, context.gate.rates, context.clock.now_ns)
-        self._policies, self._sends, self._on_forget = policies, sends, on_forget
-        whole = [one for one in forms if one.whole] or forms
-        self._prompt_bytes = sum(map(likely_bytes, whole))  # bytes per page of a long prompt
+        self._policies, self._on_forget = policies, on_forget
         self.tiers, self.places = list[Tier](), list[PolicyPlace]()
         self.listing = Listing(self.tiers, self.index, self.insert)
         self.erasure_logs = ErasureLogs()
         self.provisional, self.unwritten = Provisional(), dict[Block, None]()
         self.lost, self.leaving = 0, set[Block]()
-        self._states_only: set[int] = set()
+        self.copies = TierCopies(forms, self.mover)
+        self.admission = Admission(
+            context, self.tiers, self.places, self.mover, forms, self.provisional,
+            write_back=config.write_back, sends=sends,
+        )  # fmt: skip
         self.troubles: dict[str, str] = {}  # reason why a tier stores nothing; "" once warned
         for tier in tiers:
             self.add(tier)
@@ -281,7 +129,7 @@ class TierStack:
             raise ConfigError(f"two tiers are named {tier.name!r}", "Give each a name of its own")
         number = len(self.tiers)
         if states_only:
-            self._states_only.add(number)
+            self.admission.states_only.add(number)
         self.tiers.append(tier)
         if isinstance(tier, CodecTier):
             tier.page_of = self._page_of
@@ -323,7 +171,7 @@ class TierStack:
         """Remove a block from the index; its slot stays reserved while its key is a ghost."""
         self._on_forget(block)
         if self.unwritten.pop(block, 0) is None:  # the block waited, and no place holds it now
-            self.miss_out(self.lasting())
+            self.miss_out(self.admission.lasting())
         for place in self.places:
             place.let_go(block.slot)
         self.provisional.discard(block)
@@ -349,49 +197,12 @@ class TierStack:
         """Return the bytes that a block takes on a tier, for policies: at least 1."""
         tier = self.tiers[number]
         coded = tier.coded_bytes(block.key) if isinstance(tier, CodecTier) else 0
-        return coded or self.size(block, number)
-
-    def size(self, block: Block, number: int) -> int:
-        """Return the bytes of a block's body as a tier (-1: any) gives it: at least 1."""
-        if block.group >= len(self.forms):
-            return block.n_bytes or 1  # a block of another model
-        unknown = number < 0 or (not block.n_bytes and block.codec_on(number) == UNKNOWN)
-        known = 0 if unknown else self.body_bytes(block, number)
-        return known or likely_bytes(self.forms[block.group])
-
-    def nearest_bytes(self, blocks: Iterable[Block]) -> dict[int, int]:
-        """Return the bytes of blocks in the nearest tier of each, by the tier's number."""
-        found, known = dict[int, int](), dict[tuple[int, ...], tuple[int, int]]()
-        for block in blocks:
-            form = block.group, block.tiers, block.codecs, block.n_bytes
-            if block.going or form not in known:
-                known[form] = block.tier, self.size(block, block.tier)
-            number, n_bytes = known.pop(form) if block.going else known[form]
-            found[number] = found.get(number, 0) + n_bytes
-        return found
-
-    def outlives(self, number: int) -> bool:
-        """Return whether a tier is persistent, or shared with other processes."""
-        return self.tiers[number].kind != "host" or self.tiers[number].shared
+        return coded or self.copies.size(block, number)
 
     def miss_out(self, number: int) -> None:
         """Count a page that a tier should have stored and did not."""
         self.mover.lanes[number].dropped += 1
-        self.lost += number == self.lasting()
-
-    def worth_storing(self, blocks: Sequence[Block], number: int) -> list[Block]:
-        """Return the pages that can ever be worth loading from a tier; count the others."""
-        terms = self.tiers[number].name, self._prompt_bytes, self.context.page_size
-        groups = 0 if self._sends() else len(self.forms)
-        poor = set[Block]()
-        for block in [b for b in blocks if b.kind == "page" and b.group < groups]:
-            reach = lru_cache(partial(self.index.reach, block))
-            if not self._gate.pays_to_store(*terms, reach):
-                poor.add(block)
-            elif not reach.cache_info().misses:  # it pays in any prompt: so do all others
-                break
-        self.mover.lanes[number].unpaid += len(poor)
-        return [block for block in blocks if block not in poor]
+        self.lost += number == self.admission.lasting()
 
     def store(
         self,
@@ -425,8 +236,9 @@ class TierStack:
         each = self.tiers[number].frame_bytes(n_bytes)
         if waits:
             self.mover.await_room(number, n_bytes, (count - 1) * n_bytes)
-        barred = self.outlives(number) and not self.provisional.keys().isdisjoint(blocks.values())
-        takes = not barred and lane.takes(n_bytes, (count - 1) * n_bytes)
+        proven = self.provisional.keys().isdisjoint(blocks.values())
+        takes = proven or not self.admission.outlives(number)
+        takes = takes and lane.takes(n_bytes, (count - 1) * n_bytes)
         if not (takes and self.make_room(number, count * each)):
             refused = [] if count > 1 else [*blocks.values()]
             for one in frames if count > 1 else ():
@@ -446,7 +258,7 @@ class TierStack:
         lane.incoming_bytes += each * len(taken)
         for block in taken:
             block.going |= 1 << number
-        for block in taken if number == self.lasting() else ():
+        for block in taken if number == self.admission.lasting() else ():
             self.unwritten.pop(block, None)
         self.protect(*taken)
         return [*blocks.values()][len(taken) :]
@@ -456,7 +268,7 @@ class TierStack:
     ) -> None:
         tier, lane, kept = self.tiers[number], self.mover.lanes[number], list[Block]()
         n_bytes, seconds, failed = 0, 0.0, dict[Block, str]()
-        known = UNKNOWN if tier.shared else codec
+        known = UNKNOWN if tier.shared else codec  # others may have stored theirs before
         for block, answer in zip(blocks, answers, strict=True):
             block.going &= ~(1 << number)
             if answer.outcome is not Outcome.STORED:
@@ -468,9 +280,7 @@ class TierStack:
             elif block.gone:  # the block was forgotten while it was stored
                 self._wipe(number, [block.key])
             else:
-                # Where others write too, theirs may have been there before.
-                block.tiers |= 1 << number
-                block.codecs = block.codecs & ~(UNKNOWN << 4 * number) | known << 4 * number
+                block.enter(number, known)
                 kept.append(block)
                 n_bytes, seconds = n_bytes + answer.n_bytes, max(seconds, answer.seconds)
         if kept:
@@ -485,7 +295,7 @@ class TierStack:
 
     def _not_stored(self, block: Block, number: int, reason: str) -> None:
         """Queue a page again if its tier is away; else count it as dropped."""
-        again = reason in _AWAY and number == self.writes_to()
+        again = reason in _AWAY and number == self.admission.writes_to()
         if not (again and self.wait(block)) and reason != "cancelled":
             self.miss_out(number)
             if reason in errno.errorcode.values() or (reason, self.tiers[number].kind) == _NO_ROOM:
@@ -525,27 +335,6 @@ class TierStack:
                 return False
         return True
 
-    def _codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
-        """Return the codecs that a tier's copy of a page may have; () if it is unreadable."""
-        if block.group >= len(self.forms):
-            return ()  # a block of another model
-        forms, codec = self.forms[block.group], block.codecs >> 4 * number & UNKNOWN
-        if codec == UNKNOWN:
-            return forms.likely
-        return (codec,) if codec in forms.layouts else ()
-
-    def body_bytes(self, block: Block, number: int) -> int:
-        """Return the most bytes of a block's body on a tier; 0 if that is unknown here."""
-        if block.n_bytes:
-            return block.n_bytes
-        moving = self.mover.on_the_way(block.key, number) if block.going >> number & 1 else None
-        if moving is not None:
-            return moving.store.body.nbytes
-        layouts = self.forms[block.group].layouts
-        if known := layouts.get(block.codecs >> 4 * number & UNKNOWN):
-            return known.page_bytes
-        return max([layouts[c].page_bytes for c in self._codecs_on(block, number)], default=0)
-
     def sources(self, block: Block) -> Iterator[ReadFrom]:
         """Yield the places that a page may be read from now, best first.
 
@@ -556,7 +345,7 @@ class TierStack:
             yield ReadFrom(moving.tier, moving.store.info.codec, True)
         for number in range(len(self.tiers)):
             if block.tiers >> number & 1:
-                codecs = self._codecs_on(block, number)
+                codecs = self.copies.codecs(block, number)
                 if not codecs:
                     self._unlist(block, number)
                 elif self.mover.lanes[number].answering:
@@ -580,10 +369,10 @@ class TierStack:
         if block.kind == "state" and block.group < len(self.forms):
             wished.append(self.forms[block.group].fingerprints[0])  # the layout of a tail
         if block.kind == "page":
-            codecs = self._codecs_on(block, number)
+            codecs = self.copies.codecs(block, number)
             wished = [self.forms[block.group].fingerprints[codec] for codec in codecs]
         for layout in wished:
-            body = bytearray(self.body_bytes(block, number))
+            body = bytearray(self.copies.body_bytes(block, number))
             wanted = Load(block.key, memoryview(body), layout, self.fidelity)
             (answer,), _ = self.mover.load([(number, wanted)])
             if answer.outcome is Outcome.HIT and answer.info is not None:
@@ -638,7 +427,7 @@ class TierStack:
             self.insert([block for block in victims if block.tiers >> number & 1], number)
 
     def _evict(self, block: Block, number: int, reason: str) -> None:
-        name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
+        name, n_bytes = self.tiers[number].name, self.copies.body_bytes(block, number)
         left = (block.page < 0 or block.ahead) and not block.tiers >> (number + 1)
         if reason not in ("lease", "unused") and left:
             last = block.tiers | block.going == 1 << number and block not in self.leaving
@@ -682,13 +471,13 @@ class TierStack:
             leaves: Blocks that leave their last place, so that each is dropped, and counted so, if
                 all tiers that should store it rest.
         """
-        found, left = dict[int, list[Block]](), [*blocks]
+        found, left, admission = dict[int, list[Block]](), [*blocks], self.admission
         for rests in (False, True):
             for number in range(first, len(self.tiers)):
                 left = [b for b in left if not (b.gone or (b.tiers | b.going) >> number & 1)]
                 if left and self.mover.lanes[number].rests is rests:
-                    worth = self.worth_storing(self.storable(left, number), number)
-                    takes = dict.fromkeys(self.admitted(worth, number))
+                    worth = admission.worth_storing(admission.storable(left, number), number)
+                    takes = dict.fromkeys(admission.admitted(worth, number))
                     left = [block for block in left if block not in takes]
                     if takes and not rests:
                         found[number] = [*takes]
@@ -698,23 +487,10 @@ class TierStack:
             left = [block for block in left if block in leaves]
         return found
 
-    def admitted(self, blocks: Iterable[Block], number: int) -> list[Block]:
-        """Return the blocks that a tier may store, and that its policy admits."""
-        some, policy = self.storable(blocks, number), self.places[number].policy
-        slots = as_slots([block.slot for block in some])
-        return [*compress(some, policy.admit(self.context.now_ns(), slots) if some else ())]
-
     def demoted(self, source: str, number: int, n_bytes: int, pages: int = 1) -> None:
         """Emit the event that pages are on their way down to a tier."""
         tier = self.tiers[number].name
         self.bus.emit(Demoted(source=source, tier=tier, pages=pages, n_bytes=n_bytes))
-
-    def storable(self, blocks: Iterable[Block], number: int) -> list[Block]:
-        """Return the blocks that a tier is open to, if it is writable, be it resting or not."""
-        barred = self.provisional if self.outlives(number) else ()
-        pages = number not in self._states_only
-        some = blocks if self.tiers[number].writable else ()
-        return [one for one in some if one not in barred and (pages or one.kind != "page")]
 
     def still_holds(self, block: Block, number: int) -> bool:
         """Return whether a tier that is listed for a page still has it; else unlist the page."""
@@ -725,17 +501,16 @@ class TierStack:
             self._unlist(block, number)
         return there
 
-    def supersede(self, block: Block) -> None:
+    def supersede(self, block: Block | None) -> None:
         """Delete a block's copies that are too lossy to be read here, before it is made anew."""
-        if block.tiers and block.fidelity > self.fidelity:
+        if block is not None and block.tiers and block.fidelity > self.fidelity:
             self.delete(block)
 
     def quarantine(self, blocks: Iterable[Block]) -> None:
         """Bar read-only tiers' copies of blocks with wrong content from being read again."""
         numbers = [number for number, tier in enumerate(self.tiers) if not tier.writable]
-        self.listing.quarantined |= {
-            (n, b.key) for b in blocks for n in numbers if b.tiers >> n & 1
-        }
+        there = ((n, block) for block in blocks for n in numbers if block.tiers >> n & 1)
+        self.listing.quarantined |= {(number, block.key) for number, block in there}
 
     def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
         """Erase from all tiers the blocks that another cache erased.
@@ -762,17 +537,3 @@ class TierStack:
         for number, place in enumerate(self.places):
             slots = chosen(place, self.context.now_ns())
             self._evict_all([self.index.at(slot) for slot in slots], number, reason)
-
-    def writes_to(self) -> int:
-        """Return the number of the tier that full pages are written to at once, else -1."""
-        return self.lasting() if self.write_back or self._sends() else -1
-
-    def near(self) -> int:
-        """Return the number of the nearest writable tier if it ends with the process, else -1."""
-        some = [n for n, t in enumerate(self.tiers) if t.writable and n not in self._states_only]
-        return some[0] if some and not self.outlives(some[0]) else -1
-
-    def lasting(self) -> int:
-        """Return the number of the first writable tier that outlives the process, else -1."""
-        numbers = [n for n, tier in enumerate(self.tiers) if tier.writable and self.outlives(n)]
-        return min(numbers, key=lambda number: self.tiers[number].kind == "host", default=-1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from flowkv.cache.index import Block
 from flowkv.cache.pool import AT_ONCE_BYTES
-from flowkv.cache.tier_stack import TierStack, likely_bytes
+from flowkv.cache.tier_stack import TierStack
 from flowkv.compiled import compiling
 from flowkv.core import interrupts
 from flowkv.core.geometry import CODEC_SHIFT
@@ -35,20 +35,14 @@ class WriteBack:
 
     Args:
         stack: The tiers, and the pages that wait.
-        size: Returns the bytes of a block's device page.
         put: Stores device pages in a tier; returns those that it refuses.
 
     Attributes:
         give_up_late: Gives up overdue loads, so that nothing waits behind them.
     """
 
-    def __init__(
-        self,
-        stack: TierStack,
-        size: Callable[[Block], int],
-        put: Callable[[Sequence[Block], int], list[Block]],
-    ) -> None:
-        self._stack, self._size, self._put = stack, size, put
+    def __init__(self, stack: TierStack, put: Callable[[list[Block], int], list[Block]]) -> None:
+        self._stack, self._admission, self._put = stack, stack.admission, put
         self.give_up_late: Callable[[], None] = lambda: None
         self._held_back = False  # until the first page that would not pay
 
@@ -58,10 +52,10 @@ class WriteBack:
         While that tier is busy or away, the pages wait. Pages of a prompt that was too short to be
         worth storing are written as well, once a longer prompt continues them.
         """
-        stack, number = self._stack, self._stack.writes_to()
+        stack, number = self._stack, self._admission.writes_to()
         final = [b for b in blocks if number >= 0 and b not in stack.provisional]
         fresh = [block for block in final if block.lacked_by(number)]
-        worth = stack.worth_storing(fresh, number) if fresh else []
+        worth = self._admission.worth_storing(fresh, number) if fresh else []
         self._held_back |= len(worth) < len(fresh)
         for block in worth:
             chain = [block]
@@ -76,7 +70,7 @@ class WriteBack:
 
     def confirm(self) -> None:
         """Write the pages and tails that the finished reading of all weights has proven."""
-        stack, number = self._stack, self._stack.writes_to()
+        stack, number = self._stack, self._admission.writes_to()
         for block, tail in stack.provisional.confirm().items():
             if number < 0:
                 stack.settle(block)
@@ -85,7 +79,7 @@ class WriteBack:
             elif block.page >= 0:
                 if self._may_write(block, number):
                     self.write_down(block)
-            elif block.lacked_by(number) and stack.worth_storing([block], number):
+            elif block.lacked_by(number) and self._admission.worth_storing([block], number):
                 stack.wait(block)
 
     def _may_write(self, block: Block, number: int) -> bool:
@@ -101,7 +95,7 @@ class WriteBack:
 
         A page that has left its device is read from host memory, one block at a time.
         """
-        stack, number = self._stack, self._stack.lasting()
+        stack, number = self._stack, self._admission.lasting()
         lane = stack.mover.lanes[number] if number >= 0 else None
         while stack.unwritten and lane and not lane.rests:
             waiting, n_bytes = list[Block](), 0
@@ -109,7 +103,7 @@ class WriteBack:
                 if block.lacked_by(number):
                     if not block.somewhere:
                         continue  # its copy below is still on the way
-                    own_bytes = self._waiting_bytes(block)
+                    own_bytes = stack.copies.nearest_size(block)
                     if not lane.takes(own_bytes, n_bytes) or n_bytes > AT_ONCE_BYTES:
                         break
                     n_bytes += own_bytes
@@ -123,7 +117,7 @@ class WriteBack:
                 if lacked and block.page >= 0 and block not in refused:
                     continue  # an answer has come, which has counted it, or queued it again
                 if lacked and not (block.page < 0 and self._bring(block, number)):
-                    if not lane.takes(self._waiting_bytes(block)):
+                    if not lane.takes(stack.copies.nearest_size(block)):
                         return  # the tier is away by now: the others wait
                     if block in stack.unwritten and block not in stack.provisional:
                         stack.miss_out(number)
@@ -135,9 +129,6 @@ class WriteBack:
         """Copy a block that waited from memory to its tier; return whether the tier takes it."""
         near = self._stack.tiers[block.nearest].kind == "host"  # others take too long for a request
         return near and bool(self._stack.copy(block, block.nearest, number))
-
-    def _waiting_bytes(self, block: Block) -> int:
-        return self._size(block) if block.page >= 0 else self._stack.size(block, block.nearest)
 
     def put_below(self, blocks: Sequence[Block], serves: Callable[[int], bool]) -> list[Block]:
         """Write pages to the nearest tiers that take them, and wait for the answers.
@@ -162,9 +153,10 @@ class WriteBack:
         return [b for b in blocks if not b.going and any(_alike(b, n) for n in usable)]
 
     def _puts(self, block: Block, number: int) -> bool:
-        if self._stack.mover.lanes[number].rests or not self._stack.storable([block], number):
+        stack = self._stack
+        if stack.mover.lanes[number].rests or not self._admission.storable([block], number):
             return False
-        self._stack.mover.await_room(number, self._size(block))
+        stack.mover.await_room(number, stack.copies.nearest_size(block))
         return not self._put([block], number)
 
     def drain(self, timeout_s: float = 0.0) -> int:
@@ -191,10 +183,10 @@ class WriteBack:
         Returns:
             Number of pages that still wait, or are on their way.
         """
-        stack, end_s = self._stack, now_s() + timeout_s
+        stack, lanes, end_s = self._stack, self._stack.mover.lanes, now_s() + timeout_s
         self.drain()
         while stack.mover.storing or (
-            stack.unwritten and (n := stack.lasting()) >= 0 and not stack.mover.lanes[n].rests
+            stack.unwritten and (n := self._admission.lasting()) >= 0 and not lanes[n].rests
         ):
             left_s = end_s - now_s()
             if left_s <= 0 or interrupts.waiting():
@@ -237,7 +229,7 @@ class WriteBack:
         """
         stack = self._stack
         stack.provisional.add(block)
-        open_ones = [n for n in range(len(stack.tiers)) if stack.storable([block], n)]
+        open_ones = [n for n in range(len(stack.tiers)) if self._admission.storable([block], n)]
         if not open_ones:
             stack.add(HostTier(_HOST_BYTES, name="states"), states_only=True)
             open_ones.append(len(stack.tiers) - 1)
@@ -275,11 +267,11 @@ class WriteBack:
     @property
     def unproven(self) -> int:
         """Return the number of pages that wait for proven weights to be written."""
-        return len(self._stack.provisional) if self._stack.writes_to() >= 0 else 0
+        return len(self._stack.provisional) if self._admission.writes_to() >= 0 else 0
 
     def check_room(self) -> None:
         """Warn of each writable tier that can store no page of this model."""
-        n_bytes = max(map(likely_bytes, self._stack.forms))
+        n_bytes = max(forms.likely_bytes for forms in self._stack.forms)
         for tier in self._stack.tiers:
             if tier.writable and (why := no_room(tier, n_bytes)):
                 self._complain(

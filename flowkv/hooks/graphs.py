@@ -517,7 +517,7 @@ def _written(step: Step, shape: StepShape) -> Iterator[torch.Tensor]:
     for group, table in enumerate(step.planner.tables.pages if shape.new > 1 else ()):
         for number in range(first, -(-stop // size)):
             page, count = int(table[advance.rows[0], number]), min(size, stop - number * size)
-            yield from store.views(group, page, count)
+            yield from filter(torch.Tensor.numel, store.views(group, page, count))
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -447,7 +447,7 @@ class Proof:
         if planner is None or not planner.store.stack.provisional.active or self._identity.foreign:
             return
         stack = planner.store.stack
-        if not stack.provisional or not any(map(stack.outlives, range(len(stack.tiers)))):
+        if not stack.provisional or not any(map(stack.admission.outlives, range(len(stack.tiers)))):
             return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(

@@ -64,7 +64,7 @@ def audit(kv: KV) -> None:
             assert all(page == -1 for page in line[len(blocks) :])
             for page, block in zip(line, blocks, strict=False):
                 if page >= 0:
-                    refs[store.device(g)][page] += 1
+                    refs[store.devices[g]][page] += 1
                     assert page >> CODEC_SHIFT <= seq.fidelity
                 if block is not None:
                     assert block.page == page >= 0
@@ -74,11 +74,11 @@ def audit(kv: KV) -> None:
         assert block.gone == (block in store._orphans)
         assert block.page < 0 or block.page >> CODEC_SHIFT <= block.fidelity
         if block.page >= 0 and not block.gone:
-            refs[store.device(block.group)][block.page] += 1
+            refs[store.devices[block.group]][block.page] += 1
     assert not holds
     for pages in store.tails.values():
         for g, page in enumerate(pages):
-            refs[store.device(g)][page] += 1
+            refs[store.devices[g]][page] += 1
             assert store.pool(g).references(page) == 1 and not page >> CODEC_SHIFT
     audit_suspended(kv)
     for device, pool in store.pools.items():
@@ -128,7 +128,7 @@ def audit_residency(kv: KV, store: PageStore) -> None:
         idle = {b.page for b in here if b.page >= 0 and not (b.holds or b.kept)}
         idle |= {pages[g] for pages in store.tails.values() for g in groups}
         free = pool.capacity_bytes() - pool.used_bytes()
-        assert store.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
+        assert store.allocator.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
     for number, place in enumerate(store.stack.places):
         there = [block.slot for block in store.index if block.tiers >> number & 1]
         assert sorted(place.policy.resident()) == sorted(there)
@@ -170,7 +170,7 @@ def audit_empty(kv: KV) -> None:
     audit(kv)
     assert kv.planner is not None and not kv._open
     store = kv.planner.store
-    store.drop_tails()
+    store.tails.drop()
     assert len(store.index) == 0 and not store._orphans
     assert not any(pool.lent for pool in store.pools.values())
     assert not store.index._children and not store.index._holes

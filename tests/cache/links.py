@@ -111,13 +111,15 @@ def evict(kv: KV, keep: int = 0) -> None:
     assert kv.planner is not None and kv.flush()
     store = kv.planner.store
     seen: dict[int, int] = {}
-    store.drop_tails()
+    store.tails.drop()
     for block in list(store.index):
         if block.kind == "page" and block.page >= 0 and not block.holds:
             seen[block.group] = seen.get(block.group, 0) + 1
             if seen[block.group] > keep:
-                store.device_places[store.device(block.group)].policy.remove(as_slots([block.slot]))
-                store.leave([block], "space")
+                store.device_places[store.devices[block.group]].policy.remove(
+                    as_slots([block.slot])
+                )
+                store.eviction.leave([block], "space")
 
 
 def forward(step: Step, within: float = 0.0) -> int:

@@ -54,8 +54,8 @@ def evict(kv: KV) -> None:
         store = kv.planner.store
         for block in list(store.index):
             if block.page >= 0 and not (block.holds or block.kept):
-                store.device_places[store.device(block.group)].remove(block)
-                store.leave([block], "space")
+                store.device_places[store.devices[block.group]].remove(block)
+                store.eviction.leave([block], "space")
 
 
 def act(kv: KV, witness: Witness, action: str, name: str) -> None:

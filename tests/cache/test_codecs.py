@@ -448,7 +448,7 @@ def test_suspended_sequences_come_back_as_they_were(codec: str) -> None:
     seq = opened(kv, tokens)
     before, kinds = [content(kv, seq, layer) for layer in range(3)], codecs_of(kv, seq)
     used = kv.suspend(seq)
-    assert used < 6 * sum(kv.planner.store.page_bytes(g) for g in (0, 1))
+    assert used < 6 * sum(kv.planner.store.forms[g].raw.page_bytes for g in (0, 1))
     kv.forget(tokens)
     kv.resume(seq)
     assert codecs_of(kv, seq) == kinds
@@ -473,7 +473,7 @@ def test_pages_leave_and_come_back_encoded(codec: str, place: str, tmp_path: Any
     opened(kv, tokens).close()
     assert kv.flush()
     with kv.lock:
-        while kv.planner.store._give_up(0, 8):
+        while kv.planner.store.eviction.make_room(0, 8):
             kv.planner.store.writes.flush(60)
     assert kv.planner.store.pool(0).used_bytes() == 0
     seq = kv.open(tokens)
@@ -678,8 +678,8 @@ def test_policies_are_told_the_likely_size_of_what_others_wrote() -> None:
     store = kv.planner.store
     for block in store.index:
         block.enter(0, UNKNOWN)
-        wanted = store.page_bytes(block.group, 1)
-        assert store.stack.size(block, 0) == wanted < store.stack.body_bytes(block, 0)
+        wanted = store.forms[block.group].layouts[1].page_bytes
+        assert store.stack.copies.size(block, 0) == wanted < store.stack.copies.body_bytes(block, 0)
     kv.close()
 
 
@@ -693,7 +693,7 @@ def test_what_others_stored_first_is_what_is_read_back() -> None:
     assert codecs_of(kv, seq)[0] == "kv4c" and {e.info.codec for e in tier.scan()} == {1}
     seq.close()
     with kv.lock:
-        while kv.planner.store._give_up(0, 8):
+        while kv.planner.store.eviction.make_room(0, 8):
             pass
     with kv.open(text(4 * PAGE + 1)) as again:
         assert again.reused == 4 * PAGE and codecs_of(kv, again) == ["kv8"] * 4
@@ -708,12 +708,12 @@ def test_pages_that_find_no_room_stay_raw_until_there_is_some() -> None:
     kv = make("kv8", pages=3)
     seq = opened(kv, text(PAGE - 1))
     pool = kv.planner.store.pool(0)
-    room = kv.planner.store.spare
-    kv.planner.store.spare = lambda group, count, codec: []  # type: ignore[method-assign]
+    room = kv.planner.store.allocator.spare
+    kv.planner.store.allocator.spare = lambda group, count, codec: []  # type: ignore[method-assign]
     advance(kv, [seq], [[1]])
     assert codecs_of(kv, seq) == ["raw"] and seq.fidelity == 0
     audit(kv)
-    kv.planner.store.spare = room  # type: ignore[method-assign]
+    kv.planner.store.allocator.spare = room  # type: ignore[method-assign]
     advance(kv, [seq], [[1] * (PAGE - 1)])
     assert codecs_of(kv, seq) == ["raw", "raw"]
     advance(kv, [seq], [[1]])
@@ -970,7 +970,7 @@ def test_any_order_of_calls(codec: str, recent: int, calls: list[tuple[str, int,
             kv.defragment()
         elif name == "e":
             with kv.lock:
-                kv.planner.store._give_up(0, 3)
+                kv.planner.store.eviction.make_room(0, 3)
         audit(kv)
         for seq, known in rows:
             check(kv, seq, known[: seq.length], times=4.0)

@@ -91,8 +91,8 @@ def test_nor_from_its_private_host_tier(two: tuple[KV, KV], forget: Forget) -> N
     assert a.flush() and reused(b, P) == 24
     store = b.planner.store
     for block in list(store.index):
-        store.device_places[store.device(block.group)].remove(block)
-        store.leave([block], "space")
+        store.device_places[store.devices[block.group]].remove(block)
+        store.eviction.leave([block], "space")
     assert b.flush() and len(list(store.stack.tiers[0].scan())) == 3
     forget(a)
     assert reused(b, P) == 0 and not list(store.stack.tiers[0].scan())

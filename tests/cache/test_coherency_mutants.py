@@ -18,6 +18,7 @@ from tests.cache.peer import cache_over, evict
 from tests.cache.toy import PAGE, make_kv, simple
 from tests.inside import (
     CELLS,
+    ClosedTails,
     Erased,
     ErasureLog,
     ErasureLogs,
@@ -78,7 +79,7 @@ class World:
         """Two caches that store nothing by themselves."""
         both = self.cache("host"), self.cache("host")
         for kv in both:
-            kv.planner.store.stack.write_back = False
+            kv.planner.store.stack.admission.write_back = False
         return both
 
     def end(self) -> None:
@@ -280,7 +281,7 @@ def erased_while_others_store(world: World) -> None:
         store = b.planner.store
         for block in list(store.index):
             block.tiers = 0
-            store.store_pages([block], 0)
+            store.eviction.store_pages([block], 0)
         b.planner.store.writes.drain()
         before(log, *names, **options)
 
@@ -513,7 +514,7 @@ def log_read_while_it_is_written(world: World) -> None:
 # ---- what is wrong in each mutant, and the story that shows it
 
 changed, news, publish = ErasureLog.changed, ErasureLog.news, ErasureLog.publish
-between, lose, drop, hit = erasure_log._between, PageStore.lose, erasure._drop, erasure._hit
+between, drop, hit = erasure_log._between, erasure._drop, erasure._hit
 Change = Callable[[Patch], None]
 MUTANTS: dict[str, tuple[Callable[[World], None], Change]] = {}
 
@@ -725,17 +726,16 @@ replaces(
     erasure, "_drop", lambda store, number, erased: 0, forgotten, said="hears_and_drops_nothing"
 )
 replaces(PrefixIndex, "below", lambda index, meant: [], continued, said="drops_nothing_below")
-replaces(
-    PageStore,
-    "lose",
-    lambda store, blocks, number: (
-        lose(store, blocks, -2 if number < 0 else number)
-        if not blocks
-        else [store.stack.unlist_all(b) for b in blocks]
-    ),
-    forgotten,
-    said="drops_no_device_pages",
-)
+
+
+@mutant(forgotten)
+def drops_no_device_pages(patch: Patch) -> None:
+    def less(store: PageStore, number: int, erased: Erased) -> int:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(PageStore, "forget", lambda store, *blocks: None)
+            return drop(store, number, erased)
+
+    patch.setattr(erasure, "_drop", less)
 
 
 @mutant(in_private_memory)
@@ -767,7 +767,7 @@ def follows_old_loads(patch: Patch) -> None:
     patch.setattr(Lane, "retract", less)
 
 
-replaces(PageStore, "drop_tails", lambda store, tails=None: None, tails, said="keeps_tails")
+replaces(ClosedTails, "drop", lambda kept, tails=None: None, tails, said="keeps_tails")
 replaces(
     Erased,
     "covers",

@@ -165,7 +165,7 @@ def test_edges_give_slabs_back_and_say_so() -> None:
 
 def test_an_edge_copies_no_more_than_allowed() -> None:
     kv, rows = churned(defragment_bytes=0)
-    page = kv.planner.store.page_bytes(0)
+    page = kv.planner.store.forms[0].raw.page_bytes
     events = eager(kv, most_bytes=page)
     for turn in range(3 * PAGE):
         advance(kv, [rows[0][0]], [[turn % 3]])
@@ -212,7 +212,7 @@ def test_room_is_made_by_moving_before_anything_known_is_evicted() -> None:
             seq.close()  # known and idle: these pages are what could be evicted
             if seq in (rows[2][0], rows[3][0]):
                 kv.forget(known)
-        kv.planner.store.drop_tails()  # which go before all others
+        kv.planner.store.tails.drop()  # which go before all others
         pool = kv.planner.store.pools["cpu"]
         granules = kv.planner.store.forms[0].raw.granules
         assert pool.occupancy().reclaimable

@@ -193,7 +193,7 @@ def test_a_page_that_left_its_device_meanwhile_is_counted_too() -> None:
     kv = make_kv(simple(), tiers=[tier])
     published(kv, list(range(40)))
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass  # the tier has the bodies, and nothing else has
     tier.work("EIO")
     with pytest.warns(UserWarning, match="EIO"):

@@ -307,7 +307,7 @@ def test_a_tier_that_cannot_prove_it_is_named_and_all_others_erase(silent: bool)
     store = kv.planner.store
     for block in list(store.index):
         for number in (0, 2):
-            assert not store.store_pages([block], number)
+            assert not store.eviction.store_pages([block], number)
     kv.flush()
     assert len(near.frames) == len(stubborn.frames) == len(far.frames) == 3
     message = "3 of them still, or again" if silent else "stubborn lost its connection"

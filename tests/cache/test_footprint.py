@@ -49,10 +49,10 @@ def test_what_is_counted_at_a_glance_is_what_there_is(codec: str, data: st.DataO
         for seq in seqs:
             assert footprint.alone(seq) == round(granules_alone(kv, seq) / unit)
         pool, before = kv.planner.store.pool(0), footprint.room()
-        assert before == int(kv.planner.store.room("cpu") / unit)
+        assert before == int(kv.planner.store.allocator.room("cpu") / unit)
         evict(kv)  # takes what nobody uses, and all of it was counted as free
         assert footprint.room() == before
-        assert kv.planner.store.room("cpu") == pool.capacity_granules - pool.used_granules
+        assert kv.planner.store.allocator.room("cpu") == pool.capacity_granules - pool.used_granules
     kv.close()
 
 
@@ -64,7 +64,7 @@ def test_what_a_sequence_will_take_is_what_it_takes(codec: str, window: int) -> 
     footprint = Footprint(kv.planner)
     for length in (1, PAGE, 5 * PAGE + 3, 40 * PAGE):
         seq = opened(kv, [i % 7 for i in range(length)])
-        held = kv.planner.store.pool(0).capacity_granules - kv.planner.store.room("cpu")
+        held = kv.planner.store.pool(0).capacity_granules - kv.planner.store.allocator.room("cpu")
         assert footprint.granules(length) == {"cpu": held}
         seq.close()
         kv.invalidate()

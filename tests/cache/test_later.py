@@ -182,6 +182,6 @@ def test_every_story_ends_as_if_nothing_were_late(story: Any, looks: int, encode
     for seq in seqs:
         seq.close()
     kv.invalidate()
-    kv.planner.store.drop_tails()
+    kv.planner.store.tails.drop()
     assert all(pool.used_granules == 0 for pool in kv.planner.store.pools.values())
     kv.close()

@@ -256,13 +256,13 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def evict(self) -> None:
         with self.kv.lock:
-            self.kv.planner.store._give_up(0, 1)
+            self.kv.planner.store.eviction.make_room(0, 1)
 
     @rule(seconds=st.sampled_from((1.0, 40.0)))
     def wait(self, seconds: float) -> None:
         self.clock.advance(s=seconds)
         with self.kv.lock:
-            self.kv.planner.store.expire()
+            self.kv.planner.store.eviction.expire()
 
     @rule()
     def flush(self) -> None:

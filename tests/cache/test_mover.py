@@ -606,12 +606,12 @@ def test_pages_that_are_on_their_way_down_are_found() -> None:
     kv = simple_kv(disk, pages=4, write_back=False)
     published(kv, P)
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass
     assert disk.waiting == 3 and not disk.frames
     assert kv.explain([*P, 0]).residency == {"lasting": 24}
     disk.poll = lambda timeout_s=0.0: []  # it takes its time
-    kv.planner.store.pool(0).release(kv.planner.store.allocate(0, 1)[0])
+    kv.planner.store.pool(0).release(kv.planner.store.allocator.allocate(0, 1)[0])
     with kv.open([*P, 0], limit=8) as seq:
         assert seq.reused == 8
         check_content(kv, seq, P[:8])
@@ -646,7 +646,7 @@ def test_pages_that_cannot_wait_any_longer_are_dropped_and_counted() -> None:
     published(kv, P)
     published(kv, Q)
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass
     dropped = kv.stats()["tiers"]["lasting"]["dropped"]
     assert dropped == 4, "one is in flight, one waits in the queue"
@@ -705,7 +705,7 @@ def test_prompts_are_prefetched_while_others_compute() -> None:
     published(kv, P)
     kv.flush()
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass
     disk.allowed = 0
     coming = kv.prefetch([*P, 0])
@@ -736,7 +736,7 @@ def test_opening_waits_for_what_is_prefetched_already() -> None:
     published(kv, P)
     kv.flush()
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass
     disk.allowed = 0
     coming = kv.prefetch(P)
@@ -758,7 +758,7 @@ def test_a_prefetch_that_is_not_wanted_any_more_leaves_nothing_behind(how: str) 
     published(kv, P)
     kv.flush()
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass
     disk.allowed = 0
     coming = kv.prefetch(P)
@@ -842,7 +842,7 @@ def test_a_load_that_finds_the_breaker_open_is_not_tried_again_at_once() -> None
     published(kv, P)
     assert kv.flush(60)
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass
     remote.away = True
     kv.open([*P, 0]).close()

@@ -275,10 +275,10 @@ def test_pages_that_memory_is_missing_to_copy_stay_on_the_device(number: int) ->
         return download(granules, n_bytes)
 
     with kv.lock:
-        pages = store.allocate(0, len(ahead(kv)) // 2)
+        pages = store.allocator.allocate(0, len(ahead(kv)) // 2)
         before, copies.download = {*store.index}, fail
         with pytest.raises(MemoryError):
-            store.copy_ahead()
+            store.eviction.copy_ahead()
         copies.download = download
         store.pool(0).release(*pages)
     assert not [block for block in before if block.gone]
@@ -313,8 +313,8 @@ def test_a_page_may_lose_its_copy_to_another_of_the_same_turn(
         tier.capacity_bytes = tier.used_bytes() + 4096 + 2000
         monkeypatch.setattr(type(ahead(kv)), "_room", lambda *_: 1 << 20)
         monkeypatch.setattr(type(store.pool(0).copies), "has_room", lambda *_: True)
-        pages = store.free(0, 16, 0)
-        store.copy_ahead()
+        pages = store.allocator.free(0, 16, 0)
+        store.eviction.copy_ahead()
         store.pool(0).release(*pages)
     assert copied.gone and fresh.ahead and not turns
     end(kv, copies)

@@ -69,7 +69,7 @@ def test_what_was_too_much_is_taken_off_and_little_is_saved() -> None:
 def test_as_much_is_asked_for_as_the_time_is_expected_to_suffice() -> None:
     kv, link, _, restoration = coming()
     restores = kv.restores
-    page = kv.planner.store.page_bytes(0)
+    page = kv.planner.store.forms[0].raw.page_bytes
     restores.s_per_byte = 1.0 / page  # a second a page
     link.per_poll = 0
     restores.allow(2.5)

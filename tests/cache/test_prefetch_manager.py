@@ -49,7 +49,7 @@ def away(kv: KV, *prompts: list[int]) -> None:
 
 def empty(kv: KV) -> None:
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             kv.planner.store.writes.flush(5.0)
 
 
@@ -137,7 +137,8 @@ def test_a_hint_of_a_windowed_model_brings_what_the_window_shows() -> None:
     text = [*P, *Q, 9]
     published(kv, text)
     with kv.lock:
-        while kv.planner.store._give_up(0, 1) or kv.planner.store._give_up(1, 1):
+        evicted = kv.planner.store.eviction.make_room
+        while evicted(0, 1) or evicted(1, 1):
             kv.planner.store.writes.flush(5.0)
     kv.hint(text, 1.0)
     kv.clock.advance(s=1.0)

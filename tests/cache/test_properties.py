@@ -140,7 +140,7 @@ def test_a_freed_page_is_never_returned_by_a_lookup(turns: list[int]) -> None:
         elif turn < 10:
             kv.forget(prompts[turn - 5])
         else:
-            store._give_up(0, 2)
+            store.eviction.make_room(0, 2)
         for prompt in prompts:
             with kv._probe(prompt, None, ()) as seq:
                 for block in kv.restorer.known_blocks(seq):

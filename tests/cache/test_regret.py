@@ -295,7 +295,7 @@ def test_the_guard_learns_what_became_of_prefetched_pages(used: bool) -> None:
     store = kv.planner.store
     guard = store.stack.mover.lanes[0].guard
     with kv.lock:
-        while store._give_up(0, 1):
+        while store.eviction.make_room(0, 1):
             pass
     coming = kv.prefetch([*prompt, 0])
     assert coming.wait(60) and coming.arrived == 3 and len(store.prefetched_unused) == 3
@@ -304,7 +304,7 @@ def test_the_guard_learns_what_became_of_prefetched_pages(used: bool) -> None:
         with kv.open([*prompt, 0]) as seq:
             assert seq.reused == 24
     with kv.lock:
-        while store._give_up(0, 1):
+        while store.eviction.make_room(0, 1):
             pass
     assert not store.prefetched_unused
     came = 3 * 4096

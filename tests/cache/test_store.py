@@ -211,7 +211,7 @@ def test_a_forked_write_does_not_reach_a_page_that_is_being_stored() -> None:
     kv.flush()
     seq.close()
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass
     assert reused(kv, P) == 24
 
@@ -387,7 +387,7 @@ def test_room_is_made_by_moving_pages_when_nothing_else_helps() -> None:
 def test_pages_that_transfers_use_do_not_move() -> None:
     kv = make_kv(simple(), pages=64)
     store = kv.planner.store
-    pages = store.allocate(0, 48)
+    pages = store.allocator.allocate(0, 48)
     lent = [page for page in pages if page % 16 == 3]
     for page in pages:
         if page % 16 == 3:

@@ -33,7 +33,7 @@ def test_a_known_page_is_copied_only_once_it_leaves() -> None:
     kv = make_kv(simple(), pages=16)
     seqs = [opened(kv, TEXT) for _ in range(3)]
     n_bytes = [kv.suspend(seq) for seq in seqs]
-    page = kv.planner.store.page_bytes(0)
+    page = kv.planner.store.forms[0].raw.page_bytes
     assert n_bytes == [4 * page, page, page]  # what they share is counted once
     assert kv.planner.aside_bytes == 6 * page
     assert [copied(seq) for seq in seqs] == [1, 1, 1]  # the open pages
@@ -64,7 +64,7 @@ def test_nothing_is_copied_back_that_is_still_there() -> None:
     seq = opened(kv, TEXT)
     before = kv.planner.tables.pages[0][seq.row, :3].tolist()
     kv.suspend(seq)
-    assert kv.planner.store.room("cpu") == kv.planner.store.pool(0).capacity_granules
+    assert kv.planner.store.allocator.room("cpu") == kv.planner.store.pool(0).capacity_granules
     kv.resume(seq)
     assert kv.planner.tables.pages[0][seq.row, :3].tolist() == before
     assert all(block is not None for block in seq.blocks[0][:3])
@@ -140,7 +140,7 @@ def test_what_was_erased_meanwhile_does_not_become_known_again(how: str, gone_be
 def test_long_sequences_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = make_kv(simple(), pages=16)
     seq = opened(kv, TEXT * 3)
-    n_bytes = kv.planner.store.page_bytes(0)
+    n_bytes = kv.planner.store.forms[0].raw.page_bytes
     monkeypatch.setattr(pool, "AT_ONCE_BYTES", 4 * n_bytes)
     assert [len(range(11)[part]) for part in pool._parts(11, n_bytes)] == [4, 4, 3]
     assert len(list(pool._parts(2, 8 * n_bytes))) == 2

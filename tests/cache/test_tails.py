@@ -301,7 +301,7 @@ def test_a_load_that_is_lost_while_room_is_made_for_a_tail_is_lost(computable: b
 
         own.poll = later
         seq = kv.open(PROMPT, wait=False, computable=computable)
-        restoration, allocate = seq.restoration, store.try_allocate
+        restoration, allocate = seq.restoration, store.allocator.try_allocate
         restoration.meet()
 
         def answered(*wanted: Any) -> Any:
@@ -309,9 +309,9 @@ def test_a_load_that_is_lost_while_room_is_made_for_a_tail_is_lost(computable: b
             store.writes.drain()
             return allocate(*wanted)
 
-        store.try_allocate = answered
+        store.allocator.try_allocate = answered
         restoration.settle()
-        store.try_allocate = allocate
+        store.allocator.try_allocate = allocate
         restoration.finish(ok=restoration.complete())
         check_content(kv, seq, PROMPT[: seq.length])
         own.poll = poll
@@ -326,7 +326,8 @@ def test_what_is_condemned_meanwhile_is_no_tail() -> None:
         restoration.meet()
         (one,) = restoration._behind
         assert one.complete
-        kv.planner.store.quarantine(one.block)
+        kv.planner.store.stack.quarantine([one.block])
+        kv.planner.store.forget(one.block)
         assert restoration.gone
         restoration.complete()
         restoration.finish()

@@ -35,7 +35,7 @@ def back(kv: KV, clock: ManualClock) -> None:
 
 def evict_all(kv: KV) -> None:
     with kv.lock:
-        while kv.planner.store._give_up(0, 1):
+        while kv.planner.store.eviction.make_room(0, 1):
             pass
 
 
@@ -55,7 +55,7 @@ def test_a_page_that_leaves_for_memory_still_waits_for_the_tier_that_lasts(earli
     published(kv, P)
     store = kv.planner.store
     for block in blocks(kv) if earlier else ():
-        assert not store.store_pages([block], HOST)
+        assert not store.eviction.store_pages([block], HOST)
     store.stack.mover.drain()
     evict_all(kv)
     kv.planner.store.stack.mover.drain()
@@ -95,7 +95,7 @@ def test_a_page_on_its_way_to_memory_can_be_written_down_too() -> None:
     store.stack.unwritten.clear()
     with kv.lock:
         for block in blocks(kv):
-            assert not store.store_pages([block], HOST)
+            assert not store.eviction.store_pages([block], HOST)
         store.stack.mover.collect()
         clock.advance(s=61.0)
         store.writes.write_down(*blocks(kv))
@@ -113,7 +113,7 @@ def test_a_block_is_stored_once_in_each_tier_and_named_as_it_lies_there() -> Non
     store, ended = kv.planner.store, list[int]()
     block, body = blocks(kv)[0], memoryview(bytes(4096))
     with kv.lock:
-        (info,) = store.describe([block])
+        (info,) = store.forms[block.group].describe([block])
         assert not store.stack.store([(block, info, body)], HOST, lambda _: ended.append(1))
         other = info._replace(codec=1, fidelity=1)
         assert not store.stack.store([(block, other, body)], HOST, lambda _: ended.append(2))
@@ -133,7 +133,7 @@ def test_an_erasure_names_every_tier_that_has_not_answered_a_store() -> None:
     kv = make_kv(simple(), pages=16, tiers=[near, disk], load_deadline_s=0.05)
     published(kv, P)
     for block in blocks(kv):
-        assert not kv.planner.store.store_pages([block], HOST)
+        assert not kv.planner.store.eviction.store_pages([block], HOST)
     with pytest.raises(StoreError, match=r"near has not answered.*lasting has not answered"):
         kv.forget(P)
     del near.poll, disk.poll
@@ -281,7 +281,8 @@ def test_what_others_erased_is_not_lost() -> None:
         store.stack.mover.lanes[HOST].pump = lambda: 0
         evict_all(kv)
         assert store.writes.unsaved == 6 and all(block.page < 0 for block in blocks(kv))
-        store.lose(blocks(kv), -1)
+        store.stack.lose(known := blocks(kv), -1)
+        store.forget(*known)
     assert not store.stack.lost and not store.writes.unsaved and not blocks(kv)
 
 
@@ -320,7 +321,7 @@ def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str
     if reason == "held below":
         clock.advance(s=61.0)
         for block in blocks(kv):
-            assert not store.store_pages([block], 0)
+            assert not store.eviction.store_pages([block], 0)
         store.writes.drain()
         store.stack.mover.lanes[0].rest(60.0)
     disk.writable = reason != "read-only"
@@ -334,7 +335,7 @@ def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str
     with kv.lock:
         for block in blocks(kv) if reason == "lease" else ():
             store._places[0].remove(block)
-            store.leave([block], "lease")
+            store.eviction.leave([block], "lease")
     evict_all(kv)
     assert not store.stack.lost and not dropped(store)
     assert len(blocks(kv)) == 3 * (reason == "held below")
@@ -346,7 +347,7 @@ def test_a_store_that_left_its_tiers_waits_for_nothing() -> None:
     old = kv.planner.store
     bind(kv, simple(layers=2), Namespace(model="other"))
     with kv.lock:
-        while old._give_up(0, 1):
+        while old.eviction.make_room(0, 1):
             pass
     assert not old.writes.unsaved and not old.writes.flush(5.0)
 
@@ -397,7 +398,8 @@ def test_an_erasure_is_not_proven_before_what_was_forgotten_in_flight_has_landed
     published(kv, P)
     store = kv.planner.store
     if lost:
-        store.lose(blocks(kv), -1)
+        store.stack.lose(known := blocks(kv), -1)
+        store.forget(*known)
     else:
         with pytest.raises(StoreError, match="lasting has not answered"):
             kv.forget(P)

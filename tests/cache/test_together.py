@@ -39,7 +39,7 @@ def leave_all(kv: KV, reason: str = "space") -> list[Block]:
     """Take all pages off the device in one batch; return their blocks, root to leaf."""
     store = kv.planner.store
     with kv.lock:
-        store.drop_tails()
+        store.tails.drop()
         blocks = sorted(store.index, key=lambda block: block.depth)
         leave(kv, blocks[::-1], reason)
     return blocks
@@ -51,7 +51,7 @@ def leave(kv: KV, blocks: list[Block], reason: str = "space") -> None:
     with kv.lock:
         for block in blocks:
             store.device_places["cpu"].remove(block)
-        store.leave(blocks, reason)
+        store.eviction.leave(blocks, reason)
 
 
 def departing(tier: Any, *, bus: bool = False, **options: Any) -> tuple[KV, list[Block], list[Any]]:
@@ -259,13 +259,13 @@ def test_a_page_is_not_lost_while_its_own_batch_makes_room(late: bool, bus: bool
     store, other = kv.planner.store, [*range(100, 108)]
     published(kv, TEXT[:8])
     with kv.lock:
-        store.drop_tails()
+        store.tails.drop()
         (block,) = store.index
-        assert not store.store_pages([block], 1)
+        assert not store.eviction.store_pages([block], 1)
         store.writes.flush(60.0)
     published(kv, other)
     with kv.lock:
-        store.drop_tails()
+        store.tails.drop()
         (first,) = (one for one in store.index if one is not block)
     leave(kv, [first])
     assert kv.flush(60) and (block.tiers, first.tiers) == (2, 1)
@@ -292,7 +292,11 @@ def test_an_error_leaves_no_page_without_an_owner(
         behind_a_bus(kv)
     published(kv, TEXT)
     store = kv.planner.store
-    owners = {"admit": store.stack.places[0].policy, "describe": store, "make_room": store.stack}
+    owners = {
+        "admit": store.stack.places[0].policy,
+        "describe": store.forms[0],
+        "make_room": store.stack,
+    }
     owner = owners[where]
     real = getattr(owner, where)
 
@@ -312,7 +316,7 @@ def test_an_error_leaves_no_page_without_an_owner(
     lost = 2 * (where == "make_room")  # their pages were free by then
     assert [block.page >= 0 for block in blocks] == [True] * (4 - lost) + [False] * 2
     served(kv, 16 if lost else 48)
-    taken = store.try_allocate(0, 16)
+    taken = store.allocator.try_allocate(0, 16)
     assert taken, "all pages can become free"
     store.pool(0).release(*taken)
 
@@ -334,7 +338,7 @@ def test_a_tier_gives_up_the_same_whether_pages_leave_together_or_alone(
         for number, length in enumerate(lengths):
             before = {*store.index}
             published(kv, [*range(16), *range(1000 * number, 1000 * number + length)])
-            store.drop_tails()
+            store.tails.drop()
             prompts.append(sorted({*store.index} - before, key=lambda block: -block.depth))
         left, mixed = [[*prompt] for prompt in prompts], list[Block]()
         for turn in turns:
@@ -409,12 +413,14 @@ def test_only_for_space_is_a_busy_tier_waited_for(reason: str) -> None:
         leave_all(kv)
     else:
         with kv.lock:
-            store.drop_tails()
+            store.tails.drop()
             victims = store.device_places["cpu"].evict(store.context.now_ns(), 6)
             if reason == "prefetch":
-                store.displace(victims.tolist())
+                store.eviction.leave(store.index.those(victims.tolist()), "prefetch")
             else:
-                store._relieve(lambda place, _: victims.tolist() * (place.kind == "gpu"), reason)
+                store.eviction._relieve(
+                    lambda place, _: victims.tolist() * (place.kind == "gpu"), reason
+                )
     assert [(one.tier, one.pages, one.reason) for one in told] == [("device", 6, reason)]
     assert (near.waits > 0) == (reason == "space")
     assert kv.flush(60)
@@ -437,7 +443,7 @@ def test_a_load_that_lands_while_others_leave_keeps_its_page(
     near.poll = lambda timeout_s=0.0: []
     with kv.lock:
         (load,) = loads = PageLoad.several(store, [(block, 0)], awaited=False)
-        assert reserve(loads, ways(store, loads), store.try_allocate)
+        assert reserve(loads, ways(store, loads), store.allocator.try_allocate)
         batch = LoadBatch("prefetch", lambda _: None, priority=IOPriority.PREFETCH)
         PageLoader(store).submit(batch, [LayerSlice(load, 0, 1)], -1)
         store.stack.mover.drain()

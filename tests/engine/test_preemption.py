@@ -82,7 +82,7 @@ class Random:
             if dice.random() < 0.3:
                 with self.kv.lock:
                     for _ in range(dice.randint(1, 12)):
-                        self.kv.planner.store._give_up(0, 1)
+                        self.kv.planner.store.eviction.make_room(0, 1)
             if dice.random() < 0.1:
                 self.kv.defragment()
         loop.turn()  # gives answers that ended by hand

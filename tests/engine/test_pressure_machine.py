@@ -150,7 +150,7 @@ class Pressure(RuleBasedStateMachine):
         kv = self.one.kv
         with kv.lock:
             for n in range(pages):
-                kv.planner.store._give_up(n % 2, 1)
+                kv.planner.store.eviction.make_room(n % 2, 1)
 
     @rule(beginning=st.sampled_from(BEGINNINGS))
     def forget(self, beginning: list[int]) -> None:

@@ -672,7 +672,7 @@ class World:
             assert planner is not None
             for pool in planner.store.pools.values():
                 taken: list[int] = []
-                while fresh := planner.store.try_allocate(0, 1):
+                while fresh := planner.store.allocator.try_allocate(0, 1):
                     taken += fresh
                 for page in taken:
                     pool.release(page)

@@ -162,7 +162,7 @@ def test_models_with_a_state_of_their_own_are_left_alone(name: str) -> None:
         assert kv.flush()
         for place in kv.planner.store.pools:
             for block in kv.planner.store.blocks_on(place):
-                kv.planner.store.leave([block], "space")
+                kv.planner.store.eviction.leave([block], "space")
         assert_same(generate(model, 2, **inputs), theirs)
         assert counts(kv)[:2] == (0, 0)
 

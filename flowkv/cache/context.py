@@ -1,0 +1,112 @@
+"""What the policies of all places have in common: time, tenants and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from flowkv.cache.index import Block, PrefixIndex
+from flowkv.core.clock import Clock
+from flowkv.core.geometry import CODEC_SHIFT
+from flowkv.core.keys import ROOT
+from flowkv.policy.restore import LoadGate
+from flowkv.residency.keyed import PolicyPlace
+
+_PARENT, _SLOT = attrgetter("parent"), attrgetter("slot")
+_ALIKE = 16  # pages that follow each other in a prompt have one cost in tiers, however they come
+
+
+@dataclass(slots=True)
+class PolicyContext:
+    """Time, tenants and costs, the same for the policies of all places. Callers hold the KV lock.
+
+    Args:
+        index: The known blocks.
+        clock: Time for the policies.
+        gate: Rates of the model and of loads.
+        page_size: Tokens of a page.
+        tenants: Numbers of tenants by their salt: those with a quota are the first.
+    """
+
+    index: PrefixIndex
+    clock: Clock
+    gate: LoadGate
+    page_size: int
+    tenants: dict[bytes, int]
+    _moment_ns: int | None = None
+
+    def now_ns(self) -> int:
+        """Return the time for the policies."""
+        return self.clock.now_ns() if self._moment_ns is None else self._moment_ns
+
+    @contextmanager
+    def moment(self) -> Iterator[None]:
+        """Stop the time for the policies.
+
+        Blocks restored for a request are then inserted at the time of the request: one use each.
+        """
+        before, self._moment_ns = self._moment_ns, self.now_ns()
+        try:
+            yield
+        finally:
+            self._moment_ns = before
+
+    def tenant(self, salt: bytes) -> int:
+        """Return the number by which policies know a tenant."""
+        return self.tenants.setdefault(salt, len(self.tenants))
+
+    def insert(
+        self, place: PolicyPlace, blocks: Iterable[Block], n_bytes: Callable[[Block], int]
+    ) -> None:
+        """Insert blocks that became resident into a place's policy.
+
+        Args:
+            place: The place.
+            blocks: Root to leaf, chain after chain. Neighbours of one size, lease and tenant take
+                one call. A policy takes the last block of a call for the deepest, so that chains
+                on a device begin a call each. A call has one cost: that of its middle page, in
+                tiers of the middle of all parts of 16 pages that it touches.
+            n_bytes: Returns the bytes of a block's copy there.
+        """
+        runs, alike, here = list[list[Block]](), None, place.kind == "gpu"
+        for block in blocks:
+            codec = block.page >> CODEC_SHIFT if here else block.codecs
+            size = block.n_bytes if here else n_bytes(block)
+            terms = block.group, codec, size, block.lease, block.tenant
+            if terms != alike or (here and block.parent == ROOT):
+                runs.append([])
+            runs[-1].append(block)
+            alike = terms
+        for run in runs:
+            first, last = run[0], run[-1]
+            more = 0 if here else _ALIKE - 1
+            middle = ((first.depth & ~more) + (last.depth | more) + 1) / 2  # one cost for all
+            above = self.index.slots(map(_PARENT, run))
+            place.policy.insert(
+                self.now_ns(),
+                np.array([*map(_SLOT, run)], np.int64),
+                np.array(above, np.int64),
+                n_bytes=n_bytes(first),
+                cost_ns=round(self.gate.token_s(middle * self.page_size) * self.page_size * 1e9),
+                lease=first.lease,
+                tenant=self.tenant(first.tenant),
+            )
+
+
+def chains(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Return blocks as parts of chains, root to leaf, each behind the part that it continues."""
+    below, known = dict[bytes, list[Block]](), {block.key for block in blocks}
+    for block in reversed(blocks):
+        below.setdefault(block.parent if block.parent in known else ROOT, []).append(block)
+    left, found = below.pop(ROOT, []), list[list[Block]]()
+    while left:
+        block = left.pop()
+        if not found or block.parent != found[-1][-1].key or not block.depth % _ALIKE:
+            found.append([])
+        found[-1].append(block)
+        left += below.get(block.key, ())
+    return found
