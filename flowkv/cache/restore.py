@@ -198,11 +198,11 @@ class PrefixMatcher:
             Tokens attached.
         """
         self.store.eviction.expire()
-        loaded = self.place(seq, max(0, limit) // self.page_size, pays=pays)
+        loaded = self.attach_known(seq, max(0, limit) // self.page_size, pays=pays)
         behind = self.behind(seq, seq.length // self.page_size, limit)
-        return self.finish(seq, limit, behind, loaded)
+        return self.extend_loading(seq, limit, behind, loaded)
 
-    def finish(self, seq: Sequence, limit: int, behind: list[PageLoad], loaded: int) -> int:
+    def extend_loading(self, seq: Sequence, limit: int, behind: list[PageLoad], loaded: int) -> int:
         """Load the page behind whole pages and extend the sequence by it; return its tokens."""
         try:
             if behind:
@@ -213,7 +213,7 @@ class PrefixMatcher:
         self.emit_hits(seq, tokens, loaded, limit)
         return tokens
 
-    def place(self, seq: Sequence, pages: int, *, pays: bool = False) -> int:
+    def attach_known(self, seq: Sequence, pages: int, *, pays: bool = False) -> int:
         """Put at most so many known pages in place; return how many of their tokens were loaded."""
         _, loaded = self.attach(seq, pages, pays=pays)
         if self.planner.overflow is not None and seq.length < pages * self.page_size:
@@ -647,13 +647,13 @@ class RestoreScheduler:
         known = restorer.match(seq, max(0, limit) // size)
         plan, loaded, at_once = None, 0, self.policy.at_once and restorer.copyable(seq, known)
         if at_once:
-            loaded = restorer.place(seq, max(0, limit) // size)
+            loaded = restorer.attach_known(seq, max(0, limit) // size)
         elif known:
             plan = self._look(seq, known, computable)
         pages = plan.pages if plan is not None else seq.length // size
         behind = restorer.behind(seq, pages, limit) if self.store.stack.tiers else []
         if at_once and (not behind or restorer.lent([one.block for one in behind])):
-            restorer.finish(seq, limit, behind, loaded)
+            restorer.extend_loading(seq, limit, behind, loaded)
             return
         if plan is None and behind:
             sources = restorer.sources(behind, ways(self.store, behind), size)
