@@ -185,7 +185,7 @@ def test_a_buffer_is_written_again_after_the_copy_out_of_it(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
     with flowkv.KV(geometry(1, 16), gpu="8MiB") as kv:
         seq = kv.open([*range(9)], reuse=False)
-        static = StaticStep(kv.planner, shape_of(1, 1, 4), torch.device("cpu"))
+        static = StaticStep(kv.planner, shape_of(1, 1, 1, 4), torch.device("cpu"))
         static._stages = [(*stage[:2], Event()) for stage in static._stages]
         with kv.step([seq], [[*range(9)]]) as step:
             static.fill(step, torch.tensor([1]), torch.tensor([2]))

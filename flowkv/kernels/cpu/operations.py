@@ -368,7 +368,8 @@ def paged_attention(
         tree=None if how.tree is None else how.tree.contiguous(),
     )
     few = few_new(layout, heads, q.dtype, how)
-    if few and tokens and (len(batch.rows) > 1 or int(batch.starts[1]) <= few):
+    least = min(batch.most_new, batch.starts.numpy()[1]) if len(batch.rows) == 1 else 0
+    if few and tokens and least <= few:
         call = Call(pages, batch, how, heads, q.dtype, few)
         if lse is not None:
             call.point(fields.LSE, lse)
