@@ -69,8 +69,9 @@ class DeviceTimer:
         self._end = self._mark()
 
     def seconds(self) -> float | None:
-        """Return the time; None while the device has not come to its end."""
-        if not self._end.query():  # type: ignore[no-untyped-call]
+        """Return the time; None while the device has not come to both ends."""
+        # Another stream than the one of the end may still be on its way to the begin.
+        if not (self._begin.query() and self._end.query()):  # type: ignore[no-untyped-call]
             return None
         return 1e-3 * float(self._begin.elapsed_time(self._end))
 

@@ -488,12 +488,8 @@ class PageLoader:
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
-            self._checks.append(([one for one, _ in self._unread], _Answers(), _Answers(), []))
-            self._unread.clear()
-            while self._checks:  # after an error: the loads stay without these layers
-                trips, *_ = self._next_check()
-                for trip in trips:
-                    trip.piece.page_load.let_go()
+            if batch.left:  # after an error: the loads stay without these layers
+                self._drop_checks(batch)
             self._launch()
             # One call inserts neighbours in chain order, without blocks that have gone meanwhile.
             # This runs after an interrupt, too: a page that no policy knows is never evicted. Later
@@ -705,8 +701,20 @@ class PageLoader:
     def _check_together(self) -> None:
         """Start to check the layers that came unread, each in an answer of its own."""
         hits, self._unread = self._unread, _Answers()
-        if hits:
-            self._checks.append(([trip for trip, _ in hits], hits, _Answers(), self._verify(hits)))
+        for flight in dict.fromkeys([trip.flight for trip, _ in hits]):  # one may load in another
+            own = [one for one in hits if one[0].flight is flight]
+            self._checks.append(([trip for trip, _ in own], own, _Answers(), self._verify(own)))
+
+    def _drop_checks(self, batch: LoadBatch) -> None:
+        """Leave out what came for a batch and is not checked; end the batch."""
+        trips = [trip for trip, _ in self._unread if trip.flight is batch]
+        trips += [trip for those, *_ in self._checks for trip in those if trip.flight is batch]
+        self._unread = [one for one in self._unread if one[0].flight is not batch]
+        self._checks = deque(one for one in self._checks if one[0][0].flight is not batch)
+        for trip in trips:
+            trip.piece.page_load.flying.remove(trip.piece)
+            trip.piece.page_load.let_go()
+        self._less(batch, len(trips))
 
     def _next_check(self) -> tuple[Items[_Trip], _Answers, _Answers, list[_Check]]:
         check = self._checks.popleft()

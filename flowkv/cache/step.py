@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -408,6 +409,10 @@ class Step:
         alone = len(self.seqs) == 1 and 0 < self.advance.most_new <= most_new
         return alone and not planner.slides and planner.sealer is None
 
+    def rerun(self) -> None:
+        """Record that it was run more than once, so that its time is none of one forward."""
+        self._waited_s = math.inf
+
     def replayed(self) -> None:
         """Record that a CUDA graph wrote the new tokens of all layers."""
         self._touched, self._decodes = set(self.planner.layers), {}
@@ -807,13 +812,15 @@ class Step:
 
     def _measure(self) -> None:
         now = time.perf_counter()
-        seconds = compiling.measured_s(self._started_s, now) - self._waited_s
+        counted_s = compiling.measured_s(self._started_s, now)
+        seconds = counted_s - self._waited_s
         before, after = self.advance.before, self.advance.after
         tokens = int(self.advance.starts[-1])
         middle = float((after - before) @ (before + after)) / (2 * tokens)
         if self._timer is None:
             self.planner.measure(tokens, seconds, middle)
-        else:
+        elif self._waited_s <= compiling.MOST_SHARE * counted_s and counted_s:
+            # A device computes while the host waits: of a longer wait, its share is not known.
             idle_s = now - self._started_s - seconds
             self.planner.measure_later(self._timer, tokens, idle_s, middle)
 

@@ -30,11 +30,15 @@ from flowkv.naming.identity import modes
 
 EAGER_STEPS = 2
 """Steps of a shape that run eagerly before one is captured."""
+EAGER_AGAIN = 64
+"""Further ones before a graph that made room for others is captured anew, at the time of a few."""
 MOST_GRAPHS = 16
 """Most graphs of one model."""
 SHORT = 32, 64, 128, 256, 512
 """New tokens of a single row in captured steps; a step has the least that hold its tokens. The
 forward of a longer prompt takes the device as long as the host needs to launch it."""
+_FAR = 1e4
+"""Number far from all that attention gives."""
 _STAGES = 4
 """Pinned buffers, so that a copy under way is not overwritten by the next step."""
 Call = Callable[[Step], torch.Tensor]
@@ -151,6 +155,7 @@ class StaticStep(Step):
         tokens: int64 `[1, N]`.
         places: int64 `[1, N]`: positions of the tokens.
         last: int64 `[R]`: the last token of each row.
+        filler: float32 `[]`: what attention gives to tokens of no row.
 
     Args:
         planner: The planner of the rows.
@@ -158,7 +163,7 @@ class StaticStep(Step):
         device: Device of the model and of all pages.
     """
 
-    __slots__ = ("_buffer", "_held", "_stages", "_table", "_turn", "last", "places", "shape")
+    __slots__ = tuple("_beyond _buffer _held _stages _table _turn filler last places shape".split())
 
     def __init__(self, planner: Planner, shape: StepShape, device: torch.device) -> None:
         groups, rows, count = len(planner.geometry.groups), shape.rows, shape.rows * shape.new
@@ -188,6 +193,8 @@ class StaticStep(Step):
         self.tokens = self._buffer[:count].view(1, count)
         self.places = self._buffer[count : 2 * count].view(1, count)
         self.last = self._buffer[2 * count :][:rows]
+        self.filler = torch.zeros((), device=device)
+        self._beyond = torch.zeros(count, 1, 1, dtype=torch.bool, device=device)
         self.planner, self._open, self._token = planner, True, None
         self.advance = Advance(
             rows=np.arange(rows, dtype=np.int32),
@@ -258,6 +265,9 @@ class StaticStep(Step):
         for first, each in given:
             if each.device.type != "cpu":
                 self._buffer[first : first + each.numel()].copy_(each.view(-1))
+        if new > 1:  # there is one row
+            every = torch.arange(count, device=self._beyond.device)
+            torch.gt(every, self.last, out=self._beyond.view(-1))
         with self.planner.guard:
             held = tables.version, advance.rows.tolist()
             if held != self._held:
@@ -270,6 +280,11 @@ class StaticStep(Step):
                 self._held = held
         if event is not None:  # the model may be on another device than the thread's current one
             event.record(torch.cuda.current_stream(self._buffer.device))
+
+    def read(self, layer: int, q: torch.Tensor, **how: Any) -> torch.Tensor:
+        """Attend like any step; tokens of no row, which kernels leave unwritten, get `filler`."""
+        out = super().read(layer, q, **how)
+        return torch.where(self._beyond, self.filler.to(out), out) if self.shape.new > 1 else out
 
     def __exit__(self, *_: object) -> None:
         """Leave the context, without a commit."""
@@ -392,6 +407,7 @@ class GraphedForward:
             seen = self._seen[shape] = self._seen.get(shape, 0) + 1
             if state is not None and seen > EAGER_STEPS and shape not in self._graphs:
                 self._follow_stream(logits.device)
+                step.rerun()
                 try:
                     graph = self._capture(step, shape, ids, positions, logits)
                 except Exception as error:  # any error of the model: its steps stay eager
@@ -455,10 +471,13 @@ class GraphedForward:
         kept, alike = [x.clone() for x in there], False
         try:
             out = recorder.record(lambda: self._call(static))
-            recorder.replay()
-            found = _last(out, step, shape)
-            same = found.shape == logits.shape and _close(found, logits)
-            alike = same and all(map(_close, there, kept))
+            for filler in (_FAR, 0.0) if shape.new > 1 else (0.0,):
+                static.filler.fill_(filler)  # tokens must not depend on those of no row
+                recorder.replay()
+                found = _last(out, step, shape)
+                same = found.shape == logits.shape and _close(found, logits)
+                if not (alike := same and all(map(_close, there, kept))):
+                    break
         finally:
             if not alike:
                 for x, before in zip(there, kept, strict=True):
@@ -476,6 +495,7 @@ class GraphedForward:
         self._report["captured"] += 1
         while self._graphs and (len(self._graphs) > MOST_GRAPHS or self._count() > most_bytes):
             dropped, _ = self._graphs.popitem(last=False)
+            self._seen[dropped] = -EAGER_AGAIN
             if dropped == shape:
                 reason = f"one graph takes more than the {most_bytes} bytes of graphs="
                 self._refuse(reason, shape)

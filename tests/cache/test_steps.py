@@ -82,6 +82,25 @@ def test_a_prompt_is_timed_by_its_device(kv: KV) -> None:
     assert timer.calls == ["stop", *["asked"] * 3]
 
 
+def test_a_step_that_waited_or_ran_twice_is_not_timed(kv: KV) -> None:
+    """How long the device computed meanwhile is not known."""
+    told = list[tuple[int, float, float]]()
+    kv.planner.measured = lambda *given: told.append(given)
+    for number, change in enumerate(("none", "waits", "runs again")):
+        seq = kv.open([number] * 30, reuse=False)
+        for step in kv.prefill([seq], chunk=40):
+            write(step)
+            step._timer = Timer()
+            if change == "waits":
+                step._waited_s = 1.0
+            elif change == "runs again":
+                step.rerun()
+        for _ in range(4):
+            advance(kv, [seq], [[1]])
+        seq.close()
+    assert [tokens for tokens, *_ in told] == [30]
+
+
 def test_prefill_goes_in_chunks_and_stops_at_what_is_known(kv: KV) -> None:
     published(kv, range(20))
     a, b = kv.open(range(40)), kv.open([7] * 9)

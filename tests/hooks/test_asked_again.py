@@ -250,6 +250,30 @@ def test_a_short_prompt_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch)
         assert counts(kv)[1] > 20 and not kv.stats()["graphs"]["eager"]
 
 
+def test_logits_of_chosen_tokens_once_there_are_graphs() -> None:
+    (model, twin), found = both("llama", "cpu"), list[torch.Tensor]()
+    with recorded(), attached(model) as kv, torch.no_grad():
+        for seed in range(4):
+            generate(model, 9, input_ids=models.prompt(20, seed=seed))
+        assert counts(kv)[0] >= 2
+        for one in (model, twin):
+            cache, ids = DynamicCache(config=one.config), models.prompt(30, seed=9)
+            one(input_ids=ids[:, :20], past_key_values=cache, logits_to_keep=1)
+            chosen = dict(past_key_values=cache, logits_to_keep=torch.tensor([0, 4]))
+            found.append(one(input_ids=ids[:, 20:], **chosen).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_shapes_in_turn_are_not_captured_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowkv.hooks.graphs.MOST_GRAPHS", 1)
+    model, twin = both("llama", "cpu")
+    with recorded(), attached(model) as kv:
+        for turn in range(16):
+            ids = models.prompt(20 if turn % 2 else 40, seed=turn)
+            assert_same(generate(model, 1, input_ids=ids), generate(twin, 1, input_ids=ids))
+        assert 1 <= counts(kv)[0] <= 3
+
+
 def test_a_capture_with_the_right_logits_and_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of all tokens but the last fails: what a capture writes into pages shows it."""
     own = StaticStep.read

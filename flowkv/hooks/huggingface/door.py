@@ -782,7 +782,7 @@ class ForwardHook:
         """Return whether a forward asks for the last logits of each row, and for nothing else."""
         rows, given = cache.rows, call.given
         alone = call.rows == 1 and not (rows.uneven or rows.pads.any())
-        last = call.columns == 1 or (alone and given.get("logits_to_keep") == 1)
+        last = call.columns == 1 or (alone and call.keep == 1)
         if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
             self.kv.graphed["eager"] = "the model computes with keys and values itself"
         asked = False in (given.get("return_dict"), given.get("use_cache"))
