@@ -60,7 +60,12 @@ class PolicyContext:
         return self.tenants.setdefault(salt, len(self.tenants))
 
     def insert(
-        self, place: PolicyPlace, blocks: Iterable[Block], n_bytes: Callable[[Block], int]
+        self,
+        place: PolicyPlace,
+        blocks: Iterable[Block],
+        n_bytes: Callable[[Block], int],
+        *,
+        apart: bool = False,
     ) -> None:
         """Insert blocks that became resident into a place's policy.
 
@@ -71,11 +76,12 @@ class PolicyContext:
                 on a device begin a call each. A call has one cost: that of its middle page, in
                 tiers of the middle of all parts of 16 pages that it touches.
             n_bytes: Returns the bytes of a block's copy there.
+            apart: Whether copies of equal blocks may have unequal sizes there.
         """
         runs, alike, here = list[list[Block]](), None, place.kind == "gpu"
         for block in blocks:
             codec = block.page >> CODEC_SHIFT if here else block.codecs
-            size = block.n_bytes if here else n_bytes(block)
+            size = n_bytes(block) if apart else block.n_bytes
             terms = block.group, codec, size, block.lease, block.tenant
             if terms != alike or (here and block.parent == ROOT):
                 runs.append([])

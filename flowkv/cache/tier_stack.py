@@ -191,7 +191,9 @@ class TierStack:
 
     def insert(self, blocks: Sequence[Block], number: int) -> None:
         """Insert blocks that became resident on a tier into its policy, root to leaf."""
-        self.context.insert(self.places[number], blocks, partial(self._takes, number=number))
+        coded = isinstance(self.tiers[number], CodecTier)
+        takes = partial(self._takes, number=number)
+        self.context.insert(self.places[number], blocks, takes, apart=coded)
 
     def _takes(self, block: Block, number: int) -> int:
         """Return the bytes that a block takes on a tier, for policies: at least 1."""

@@ -508,8 +508,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             memory is scattered between pages of several sizes; 0 for never.
         overflow: Sequences may be longer than the device pool: pages that do not fit stay in host
             memory or on disk, and are attended from there.
-        graphs: "auto" captures decode steps on GPUs as CUDA graphs and replays them; a size bounds
-            the memory that graphs hold (default: a sixteenth of the device); "off" captures none.
+        graphs: "auto" captures decode steps and short prompts on GPUs as CUDA graphs and replays
+            them; a size bounds the memory that graphs hold (default: a sixteenth of the device);
+            "off" captures none.
         max_rows: Most sequences in one step.
         load_deadline_s: Longest wait for a page before it is computed instead.
         exit_s: Longest time at the end of the process for queued writes of a cache that was not

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import repeat, starmap
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -223,7 +223,7 @@ class HostTier(Immediate):
         stores, wishes = isinstance(items[0], Store), cast(Sequence[Any], items)
         if stores:
             sizes = [wish.body.nbytes for wish in wishes]
-            if all(wish.digests is not None for wish in wishes):
+            if all(map(is_not, map(attrgetter("digests"), wishes), repeat(None))):
                 slots = self.slots.reaches(addresses_of([wish.body for wish in wishes]), sizes)
                 sizes = [n * (slot is None) for n, slot in zip(sizes, slots, strict=True)]
         else:
