@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         PagedRow,
         bind,
         drop_unproven,
-        end,
         follow,
         forget_name,
         levels,

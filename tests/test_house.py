@@ -163,7 +163,7 @@ def test_a_public_class_name_means_one_class() -> None:
     assert {name for name, found in homes.items() if len(found) > 1} == set()
 
 
-METHOD_NAMES = 26
+METHOD_NAMES = 25
 """Names of methods that more than four classes use, each for something of its own."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -237,7 +237,7 @@ def test_a_method_name_means_one_thing() -> None:
     assert len(many) == METHOD_NAMES, f"only {len(many)} names are left: hold that (METHOD_NAMES)"
 
 
-MOST_METHODS, LARGER = 25, {"KV", "DiskStore", "Planner", "RestoreJob", "Tenants"}
+MOST_METHODS, LARGER = 25, {"KV", "DiskStore", "Planner", "Tenants"}
 """Most public methods of a class, and the classes that still have more."""
 
 

@@ -233,6 +233,10 @@ def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
         states[rows[b]] = READY
 
 
+Fronts = Items[Callable[[float], None]]
+"""Calls that record the seconds of a token in a step; 0 if unknown."""
+
+
 class EdgePrefetcher(Protocol):
     """Prefetcher of the pages that are expected next, called at the edges of steps."""
 
@@ -288,7 +292,7 @@ class Planner:
         self.compactor = Compactor(store, tables, store.defragment_bytes)
         self.overflow = Overflow(store, tables, guard) if store.overflows else None
         self.measured, self._prefetches = measured, prefetches
-        self._timers = deque[tuple[DeviceTimer, int, float, float]]()
+        self._timers = deque[tuple[DeviceTimer, float, int, float | None, Fronts]]()
         self.publisher = Publisher(
             store,
             tables,
@@ -787,20 +791,34 @@ class Planner:
                 self.look_ahead()
         self.guard.run_deferred()
 
-    def measure(self, tokens: int, seconds: float, middle: float) -> None:
-        """Record the seconds of computing tokens with a mean position of `middle`."""
-        if seconds > 0:
-            self.measured(tokens, seconds, middle)
+    def measure(
+        self, tokens: int, seconds: float, middle: float | None, fronts: Fronts = ()
+    ) -> None:
+        """Record the seconds of computing tokens; 0 if unknown.
 
-    def measure_later(self, timer: DeviceTimer, tokens: int, idle_s: float, middle: float) -> None:
+        Args:
+            tokens: New tokens of a step.
+            seconds: Time to compute them.
+            middle: Mean position of the tokens; None if their rate is not that of a prompt.
+            fronts: Further calls that record the time.
+        """
+        if seconds > 0 and middle is not None:
+            self.measured(tokens, seconds, middle)
+        for record in fronts:
+            record(max(seconds, 0.0) / tokens)
+
+    def measure_later(
+        self, timer: DeviceTimer, tokens: int, idle_s: float, middle: float | None,
+        fronts: Fronts = (),
+    ) -> None:  # fmt: skip
         """Stop the timer of a device, and record its seconds but `idle_s` once they are known."""
         timer.stop()
-        self._timers.append((timer, tokens, idle_s, middle))
+        self._timers.append((timer, idle_s, tokens, middle, fronts))
 
     def _read_timers(self) -> None:
         while self._timers and (took_s := self._timers[0][0].seconds()) is not None:
-            _, tokens, idle_s, middle = self._timers.popleft()
-            self.measure(tokens, took_s - idle_s, middle)
+            _, idle_s, tokens, middle, fronts = self._timers.popleft()
+            self.measure(tokens, took_s - idle_s, middle, fronts)
 
     def append_ids(self, seqs: Items[Sequence], places: Items[int], tokens: Items[int]) -> None:
         """Append the ids of steps that were committed without them, and publish full pages.

@@ -183,27 +183,8 @@ def behind(
     except Late:
         output = None
     finally:
-        end(kv, restoration, ok=ok)
-    return output
-
-
-def end(kv: KV, restoration: RestoreJob, *, ok: bool, computed: int = 0) -> None:
-    """End a restore and count its loaded tokens as reused; an unsettled restore counts none.
-
-    Args:
-        kv: The cache.
-        restoration: The restore.
-        ok: Whether the step that waited for it was committed.
-        computed: Tokens behind its front that were computed because their pages did not load.
-    """
-    with kv.lock:
-        settled, seq = restoration.settled, restoration.seq
         restoration.finish(ok=ok)
-        came = max(0, restoration.tokens - restoration.front - computed) if settled else 0
-        if not restoration.tokens:
-            came = -seq.reused  # neither a saved state nor its prefix was used
-        seq.reused += came
-        count_tokens(kv, 0, came)
+    return output
 
 
 def count_tokens(kv: KV, seen: int, reused: int) -> None:
@@ -332,7 +313,8 @@ class KV:
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
-        self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0, "eager": ""}
+        self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0}
+        self.graphed.update(eager="", prompts="")
         self.bases: PageBases | None = None
         self._calibrates: Callable[[Any, PageBases, float], dict[str, float]] | None = None
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
@@ -445,7 +427,7 @@ class KV:
         )
         self.restorer = PrefixMatcher(self.planner, self.gate, self.bus, loader)
         self.snapshots = Snapshots(self.restorer)
-        self.restores = RestoreScheduler(self.restorer)
+        self.restores = RestoreScheduler(self.restorer, partial(count_tokens, self, 0))
         self.gate.model = learned.computes(namespace, geometry)
         self._tell(learned.load)
         self.visits = RequestTracker(self.planner, prefetches)
@@ -716,12 +698,13 @@ class KV:
                 with planner.store.context.moment():
                     self._begin(seq, request)
                     if reuse and most > 0 and not self.private:
-                        if wait:
-                            source = self.snapshots if state else self.restorer
-                            seq.reused = source.restore(seq, most)
-                        elif state:
-                            attach = partial(self.restores.begin_whole, seq)
-                            seq.reused = self.snapshots.start_restore(seq, most, attach)
+                        if state:
+                            whole = (
+                                self.restorer.attach_whole if wait else self.restores.begin_whole
+                            )
+                            seq.reused = self.snapshots.restore(seq, most, partial(whole, seq))
+                        elif wait:
+                            seq.reused = self.restorer.restore(seq, most)
                         else:
                             self.restores.start_restore(seq, most, computable=computable)
                             seq.reused = seq.length
@@ -857,9 +840,11 @@ class KV:
                 found = Explanation(len(seq.tokens), 0, {}, why)
             else:
                 found = explain(self.restorer, seq, len(seq.tokens) - 1)
-        captured, replayed, eager = map(self.graphed.get, ("captured", "replayed", "eager"))
-        decoding = f"{captured} decode steps were captured, {replayed} replayed" if captured else ""
+        captured, replayed, _, eager, prompts = self.graphed.values()
+        decoding = f"{captured} steps were captured, {replayed} replayed" if captured else ""
         decoding = f"decode steps run eagerly: {eager}" if eager else decoding
+        if prompts and not eager:
+            decoding += f"; short prompts run eagerly: {prompts}"
         return msgspec.structs.replace(found, decoding=decoding)
 
     def warm(self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()) -> int:
@@ -1208,7 +1193,7 @@ class KV:
                 yield out
                 continue
             if (restoration := RestoreJob.of(out)) is not None:
-                end(self, restoration, ok=restoration.complete())
+                restoration.finish(ok=restoration.complete())
             yield from self.prefill([out], chunk=chunk)
         if seqs:
             incomplete = [seq for seq in seqs if seq.position < len(seq.tokens)]

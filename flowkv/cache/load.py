@@ -391,7 +391,6 @@ class LoadBatch:
         n_bytes: Bytes loaded, by number of the tier.
         joined: Bytes of them that another load had requested, too.
         pages: Pages that a tier completed, by its number and layer group.
-        seconds: Time of the link that the batch took, once that is known.
         lost: Whether a slice cannot be loaded.
         refused: Whether there was no room for a prefetch.
         called_off: Whether it was cancelled; `done` is then not called.
@@ -412,7 +411,6 @@ class LoadBatch:
     n_bytes: Counter[int] = field(default_factory=Counter)
     joined: Counter[int] = field(default_factory=Counter)
     pages: Counter[tuple[int, int]] = field(default_factory=Counter)
-    seconds: float = 0.0
     lost: bool = False
     refused: bool = False
     called_off: bool = False
@@ -484,7 +482,10 @@ class PageLoader:
                 came = self._store.stack.mover.wait(tiers, wait_s)
                 self._check_together()
                 if not came and self._checks:
-                    self._settle(*self._next_check())  # while later ones are copied
+                    check = self._checks.popleft()
+                    for trip in check[0]:
+                        trip.piece.page_load.flying.remove(trip.piece)
+                    self._settle(*check)  # while later ones are copied
                 # Poll once more after the end: the tier may have answered at its own deadline.
                 self.expire(now)
         finally:
@@ -716,23 +717,12 @@ class PageLoader:
             trip.piece.page_load.let_go()
         self._less(batch, len(trips))
 
-    def _next_check(self) -> tuple[Items[_Trip], _Answers, _Answers, list[_Check]]:
-        check = self._checks.popleft()
-        for trip in check[0]:
-            trip.piece.page_load.flying.remove(trip.piece)
-        return check
-
     def _settle(
         self, trips: Items[_Trip], hits: _Answers, missed: _Answers, checks: list[_Check]
     ) -> None:
         """Take what arrived and is sound; ask further sources for the rest."""
-        flight, stack, landed, unsound = (
-            trips[0].flight,
-            self._store.stack,
-            list[_Landed](),
-            hits[:0],
-        )
-        sound = dict[_Trip, bool]()
+        flight, stack, landed = trips[0].flight, self._store.stack, list[_Landed]()
+        sound, unsound = dict[_Trip, bool](), _Answers()
         for those, check in checks:
             sound |= zip(those, check(), strict=True)
             flight.ended_s = time.perf_counter()  # the copies are part of the load

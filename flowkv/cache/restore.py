@@ -14,7 +14,6 @@ each layer. Layers that do not arrive raise `Late`, and their pages are computed
 from __future__ import annotations
 
 import math
-import threading
 import time
 import weakref
 from bisect import bisect_left
@@ -75,6 +74,9 @@ class RestorePlan(NamedTuple):
         page_loads: Per group: the needed pages behind the resident ones, by number.
         sources: Tiers that they can be loaded from.
         tiers: Number of the tier of each source; -1 if the pages are on several tiers.
+        computable: Whether the caller computes tokens of the front if that helps.
+        behind: Loads of the page that contains the limit, one for each group.
+        limit: Most tokens of the prefix.
     """
 
     pages: int
@@ -83,6 +85,9 @@ class RestorePlan(NamedTuple):
     page_loads: list[dict[int, PageLoad]]
     sources: tuple[Source, ...]
     tiers: tuple[int, ...]
+    computable: bool
+    behind: Items[PageLoad] = ()
+    limit: int = 0
 
 
 def drop(loads: Iterable[PageLoad]) -> None:
@@ -107,12 +112,21 @@ class PrefixMatcher:
         gate: Decides whether loading pays.
         bus: Event bus for hits and misses.
         loader: Loads pages that are not on their device.
+
+    Attributes:
+        index: Index of each model layer among the layers with pages.
+        stripes: These indices of the layers of each group.
     """
 
     def __init__(self, planner: Planner, gate: LoadGate, bus: Bus, loader: PageLoader) -> None:
         self.planner, self.store, self.tables = planner, planner.store, planner.tables
         self.gate, self.bus, self.loader = gate, bus, loader
-        self.page_size = planner.page_size
+        self.page_size, groups = planner.page_size, planner.geometry.groups
+        # An indexer is read behind the attention of its own layer, and loaded there.
+        layers = [layer for group in groups for layer in group.layers]
+        layers.sort(key=lambda layer: (layer % INDEXERS, layer))
+        self.index = {layer: index for index, layer in enumerate(layers)}
+        self.stripes = [[self.index[layer] for layer in group.layers] for group in groups]
 
     # ---- matching
 
@@ -198,12 +212,11 @@ class PrefixMatcher:
             Tokens attached.
         """
         self.store.eviction.expire()
-        loaded = self.attach_known(seq, max(0, limit) // self.page_size, pays=pays)
+        pages, overflow = max(0, limit) // self.page_size, self.planner.overflow
+        _, loaded = self.attach(seq, pages, pays=pays)
+        if overflow is not None and seq.length < pages * self.page_size:
+            overflow.adopt(seq, self.match(seq, pages))
         behind = self.behind(seq, seq.length // self.page_size, limit)
-        return self.extend_loading(seq, limit, behind, loaded)
-
-    def extend_loading(self, seq: Sequence, limit: int, behind: list[PageLoad], loaded: int) -> int:
-        """Load the page behind whole pages and extend the sequence by it; return its tokens."""
         try:
             if behind:
                 self.measure(self.loader.load_pages(behind, self))
@@ -212,13 +225,6 @@ class PrefixMatcher:
             drop(behind)
         self.emit_hits(seq, tokens, loaded, limit)
         return tokens
-
-    def attach_known(self, seq: Sequence, pages: int, *, pays: bool = False) -> int:
-        """Put at most so many known pages in place; return how many of their tokens were loaded."""
-        _, loaded = self.attach(seq, pages, pays=pays)
-        if self.planner.overflow is not None and seq.length < pages * self.page_size:
-            self.planner.overflow.adopt(seq, self.match(seq, pages))
-        return loaded
 
     def behind(self, seq: Sequence, pages: int, limit: int) -> list[PageLoad]:
         """Reserve loads of the page behind a prompt's whole pages, for `extend` to copy from.
@@ -231,9 +237,19 @@ class PrefixMatcher:
         Returns:
             A private page load for each group; none if a group's page is missing or does not fit.
         """
+        found = [(block, pages) for block in self.page_behind(seq, pages, limit)]
+        loads = PageLoad.several(self.store, found, own=True)
+        codecs = ways(self.store, loads)
+        if all(codecs) and reserve(loads, codecs, self.store.allocator.try_allocate):
+            return loads
+        drop(loads)
+        return []
+
+    def page_behind(self, seq: Sequence, pages: int, limit: int) -> list[Block]:
+        """Return the blocks that `behind` loads, one for each group; none if that does not pay."""
         first, size = pages * self.page_size, self.page_size
         stop = min(limit, first + size - 1)
-        if stop <= first:
+        if stop <= first or not self.store.stack.tiers:
             return []
         blocks: list[Block | None] = []
         if limit == stop and len(seq.tokens) >= first + size:
@@ -244,15 +260,8 @@ class PrefixMatcher:
         if not blocks or None in blocks:
             blocks = [*self.planner.tails.stored(seq, pages, stop)]
         found = [block for block in blocks if block is not None and block.page < 0]
-        count = min([stop - first, *(block.tail for block in found if block.tail)])
-        if not found or len(found) < len(blocks) or not self._worth(found, count):
-            return []
-        loads = PageLoad.several(self.store, [(block, pages) for block in found], own=True)
-        codecs = ways(self.store, loads)
-        if all(codecs) and reserve(loads, codecs, self.store.allocator.try_allocate):
-            return loads
-        drop(loads)
-        return []
+        tokens = min([stop - first, *(block.tail for block in found if block.tail)])
+        return found if len(found) == len(blocks) and self._worth(found, tokens) else []
 
     def extend(self, seq: Sequence, limit: int, behind: Items[PageLoad] = ()) -> int:
         """Copy the known tokens of the page behind a prompt's whole ones; return its tokens.
@@ -318,11 +327,15 @@ class PrefixMatcher:
         """
         wanted = limit_pages
         while pages := self.match(seq, wanted):
-            loads = self.loads(seq, 0, pages)
+            loads = self._loads(seq, 0, pages)
             absent = [one for one in _each(loads) if not one.held]
             first = min([one.page_no for one in absent], default=pages)
+            tokens = None if pays else (pages - first) * self.page_size
             try:
-                stop = self._bring(seq, absent, first, pages, pays=pays)
+                stop, _ = self._reserve(absent, pages, tokens)
+                if absent and stop == pages:
+                    self._tell(seq, self.loader.load_pages(absent, self))
+                    stop = min([one.page_no for one in absent if not one.held], default=pages)
             except BaseException:
                 drop(_each(loads))
                 raise
@@ -334,7 +347,34 @@ class PrefixMatcher:
             wanted = min(stop, pages - 1)
         return 0, 0
 
-    def loads(self, seq: Sequence, first: int, pages: int) -> list[dict[int, PageLoad]]:
+    def _reserve(
+        self, absent: list[PageLoad], pages: int, tokens: int | None, parts: int = 1
+    ) -> tuple[int, list[dict[int, int]]]:
+        """Reserve device pages for absent pages if loading them pays, else nothing.
+
+        Args:
+            absent: Absent pages of a prefix.
+            pages: Pages of the prefix.
+            tokens: Tokens that are computed otherwise; None to load them at any cost.
+            parts: See `_worth`.
+
+        Returns:
+            `pages`, or the end of a prefix for which less is to be loaded, and the pages' `ways`.
+        """
+        codecs = ways(self.store, absent)
+        away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
+        blocks = [one.block for one in absent]
+        pays = not away and (tokens is None or self._worth(blocks, tokens, parts))
+        if pays and reserve(absent, codecs, self.store.allocator.try_allocate):
+            return pages, codecs
+        return min(away or [one.page_no for one in absent]), codecs
+
+    def attach_whole(self, seq: Sequence, pages: int) -> int | None:
+        """Attach so many known pages; return the tokens loaded for it, None if one is missing."""
+        tokens, loaded = self.attach(seq, pages)
+        return loaded if tokens == pages * self.page_size else None
+
+    def _loads(self, seq: Sequence, first: int, pages: int) -> list[dict[int, PageLoad]]:
         """Return the needed page loads of a known prefix from page `first` on, by group and number.
 
         Pages on their device are held for the sequence.
@@ -347,42 +387,25 @@ class PrefixMatcher:
             found.append({one.page_no: one for one in loads})
         return found
 
-    def _bring(
-        self, seq: Sequence, absent: list[PageLoad], first: int, pages: int, *, pays: bool
-    ) -> int:
-        """Load the absent pages; return the end of the prefix in pages, `pages` if all loaded."""
-        tokens = (pages - first) * self.page_size
-        if not pays and not self._worth([one.block for one in absent], tokens):
-            return first
-        codecs = ways(self.store, absent)
-        away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
-        if away or not reserve(absent, codecs, self.store.allocator.try_allocate):
-            return min(away, default=first)
-        if absent:
-            self._tell(seq, self.loader.load_pages(absent, self))
-        return min([one.page_no for one in absent if not one.held], default=pages)
-
     def _tell(self, seq: Sequence, batch: LoadBatch) -> None:
         """Emit events for a finished batch of loads, and update the measured rates."""
         seconds = batch.ended_s - batch.started_s
-        counted_s = compiling.measured_s(batch.started_s, batch.ended_s)
         for number in sorted({tier for tier, _ in batch.pages}):
             name = self.store.stack.tiers[number].name
-            count = max(n for (tier, _), n in batch.pages.items() if tier == number)
-            total = sum(n for (tier, _), n in batch.pages.items() if tier == number)
-            tokens, n_bytes = count * self.page_size, batch.n_bytes[number] - batch.joined[number]
-            self.bus.emit(Promoted(source=name, tier="device", pages=total, n_bytes=n_bytes))
-            self.gate.loaded(name, n_bytes, counted_s)
+            counts = [n for (tier, _), n in batch.pages.items() if tier == number]
+            tokens = max(counts) * self.page_size
+            n_bytes = batch.n_bytes[number] - batch.joined[number]
+            self.bus.emit(Promoted(source=name, tier="device", pages=sum(counts), n_bytes=n_bytes))
             self.bus.emit(Hit(tier=name, tokens=tokens, n_bytes=n_bytes, tenant=seq.owner))
             self.bus.emit(Restored(tier=name, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
+        self.measure(batch)
 
     def measure(self, batch: LoadBatch) -> None:
         """Update the measured rates of tiers from a finished batch of loads."""
         counted_s = compiling.measured_s(batch.started_s, batch.ended_s)
-        for number, n_bytes in batch.n_bytes.items():
-            own = n_bytes - batch.joined[number]
-            if own and counted_s > 0:
-                self.gate.loaded(self.store.stack.tiers[number].name, own, counted_s)
+        for number, n_bytes in batch.n_bytes.items() if counted_s > 0 else ():
+            name = self.store.stack.tiers[number].name
+            self.gate.loaded(name, n_bytes - batch.joined[number], counted_s)
 
     def attach_resident(self, seq: Sequence, pages: int) -> None:
         """Attach the first `pages` pages, all of which are on their device."""
@@ -403,9 +426,14 @@ class PrefixMatcher:
         keys = seq.keys(group, pages)[self.first(group, pages) : pages]
         return [block for block in self.store.find_all(keys) if block is not None]
 
-    def _worth(self, absent: list[Block], tokens: int) -> bool:
+    def nearest_bytes(self, absent: Iterable[Block]) -> dict[str, int]:
+        """Return the bytes of blocks in the nearest tier of each, by the tier's name."""
         stack = self.store.stack
-        n_bytes = {stack.tiers[at].name: n for at, n in stack.copies.nearest_bytes(absent).items()}
+        return {stack.tiers[at].name: n for at, n in stack.copies.nearest_bytes(absent).items()}
+
+    def _worth(self, absent: list[Block], tokens: int, parts: int = 1) -> bool:
+        """Return whether loading one of so many equal parts of blocks beats computing tokens."""
+        n_bytes = {tier: n // parts for tier, n in self.nearest_bytes(absent).items()}
         return not absent or self.gate.worth(n_bytes, tokens)
 
     def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:
@@ -423,19 +451,18 @@ class PrefixMatcher:
         self.tables.mark_changed()
         self.tables.lengths[seq.row] = pages * self.page_size
 
-    def absent(self, seq: Sequence) -> list[Block]:
-        """Return the blocks of a prompt's longest known prefix that are not on their device."""
-        pages = self.match(seq, len(seq.tokens) // self.page_size)
-        known = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
-        return [block for blocks in known for block in blocks if block.page < 0]
+    def absent(self, seq: Sequence, pages: int | None = None) -> list[Block]:
+        """Return the blocks of a prompt's known pages that are not on their device.
+
+        Args:
+            seq: The prompt's sequence.
+            pages: Number of known pages; None for its longest known prefix.
+        """
+        known = self.match(seq, len(seq.tokens) // self.page_size) if pages is None else pages
+        each = (block for g in range(len(seq.blocks)) for block in self._blocks(seq, g, known))
+        return [block for block in each if block.page < 0]
 
     # ---- planning loads
-
-    def copyable(self, seq: Sequence, pages: int) -> bool:
-        """Return whether all absent pages of a known prefix lie in memory that devices read."""
-        groups = range(len(seq.blocks))
-        known = (block for g in groups for block in self._blocks(seq, g, pages))
-        return self.lent([block for block in known if block.page < 0])
 
     def lent(self, absent: Items[Block]) -> bool:
         """Return whether these blocks, at least one, lie in memory that their device reads."""
@@ -460,30 +487,31 @@ class PrefixMatcher:
 
         return self.longest(0, pages, here)
 
-    def plan(self, seq: Sequence, resident: int, pages: int) -> RestorePlan | None:
-        """Reserve device pages for the absent pages of a known prefix.
+    def plan(
+        self, seq: Sequence, resident: int, pages: int, *, computable: bool
+    ) -> RestorePlan | None:
+        """Reserve device pages for the absent pages of a known prefix, if loading them pays.
 
         Args:
             seq: The sequence; its resident pages are attached, so that they are not evicted.
             resident: Number of resident pages.
             pages: Number of known pages.
+            computable: Pages can be computed instead: it is enough if the load of one page pays.
 
         Returns:
-            The plan; None if no page can be loaded: no tier can be read now, or they do not fit.
+            The plan; None if no load pays, no tier can be read now, or the pages do not fit.
         """
         while resident < pages:
-            page_loads = self.loads(seq, resident, pages)
+            page_loads = self._loads(seq, resident, pages)
             absent = [one for one in _each(page_loads) if not one.held]
-            codecs = ways(self.store, absent)
             stop = max((one.page_no for one in absent), default=-1) + 1
-            sources, tiers = self.sources(absent, codecs, (stop - resident) * self.page_size)
-            if sources and reserve(absent, codecs, self.store.allocator.try_allocate):
-                return RestorePlan(pages, resident, stop, page_loads, sources, tiers)
+            tokens, parts = (stop - resident) * self.page_size, stop - resident if computable else 1
+            end, codecs = self._reserve(absent, pages, tokens, parts)
+            if end == pages:
+                sources = self.sources(absent, codecs, tokens)
+                return RestorePlan(pages, resident, stop, page_loads, *sources, computable)
             drop(_each(page_loads))
-            away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
-            if not away:
-                return None
-            pages = self.match(seq, min(away))  # up to the first page that no tier can load
+            pages = self.match(seq, end)
         return None
 
     def sources(
@@ -493,7 +521,7 @@ class PrefixMatcher:
 
         If no tier has all of them, a single source of number -1 stands for the nearest tiers.
         """
-        if not codecs or not all(codecs):
+        if not all(codecs):
             return (), ()
         store = self.store
         cells = tokens * sum(len(group.layers) for group in store.geometry.groups)
@@ -605,6 +633,7 @@ class RestoreScheduler:
 
     Args:
         restorer: Matches and attaches prefixes.
+        add_reused: Adds to the tokens that the cache counts as reused.
 
     Attributes:
         flights: Loads under way.
@@ -615,17 +644,17 @@ class RestoreScheduler:
         s_per_byte: Seconds of the driving thread per byte; 0.0 until measured.
     """
 
-    def __init__(self, restorer: PrefixMatcher) -> None:
+    def __init__(self, restorer: PrefixMatcher, add_reused: Callable[[int], None]) -> None:
         self.restorer, self.store, self.flights = restorer, restorer.store, restorer.loader
+        self.add_reused = add_reused
         self.gate, self.bus = restorer.gate, restorer.bus
         self.policy: RestorePolicy = make_restore_policy("flowkv")
         self.costs = Measured(Prior(self.gate))
         self.state = State(self.costs)
         self._active: dict[int, RestoreJob] = {}
         self._busy_s: dict[str, float] = {}
-        self._computed_s: dict[int, float] = {}
         self.numbers = count(1)
-        self._pumping, self._asked = False, 0  # bytes of the loads that the last `pump` submitted
+        self._asked = 0  # bytes of the loads that the last `pump` submitted
         self._allowance_s, self.s_per_byte = math.inf, 0.0
 
     # ---- beginnings and ends
@@ -640,99 +669,74 @@ class RestoreScheduler:
         Args:
             seq: A fresh sequence.
             limit: Most tokens of the prefix.
-            computable: See `RestoreJob`.
+            computable: See `RestorePlan`.
         """
-        size, restorer = self.restorer.page_size, self.restorer
+        size, restorer, started_s = self.restorer.page_size, self.restorer, compiling.now_s()
         self.store.eviction.expire()
         known = restorer.match(seq, max(0, limit) // size)
-        plan, loaded, at_once = None, 0, self.policy.at_once and restorer.copyable(seq, known)
-        if at_once:
-            loaded = restorer.attach_known(seq, max(0, limit) // size)
-        elif known:
-            plan = self._look(seq, known, computable)
-        pages = plan.pages if plan is not None else seq.length // size
-        behind = restorer.behind(seq, pages, limit) if self.store.stack.tiers else []
-        if at_once and (not behind or restorer.lent([one.block for one in behind])):
-            restorer.extend_loading(seq, limit, behind, loaded)
+        if self.policy.at_once and self._may_copy(seq, known, limit):
+            restorer.restore(seq, limit)
+            self._spent(compiling.now_s() - started_s, 0)
             return
+        plan = self._look(seq, known, computable) if known else None
+        pages = plan.pages if plan is not None else seq.length // size
+        behind = restorer.behind(seq, pages, limit)
         if plan is None and behind:
             sources = restorer.sources(behind, ways(self.store, behind), size)
-            plan = RestorePlan(pages, pages, pages, [{} for _ in seq.blocks], *sources)
-        here = seq.length if plan is not None else restorer.extend(seq, limit)
-        known = plan.pages * size if plan is not None else here
-        restorer.emit_hits(seq, known, known - here + loaded, known if behind else limit)
-        if plan is not None:
-            self._launch(seq, plan, computable, behind, limit)
+            none: list[dict[int, PageLoad]] = [{} for _ in seq.blocks]
+            plan = RestorePlan(pages, pages, pages, none, *sources, computable)
+        if plan is None:
+            restorer.emit_hits(seq, restorer.extend(seq, limit), 0, limit)
+            return
+        known = plan.pages * size
+        restorer.emit_hits(seq, known, known - seq.length, known if behind else limit)
+        self._launch(seq, plan._replace(behind=behind, limit=limit))
 
-    def begin_whole(self, seq: Sequence, pages: int) -> bool:
+    def _may_copy(self, seq: Sequence, known: int, limit: int) -> bool:
+        """Return whether a device reads all absent pages, and the time to copy them is allowed."""
+        absent = self.restorer.absent(seq, known)
+        if not self.restorer.lent(absent):
+            return False
+        behind = self.restorer.page_behind(seq, known, limit)
+        if behind and not self.restorer.lent(behind):
+            return False
+        expected_s = self.gate.load_s(self.restorer.nearest_bytes([*absent, *behind]))
+        return self._allowance_s == math.inf or 0.0 < expected_s <= self._allowance_s
+
+    def begin_whole(self, seq: Sequence, pages: int) -> int | None:
         """Attach `pages` known pages, also those that still load: all or none.
 
         Returns:
-            Whether they are attached. If not, the sequence may hold some of them.
+            Tokens that load; None if they are not attached, but for some of them.
         """
         plan, tokens = self._look(seq, pages, computable=False), pages * self.restorer.page_size
         if plan is None:
-            return seq.length == tokens
-        restoration = self._launch(seq, plan, computable=False)
+            return 0 if seq.length == tokens else None
+        restoration = self._launch(seq, plan)
         if restoration.settle() == tokens:
-            return True
+            return tokens - restoration.front
         restoration.abandon()
-        return False
+        return None
 
     def _look(self, seq: Sequence, pages: int, computable: bool) -> RestorePlan | None:
         """Attach the resident ones of known pages; plan to load the others if that pays."""
         resident = self.restorer.resident(seq, pages)
         if resident:
             self.restorer.attach_resident(seq, resident)
-        plan = self.restorer.plan(seq, resident, pages)
-        if plan is not None and not self._worth(plan, computable):
-            drop(_each(plan.page_loads))
-            plan = None
-        return plan
+        return self.restorer.plan(seq, resident, pages, computable=computable)
 
-    def _worth(self, plan: RestorePlan, computable: bool) -> bool:
-        """Return whether loading pays: for one page if the front is computable, else for all."""
-        source, pages, size = plan.sources[0], plan.stop - plan.resident, self.restorer.page_size
-        layers = sum(len(group.layers) for group in self.store.geometry.groups)
-        page_bytes = source.cell_bytes * layers * size
-        n_bytes = page_bytes if computable else page_bytes * pages
-        return self.gate.worth({source.tier: round(n_bytes)}, pages * size)
-
-    def _launch(
-        self,
-        seq: Sequence,
-        plan: RestorePlan,
-        computable: bool,
-        behind: Items[PageLoad] = (),
-        limit: int = 0,
-    ) -> RestoreJob:
+    def _launch(self, seq: Sequence, plan: RestorePlan) -> RestoreJob:
         """Start the restore of a plan, and load the page behind the whole ones first."""
-        seq.restoration = restoration = RestoreJob(
-            self, seq, plan, computable=computable, behind=behind, limit=limit
-        )
-        pieces = [LayerSlice(one, 0, one.stripes) for one in behind]
-        self.flights.submit(restoration.ahead, () if self.paused else pieces, -1)
-        self.pump()
-        return restoration
-
-    def register(self, restoration: RestoreJob) -> Progress:
-        """Register a restore that begins; return its progress."""
+        seq.restoration = restoration = RestoreJob(self, seq, plan)
         self._active[restoration.request.number] = restoration
-        for tier in {source.tier for source in restoration.request.sources}:
+        for tier in {source.tier for source in plan.sources}:
             rates = self.gate.rates.get(tier)
             if rates is None or not rates.samples:
                 self.state.untold.add(tier)
-        return self.state.add(restoration.request)
-
-    def unregister(self, restoration: RestoreJob) -> None:
-        """Unregister a restore that is over, and cancel its loads."""
-        number = restoration.request.number
-        if self._active.pop(number, None) is not None:
-            self.flights.cancel(restoration)
-            self.state.remove(number)
-            self.policy.forget(number)
-            if not self._active:
-                self._computed_s.clear()
+        pieces = [LayerSlice(one, 0, one.stripes) for one in plan.behind]
+        self.flights.submit(restoration.ahead, () if self.paused else pieces, -1)
+        self.pump()
+        return restoration
 
     # ---- the time of the thread that drives them
 
@@ -744,15 +748,6 @@ class RestoreScheduler:
         """
         left = 0.0 if self._allowance_s == math.inf else min(self._allowance_s, seconds)
         self._allowance_s = left + seconds
-
-    def page_s(self, request: RestoreRequest) -> float:
-        """Return the expected seconds to compute the first page."""
-        first = Span(request.resident, request.resident + request.unit)
-        return self.costs.compute_s(request, request.layers, first)
-
-    def tries(self) -> bool:
-        """Return whether no forward of this process has measured the cost of computing yet."""
-        return not (self.gate.seconds_per_token or self.costs.tried)
 
     @property
     def paused(self) -> bool:
@@ -777,23 +772,15 @@ class RestoreScheduler:
 
     def pump(self) -> None:
         """Process finished loads, and submit further ones up to the tiers' windows."""
-        if self._pumping:  # called again by a finished load that ended a restore
-            return
-        self._pumping = True
-        try:
+        self.store.writes.drain()
+        if self._active:
+            self.state.now_s = time.perf_counter()
+            begun_s = compiling.now_s()
+            sources = (source for one in self._active.values() for source in one.request.sources)
+            tiers = dict.fromkeys(source.tier for source in sources)
+            self._asked = sum(self._fill(tier) for tier in tiers)
             self.store.writes.drain()
-            if self._active:
-                self._now()
-                begun_s = compiling.now_s()
-                self._asked = sum(self._fill(tier) for tier in self._tiers())
-                self.store.writes.drain()
-                self._spent(compiling.now_s() - begun_s, self._asked)
-        finally:
-            self._pumping = False
-
-    def _tiers(self) -> Iterable[str]:
-        sources = (s for one in self._active.values() for s in one.request.sources)
-        return dict.fromkeys(source.tier for source in sources)
+            self._spent(compiling.now_s() - begun_s, self._asked)
 
     def _fill(self, tier: str) -> int:
         """Submit loads chosen by the policy, up to the tier's window; return their bytes."""
@@ -805,7 +792,10 @@ class RestoreScheduler:
             op = self.policy.next_load(self.state, tier) or self._left(tier)
             if op is None:
                 break
-            asked += self._load(op, tier)
+            self.state.begin(op)
+            job = self._active[op.request]
+            flight = LoadBatch(job, self._arrived, op, tier)
+            asked += self.flights.submit(flight, job.back.pieces(op), job.back.tiers[op.source])
         return asked
 
     def _window(self, tier: str) -> float:
@@ -822,14 +812,6 @@ class RestoreScheduler:
             if source.tier == tier
         )
         return min(_LEAST_PAGES * max(pages, default=0.0), _LEAST_BYTES)
-
-    def _load(self, op: RestoreLoad, tier: str) -> int:
-        self.state.begin(op)
-        restoration = self._active[op.request]
-        flight = LoadBatch(restoration, self._arrived, op, tier)
-        return self.flights.submit(
-            flight, restoration.back.pieces(op), restoration.back.tier_of(op.source)
-        )
 
     def _left(self, tier: str) -> RestoreLoad | None:
         """Return a load of cells that the policy left to compute though the front is done."""
@@ -850,33 +832,26 @@ class RestoreScheduler:
     def files(self) -> list[int]:
         """Return file descriptors to poll for the next answer of a tier; none without any."""
         tiers = self.store.stack.tiers
-        return files([tiers[number] for number in self.flights.busy_tiers() if number < len(tiers)])
+        return files([tiers[number] for number in self.flights.busy_tiers()])
 
     def _arrived(self, flight: LoadBatch) -> None:
-        op = flight.op
-        restoration = self._active.get(op.request) if op is not None else None
-        if op is None or restoration is None or restoration is not flight.owner:
-            return
-        self._now()
-        self._measure(flight, op)
-        restoration.arrived(flight, op)
-
-    def _measure(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """Update costs by a finished load, timed from the end of the load before on its link."""
+        job, op = cast(RestoreJob, flight.owner), cast(RestoreLoad, flight.op)
+        self.state.now_s = time.perf_counter()
         n_bytes = flight.n_bytes.total() - flight.joined.total()
-        request = self._active[op.request].request
         begun_s = max(flight.started_s, self._busy_s.get(flight.tier, 0.0))
         self._busy_s[flight.tier] = max(flight.ended_s, begun_s)
-        flight.seconds = seconds = max(0.0, flight.ended_s - begun_s)
+        seconds = max(0.0, flight.ended_s - begun_s)
         counted_s = compiling.measured_s(begun_s, begun_s + seconds)
         if n_bytes and counted_s > 0 and not flight.lost:
-            source = request.sources[op.source]
-            self.state.untold.discard(source.tier)
-            self.costs.loaded(request, op.source, round(n_bytes / source.cell_bytes), counted_s)
+            self.state.untold.discard(flight.tier)
+            cells = round(n_bytes / job.request.sources[op.source].cell_bytes)
+            self.costs.loaded(job.request, op.source, cells, counted_s)
             if len(flight.n_bytes) == 1:
                 (number,) = flight.n_bytes
                 self.gate.loaded(self.store.stack.tiers[number].name, n_bytes, counted_s)
-        self.tell_span(request, flight.tier, op.tokens, op.layers, (begun_s, seconds), n_bytes)
+        self.tell_span(job.request, flight.tier, op.tokens, op.layers, (begun_s, seconds), n_bytes)
+        job._arrived(flight, op, seconds)
 
     def tell_span(
         self, request: RestoreRequest, engine: str, tokens: Span, layers: Span,
@@ -897,61 +872,8 @@ class RestoreScheduler:
             )
             self.bus.emit(span)
 
-    # ---- computing
-
-    def computed(self, thread: int) -> None:
-        """Record the computed parts of a thread: rows of one forward share its time by tokens."""
-        now, found = time.perf_counter(), []
-        for one in self._active.values():
-            if (done := one.pop_computed(thread)) is not None:
-                found.append((one, done))
-        begun_s = min(done.started_s for _, done in found)
-        # Parts handed out together may be computed in turn: each is timed from the end of the last.
-        begun_s = max(begun_s, self._computed_s.get(thread, 0.0))
-        self._computed_s[thread] = now
-        tokens = sum(done.op.tokens.size for _, done in found)
-        counted_s = compiling.measured_s(begun_s, now)
-        for one, done in found:
-            share = done.op.tokens.size / tokens
-            one.told(done.op, begun_s, (now - begun_s) * share, counted_s * share)
-
-    def hand_out(self, among: Items[RestoreJob], most: int | None) -> tuple[RestoreJob, int] | None:
-        """Return the job that computes next and its tokens; None if all wait for loads."""
-        for one in among:
-            one.pump()
-        for one in among:
-            if tokens := one.pending():
-                return one, tokens
-        numbers = [one.request.number for one in among if one.request.number in self._active]
-        if not numbers:
-            return None
-        self._now()
-        op = self.policy.next_compute(self.state, numbers)
-        if op is None:  # all wait for loads
-            return None
-        one = self._active[op.request]
-        return one, one.hand_out(op, most) if isinstance(op, Compute) else 0
-
-    def _now(self) -> None:
-        self.state.now_s = time.perf_counter()
-
 
 # The pages of a restored prefix that load from the back, and their way into a sequence's row.
-
-
-class WeakSequence:
-    """Weak reference to a sequence, which `bind` can renew."""
-
-    def __init__(self, seq: Sequence) -> None:
-        self.bind(seq)
-
-    def bind(self, seq: Sequence) -> None:
-        """Refer to a sequence, without keeping it alive."""
-        self._ref = weakref.ref(seq)
-
-    def __call__(self) -> Sequence | None:
-        """Return the sequence; None once it is gone."""
-        return self._ref()
 
 
 class IncomingPages:
@@ -959,44 +881,24 @@ class IncomingPages:
 
     Args:
         restorer: Matcher, for the reach of windows.
-        whose: Weak reference to the sequence.
         plan: Plan of the restore.
 
     Attributes:
-        index: Index of each model layer among the layers with pages.
+        tiers: Number of the tier of each source; -1 if each page has its own.
     """
 
-    def __init__(self, restorer: PrefixMatcher, whose: WeakSequence, plan: RestorePlan) -> None:
-        self._restorer, self._planner, self._whose = restorer, restorer.planner, whose
-        self._groups, self._tiers = plan.page_loads, plan.tiers
-        groups = self._planner.geometry.groups
-        # An indexer is read behind the attention of its own layer, and loaded there.
-        layers = [layer for group in groups for layer in group.layers]
-        layers.sort(key=lambda layer: (layer % INDEXERS, layer))
-        self.index = {layer: index for index, layer in enumerate(layers)}
-        self._stripes = [[self.index[layer] for layer in group.layers] for group in groups]
-
-    @property
-    def _seq(self) -> Sequence:
-        return cast(Sequence, self._whose())
+    def __init__(self, restorer: PrefixMatcher, plan: RestorePlan) -> None:
+        self._restorer, self._planner = restorer, restorer.planner
+        self._groups, self.tiers = plan.page_loads, plan.tiers
 
     def __iter__(self) -> Iterator[PageLoad]:
         return (page_load for group in self._groups for page_load in group.values())
-
-    @property
-    def gone(self) -> bool:
-        """Return whether one of the pages was forgotten meanwhile."""
-        return any(page_load.block.gone for page_load in self)
-
-    def tier_of(self, source: int) -> int:
-        """Return the number of a source's tier; -1 if each page has its own."""
-        return self._tiers[source]
 
     def pieces(self, op: RestoreLoad) -> Iterator[LayerSlice]:
         """Yield the slices of a load's cells that are not loaded yet."""
         size = self._restorer.page_size
         pages = range(op.tokens.first // size, -(-op.tokens.stop // size))
-        for group, stripes in zip(self._groups, self._stripes, strict=True):
+        for group, stripes in zip(self._groups, self._restorer.stripes, strict=True):
             first, stop = (bisect_left(stripes, layer) for layer in op.layers)
             for page_load in (group[page] for page in pages if page in group):
                 for there, run in groupby(range(first, stop), page_load.there):
@@ -1006,7 +908,8 @@ class IncomingPages:
 
     def there(self, index: int) -> bool:
         """Return whether a layer of all pages is loaded."""
-        at = [stripes.index(index) if index in stripes else -1 for stripes in self._stripes]
+        stripes = self._restorer.stripes
+        at = [each.index(index) if index in each else -1 for each in stripes]
         return all(
             page_load.there(stripe)
             for group, stripe in zip(self._groups, at, strict=True)
@@ -1033,12 +936,12 @@ class IncomingPages:
 
     # ---- the row of the block tables
 
-    def attach_pages(self, first: int, stop: int) -> None:
+    def attach_pages(self, seq: Sequence, first: int, stop: int) -> None:
         """Put pages `[first, stop)` into the sequence's row, also those that are not loaded yet.
 
         Pages behind a window stay until `close`: the row may still be cut.
         """
-        seq, planner = self._seq, self._planner
+        planner = self._planner
         planner.shorten(seq, first)
         for g, group in enumerate(self._groups):
             seen = self._restorer.first(g, stop)
@@ -1053,10 +956,11 @@ class IncomingPages:
         self.drop([one.page_no for one in self if not first <= one.page_no < stop])
         planner.tables.lengths[seq.row] = stop * self._restorer.page_size
 
-    def close(self, first: int, whole: int, stop: int) -> int:
+    def close(self, seq: Sequence, first: int, whole: int, stop: int) -> int:
         """Cut the row to its loaded pages, and publish them.
 
         Args:
+            seq: The sequence.
             first: Pages of the row before `attach_pages`.
             whole: Pages of the row after `attach_pages`.
             stop: Leading pages that are loaded.
@@ -1064,7 +968,7 @@ class IncomingPages:
         Returns:
             Pages that are left.
         """
-        seq, planner = self._seq, self._planner
+        planner = self._planner
         if stop < whole and seq.state is not None:  # a recurrent state is valid for all of it only
             stop, seq.state = 0, None
         for g in range(len(self._groups)):
@@ -1080,9 +984,9 @@ class IncomingPages:
         planner.publish(seq)
         return stop
 
-    def fill(self, other: Sequence, stop: int) -> None:
+    def fill(self, seq: Sequence, other: Sequence, stop: int, tally: Tally) -> None:
         """Fill missing pages from another sequence, see `RestoreJob.fill`."""
-        seq, planner, end = self._seq, self._planner, stop * self._restorer.page_size
+        planner, end = self._planner, stop * self._restorer.page_size
         alike = other.planner is planner and min(other.length, other.known) >= end
         alike &= np.array_equal(other.tokens[:end], seq.tokens[:end])
         alike &= other.publishable or not seq.publishable  # else it may depend on more than tokens
@@ -1094,6 +998,7 @@ class IncomingPages:
                 "a sequence of another prompt, or too short, cannot fill this one",
                 f"Compute the same {end} tokens",
             )
+        tally.filled = max(tally.filled, end - other.reused)  # also if a copy fails
         for page_load in self:
             if not page_load.complete:
                 g, page = page_load.group, page_load.page_no
@@ -1107,12 +1012,8 @@ class IncomingPages:
             for page in numbers & group.keys():
                 group.pop(page).drop()
 
-    def clear(self) -> None:
-        """Drop all page loads; pages in the row stay there."""
-        self.drop([page_load.page_no for page_load in self])
 
-
-# Accounting of one restore: measured costs, events and spans.
+# Accounting of one restore: measured costs, events, spans, and the tokens that were reused.
 
 
 class Tally:
@@ -1120,19 +1021,16 @@ class Tally:
 
     Args:
         restores: Scheduler of the cache.
-        whose: Weak reference to the sequence.
-        request: The request, for the policy.
+        progress: Progress of the request, for the policy.
 
     Attributes:
         front: Tokens that were resident or computed when the front was done.
+        filled: Tokens behind the front that were computed because their pages did not load.
     """
 
-    def __init__(
-        self, restores: RestoreScheduler, whose: WeakSequence, request: RestoreRequest
-    ) -> None:
-        self._restores, self._whose, self._request = restores, whose, request
-        self._progress = restores.state.requests[request.number]
-        self.front = request.resident
+    def __init__(self, restores: RestoreScheduler, progress: Progress) -> None:
+        self._restores, self._request, self._progress = restores, progress.request, progress
+        self.front, self.filled = progress.request.resident, 0
         self._n_bytes: Counter[int] = Counter()
         self._seconds: dict[int, float] = {}
         self._pages: set[int] = set()
@@ -1140,42 +1038,28 @@ class Tally:
         self._layer_s = 0.0  # time at which the suffix started its latest layer
         self._known = True  # whether the time of the suffix was measured
 
-    @property
-    def _seq(self) -> Sequence:
-        return cast(Sequence, self._whose())
-
-    def computed(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
-        """Record a computed part of the front; `counted_s` is its time without compilation."""
-        self._restores.costs.computed(self._request, op.layers.size, op.tokens, counted_s)
-        self._restores.tell_span(
-            self._request, "compute", op.tokens, op.layers, (started_s, seconds)
-        )
-
-    def loaded(self, flight: LoadBatch, op: RestoreLoad) -> None:
-        """Record a finished load."""
+    def loaded(self, flight: LoadBatch, op: RestoreLoad, seconds: float) -> None:
+        """Record a finished load, and the seconds of its link."""
         self._failed += flight.lost
         if flight.n_bytes:
             (first, stop), unit = op.tokens, self._request.unit
             self._pages.update(range(first // unit, -(-stop // unit)))
         for tier, n_bytes in flight.n_bytes.items():
             self._n_bytes[tier] += n_bytes
-            self._seconds[tier] = self._seconds.get(tier, 0.0) + flight.seconds
+            self._seconds[tier] = self._seconds.get(tier, 0.0) + seconds
 
-    def waited(self, index: int, begun_s: float, *, suffix: bool) -> None:
-        """Record a wait for a layer from `begun_s` until now.
+    def waited(self, index: int | None, begun_s: float) -> None:
+        """Record a wait from `begun_s` until now for a layer, which the suffix computes next.
 
-        Args:
-            index: Index of the layer.
-            begun_s: Start of the wait.
-            suffix: Whether the suffix waited, which computes the layer next.
+        None is a wait for all layers, without a suffix that would wait.
         """
-        now = time.perf_counter()
+        now, request = time.perf_counter(), self._request
         self._exposed_s += now - begun_s
-        if not suffix or index != self._progress.suffix or not self._request.suffix:
-            return  # a repeated wait, or layers in another order
+        if index is None or index != self._progress.suffix or not request.suffix:
+            return  # or a repeated wait, or layers in another order
         self._behind(begun_s)
         if self._progress.there(index):
-            self._restores.state.begin(Suffix(self._request.number, index))
+            self._restores.state.begin(Suffix(request.number, index))
             self._layer_s = now
 
     def _behind(self, until_s: float) -> None:
@@ -1191,54 +1075,55 @@ class Tally:
             tokens = Span(request.tokens, request.tokens + request.suffix)
             self._restores.tell_span(request, "suffix", tokens, layers, (self._layer_s, seconds))
 
-    def ended(self, stop: int, *, ok: bool) -> None:
+    def ended(self, seq: Sequence, stop: int, *, ok: bool) -> None:
         """Emit the events of a restore that is over, and learn the cost of the suffix.
 
         Args:
+            seq: The sequence.
             stop: Pages that are attached.
             ok: Whether the suffix is computed.
         """
         self._behind(time.perf_counter())
-        request, unit = self._request, self._request.unit
+        request, unit, bus = self._request, self._request.unit, self._restores.bus
         if ok and self._known and self._suffix_s and self._progress.answered == request.layers:
             self._restores.costs.suffixed(request, self._suffix_s)
-        front = self._seq.length if self._seq.length < stop * unit else self.front
+        front = seq.length if seq.length < stop * unit else self.front
         came = [page for page in self._pages if self.front <= page * unit < stop * unit]
         loaded, total = len(came) * unit, self._n_bytes.total()
-        bus = self._restores.bus
         for number, n_bytes in self._n_bytes.items():
             name = self._restores.store.stack.tiers[number].name
-            tokens = loaded * n_bytes // total if total else 0
-            bus.emit(Hit(tier=name, tokens=tokens, n_bytes=n_bytes, tenant=self._seq.owner))
+            part = loaded * n_bytes // total if total else 0
+            bus.emit(Hit(tier=name, tokens=part, n_bytes=n_bytes, tenant=seq.owner))
             seconds = self._seconds[number]
-            bus.emit(Restored(tier=name, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
+            bus.emit(Restored(tier=name, tokens=part, n_bytes=n_bytes, seconds=seconds))
         computed = max(0, front - request.resident)
         if computed:
-            bus.emit(Miss(tokens=computed, tenant=self._seq.owner))
+            bus.emit(Miss(tokens=computed, tenant=seq.owner))
         if bus.wants(RestoreEnded):
-            bus.emit(self._event(stop * unit, computed, loaded))
+            known = self._restores.gate.seconds_per_token > 0 and bool(self._n_bytes)
+            ended = RestoreEnded(
+                request=request.number,
+                tokens=stop * unit,
+                resident_tokens=request.resident,
+                computed_tokens=computed,
+                loaded_tokens=loaded,
+                n_bytes=total,
+                started_s=request.arrived_s,
+                seconds=time.perf_counter() - request.arrived_s,
+                exposed_s=self._exposed_s,
+                bound_s=lower_bound(request, self._restores.costs) if known else 0.0,
+                failed=self._failed,
+                tenant=seq.owner,
+            )
+            bus.emit(ended)
 
-    def _event(self, tokens: int, computed: int, loaded: int) -> RestoreEnded:
-        request = self._request
-        return RestoreEnded(
-            request=request.number,
-            tokens=tokens,
-            resident_tokens=request.resident,
-            computed_tokens=computed,
-            loaded_tokens=loaded,
-            n_bytes=self._n_bytes.total(),
-            started_s=request.arrived_s,
-            seconds=time.perf_counter() - request.arrived_s,
-            exposed_s=self._exposed_s,
-            bound_s=self._bound_s(),
-            failed=self._failed,
-            tenant=self._seq.owner,
-        )
-
-    def _bound_s(self) -> float:
-        """Return a lower bound of the restore's time at measured rates; 0.0 if one is unknown."""
-        known = self._restores.gate.seconds_per_token > 0 and bool(self._n_bytes)
-        return lower_bound(self._request, self._restores.costs) if known else 0.0
+    def reused(self, seq: Sequence, tokens: int) -> None:
+        """Count the tokens up to `tokens` that were loaded behind the front as reused."""
+        came = max(0, tokens - self.front - self.filled)
+        if not tokens:
+            came = -seq.reused  # neither a saved state nor its prefix was used
+        seq.reused += came
+        self._restores.add_reused(came)
 
 
 _PAUSE_S, _SOON_S = 0.002, 0.02
@@ -1256,20 +1141,20 @@ class Late(FlowKVError, TimeoutError):
         self.layer = layer
 
 
-class _Phase(Enum):
-    """Phases of a restore."""
+class RestorePhase(Enum):
+    """States of a restore.
+
+    FRONT -> settle -> BEHIND -> finish, cancel -> OVER
+    FRONT -> settle without a page left to load, finish, cancel, abandon -> OVER
+    BEHIND -> a failed load, cancel within a step -> BROKEN -> finish, cancel -> OVER
+    BEHIND, BROKEN -> abandon -> ABANDONED
+    """
 
     FRONT = "the front is computed while the back is loaded"
-    BEHIND = "the rest is loaded behind the suffix"
+    BEHIND = "all pages are in the row; the rest is loaded behind the suffix"
+    BROKEN = "as BEHIND, but some pages will not come: they are filled, or cut off at the end"
     OVER = "it is over"
-
-
-class _Computing(NamedTuple):
-    """Part of the front handed out to a thread; all parts of one thread are measured together."""
-
-    op: Compute
-    started_s: float
-    thread: int
+    ABANDONED = "its sequence was closed while pages were missing in the row"
 
 
 class RestoreJob:
@@ -1279,47 +1164,40 @@ class RestoreJob:
         restores: Scheduler of the cache.
         seq: The sequence, with its resident pages attached.
         plan: Pages to load.
-        computable: Whether the caller computes tokens of the front if that helps.
-        behind: Loads of the page that contains the limit, one per group; see
-            `PrefixMatcher.behind`.
-        limit: Most tokens of the prefix.
 
     Attributes:
         request: The request, for the policy.
+        phase: State of the restore.
         back: Pages that are loaded from the back.
         ahead: Load of the page behind them, submitted first.
     """
 
-    def __init__(
-        self, restores: RestoreScheduler, seq: Sequence, plan: RestorePlan, *, computable: bool,
-        behind: Items[PageLoad] = (), limit: int = 0,
-    ) -> None:  # fmt: skip
-        # The reference is weak: a restore must not keep a dropped sequence open.
-        self._whose = WeakSequence(seq)
+    def __init__(self, restores: RestoreScheduler, seq: Sequence, plan: RestorePlan) -> None:
+        self.bind(seq)
         self._restores, self._planner = restores, restores.restorer.planner
-        self._behind, self._limit, self._whole, self._beyond = behind, limit, plan.pages, 0
-        self.ahead = LoadBatch(self, restores.restorer.measure)
         self._guard, self._size = self._planner.guard, self._planner.page_size
-        self.back, self._stop = IncomingPages(restores.restorer, self._whose, plan), plan.pages
-        self._phase, self._broken = _Phase.FRONT, False
-        self._computing: _Computing | None = None
+        self._behind, self._limit = plan.behind, plan.limit
+        self._whole, self._beyond, self._cut = plan.pages, 0, False
+        self.ahead = LoadBatch(self, restores.restorer.measure)
+        self.back, self._stop = IncomingPages(restores.restorer, plan), plan.pages
+        self.phase = RestorePhase.FRONT
+        self._computing: Compute | None = None  # the part of the front handed out
         layer_bytes = [source.cell_bytes * self._size for source in plan.sources[:1]]
-        least = max([1, *(round(_WORTH_BYTES / each) for each in layer_bytes)])
         self.request = RestoreRequest(
             number=next(restores.numbers),
             tokens=plan.stop * self._size,
             suffix=seq.known - plan.pages * self._size,
-            layers=len(self.back.index),
+            layers=len(restores.restorer.index),
             resident=plan.resident * self._size,
             unit=self._size,
             sources=plan.sources,
-            computable=computable,
+            computable=plan.computable,
             whole=True,
-            least=least,
+            least=max([1, *(round(_WORTH_BYTES / each) for each in layer_bytes)]),
             arrived_s=time.perf_counter(),
         )
-        self._progress = restores.register(self)
-        self._tally = Tally(restores, self._whose, self.request)
+        self._progress = restores.state.add(self.request)
+        self._tally = Tally(restores, self._progress)
 
     @property
     def seq(self) -> Sequence:
@@ -1327,8 +1205,11 @@ class RestoreJob:
         return cast(Sequence, self._whose())
 
     def bind(self, seq: Sequence) -> None:
-        """Refer to the sequence again: the collector clears references before finalizers run."""
-        self._whose.bind(seq)
+        """Refer to the sequence, without keeping it open.
+
+        The collector clears references before finalizers run, which therefore bind it again.
+        """
+        self._whose = weakref.ref(seq)
 
     @staticmethod
     def of(seq: Sequence) -> RestoreJob | None:
@@ -1348,7 +1229,7 @@ class RestoreJob:
     @property
     def settled(self) -> bool:
         """Return whether the front is done."""
-        return self._phase is not _Phase.FRONT
+        return self.phase is not RestorePhase.FRONT
 
     @property
     def front(self) -> int:
@@ -1359,13 +1240,12 @@ class RestoreJob:
     def lacks(self) -> bool:
         """Return whether pages in the sequence's row are not loaded yet."""
         with self._guard:
-            behind = self._phase is _Phase.BEHIND
-            return behind and not all(map(self._there, range(self.request.layers)))
+            return self._in_row and not self._there()
 
     @property
     def gone(self) -> bool:
         """Return whether one of its pages was forgotten meanwhile."""
-        return self.back.gone or any(one.block.gone for one in self._behind)
+        return any(one.block.gone for one in self)
 
     @property
     def quiet(self) -> bool:
@@ -1377,19 +1257,24 @@ class RestoreJob:
         """Return whether no load is under way or to be submitted, so that a wait would not end."""
         return self._restores.still
 
+    def __iter__(self) -> Iterator[PageLoad]:
+        """Yield all page loads of the restore."""
+        yield from self.back
+        yield from self._behind
+
     # ---- loads
 
-    def arrived(self, flight: LoadBatch, op: RestoreLoad) -> None:
+    def _arrived(self, flight: LoadBatch, op: RestoreLoad, seconds: float) -> None:
         """Take a finished load into account. Callers hold the KV lock."""
         state = self._restores.state
-        self._tally.loaded(flight, op)
-        if flight.lost and self.request.computable:
-            state.fail(op)
-        else:
+        self._tally.loaded(flight, op, seconds)
+        if not flight.lost:
             state.end(op)
-        missing = [piece.page_load.page_no for piece in self.back.pieces(op)] if flight.lost else ()
-        if missing and self._phase is _Phase.BEHIND:
-            self._broken = True
+            return
+        (state.fail if self.request.computable else state.end)(op)
+        missing = [piece.page_load.page_no for piece in self.back.pieces(op)]
+        if missing and self._in_row:
+            self.phase = RestorePhase.BROKEN
         elif missing and not self.request.computable:  # the prefix ends where it is missing
             self._stop = min(self._stop, *missing)
 
@@ -1401,10 +1286,8 @@ class RestoreJob:
         Args:
             most: Most tokens at once, in whole pages, but at least one page.
         """
-        found = choose([self], most)
-        while found is None and self._hopes():
+        while (found := choose([self], most)) is None and self._hopes():
             self._rest()
-            found = choose([self], most)
         return found[1] if found is not None else 0
 
     def _hopes(self) -> bool:
@@ -1414,24 +1297,27 @@ class RestoreJob:
         no longer than computing a page.
         """
         with self._guard:
-            restores, waited_s = self._restores, time.perf_counter() - self.request.arrived_s
-            tiers = (source.tier for source in self.request.sources)
+            restores, request = self._restores, self.request
+            tiers = (source.tier for source in request.sources)
             if self.settled or self._progress.met or restores.state.untold.isdisjoint(tiers):
                 return False
-            return not restores.still and waited_s < restores.page_s(self.request)
+            page = Span(request.resident, request.resident + request.unit)
+            page_s = restores.costs.compute_s(request, request.layers, page)
+            return not restores.still and time.perf_counter() - request.arrived_s < page_s
 
     def pump(self) -> None:
         """Process finished loads and computed parts, and submit further loads. Never waits."""
         with self._guard:
-            if self._phase is not _Phase.OVER:
+            if not self.settled:
                 self._advance()
+            if not self.settled or self._in_row:
                 self._restores.pump()
 
-    def hand_out(self, op: Compute, most: int | None) -> int:
+    def _hand_out(self, op: Compute, most: int | None) -> int:
         """Hand out a compute op of the policy; return its tokens. Callers hold the KV lock."""
         first, stop = op.tokens
-        if self._restores.tries():
-            most = self._size
+        if not (self._restores.gate.seconds_per_token or self._restores.costs.tried):
+            most = self._size  # one page measures what computing costs
         if most is not None:
             stop = min(stop, first + max(most // self._size, 1) * self._size)
         if op.layers != Span(0, self.request.layers) or first != self.seq.length:
@@ -1440,47 +1326,41 @@ class RestoreJob:
         if not self.back.room(op.tokens.size // self._size):
             return 0  # computing needs room beside the pages reserved for loads
         self._restores.state.begin(op)
-        self._computing = _Computing(op, time.perf_counter(), threading.get_ident())
+        self._computing = op
         self.back.drop(range(first // self._size, stop // self._size))
         return op.tokens.size
 
-    def pop_computed(self, thread: int) -> _Computing | None:
-        """Return and clear the part that a thread has finished. Callers hold the KV lock."""
-        done = self._computing
-        if done is None or done.thread != thread or self.seq.length < done.op.tokens.stop:
-            return None
-        self._computing = None
-        return done
+    def computed(
+        self, first: int, stop: int, started_s: float, host_s: float
+    ) -> Callable[[float], None]:
+        """Emit the span of tokens `[first, stop)`, computed in a step begun at `started_s`.
 
-    def told(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
-        """Record a computed part of the front and its time, see `Tally.computed`."""
-        self._restores.state.end(op)
-        self._tally.computed(op, started_s, seconds, counted_s)
+        Args:
+            first: First token.
+            stop: One past the last.
+            started_s: Begin of the step.
+            host_s: Seconds of the host for each token.
 
-    def pending(self) -> int:
-        """Return the tokens handed out and not computed yet. Callers hold the KV lock."""
-        return self._computing.op.tokens.stop - self.seq.length if self._computing else 0
+        Returns:
+            A call that learns from the seconds of a token on its device, without compilation.
+        """
+        tokens, request, costs = Span(first, stop), self.request, self._restores.costs
+        when, layers = (started_s, host_s * tokens.size), Span(0, request.layers)
+        self._restores.tell_span(request, "compute", tokens, layers, when)
+        return lambda each_s: costs.computed(request, layers.size, tokens, each_s * tokens.size)
 
     def _advance(self) -> None:
         """Record tokens computed since the last call, also those not handed out here."""
-        length, state = self.seq.length, self._restores.state
-        if self._phase is not _Phase.FRONT:
-            return
-        if self._computing is not None and length >= self._computing.op.tokens.stop:
-            self._restores.computed(self._computing.thread)
+        length, state, op = self.seq.length, self._restores.state, self._computing
+        if op is not None and length >= op.tokens.stop:
+            state.end(op)
+            self._computing = op = None
         front = self._progress.front[0]
         stop = min(length // self._size * self._size, *self._progress.back)
-        if self._computing is None and front < stop:
+        if op is None and front < stop:
             extra = Compute(self.request.number, Span(0, self.request.layers), Span(front, stop))
             state.begin(extra)
             state.end(extra)
-
-    # ---- the rest
-
-    def __iter__(self) -> Iterator[PageLoad]:
-        """Yield all page loads of the restore."""
-        yield from self.back
-        yield from self._behind
 
     @property
     def soon(self) -> bool:
@@ -1490,17 +1370,15 @@ class RestoreJob:
     def meet(self) -> None:
         """Wait for the page behind the whole ones if it loads, so that `settle` can use it."""
         self.pump()
-        while self.ahead.left and self._phase is _Phase.FRONT:
+        while self.ahead.left and not self.settled:
             self._rest()
             self.pump()
 
-    def bound(self, limit: int) -> None:
-        """Bound the prefix to `limit` tokens, a length already reported to the caller."""
-        with self._guard:
-            self._limit = min(self._limit, limit)
-
-    def settle(self) -> int:
+    def settle(self, limit: int | None = None) -> int:
         """End the front: put all pages into the sequence's row, also those that still load.
+
+        Args:
+            limit: Most tokens of the prefix, a length that its caller relies on already.
 
         Returns:
             The sequence's new length; less than `tokens` before if the rest cannot be loaded.
@@ -1509,34 +1387,39 @@ class RestoreJob:
             StateError: The sequence is closed, suspended or in a step.
         """
         with self._guard:
-            if self._phase is not _Phase.FRONT:
+            if self.settled:
                 return self.seq.length
             self._planner.idle(self.seq)
             self.pump()
-            first = self.seq.length // self._size
+            first, seq, restorer = self.seq.length // self._size, self.seq, self._restores.restorer
             self._tally.front = first * self._size
             # Pages handed out to compute are not loaded any more, so a gap may be left.
             hole = self._computing is not None or self._progress.lost > first * self._size
             self._stop = first if hole else self.back.reach(first, self._stop, lambda one: True)
             if self._stop > first:
-                self.back.attach_pages(first, self._stop)
-                self._phase = _Phase.BEHIND
-                self._restores.state.fronted(self.request.number)
-                self._extend()
+                self.back.attach_pages(seq, first, self._stop)
+            self.phase = RestorePhase.BEHIND
+            self._restores.state.fronted(self.request.number)
+            # Extend the prefix by the known tokens of the page behind its whole ones.
+            end = self._whole * self._size
+            most = self._limit if limit is None else min(limit, self._limit)
+            if seq.length == end < most:
+                self._beyond = restorer.extend(seq, most, self._behind) - end
+            if self._behind:  # not reported when the restore began
+                restorer.emit_hits(seq, self._beyond, 0, max(0, most - end))
+            drop(self._behind)
+            if self._stop > first:
                 self._restores.pump()
             else:
-                self._extend()
                 self._end(ok=True)
-            return self.seq.length
+            return seq.length
 
-    def _extend(self) -> None:
-        """Extend the prefix by the known tokens of the page behind its whole ones."""
-        restorer, end = self._restores.restorer, self._whole * self._size
-        if self.seq.length == end < self._limit:
-            self._beyond = restorer.extend(self.seq, self._limit, self._behind) - end
-        if self._behind:  # not reported when the restore began
-            restorer.emit_hits(self.seq, self._beyond, 0, max(0, self._limit - end))
-        drop(self._behind)
+    # ---- the rest
+
+    @property
+    def _in_row(self) -> bool:
+        """Return whether pages that may still load are in the sequence's row."""
+        return self.phase in (RestorePhase.BEHIND, RestorePhase.BROKEN)
 
     def wait(self, layer: int) -> None:
         """Block until a layer of all pages is loaded and verified, see `Step.awaits`.
@@ -1544,14 +1427,18 @@ class RestoreJob:
         Raises:
             Late: The layer will not arrive. After `fill`, `wait` can be called again.
         """
-        index, begun_s = self.back.index[layer], time.perf_counter()
+        if not self._until(self._restores.restorer.index[layer]):
+            raise Late(layer)
+
+    def _until(self, index: int | None) -> bool:
+        """Wait until a layer, or all of them (None), is loaded; return False if it will not be."""
+        begun_s = time.perf_counter()
         while (there := self._poll(index)) is None:
             self._rest()
-        if not there:
-            raise Late(layer)
         with self._guard:
-            if self._phase is _Phase.BEHIND:
-                self._tally.waited(index, begun_s, suffix=True)
+            if self._in_row:
+                self._tally.waited(index, begun_s)
+        return there
 
     def _rest(self) -> None:
         with self._guard:
@@ -1559,29 +1446,27 @@ class RestoreJob:
             waited_for = self._restores.files()
         rest(waited_for, _PAUSE_S)
 
-    def _there(self, index: int) -> bool:
-        return self.back.there(index) if self._broken else self._progress.there(index)
-
-    def _stuck(self) -> None:
-        """Mark the restore broken if it is incomplete and no load is under way or to come."""
-        if self._restores.still and not self._progress.restored:
-            self._broken = True
+    def _there(self, index: int | None = None) -> bool:
+        """Return whether one layer, or all of them (None), is loaded."""
+        there = self.back.there if self.phase is RestorePhase.BROKEN else self._progress.there
+        return all(map(there, range(self.request.layers) if index is None else (index,)))
 
     def poll(self) -> bool | None:
         """Return whether all pages are loaded after `settle`; None while some load. Never waits."""
-        return self._poll(None)
+        return self._poll()
 
-    def _poll(self, index: int | None) -> bool | None:
+    def _poll(self, index: int | None = None) -> bool | None:
         """Return whether one layer, or all of them (None), is loaded, see `poll`."""
-        layers = range(self.request.layers) if index is None else (index,)
         with self._guard:
             self.pump()
-            if self._phase is not _Phase.BEHIND:
-                return not self._broken
-            if not all(map(self._there, layers)):
-                self._stuck()
-                if not all(map(self._there, layers)):
-                    return False if self._broken else None
+            if not self._in_row:
+                return self.phase is not RestorePhase.ABANDONED and not self._cut
+            if not (there := self._there(index)):
+                if self._restores.still and not self._progress.restored:
+                    self.phase = RestorePhase.BROKEN  # no load is under way or to come
+                    there = self._there(index)
+                if not there:
+                    return False if self.phase is RestorePhase.BROKEN else None
             self._restores.store.join()
             return True
 
@@ -1589,12 +1474,7 @@ class RestoreJob:
         """Settle the restore and wait until all pages are loaded; return False if some fail."""
         self.meet()
         self.settle()
-        begun_s = time.perf_counter()
-        while (there := self.poll()) is None:
-            self._rest()
-        with self._guard:
-            self._tally.waited(0, begun_s, suffix=False)
-        return there
+        return self._until(None)
 
     def fill(self, other: Sequence) -> None:
         """Fill missing pages from another sequence, also within a step that waits for them.
@@ -1604,16 +1484,20 @@ class RestoreJob:
 
         Raises:
             CapacityError: A page that a tier may still write to cannot be replaced.
-            StateError: The other sequence has other tokens, or too few.
+            StateError: The other sequence has other tokens, or too few; or no page is missing.
         """
         with self._guard:
+            if not self._in_row:
+                raise StateError("no page of the restore is missing", "Fill it before its end")
             self._restores.store.join()
-            self.back.fill(other, self._stop)
+            self.back.fill(self.seq, other, self._stop, self._tally)
 
     # ---- the end
 
     def finish(self, *, ok: bool = True) -> int:
         """End the restore: publish the loaded pages, and cut missing ones off. Idempotent.
+
+        The tokens that were loaded behind the front count as reused.
 
         Args:
             ok: Whether the step that waited for it was committed.
@@ -1625,44 +1509,49 @@ class RestoreJob:
             StateError: The sequence is in a step.
         """
         with self._guard:
-            if self._phase is _Phase.BEHIND and not self.seq.closed:
-                self._planner.check_ready(self.seq)
-                self._close_line(ok)
+            seq, whole = self.seq, self._stop
+            if self._in_row and not seq.closed:
+                self._planner.check_ready(seq)
+                seq.restoration = None  # from here on, its row is like any other
+                self._restores.store.join()
+                first = self.front // self._size
+                if not (ok and self._there()):
+                    self._stop = self.back.reach(first, whole, lambda one: one.complete)
+                self._stop = self.back.close(seq, first, whole, self._stop)
+            self._cut |= self._stop < whole
             self._end(ok=ok)
-            return self.seq.length
-
-    def _close_line(self, ok: bool) -> None:
-        self.seq.restoration = None  # from here on, its row is like any other
-        self._restores.store.join()
-        first, whole = self._tally.front // self._size, self._stop
-        if not ok or not all(map(self._there, range(self.request.layers))):
-            self._stop = self.back.reach(first, whole, lambda one: one.complete)
-        self._stop = self.back.close(first, whole, self._stop)
+            return seq.length
 
     def cancel(self) -> None:
         """Cancel the restore; a settled one keeps its leading complete pages."""
         with self._guard:
-            if self._phase is _Phase.BEHIND and self._planner.stepping(self.seq):
-                self._broken = True  # the step under way gets `Late`, and its caller finishes
+            if self._in_row and self._planner.stepping(self.seq):
+                self.phase = RestorePhase.BROKEN  # the step gets `Late`, and its caller finishes
                 return
             self.finish(ok=False)
 
     def abandon(self) -> None:
         """Cancel the restore of a sequence that is about to be closed."""
         with self._guard:
-            self._broken = self._phase is _Phase.BEHIND  # a step may still wait for it
-            self._end(ok=False)
+            self._end(ok=False, abandoned=self._in_row)
 
-    def _end(self, *, ok: bool) -> None:
-        if self._phase is _Phase.OVER:
+    def _end(self, *, ok: bool, abandoned: bool = False) -> None:
+        if self.phase in (RestorePhase.OVER, RestorePhase.ABANDONED):
             return
-        self._phase = _Phase.OVER
-        self._tally.ended(self._stop, ok=ok)
-        self._restores.unregister(self)
-        self.back.clear()
+        restores, number, seq = self._restores, self.request.number, self.seq
+        counts = self._in_row and not abandoned
+        self.phase = RestorePhase.ABANDONED if abandoned else RestorePhase.OVER
+        self._tally.ended(seq, self._stop, ok=ok)
+        if counts:
+            self._tally.reused(seq, self.tokens)
+        del restores._active[number]
+        restores.flights.cancel(self)
+        restores.state.remove(number)
+        restores.policy.forget(number)
+        self.back.drop([one.page_no for one in self.back])
         drop(self._behind)
-        if self.seq.restoration is self:
-            self.seq.restoration = None
+        if seq.restoration is self:
+            seq.restoration = None
 
 
 def choose(
@@ -1678,8 +1567,22 @@ def choose(
         The restore and its number of tokens, 0 if only its suffix is left; None if all wait for
         loads.
     """
-    mine = [one for one in restorations if not one.settled]
-    if not mine:
+    jobs = [*restorations]
+    if not jobs:
         return None
-    with mine[0]._guard:
-        return mine[0]._restores.hand_out(mine, most)
+    restores = jobs[0]._restores
+    with jobs[0]._guard:
+        mine = [one for one in jobs if not one.settled]
+        for one in mine:
+            one._advance()
+        restores.pump()
+        for one in mine:
+            if one._computing is not None:
+                return one, one._computing.tokens.stop - one.seq.length
+        restores.state.now_s = time.perf_counter()
+        numbers = [one.request.number for one in mine]
+        op = restores.policy.next_compute(restores.state, numbers) if mine else None
+        if op is None:
+            return None
+        one = restores._active[op.request]
+        return one, one._hand_out(op, most) if isinstance(op, Compute) else 0

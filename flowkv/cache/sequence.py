@@ -183,6 +183,12 @@ class Arriving(Protocol):
         """Refer to the sequence again, in its finalizer."""
         ...
 
+    def computed(
+        self, first: int, stop: int, started_s: float, host_s: float
+    ) -> Callable[[float], None]:
+        """Emit the span of computed tokens `[first, stop)`; return a call that learns its time."""
+        ...
+
     def settle(self) -> int:
         """End the front; return the sequence's length afterwards."""
         ...

@@ -370,9 +370,9 @@ class Step:
         self.overflows = over is not None and over.away > 0 and any(s.away for s in self.seqs)
         self._scans: dict[int, Scan | None] = {}
         device = planner.tables.devices[0]
-        timed = device.type == "cuda" and self.advance.most_new >= planner.page_size
-        self._timer = DeviceTimer(device) if timed else None
         self._coming = [*filter(_RESTORATION, self.seqs)]
+        timed = self.advance.most_new >= planner.page_size or self._coming
+        self._timer = DeviceTimer(device) if timed and device.type == "cuda" else None
         if self._coming:  # layers wait for pages that are not loaded yet
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
             self.awaits = partial(_all, waits)
@@ -779,11 +779,11 @@ class Step:
             if self.vouched:
                 for seq, length in zip(self.seqs, self.advance.after.tolist(), strict=True):
                     seq.vouched = length
+            long = self.advance.most_new >= self.planner.page_size
+            if (long or self._coming) and not self.audits:
+                self._measure(long)
         if self._watch is not None:
             self._watch.add_mass(self.seqs, self.groups, self.advance)
-        # Decode steps do not measure the rate at which a prompt is computed.
-        if self.advance.most_new >= self.planner.page_size and not self.audits:
-            self._measure()
 
     def _refuse_absent(self) -> None:
         """Refuse results computed over pages that are not loaded.
@@ -810,19 +810,33 @@ class Step:
                 for seq, known in self._noted:
                     seq.forget_tokens(known)
 
-    def _measure(self) -> None:
-        now = time.perf_counter()
+    def _measure(self, long: bool) -> None:
+        """Record the time of a prompt or a front. Callers hold the KV lock.
+
+        Args:
+            long: Whether its rate is that of a prompt; decode steps do not measure that.
+        """
+        now, before, after = time.perf_counter(), self.advance.before, self.advance.after
         counted_s = compiling.measured_s(self._started_s, now)
         seconds = counted_s - self._waited_s
-        before, after = self.advance.before, self.advance.after
-        tokens = int(self.advance.starts[-1])
-        middle = float((after - before) @ (before + after)) / (2 * tokens)
+        tokens = max(1, int(self.advance.starts[-1]))
+        middle = float((after - before) @ (before + after)) / (2 * tokens) if long else None
+        host_s = (now - self._started_s) / tokens
+        fronts = [
+            seq.restoration.computed(first, stop, self._started_s, host_s)
+            for seq, first, stop in zip(self.seqs, before.tolist(), after.tolist(), strict=True)
+            if first < stop and seq.restoration is not None and not seq.restoration.settled
+        ]
+        if not (long or fronts):
+            return
         if self._timer is None:
-            self.planner.measure(tokens, seconds, middle)
+            self.planner.measure(tokens, seconds, middle, fronts)
         elif self._waited_s <= compiling.MOST_SHARE * counted_s and counted_s:
             # A device computes while the host waits: of a longer wait, its share is not known.
             idle_s = now - self._started_s - seconds
-            self.planner.measure_later(self._timer, tokens, idle_s, middle)
+            self.planner.measure_later(self._timer, tokens, idle_s, middle, fronts)
+        else:
+            self.planner.measure(tokens, 0.0, middle, fronts)
 
     @interrupts.unbroken
     def __del__(self) -> None:

@@ -453,46 +453,22 @@ class Snapshots:
 
     # ---- finding
 
-    def restore(self, seq: Sequence, limit: int) -> int:
+    def restore(self, seq: Sequence, limit: int, attach: Callable[[int], int | None]) -> int:
         """Attach the longest prefix of at most `limit` tokens that has a state.
 
-        Returns:
-            Tokens attached; `seq.state` holds the state if there are any.
-        """
-        loaded = 0
-
-        def attach(pages: int) -> bool:
-            nonlocal loaded
-            tokens, loaded = self.restorer.attach(seq, pages)
-            return tokens == pages * self.planner.page_size
-
-        reused, tail = self._restore(seq, limit, attach)
-        self.restorer.emit_hits(seq, reused, loaded + tail if reused else 0, limit)
-        return reused
-
-    def start_restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> int:
-        """Attach a prefix as `restore` does, without waiting for pages that are not on the device.
-
-        `seq.restoration` is then settled. A state is valid for all of its tokens only: pages that
-        do not arrive must be filled by `RestoreJob.fill`, else the prefix is dropped.
+        `seq.state` is then the state, which is valid for all of its tokens only: pages that load
+        meanwhile (`seq.restoration`) and do not arrive must be filled by `RestoreJob.fill`, else
+        the prefix is dropped.
 
         Args:
             seq: A fresh sequence.
             limit: Most tokens.
-            attach: Attaches the given number of known pages, also those being loaded; returns
-                whether it did.
+            attach: Attaches the given number of known pages, also those being loaded; returns how
+                many of their tokens were not on the device, or None if it failed.
 
         Returns:
-            Tokens that were on the device, or came with the state.
+            Tokens attached that do not load any more.
         """
-        reused, tail = self._restore(seq, limit, attach)
-        coming = seq.restoration
-        loading = coming.tokens - coming.front if coming is not None else 0
-        self.restorer.emit_hits(seq, reused, loading + tail, limit)
-        return reused - loading
-
-    def _restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> tuple[int, int]:
-        """Try states from the longest on; return the tokens attached, and those in the tail."""
         self.store.eviction.expire()
         for length, block in self._candidates(seq, limit):
             pages = length // self.planner.page_size
@@ -501,18 +477,21 @@ class Snapshots:
             values, tier = self._load(block)
             if values is None:
                 continue
-            if attach(pages) and self._attach_tail(seq, length, values):
+            loaded = attach(pages)
+            if loaded is not None and self._attach_tail(seq, length, values):
                 seq.fidelity = max(seq.fidelity, block.fidelity)
                 self.store.touch([block])
                 seq.state, tail = values, length - pages * self.planner.page_size
                 hit = Hit(tier=tier, tokens=tail, n_bytes=block.n_bytes, tenant=seq.owner)
                 self.store.bus.emit(hit)
-                return length, tail
+                self.restorer.emit_hits(seq, length, loaded + tail, limit)
+                return length - loaded if seq.restoration is not None else length
             if seq.restoration is not None:
                 seq.restoration.abandon()
             self.planner.vacate(seq)
             self.planner.tables.lengths[seq.row] = 0
-        return 0, 0
+        self.restorer.emit_hits(seq, 0, 0, limit)
+        return 0
 
     def known_states(self, seq: Sequence) -> list[Block]:
         """Return the known states within a prompt."""

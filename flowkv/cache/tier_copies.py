@@ -35,15 +35,23 @@ class TierCopies:
         return self.size(block, block.tier)
 
     def nearest_bytes(self, blocks: Iterable[Block]) -> dict[int, int]:
-        """Return the bytes of blocks in the nearest tier of each, by the tier's number."""
+        """Return the bytes of blocks in the tier that each is read from now, by its number."""
         found, known = dict[int, int](), dict[tuple[int, ...], tuple[int, int]]()
         for block in blocks:
             form = block.group, block.tiers, block.codecs, block.n_bytes
             if block.going or form not in known:
-                known[form] = block.tier, self.size(block, block.tier)
+                known[form] = (tier := self._source(block)), self.size(block, tier)
             number, n_bytes = known.pop(form) if block.going else known[form]
             found[number] = found.get(number, 0) + n_bytes
         return found
+
+    def _source(self, block: Block) -> int:
+        """Return the tier that a block is read from now; the nearest one if none can be read."""
+        moving = self._mover.on_the_way(block.key) if block.going else None
+        if moving is not None:
+            return moving.tier
+        lanes = (n for n, lane in enumerate(self._mover.lanes) if lane.answering)
+        return next((n for n in lanes if block.tiers >> n & 1), block.tier)
 
     def codecs(self, block: Block, number: int) -> tuple[int, ...]:
         """Return the codecs that a tier's copy of a page may have; () if it is unreadable."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from flowkv.cache import swap
 from flowkv.cache.block_table import Planner
-from flowkv.cache.kv import KV, end
+from flowkv.cache.kv import KV
 from flowkv.cache.mover import rest
 from flowkv.cache.restore import Late, RestoreJob, choose
 from flowkv.cache.sequence import Sequence
@@ -205,12 +205,15 @@ class RestoreQueue:
         live.move(COMING, now_s)
 
     def withdraw(self, live: RunningRequest, now_s: float) -> None:
-        """End the wait of a row that is closed, which cancels its loads."""
-        self._over(live, now_s)
-        self._lift()
+        """End the wait of a row for its prefix, if there is one, and add up its times.
 
-    def _lift(self) -> None:
-        """Lift the limit on loads of other callers if the engine waits for none."""
+        Without another row that waits, the limit on loads of other callers ends.
+        """
+        wait = self._waits.pop(live, None)
+        if wait is not None:
+            wait.see(now_s)
+            live.restore_s += now_s - wait.begun_s
+            live.exposed_s += wait.exposed_s
         if not self._waits:
             self._allow(alone=True)
 
@@ -257,23 +260,46 @@ class RestoreQueue:
         Returns:
             Tokens of each row, from its `ready` on; rows that compute none are left out.
         """
-        shares: dict[RunningRequest, int] = {}
+        shares, left = dict[RunningRequest, int](), budget
         self._budget = max(budget, 1)
         if alone:
             self._allow(alone=True)
+
+        def compute(live: RunningRequest, tokens: int) -> None:
+            nonlocal left
+            if left > 0 and tokens > 0:
+                shares[live] = min(tokens, left)
+                left -= shares[live]
+
         for live in coming:
             self._waits[live].see(now_s)
             self._look(live, now_s)
-            budget -= self._joined(live, budget, shares)
-        budget -= self._fronts(self._due(coming, alone), budget, shares, now_s)
+            compute(live, live.missing if live.state == RUNNING else 0)
+        fronts = self._due(coming, alone)
+        while fronts:
+            # If all wait for loads, those without any left are settled.
+            over = ((one, 0) for one in fronts if one.exhausted)
+            if (found := choose(fronts, max(left, 1)) or next(over, None)) is None:
+                break
+            restoration, tokens = found
+            live = fronts.pop(restoration)
+            if not tokens:
+                if not restoration.soon:
+                    restoration.settle()
+                    self._look(live, now_s)
+                    compute(live, live.missing if live.state == RUNNING else 0)
+            elif left > 0:
+                live.ready = live.open_row.seq.length
+                compute(live, tokens)
+            elif restoration.quiet:  # no load is under way: compute the rest like any prompt
+                restoration.finish(ok=False)
+                self._join(live, now_s)
         if alone and not shares:  # the tokens after the prefix are computed behind the loads
             for live in coming:
-                if live.state == COMING and self._settled(live) and budget > 0:
-                    shares[live] = min(live.missing, budget)
-                    budget -= shares[live]
-        for live in shares:
-            if live in self._waits:
-                self._waits[live].computes = True
+                if live.state == COMING and self._settled(live) is not None:
+                    compute(live, live.missing)
+        for live in shares.keys() & self._waits.keys():
+            self._waits[live].computes = True
         return list(shares.items())
 
     def late(self, live: RunningRequest, now_s: float) -> bool:
@@ -285,15 +311,15 @@ class RestoreQueue:
         restoration = RestoreJob.of(live.open_row.seq)
         if restoration is None:
             return False
-        end(self._kv, restoration, ok=False)
+        restoration.finish(ok=False)
         self._join(live, now_s)
         return True
 
     def finish(self, live: RunningRequest) -> None:
         """End the restore of a row that is over, and count the pages that were loaded as reused."""
-        restoration = RestoreJob.of(live.row.seq) if live.row is not None else None
-        if restoration is not None and restoration.settled and restoration.poll():
-            end(self._kv, restoration, ok=True)
+        restoration = self._settled(live) if live.row is not None else None
+        if restoration is not None and restoration.poll():
+            restoration.finish(ok=True)
             self._reuse(live)
 
     def rest(self) -> None:
@@ -318,79 +344,29 @@ class RestoreQueue:
                 found[restoration] = live
         return found
 
-    def _fronts(
-        self,
-        fronts: dict[RestoreJob, RunningRequest],
-        budget: int,
-        shares: dict[RunningRequest, int],
-        now_s: float,
-    ) -> int:
-        """Give budget to fronts of prefixes that are being loaded; return the tokens used."""
-        left = budget
-        while fronts:
-            found = choose(fronts, max(left, 1))
-            if found is None:  # all wait for loads, except restores with none left
-                found = next(((one, 0) for one in fronts if one.exhausted), None)
-            if found is None:
-                break
-            restoration, tokens = found
-            live = fronts.pop(restoration)
-            if not tokens and restoration.soon:
-                continue
-            if not tokens:
-                restoration.settle()
-                self._look(live, now_s)
-                left -= self._joined(live, left, shares)
-            elif left > 0:
-                live.ready = live.open_row.seq.length
-                shares[live] = min(tokens, left)
-                left -= shares[live]
-            elif restoration.quiet:  # no load is under way: compute the rest like any prompt
-                end(self._kv, restoration, ok=False)
-                self._join(live, now_s)
-        return budget - left
-
     def _look(self, live: RunningRequest, now_s: float) -> None:
         """End the restore of a row if its settled prefix is complete, or cannot be."""
-        seq = live.open_row.seq
-        restoration, there = RestoreJob.of(seq), None
-        if restoration is not None and restoration.settled:
-            there = restoration.poll()
-            if there is not None:
-                end(self._kv, restoration, ok=there)
+        restoration, seq = self._settled(live), live.open_row.seq
+        if restoration is not None and (there := restoration.poll()) is not None:
+            restoration.finish(ok=there)
         live.ready = seq.length
         if seq.restoration is None:
             self._join(live, now_s)
 
-    def _settled(self, live: RunningRequest) -> bool:
+    def _settled(self, live: RunningRequest) -> RestoreJob | None:
+        """Return the restore of a row if its front is done."""
         restoration = RestoreJob.of(live.open_row.seq)
-        return restoration is not None and restoration.settled
-
-    def _joined(self, live: RunningRequest, budget: int, shares: dict[RunningRequest, int]) -> int:
-        """Give a row that runs now its share of the step, within the budget; return its tokens."""
-        if live.state != RUNNING or budget <= 0 or live.missing <= 0:
-            return 0
-        shares[live] = min(live.missing, budget)
-        return shares[live]
+        return restoration if restoration is not None and restoration.settled else None
 
     def _join(self, live: RunningRequest, now_s: float) -> None:
         live.ready = live.open_row.seq.length
         self._reuse(live)
-        self._over(live, now_s)
+        self.withdraw(live, now_s)
         live.move(RUNNING, now_s)
-        self._lift()
 
     def _reuse(self, live: RunningRequest) -> None:
         if not live.preempted:
             live.reused = live.open_row.seq.reused
-
-    def _over(self, live: RunningRequest, now_s: float) -> None:
-        """End a row's wait for its prefix, if there is one, and add up its times."""
-        wait = self._waits.pop(live, None)
-        if wait is not None:
-            wait.see(now_s)
-            live.restore_s += now_s - wait.begun_s
-            live.exposed_s += wait.exposed_s
 
 
 # Requests that wait: their known pages are prefetched, and pages they will share are counted.

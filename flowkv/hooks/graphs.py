@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -129,6 +129,11 @@ class StepShape(NamedTuple):
     new: int
     pages: int
 
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step, those of no row counted."""
+        return self.rows * self.new
+
 
 @cache
 def shape_of(rows: int, new: int, pages: int, most_rows: int) -> StepShape:
@@ -163,7 +168,9 @@ class StaticStep(Step):
         device: Device of the model and of all pages.
     """
 
-    __slots__ = tuple("_beyond _buffer _held _stages _table _turn filler last places shape".split())
+    __slots__ = tuple(
+        "_beyond _buffer _held _real _stages _table _turn filler last places shape".split()
+    )
 
     def __init__(self, planner: Planner, shape: StepShape, device: torch.device) -> None:
         groups, rows, count = len(planner.geometry.groups), shape.rows, shape.rows * shape.new
@@ -195,6 +202,7 @@ class StaticStep(Step):
         self.last = self._buffer[2 * count :][:rows]
         self.filler = torch.zeros((), device=device)
         self._beyond = torch.zeros(count, 1, 1, dtype=torch.bool, device=device)
+        self._real = count
         self.planner, self._open, self._token = planner, True, None
         self.advance = Advance(
             rows=np.arange(rows, dtype=np.int32),
@@ -265,9 +273,9 @@ class StaticStep(Step):
         for first, each in given:
             if each.device.type != "cpu":
                 self._buffer[first : first + each.numel()].copy_(each.view(-1))
-        if new > 1:  # there is one row
-            every = torch.arange(count, device=self._beyond.device)
-            torch.gt(every, self.last, out=self._beyond.view(-1))
+        if ids.numel() != self._real:
+            self._real = ids.numel()
+            self._beyond[: self._real], self._beyond[self._real :] = False, True
         with self.planner.guard:
             held = tables.version, advance.rows.tolist()
             if held != self._held:
@@ -284,7 +292,9 @@ class StaticStep(Step):
     def read(self, layer: int, q: torch.Tensor, **how: Any) -> torch.Tensor:
         """Attend like any step; tokens of no row, which kernels leave unwritten, get `filler`."""
         out = super().read(layer, q, **how)
-        return torch.where(self._beyond, self.filler.to(out), out) if self.shape.new > 1 else out
+        return (
+            torch.where(self._beyond, self.filler.to(out), out) if self._beyond.numel() > 1 else out
+        )
 
     def __exit__(self, *_: object) -> None:
         """Leave the context, without a commit."""
@@ -303,6 +313,13 @@ class StaticStep(Step):
 
 
 class _Graph(NamedTuple):
+    """Recorded step.
+
+    Attributes:
+        padded: Its tokens were compared beside such of no row.
+    """
+
+    padded: bool
     step: StaticStep
     recorder: CudaRecorder
     logits: torch.Tensor
@@ -318,7 +335,7 @@ class GraphedForward:
             caller compared when the step began may be left out.
         config: Limits the memory of graphs.
         report: Receives counts of "captured" and "replayed" steps, "bytes" of graphs, and the
-            reason why steps stay "eager".
+            reasons why steps stay "eager", or only "prompts".
         most_new: Most new tokens of a single row in a captured step, whose last logits are wanted.
 
     Attributes:
@@ -369,6 +386,8 @@ class GraphedForward:
                     return None
                 shape = longer
             graph = self._graphs[shape]
+            if not graph.padded and ids.numel() < shape.tokens:
+                return None
             self._graphs.move_to_end(shape)
             try:
                 self._follow_stream(graph.logits.device)
@@ -405,7 +424,9 @@ class GraphedForward:
                 self._known = state
             shape = self._shape(step)
             seen = self._seen[shape] = self._seen.get(shape, 0) + 1
-            if state is not None and seen > EAGER_STEPS and shape not in self._graphs:
+            graph, padded = self._graphs.get(shape), ids.numel() < shape.tokens
+            serves = graph is not None and (graph.padded or not padded)
+            if state is not None and seen > EAGER_STEPS and not serves:
                 self._follow_stream(logits.device)
                 step.rerun()
                 try:
@@ -467,25 +488,24 @@ class GraphedForward:
             return None
         static = StaticStep(step.planner, shape, logits.device)
         static.fill(step, ids, positions)
-        there = [*_written(step, shape)]
-        kept, alike = [x.clone() for x in there], False
+        there, padded, alike = [*_written(step)], ids.numel() < shape.tokens, False
+        kept = [x.clone() for x in there]
         try:
             out = recorder.record(lambda: self._call(static))
-            for filler in (_FAR, 0.0) if shape.new > 1 else (0.0,):
+            for filler in (_FAR, 0.0) if padded else (0.0,):
                 static.filler.fill_(filler)  # tokens must not depend on those of no row
                 recorder.replay()
                 found = _last(out, step, shape)
-                same = found.shape == logits.shape and _close(found, logits)
-                if not (alike := same and all(map(_close, there, kept))):
+                both = [(found, logits), *zip(there, kept, strict=True)]
+                if not (alike := found.shape == logits.shape and _close(both)):
                     break
-        finally:
-            if not alike:
-                for x, before in zip(there, kept, strict=True):
-                    x.copy_(before)
+        finally:  # pages keep what the model wrote
+            for x, before in zip(there, kept, strict=True):
+                x.copy_(before)
         if not alike:
             self._refuse("a captured step gives other logits than the model", shape)
             return None
-        return _Graph(static, recorder, out)
+        return _Graph(padded, static, recorder, out)
 
     def _keep(self, shape: StepShape, graph: _Graph) -> None:
         device = graph.logits.device
@@ -512,11 +532,14 @@ class GraphedForward:
 
     def _refuse(self, reason: str, shape: StepShape) -> None:
         """Capture no more steps, or only those of one token a row."""
-        if shape.new > 1:
-            self.most_new = 1
-        else:
+        if shape.new == 1:
             self._report["eager"] = reason
-        self._forget()
+            self._forget()
+            return
+        self.most_new, self._report["prompts"] = 1, reason
+        for other in [other for other in self._graphs if other.new > 1]:
+            del self._graphs[other]
+        self._count()
 
 
 def _last(logits: torch.Tensor, step: Step, shape: StepShape) -> torch.Tensor:
@@ -527,24 +550,32 @@ def _last(logits: torch.Tensor, step: Step, shape: StepShape) -> torch.Tensor:
     return logits[0, stop - 1 : stop]
 
 
-def _written(step: Step, shape: StepShape) -> Iterator[torch.Tensor]:
-    """Yield the keys and values in pages that a single row has written; none of a decode step.
+def _written(step: Step) -> Iterator[torch.Tensor]:
+    """Yield the keys and values in pages that a step has written.
 
-    The logits of its last token do not depend on those of the last layers of the others.
+    Those of the last layer change no logits of the step, and those of other tokens than the rows'
+    last ones in the layers before may not.
     """
     advance, size, store = step.advance, step.planner.page_size, step.planner.store
-    first, stop = int(advance.before[0]) // size, int(advance.after[0])
-    for group, table in enumerate(step.planner.tables.pages if shape.new > 1 else ()):
-        for number in range(first, -(-stop // size)):
-            page, count = int(table[advance.rows[0], number]), min(size, stop - number * size)
-            yield from filter(torch.Tensor.numel, store.views(group, page, count))
+    for group, table in enumerate(step.planner.tables.pages):
+        for row, end, new in zip(
+            advance.rows.tolist(), advance.ends[group].tolist(), step.counts.tolist(), strict=True
+        ):
+            for number in range((end - new) // size, -(-end // size)):
+                first, count = max(end - new - number * size, 0), min(size, end - number * size)
+                for side in store.views(group, int(table[row, number]), count):
+                    if side.numel():
+                        yield side[:, :, first:]
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return whether two answers differ by rounding only."""
-    tolerance = torch.finfo(wanted.dtype).eps ** 0.5
-    wanted, found = wanted.detach().float(), found.detach().float()
-    return bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())
+def _close(both: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Return whether all pairs of a tensor and the wanted one differ by rounding only."""
+    alike = []
+    for found, wanted in both:
+        tolerance = torch.finfo(wanted.dtype).eps ** 0.5
+        exact, made = wanted.detach().float(), found.detach().float()
+        alike.append((made - exact).abs().max() <= tolerance * exact.abs().max())
+    return bool(torch.stack(alike).all())
 
 
 def graphed(model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], kv: KV) -> Own:

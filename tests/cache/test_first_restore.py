@@ -13,7 +13,7 @@ import xxhash
 from flowkv import KV
 from flowkv.policy.restore import EarlierRates
 from tests.cache.toy import make_kv, published, simple
-from tests.inside import ConfigError, LoadGate, end, stack
+from tests.inside import ConfigError, LoadGate, stack
 
 from . import toy
 from .links import Link, evict, forward
@@ -43,7 +43,7 @@ def fronts(kv: KV, most: int = 100) -> list[int]:
             found.append(tokens)
             with kv.step([seq], [seq.tokens[seq.length : seq.length + tokens]]) as step:
                 forward(step)
-        end(kv, job, ok=False)
+        job.finish(ok=False)
     return found
 
 

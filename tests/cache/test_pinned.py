@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import random
 import threading
 import time
@@ -687,6 +688,32 @@ def test_pages_that_the_device_reads_are_copied_at_once(below: str, tmp_path: Pa
                     time.sleep(1e-4)
                 seq.restoration.finish()
             assert seq.length == 48
+            check_content(kv, seq, text[:48])
+    audit(kv)
+    kv.close()
+
+
+def test_pages_are_copied_at_once_in_the_time_that_is_allowed() -> None:
+    kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
+    behind_a_bus(kv)
+    texts = [[number, *range(48)] for number in range(8)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+    restores = kv.restores
+    for turn, (text, allowed_s) in enumerate(zip(texts, [10.0, None, 10.0, 0.0] * 2, strict=True)):
+        restores.allow()
+        if allowed_s is not None:
+            restores.allow(allowed_s)
+        with kv.open([*text, 99], wait=False) as seq:
+            at_once = turn and allowed_s != 0.0  # how long it takes is not known at first
+            assert (seq.restoration is None) == bool(at_once)
+            assert not at_once or (restores._allowance_s == math.inf) == (allowed_s is None)
+            assert restores._allowance_s < 10.0 or allowed_s is None
+            restores.allow()
+            if seq.restoration is not None:
+                assert seq.restoration.complete()
+                seq.restoration.finish()
             check_content(kv, seq, text[:48])
     audit(kv)
     kv.close()

@@ -25,7 +25,6 @@ from tests.inside import (
     RestoreEnded,
     RestoreSpan,
     StateError,
-    end,
 )
 
 from . import toy
@@ -117,7 +116,7 @@ def test_what_did_not_come_is_not_counted_as_reused() -> None:
     prompt = tokens(8 * PAGE + 3)
     with stored(prompt, Link(per_poll=0)) as kv, kv.open(prompt, wait=False) as seq:
         assert seq.restoration is not None and seq.restoration.tokens == 8 * PAGE
-        end(kv, seq.restoration, ok=False)
+        seq.restoration.finish(ok=False)
         assert seq.length == 0 and seq.restoration is None
         assert seq.reused == 0 == kv.tokens_reused
 
@@ -129,7 +128,7 @@ def test_what_came_behind_the_front_is_counted_as_reused(ok: bool) -> None:
         restoration = seq.restoration
         assert restoration is not None and restoration.complete()
         came = 8 * PAGE - restoration.front
-        end(kv, restoration, ok=ok)
+        restoration.finish(ok=ok)
         assert seq.length == 8 * PAGE and seq.reused == came == kv.tokens_reused
 
 

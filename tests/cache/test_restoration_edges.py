@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from flowkv import Step
-from flowkv.policy.restore import RestoreLoad, State
-from tests.inside import Late, RestoreEnded, StateError
+from flowkv import KV, Step
+from flowkv.policy.restore import RestoreLoad, Span, State
+from tests.inside import HostTier, Late, PageLoad, RestoreEnded, RestoreJob, RestoreSpan, StateError
 from tests.inside import kv_plan as plan
 
 from . import toy
 from .audit import audit
-from .links import Link, Trouble, forward
+from .links import Link, Trouble, evict, forward
+from .test_pinned import behind_a_bus
 from .test_restoration import PAGE, Split, finish, heard, only, stored, tokens
 
 
@@ -246,3 +250,213 @@ def test_one_page_out_of_reach_does_not_keep_the_others() -> None:
             finish(kv, [seq], "restore")
             toy.check_content(kv, seq, prompt)
         audit(kv)
+
+
+class Device:
+    """A device that comes to the end of a step some steps later, half a second after its begin."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def stop(self) -> None:
+        pass
+
+    def seconds(self) -> float | None:
+        self.left -= 1
+        return 0.5 if self.left < 0 else None
+
+
+def test_the_front_is_timed_by_its_device() -> None:
+    """As any prompt is: the host queues a step in a fraction of the time that it takes."""
+    prompt, link = tokens(6 * PAGE + 1), Link(per_poll=0)
+    with (
+        stored(prompt, link, policy=Split(front=4 * PAGE)) as kv,
+        kv.open(prompt, wait=False) as seq,
+    ):
+        told, timed = dict[Span, float](), Span(PAGE, 2 * PAGE)
+        kv.restores.costs.computed = lambda _, layers, tokens, s: told.__setitem__(tokens, s)
+        for turn in range(4):  # something may be compiled in the first one
+            assert seq.restoration is not None and seq.restoration.next() == PAGE
+            with kv.step([seq], [prompt[turn * PAGE : (turn + 1) * PAGE]]) as step:
+                forward(step)
+                if turn == 1:
+                    step._timer, step._waited_s = Device(), 0.0
+            assert (timed in told) == (turn == 3)
+        assert told[timed] == pytest.approx(0.5, rel=0.05)
+        finish(kv, [seq], "restore")
+
+
+def test_spans_of_the_front_come_before_the_end_of_the_restore() -> None:
+    """Also where the time of its device is known later; until then, nothing keeps it open."""
+    prompt, link = tokens(3 * PAGE + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=Split(front=3 * PAGE)) as kv:
+        events = heard(kv)
+        with kv.open(prompt, wait=False) as seq:
+            while count := seq.restoration.next() if seq.restoration is not None else 0:
+                with kv.step([seq], [prompt[seq.length : seq.length + count]]) as step:
+                    forward(step)
+                    step._timer, step._waited_s = Device(), 0.0
+                    step._timer.left = 100
+            finish(kv, [seq], "restore")
+            gone = weakref.ref(seq)
+        del seq, step
+        gc.collect()
+        assert gone() is None
+        kinds = [type(event) for event in events if isinstance(event, (RestoreSpan, RestoreEnded))]
+        assert kinds == [RestoreSpan] * 3 + [RestoreEnded]
+
+
+def test_a_front_in_steps_of_less_than_a_page_is_measured() -> None:
+    """But not as the rate of a prompt."""
+    prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=Split(front=2 * PAGE)) as kv:
+        events, told = heard(kv), list[float]()
+        kv.planner.measured = lambda tokens, seconds, _: told.append(seconds)
+        with kv.open(prompt, wait=False) as seq:
+            assert seq.restoration is not None
+            while seq.restoration.next():
+                with kv.step([seq], [prompt[seq.length :][: PAGE // 2]]) as step:
+                    forward(step)
+            link.per_poll = 100
+            finish(kv, [seq], "restore")
+        spans = [span for span in only(events, RestoreSpan) if span.engine == "compute"]
+        assert len(spans) == 4 and kv.restores.costs.tried and not told
+
+
+def test_a_row_is_not_closed_while_its_front_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=Split(front=3 * PAGE)) as kv:
+        seq = kv.open(prompt, wait=False)
+        count, settled, closing = seq.restoration.next(), RestoreJob.settled.fget, list[Any]()
+
+        def closes(job: RestoreJob) -> bool:
+            found = settled(job)
+            for thread in [closing.pop() for _ in closing]:
+                thread.start()
+                thread.join()
+            return found
+
+        monkeypatch.setattr(RestoreJob, "settled", property(closes))
+        with kv.step([seq], [prompt[:count]]) as step:
+            forward(step)
+            closing.append(threading.Thread(target=seq.close))
+        kv.planner.guard.run_deferred()
+        assert not closing and seq.closed and kv.restores.costs.tried
+        audit(kv)
+
+
+# ---- after a restore, and after a failed one
+
+
+def broken(kv: KV, link: Link, prompt: list[int]) -> tuple[Any, Any, Any]:
+    """A row whose pages do not come, its restore, and a computed row of the same tokens."""
+    seq = kv.open(prompt, wait=False)
+    restoration = seq.restoration
+    assert restoration.settle() == 4 * PAGE
+    link.trouble, link.per_poll = Trouble(miss=1.0), 100
+    assert not restoration.complete()
+    twin = kv.open(prompt, reuse=False)
+    toy.prefill(kv, twin)
+    return seq, restoration, twin
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_nothing_is_filled_behind_the_end(closed: bool) -> None:
+    """The pages are others' by then."""
+    prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=Split(), pages=20) as kv:
+        seq, restoration, twin = broken(kv, link, prompt)
+        seq.close() if closed else restoration.finish(ok=False)
+        texts = [tokens(PAGE + 1, seed=10 + n) for n in range(6)]
+        others = [toy.opened(kv, text) for text in texts]
+        with pytest.raises(StateError, match="no page of the restore is missing"):
+            restoration.fill(twin)
+        for other, text in zip(others, texts, strict=True):
+            toy.check_content(kv, other, text)
+        audit(kv)
+
+
+def test_what_is_cut_off_stays_missing() -> None:
+    prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=Split(), pages=20) as kv:
+        _, restoration, _ = rows = broken(kv, link, prompt)
+        assert restoration.finish(ok=False) == rows[0].length == 0
+        assert restoration.poll() is False and not restoration.complete()
+        with pytest.raises(Late):
+            restoration.wait(0)
+
+
+def test_a_restore_that_is_over_keeps_no_sequence_open() -> None:
+    prompt, link = tokens(4 * PAGE + 1), Link()
+    with stored(prompt, link, policy=Split()) as kv:
+        seq = kv.open(prompt, wait=False)
+        restoration, gone = seq.restoration, weakref.ref(seq)
+        assert restoration.complete() and restoration.finish() == 4 * PAGE and restoration.poll()
+        del seq
+        gc.collect()
+        assert gone() is None
+
+
+def test_what_is_filled_in_part_is_not_counted_as_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=Split(), pages=20) as kv:
+        seq, restoration, twin = broken(kv, link, prompt)
+        copy, left = PageLoad.copy_from, [2]
+
+        def copies(one: PageLoad, source: int) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise StateError("no", "room")
+            copy(one, source)
+
+        monkeypatch.setattr(PageLoad, "copy_from", copies)
+        with pytest.raises(StateError):
+            restoration.fill(twin)
+        assert restoration.finish(ok=False) > 0 and seq.reused == 0 == kv.tokens_reused
+
+
+# ---- whether loading pays
+
+
+@pytest.mark.parametrize("fast", ["near", "far"])
+def test_of_tiers_the_one_that_is_read_is_asked_whether_it_pays(fast: str) -> None:
+    """The nearer one rests."""
+    prompt, near, far = tokens(6 * PAGE + 1), Link(name="near"), Link(per_poll=0, name="far")
+    with stored(prompt, near) as kv:
+        stack = kv.planner.store.stack
+        stack.add(far)
+        for block in kv.planner.store.index:
+            block.enter(1, 0)
+            stack.insert([block], 1)
+        stack.mover.lanes[0].rest(60.0)
+        kv.gate.computed(1000, 1e-3)
+        for _ in range(20):
+            for name in ("near", "far"):
+                kv.gate.loaded(name, *((10**6, 1e-6) if name == fast else (1000, 1.0)))
+        with kv.open(prompt, wait=False) as seq:
+            assert (seq.restoration is not None) == (fast == "far")
+
+
+def test_a_page_behind_that_does_not_pay_keeps_no_others_from_being_copied_at_once() -> None:
+    slow, kv = Link(name="slow"), toy.make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
+    with kv:
+        behind_a_bus(kv)
+        text, store = tokens(4 * kv.page_size), kv.planner.store
+        toy.published(kv, text)
+        evict(kv)
+        kv.flush()
+        store.writes.drain()
+        store.stack.add(slow)
+        with kv.open(text, limit=0) as seq:
+            for last in [store.find(seq.key(g, 3)) for g in range(len(seq.blocks))]:
+                assert last is not None and last.page < 0
+                store.stack.places[0].remove(last)
+                last.tiers = 0
+                last.enter(1, 0)
+                store.stack.insert([last], 1)
+        kv.gate.computed(1000, 1e-3)
+        for _ in range(20):
+            kv.gate.loaded("slow", 1000, 10.0)
+        with kv.open(text, wait=False) as seq:
+            assert seq.restoration is None and seq.length == 3 * kv.page_size
+            toy.check_content(kv, seq, text[: 3 * kv.page_size])

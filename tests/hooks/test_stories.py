@@ -47,9 +47,9 @@ def lose_what_is_left(patch: Patch, tier: Slow) -> None:
     """Have nothing come that is left to come behind the forward."""
     settle = RestoreJob.settle
 
-    def settled(job: RestoreJob) -> int:
+    def settled(job: RestoreJob, *limit: int) -> int:
         tier.lose = 1.0
-        return settle(job)
+        return settle(job, *limit)
 
     patch.setattr(RestoreJob, "settle", settled)
 

@@ -18,8 +18,8 @@ import torch
 
 from flowkv.cache.audit import due
 from flowkv.cache.block_table import Planner
-from flowkv.cache.kv import KV, count_tokens, end
-from flowkv.cache.restore import Late, RestoreJob
+from flowkv.cache.kv import KV, count_tokens
+from flowkv.cache.restore import Late, RestoreJob, RestorePhase
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.hooks.huggingface.cache import PagedCache, readable
@@ -376,26 +376,18 @@ CHUNK = 512
 """Tokens of a row that one nested forward computes where no policy decides."""
 
 
-class _Coming:
+class _Coming(NamedTuple):
     """One prefix that is being restored.
 
     Attributes:
         part: Its row.
         restoration: The job that loads it.
         shared: Whether several rows have this prompt.
-        computed: Tokens behind its front that were computed because their pages did not load.
-        over: Whether the restoration has been finished.
     """
 
-    def __init__(self, part: Part, restoration: RestoreJob, *, shared: bool) -> None:
-        self.part, self.restoration, self.shared = part, restoration, shared
-        self.computed, self.over = 0, False
-
-    def finish(self, kv: KV, *, ok: bool) -> None:
-        """End the restoration once, and count the loaded tokens as reused."""
-        if not self.over:
-            self.over = True
-            end(kv, self.restoration, ok=ok, computed=self.computed)
+    part: Part
+    restoration: RestoreJob
+    shared: bool
 
 
 class Restoring:
@@ -420,7 +412,7 @@ class Restoring:
         for row, seq in enumerate(seqs):
             if seq not in seqs[:row] and (restoration := RestoreJob.of(seq)) is not None:
                 part = Part(row, seq, pads[row], 0)
-                self._coming.append(_Coming(part, restoration, shared=seq in seqs[row + 1 :]))
+                self._coming.append(_Coming(part, restoration, seq in seqs[row + 1 :]))
         self._nested: Nested | None = None
 
     def __bool__(self) -> bool:
@@ -453,20 +445,20 @@ class Restoring:
             columns: Columns that every row holds at the end, whatever could be loaded.
         """
         self._nested, times = nested, nested.rows // len(self._pads)
-        for one in self._coming:  # rows may have been repeated, for beams
-            one.part = one.part._replace(row=one.part.row * times)
+        self._coming = [  # rows may have been repeated, for beams
+            one._replace(part=one.part._replace(row=one.part.row * times)) for one in self._coming
+        ]
         with suppress(CapacityError):  # without room for the chunks, less of the prefix is restored
             while front and (wanted := self._wanted(nested)):
                 nested.compute(wanted, self._pump)
         for one in self._coming:
-            if columns:  # the caller knows this length: no row may be longer
-                one.restoration.bound(columns - one.part.pad)
-            else:
+            if not columns:
                 one.restoration.meet()
-            one.restoration.settle()
+            # If the caller knows the length of the rows, none may be longer.
+            one.restoration.settle(columns - one.part.pad if columns else None)
         for one in self._coming:
             if one.shared:  # a sequence cannot be forked while its pages are loaded
-                one.finish(self._kv, ok=one.restoration.complete())
+                one.restoration.finish(ok=one.restoration.complete())
         while short := self._short(columns):
             nested.compute(short)
         apart(self._kv, self._seqs)
@@ -487,10 +479,11 @@ class Restoring:
 
     @property
     def _left(self) -> list[_Coming]:
-        return [one for one in self._coming if not one.over]
+        over = RestorePhase.OVER
+        return [one for one in self._coming if one.restoration.phase is not over]
 
     def _pump(self, layer: int) -> None:
-        for one in self._left:
+        for one in self._coming:
             one.restoration.pump()
 
     # ---- behind it
@@ -534,7 +527,6 @@ class Restoring:
             twin.publishable = seq.publishable
             if twin.restoration is not None:
                 twin.restoration.cancel()
-            one.computed += max(0, end - twin.length)
             while twin.length < end:
                 rest = one.part._replace(seq=twin, count=min(CHUNK, end - twin.length))
                 nested.compute([nested.whole(rest)], self._pump)
@@ -545,7 +537,7 @@ class Restoring:
     def finish(self, *, ok: bool) -> None:
         """End all restorations after the forward, which was committed (`ok`) or not."""
         for one in self._coming:
-            one.finish(self._kv, ok=ok)
+            one.restoration.finish(ok=ok)
 
 
 # Prompts longer than the pool: one forward writes the keys and values of all of its tokens, so the
