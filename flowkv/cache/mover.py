@@ -9,6 +9,7 @@ stop a DMA or a read that is under way (DESIGN D10).
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections import Counter
@@ -398,8 +399,8 @@ holds nothing up."""
 Admission = Callable[[], AbstractContextManager[bool]]
 _BACKGROUND_S = 0.1
 _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 27
-"""Limits of the background bytes in flight: the time that writes ahead of a demand may take, and
-the least and most bytes of them."""
+"""Limits of the background bytes in flight: the time that writes ahead of a demand may take, or
+twice the shortest that a job takes if that is longer, and the least and most bytes of them."""
 _PARTS = 8
 """Least number of requests of stores that fill the background bytes in flight."""
 
@@ -455,7 +456,7 @@ class Lane:
         self.refused = self.dropped = self.unpaid = self.incoming_bytes = 0
         self.bodies, self._jobs = dict[bytes, OnTheWay](), dict[int, _Job]()
         self.stale, self.behind = dict[bytes, FrameInfo](), dict[bytes, list[TransferRequest]]()
-        self._busy_until_s, self._rests_until_ns = 0.0, 0
+        self._busy_until_s, self._shortest_s, self._rests_until_ns = 0.0, math.inf, 0
 
     # ---- availability
 
@@ -702,7 +703,9 @@ class Lane:
         begun_s = max(job.sent_s, self._busy_until_s)
         self.stores.add(job.bytes, compiling.measured_s(begun_s, end_s))
         self._busy_until_s = max(end_s, self._busy_until_s)
-        bound = round(self.stores.bytes_per_s * _BACKGROUND_S)
+        # A tier that takes long for any job, such as a server, needs more in flight to be busy.
+        self._shortest_s = min(self._shortest_s, job.seconds)
+        bound = round(self.stores.bytes_per_s * max(_BACKGROUND_S, 2 * self._shortest_s))
         self.schedule.background_bytes = min(max(bound, _LEAST_BYTES), _MOST_BYTES)
 
     # ---- cancellation

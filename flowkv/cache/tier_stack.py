@@ -202,7 +202,9 @@ class TierStack:
         return coded or self.copies.size(block, number)
 
     def miss_out(self, number: int) -> None:
-        """Count a page that a tier should have stored and did not."""
+        """Count a page that a tier should have stored and did not; -1 stands for no tier."""
+        if number < 0:
+            return
         self.mover.lanes[number].dropped += 1
         self.lost += number == self.admission.lasting()
 

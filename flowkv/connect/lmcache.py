@@ -11,22 +11,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import select
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
-from flowkv.connect.door import Transfer, check_version, raw_page, untested
+from flowkv.connect import door
 from flowkv.connect.identity import fingerprint, identify
 from flowkv.core.errors import ConfigError, experimental
 from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
@@ -51,7 +50,7 @@ try:
     )
     from lmcache.v1.platform import create_event_notifier
 except ImportError as error:
-    raise untested("LMCache", TESTED, error) from error
+    raise door.untested("LMCache", TESTED, error) from error
 
 experimental(__name__, "LMCache changes the interfaces below it with its own releases")
 
@@ -60,7 +59,7 @@ _log = logging.getLogger("flowkv")
 _ASK_AGAIN_S = 0.005
 _IDLE_S = 0.5
 
-check_version("LMCache", "adapter", lmcache_version, TESTED)
+door.check_version("LMCache", "adapter", lmcache_version, TESTED)
 
 
 # ---- the adapter
@@ -100,35 +99,24 @@ class FlowKVL2Adapter(L2AdapterInterface):
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
-        options = dict(params)
-        try:
-            places = options.pop("places")
-        except KeyError:
-            raise ConfigError(
-                "FlowKV's adapter has no places",
-                'Set "adapter_params": {"places": ["disk:/nvme/kv:200GiB"]}',
-            ) from None
-        self._models: dict[str, str] = dict(options.pop("models", {}))
-        self._weights: str | dict[str, str] = options.pop("weights", "")
-        self._revision: str = options.pop("revision", "")
-        self._load_deadline_s = float(options.pop("load_deadline_s", 5.0))
-        self._lookup_deadline_s = float(options.pop("lookup_deadline_s", 1.0))
-        self._secret = bytes.fromhex(options.get("secret", ""))
+        remedy = 'Set "adapter_params": {"places": ["disk:/nvme/kv:200GiB"]}'
+        self._settings = said = door.Settings("adapter", params, remedy)
+        self._models: dict[str, str] = dict(said.options.pop("models", {}))
         self._namespaces: dict[str, bytes | None] = {}  # None: in search, or not identified
         for model in self._models:
             self._namespaces[model] = self._identify(model)
-        self.keeper = open_keeper(*([places] if isinstance(places, str) else places), **options)
+        self.keeper = open_keeper(*said.places, **said.options)
+        # Objects that LMCache was notified of: key, size.
+        self._known = door.Announced[_Known](self.keeper)
         self.keeper.on_evicted = self._evicted
         self._caller = self.keeper.caller()
         self._notifiers = [create_event_notifier() for _ in range(3)]
         self._stored, self._looked_up, self._loaded = self._notifiers
         self._lock = threading.Lock()
-        self._next, self._transfers = 0, dict[int, Transfer]()  # by the keeper's job
+        self._next, self._transfers = 0, dict[int, door.Transfer]()  # by the keeper's job
         self._questions: list[_Question] = []
         self._done: tuple[dict[int, Any], ...] = ({}, {}, {})  # stores, look-ups, loads
-        self._locks: Counter[bytes] = Counter()
-        self._known: dict[bytes, _Known] = {}  # objects that LMCache was notified of: key, size
-        self._gone: SimpleQueue[bytes] = SimpleQueue()
+        self._locks = door.Holds(self._caller, math.inf)  # LMCache ends each
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open = True
         self._thread = threading.Thread(target=self._run, name="flowkv lmcache", daemon=True)
@@ -137,11 +125,11 @@ class FlowKVL2Adapter(L2AdapterInterface):
     # ---- identity of the bytes
 
     def _identify(self, model: str) -> bytes:
-        named = self._weights
+        named = self._settings.weights
         weights: str = named.get(model, "") if isinstance(named, dict) else named
         made_by = {"engine": "lmcache"} | ({"model": model} if weights else {})
         weights = weights or fingerprint(self._models.get(model, model))
-        return identify(model, made_by, weights, self._revision)[0]
+        return identify(model, made_by, weights, self._settings.revision)[0]
 
     def _namespace(self, model: str) -> bytes | None:
         """Return a model's namespace; None while it is being computed, or if that failed."""
@@ -166,9 +154,9 @@ class FlowKVL2Adapter(L2AdapterInterface):
 
     def _info(self, key: Any, n_bytes: int, layout: bytes) -> FrameInfo:
         salt, namespace = key.cache_salt, self._namespace(key.model_name) or ROOT
-        tenant = tenant_salt(salt, self._secret) if salt else ROOT
+        tenant = tenant_salt(salt, self._settings.secret) if salt else ROOT
         # LMCache passes neither the parent nor the number of tokens
-        return raw_page(layout, ROOT, namespace, key.object_group_id, 0, n_bytes, tenant)
+        return door.raw_page(layout, ROOT, namespace, key.object_group_id, 0, n_bytes, tenant)
 
     # ---- calls of LMCache
 
@@ -202,14 +190,14 @@ class FlowKVL2Adapter(L2AdapterInterface):
             for name, each in zip(names, objects, strict=True)
             if name is not None
         ]
-        start = partial(self._caller.submit_load, deadline_s=self._load_deadline_s)
+        start = partial(self._caller.submit_load, deadline_s=self._settings.load_deadline_s)
         return self._submit(keys, loads, start, loads=True)
 
     def _submit(
         self, keys: list[Any], items: list[Any], start: Callable[[list[Any]], int], *, loads: bool
     ) -> int:
         with self._lock:
-            transfer = Transfer(self._new_task(), keys, loads=loads)
+            transfer = door.Transfer(self._new_task(), keys, loads=loads)
             if len(items) < len(keys) or not keys:  # their model is not identified
                 self._finish(transfer)
             else:
@@ -223,9 +211,8 @@ class FlowKVL2Adapter(L2AdapterInterface):
         names = [self._name(key) or b"" for key in keys]
         with self._lock:
             task = self._new_task()
-            for name in names:
-                self._locks[name] += 1
-            question = _Question(task, names, time.monotonic() + self._lookup_deadline_s)
+            self._locks.hold_frames(names)
+            question = _Question(task, names, time.monotonic() + self._settings.lookup_deadline_s)
             if not self._answer(question):
                 self._questions.append(question)
                 os.eventfd_write(self._wake, 1)
@@ -234,7 +221,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
     def submit_unlock(self, keys: list[Any]) -> None:
         """Release objects that were looked up."""
         with self._lock:
-            self._unlock([self._name(key) or b"" for key in keys])
+            self._locks.release_frames([self._name(key) or b"" for key in keys])
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         """Return the results of stores that ended since the last call."""
@@ -298,11 +285,11 @@ class FlowKVL2Adapter(L2AdapterInterface):
             ready.poll(1000 * more * (_ASK_AGAIN_S if self._questions else _IDLE_S))
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-            stored, served, over = list[_Known](), list[Any](), list[Transfer]()
+            stored, served, over = list[_Known](), list[Any](), list[door.Transfer]()
             with self._lock:
                 for answer in self._caller.poll():
                     self._settle(answer, stored, served, over)
-                gone = self._news()
+                gone = self._known.take_gone()
                 self._questions = [each for each in self._questions if not self._answer(each)]
             try:  # listeners may be foreign code
                 if stored:
@@ -318,7 +305,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
                     self._finish(transfer)
 
     def _settle(
-        self, answer: TierAnswer, stored: list[_Known], served: list[Any], over: list[Transfer]
+        self, answer: TierAnswer, stored: list[_Known], served: list[Any], over: list[door.Transfer]
     ) -> None:
         transfer = self._transfers[answer.job]
         transfer.answered(answer)
@@ -332,11 +319,11 @@ class FlowKVL2Adapter(L2AdapterInterface):
         elif answer.outcome is Outcome.MISS:
             if answer.reason == "layout":  # another dtype: the next store replaces it
                 self._caller.delete([name])
-            self._gone.put(name)
+            self._known.departed([name])
         if not transfer.left:
             over.append(self._transfers.pop(answer.job))
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: door.Transfer) -> None:
         sizes, count = transfer.sizes, len(transfer.keys)
         if transfer.loads:
             self._done[2][transfer.number] = _bitmap(count, sizes)
@@ -352,35 +339,20 @@ class FlowKVL2Adapter(L2AdapterInterface):
         if None in known and time.monotonic() < question.until_s:
             return False
         found = [i for i, there in enumerate(known) if there]
-        self._unlock([name for name, there in zip(question.names, known, strict=True) if not there])
+        absent = [name for name, there in zip(question.names, known, strict=True) if not there]
+        self._locks.release_frames(absent)
         self._done[1][question.task] = _bitmap(len(known), found)
         self._looked_up.notify()
         return True
-
-    def _unlock(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            self._locks[name] -= 1
-            if self._locks[name] <= 0:
-                del self._locks[name]
-                if name:
-                    self._caller.release(name)
 
     def _new_task(self) -> int:
         self._next += 1
         return self._next
 
     def _evicted(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            self._gone.put(name)
+        self._known.departed(names)
         if names:
             os.eventfd_write(self._wake, 1)
-
-    def _news(self) -> list[_Known]:
-        """Return objects known to LMCache that are gone, and not stored again since."""
-        # The number is fixed at the start: an endless stream of deletions must not hold the loop.
-        names = dict.fromkeys(self._gone.get_nowait() for _ in range(self._gone.qsize()))
-        there = [name for name in names if name in self._known]
-        return [self._known.pop(name) for name in there if not self.keeper.knows(name)]
 
 
 def _bytes(each: Any) -> memoryview:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
 
-from flowkv.connect.door import Transfer, check_version, raw_page, untested
+from flowkv.connect import door
 from flowkv.connect.identity import fingerprint, identify
 from flowkv.core.errors import ConfigError, experimental
 from flowkv.core.keys import ROOT
-from flowkv.residency.keeper import HOLD_S, Caller, open_keeper
+from flowkv.residency.keeper import Caller, open_keeper
 from flowkv.tiers.base import FrameInfo, Load, Store
 
 TESTED = "0.5"
@@ -39,7 +37,7 @@ try:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.version import __version__ as sglang_version
 except ImportError as error:
-    raise untested("SGLang", TESTED, error) from error
+    raise door.untested("SGLang", TESTED, error) from error
 
 experimental(__name__, "SGLang changes the interfaces below it with its own releases")
 
@@ -60,7 +58,7 @@ _USES = (
 ).split()
 """Arguments of SGLang's server that define the weights, and how they are used."""
 
-check_version("SGLang", "storage", sglang_version, TESTED)
+door.check_version("SGLang", "storage", sglang_version, TESTED)
 
 
 class _Pool:
@@ -174,38 +172,27 @@ class FlowKVStorage(HiCacheStorage):
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         extra = storage_config.extra_config or {}
-        options = dict(extra.get("flowkv") or {})
-        places = options.pop("places", ())
+        remedy = 'Set "flowkv": {"places": ["disk:/nvme/kv-{rank}:200GiB"]} beside "backend_name"'
+        self._settings = said = door.Settings("storage", extra.get("flowkv") or {}, remedy)
         self._uses = _uses()
         path = self._uses.pop("model_path", storage_config.model_name or "")
-        self._model = str(options.pop("model", path))
-        self._weights = str(options.pop("weights", ""))
+        self._model = str(said.options.pop("model", path))
+        self._weights = str(said.weights)
         if not self._weights:
             self._weights = fingerprint(self._model, self._uses.get("revision"))
             if draft := self._uses.get("speculative_draft_model_path"):
                 of_draft = self._uses.get("speculative_draft_model_revision")
                 self._weights += fingerprint(draft, of_draft)
-        self._revision = str(options.pop("revision", ""))
-        self._load_deadline_s = float(options.pop("load_deadline_s", 5.0))
-        self._lookup_deadline_s = float(options.pop("lookup_deadline_s", 1.0))
         self._in_place = bool(extra.get("interface_v1", 0))
         self._of = storage_config
         self._rank = storage_config.tp_rank, storage_config.tp_size
-        self.keeper = open_keeper(*self._places(places), **options)
+        self.keeper = open_keeper(*self._places(said.places), **said.options)
         self._looker = self.keeper.caller()
-        self._looked: dict[bytes, tuple[int, float]] = {}
-        """Expected loads of a held frame, and time of its last look-up; oldest first."""
-        self._lock = threading.Lock()
+        self._held = door.Holds(self._looker)  # until as many loads
         self._pools: dict[str, _Pool] = {}
 
-    def _places(self, places: str | Sequence[str]) -> list[str]:
+    def _places(self, asked: Sequence[str]) -> list[str]:
         of = self._of
-        asked = [places] if isinstance(places, str) else list(places)
-        if not asked:
-            raise ConfigError(
-                "FlowKV's storage has no places",
-                'Set "flowkv": {"places": ["disk:/nvme/kv-{rank}:200GiB"]} beside "backend_name"',
-            )
         on_disk = any(place.startswith("disk:") for place in asked)
         if on_disk and of.is_mla_model and of.tp_size > 1:
             raise ConfigError(
@@ -236,9 +223,9 @@ class FlowKVStorage(HiCacheStorage):
             self._register(host_pool, str(host_pool_name))
 
     def _register(self, host_pool: Any, name: str) -> None:
-        of = self._of
+        of, revision = self._of, self._settings.revision
         pool = _Pool(host_pool, name, in_place=self._in_place)
-        if "uint8" in str(getattr(host_pool, "dtype", "")) and not (self._uses or self._revision):
+        if "uint8" in str(getattr(host_pool, "dtype", "")) and not (self._uses or revision):
             raise ConfigError(
                 "the cache has uint8 elements, and SGLang does not report their encoding",
                 'Set "revision" to a value that changes with --kv-cache-dtype',
@@ -254,7 +241,7 @@ class FlowKVStorage(HiCacheStorage):
             "uses": self._uses,
             **pool.said(),
         }
-        pool.namespace, pool.layout = identify(self._model, said, self._weights, self._revision)
+        pool.namespace, pool.layout = identify(self._model, said, self._weights, revision)
         self._pools[name] = pool
 
     def _pool(self, name: Any = PoolName.KV) -> _Pool:
@@ -276,7 +263,7 @@ class FlowKVStorage(HiCacheStorage):
         """Return how many leading pages are stored; these are held until they are loaded."""
         there = self._there(self._pool(), keys)
         n = there.index(False) if False in there else len(there)
-        self._let_go(self._pool().frame_names(keys[n:]))
+        self._held.release_frames(self._pool().frame_names(keys[n:]))
         return n
 
     def batch_exists_v2(
@@ -294,7 +281,8 @@ class FlowKVStorage(HiCacheStorage):
                 continue
             pool = self._pool(transfer.name)
             there = self._there(pool, keys[:n_pages])
-            self._let_go(pool.frame_names(keys[:n_pages]))  # which pages will be loaded is unknown
+            # which pages will be loaded is unknown
+            self._held.release_frames(pool.frame_names(keys[:n_pages]))
             window = n_pages
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
@@ -303,40 +291,21 @@ class FlowKVStorage(HiCacheStorage):
                 found[transfer.name] = ends[-1]
             restorable &= set(ends)
         n_usable = max(restorable, default=0)
-        self._let_go(self._pool().frame_names(keys[n_usable:n_pages]))
+        self._held.release_frames(self._pool().frame_names(keys[n_usable:n_pages]))
         return PoolTransferResult(n_usable, found, sorted(restorable))
 
     def _there(self, pool: _Pool, keys: Sequence[str]) -> list[bool]:
         names = pool.frame_names(keys)
-        until_s = time.monotonic() + self._lookup_deadline_s
+        until_s = time.monotonic() + self._settings.lookup_deadline_s
         known = {name: self._looker.lookup([name], name)[0] for name in names}
         while None in known.values() and time.monotonic() <= until_s:
             time.sleep(_ASK_AGAIN_S)
             unknown = [name for name, there in known.items() if there is None]
             known.update((name, self._looker.lookup([name], name)[0]) for name in unknown)
         found = [bool(known[name]) for name in names]
-        now_s = time.monotonic()
-        with self._lock:
-            for name in names:
-                loads, _ = self._looked.pop(name, (0, 0.0))
-                self._looked[name] = loads + 1, now_s
-            looked = self._looked
-            late = [*takewhile(lambda name: looked[name][1] <= now_s - HOLD_S, looked)]
-            for name in late:
-                del looked[name]
-                self._looker.release(name)
-        self._let_go([name for name in names if not known[name]])
+        self._held.hold_frames(names)
+        self._held.release_frames([name for name in names if not known[name]])
         return pool.whole(found)
-
-    def _let_go(self, names: Sequence[bytes]) -> None:
-        with self._lock:
-            for name in names:
-                loads, at_s = self._looked.get(name, (0, 0.0))
-                if loads > 1:
-                    self._looked[name] = loads - 1, at_s
-                elif loads:
-                    del self._looked[name]
-                    self._looker.release(name)
 
     # ---- transfers
 
@@ -362,10 +331,9 @@ class FlowKVStorage(HiCacheStorage):
         return self._each(transfers, lambda p, keys, at: self._store(p, keys, p.runs(at)))
 
     def _each(
-        self,
-        transfers: Sequence[Any],
+        self, transfers: Sequence[Any],
         move: Callable[[_Pool, list[str], torch.Tensor], list[bool]],
-    ) -> dict[str, list[bool]]:
+    ) -> dict[str, list[bool]]:  # fmt: skip
         done = {}
         for transfer in transfers:
             pool, keys = self._pool(transfer.name), transfer.keys or []
@@ -398,12 +366,9 @@ class FlowKVStorage(HiCacheStorage):
         return self.batch_set([key], [value])
 
     def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
+        self, keys: list[str], values: Any = None, target_locations: Any = None,
         target_sizes: Any = None,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Store flat pages; return whether all are stored."""
         pool, bodies = self._flat(), [_bytes(value.contiguous()) for value in values or ()]
         if any((body.nbytes,) != pool.sizes for body in bodies):
@@ -426,18 +391,15 @@ class FlowKVStorage(HiCacheStorage):
         loads = [Load(name, run, pool.layout) for name, run in zip(names, runs, strict=True)]
         try:
             return self._done(
-                loads, lambda to: to.submit_load(loads, deadline_s=self._load_deadline_s)
+                loads, lambda to: to.submit_load(loads, deadline_s=self._settings.load_deadline_s)
             )
         finally:
-            self._let_go(names)
+            self._held.release_frames(names)
 
     def _store(
-        self,
-        pool: _Pool,
-        keys: Sequence[str],
-        runs: Sequence[memoryview],
+        self, pool: _Pool, keys: Sequence[str], runs: Sequence[memoryview],
         before: Sequence[str] = (),
-    ) -> list[bool]:
+    ) -> list[bool]:  # fmt: skip
         names, n = pool.frame_names(keys), len(pool.sizes)
         above = [*(pool.frame_names(before) or [ROOT] * n), *names]  # pages of K and V form a chain
         stores = [
@@ -449,11 +411,11 @@ class FlowKVStorage(HiCacheStorage):
     def _info(self, pool: _Pool, run: int, parent: bytes) -> FrameInfo:
         above, size = parent if pool.name == PoolName.KV else ROOT, pool.sizes[run]
         said = pool.layout, above, pool.namespace, 0, pool.page_size, size, ROOT
-        return raw_page(*said, *self._rank)
+        return door.raw_page(*said, *self._rank)
 
     def _done(self, items: Sequence[Any], start: Callable[[Caller], int]) -> list[bool]:
         """Run a job, and return for each item whether it was served."""
-        job = Transfer(0, items, loads=False)
+        job = door.Transfer(0, items, loads=False)
         if not items or not self.keeper.open:
             return [False] * len(items)
         caller = self.keeper.caller()

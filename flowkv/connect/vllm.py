@@ -17,10 +17,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from queue import SimpleQueue
 from typing import Any
 
-from flowkv.connect.door import Transfer, check_version, raw_page, untested
+from flowkv.connect.door import Announced, Transfer, check_version, raw_page, untested
 from flowkv.connect.identity import identify
 from flowkv.core.errors import ConfigError, StateError, experimental
 from flowkv.core.keys import ROOT, tenant_salt
@@ -178,22 +177,12 @@ class FlowKVTier(SecondaryTierManager):
     medium = Medium.STORAGE
 
     def __init__(  # noqa: PLR0913 (named by vLLM's configuration)
-        self,
-        offloading_spec: Any,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        backpressure_detector: Any = None,
-        *,
-        places: str | Sequence[str],
-        weights: str = "",
-        revision: str = "",
-        load_deadline_s: float = 5.0,
-        gate: bool = True,
-        enable_kv_events: bool = False,
-        record: str = "",
-        locality: str | None = None,
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
+        backpressure_detector: Any = None, *, places: str | Sequence[str], weights: str = "",
+        revision: str = "", load_deadline_s: float = 5.0, gate: bool = True,
+        enable_kv_events: bool = False, record: str = "", locality: str | None = None,
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._lasting = _require_lasting_hashes()
         self.locality = Locality(locality) if locality else None
@@ -219,13 +208,12 @@ class FlowKVTier(SecondaryTierManager):
         self._declined = 0
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._tells, self._events = bool(events), list[Any]()
-        self._keys: dict[bytes, bytes] = {}  # keys of chunks in stored events, by name
-        self._gone: SimpleQueue[bytes] = SimpleQueue()
         self._accesses = _Accesses(record, *next(iter(self._tokens.items()))) if record else None
         asked = [places] if isinstance(places, str) else places
         self.keeper = open_keeper(*asked, **options)
+        self._keys = Announced[bytes](self.keeper)  # keys of chunks in stored events, by name
         if events:
-            self.keeper.on_evicted = self._evicted
+            self.keeper.on_evicted = self._keys.departed
         self._caller = self.keeper.caller()
 
     # ---- requests
@@ -302,9 +290,8 @@ class FlowKVTier(SecondaryTierManager):
             Load(self._name(key), self._row(chunk), self._layout)
             for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True)
         ]
-        number = self._caller.submit_load(
-            loads, deadline_s=self._deadline_s, request=job_metadata.req_context.req_id
-        )
+        how = {"deadline_s": self._deadline_s, "request": job_metadata.req_context.req_id}
+        number = self._caller.submit_load(loads, **how)
         self._jobs[number] = Transfer(job_metadata.job_id, keys, loads=job_metadata.is_promotion)
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -396,16 +383,10 @@ class FlowKVTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[Any]:
         """Return events of chunks stored and evicted since the last call, if vLLM enables them."""
-        news = dict.fromkeys(self._gone.get() for _ in range(self._gone.qsize()))
-        gone = [name for name in news if name in self._keys and not self.keeper.knows(name)]
-        if gone:
-            self._tell([self._keys.pop(name) for name in gone], removed=True)
+        if gone := self._keys.take_gone():
+            self._tell(gone, removed=True)
         events, self._events = self._events, []
         return events
-
-    def _evicted(self, names: Iterable[bytes]) -> None:
-        for name in names:
-            self._gone.put(name)
 
     def _tell(self, keys: list[bytes], *, removed: bool) -> None:
         told = {"medium": self.medium, "removed": removed, "locality": self.locality}
@@ -538,12 +519,9 @@ class FlowKVCachePolicy(CachePolicy):
         self._above = _parents(positions)
 
     def on_request_finished(
-        self,
-        key_groups: Sequence[Sequence[bytes]],
-        insertion_only_keys: set[bytes],
-        reused_keys: set[bytes],
-        req_context: Any,
-    ) -> None:
+        self, key_groups: Sequence[Sequence[bytes]], insertion_only_keys: set[bytes],
+        reused_keys: set[bytes], req_context: Any,
+    ) -> None:  # fmt: skip
         """Record the use of reused chunks; inserted ones were counted at insertion."""
         for keys in key_groups:
             self.touch((key for key in keys if key in reused_keys), req_context)

@@ -422,7 +422,10 @@ class Keeper(Closing):
     def _lost(self, keys: Iterable[bytes]) -> None:
         """Call `on_evicted` with those of the keys that lie in no tier any more."""
         if gone := [key for key in keys if not self.knows(key)]:
-            self.on_evicted(gone)
+            try:
+                self.on_evicted(gone)
+            except Exception:  # of an engine: the thread goes on with the other answers
+                _log.exception("the callback for evicted frames failed")
 
     # ---- stores
 
@@ -483,11 +486,16 @@ class Keeper(Closing):
         if not flights:
             return
         with self.logs.storing(self.logs.get(level.number)) as free:
-            if free:
-                self._submit(level, level.tier.submit_store, flights)
-        for flight in () if free else flights:
+            reason = "" if free else "busy"
+            try:
+                if free:
+                    self._submit(level, level.tier.submit_store, flights)
+            except Exception:  # of a tier
+                _log.exception("%s failed to begin a store", level.tier.name)
+                reason = "error"
+        for flight in flights if reason else ():
             self._landed(level, flight, there=False)
-            self._stored(flight.item, "busy")
+            self._stored(flight.item, reason)
 
     def _landed(self, level: _Level, flight: _Flight, *, there: bool) -> None:
         """End a store at a tier: release its room and pin; drop its key if no frame is there."""

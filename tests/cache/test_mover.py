@@ -471,6 +471,25 @@ def test_stores_are_measured_and_bound_what_is_in_flight() -> None:
     assert lane.schedule.background_bytes == 1 << 23, "a slow tier gets no less than this"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "n_bytes", "wanted"), [(0.8, 1 << 25, 1 << 26), (0.01, 1 << 20, 10 << 20)]
+)
+def test_a_tier_that_takes_long_for_each_job_gets_more_jobs(
+    seconds: float, n_bytes: int, wanted: int
+) -> None:
+    """In flight is a tenth of a second at the tier's rate, or twice what one job takes."""
+
+    class Timed(MemoryTier):
+        def submit_store(self, items: Any, *, deadline_s: float = 60.0) -> int:
+            said = dict(seconds=seconds, n_bytes=n_bytes)
+            return self._answer([self._store(item)._replace(**said) for item in items])
+
+    mover = mover_over(Timed())
+    store(mover, 0, 0)
+    mover.drain()
+    assert mover.lanes[0].schedule.background_bytes == pytest.approx(wanted, rel=0.01)
+
+
 # ---- stores of many frames
 
 

@@ -465,6 +465,32 @@ def chained(caller: Caller, names: Sequence[int]) -> None:
         stored(caller, [name], parent=key_of(name - 1) if name else bytes(32))
 
 
+def test_a_tier_that_raises_on_a_copy_back_stops_no_other() -> None:
+    near, far = host(4, "near"), host(4, "far")
+    keeper = Keeper([near, far], lru)
+    caller = keeper.caller()
+    stored(far, range(3))
+    near.submit_store = fails
+    for _ in range(2):
+        assert hits(caller, range(3)) == 3
+    assert all(level.pump is None or level.pump.is_alive() for level in keeper.levels)
+    assert not keeper.levels[0].book and not keeper.levels[0].incoming_bytes
+    assert outcomes(put(caller, ["new"]))[0][0] == "stored"
+    keeper.close()
+
+
+def test_an_engine_that_raises_on_evicted_frames_stops_no_load() -> None:
+    keeper = Keeper([host(4, "near")], lru)
+    keeper.on_evicted = fails
+    caller = keeper.caller()
+    for first in (0, 4, 8):
+        stored(caller, range(first, first + 4))
+    assert hits(caller, range(8, 12)) == 4
+    (level,) = keeper.levels
+    assert level.pump is not None and level.pump.is_alive()
+    keeper.close()
+
+
 def test_what_one_keeper_erased_no_other_has(two: tuple[Caller, Caller]) -> None:
     owner, reader = two
     chained(owner, range(6))
