@@ -25,10 +25,11 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.core.errors import CapacityError, StateError
-from flowkv.core.geometry import CODEC_SHIFT, CODECS, COLD, FIDELITIES, SPECS, PageLayout, codec_of
+from flowkv.core.geometry import CODEC_SHIFT, COLD, FIDELITIES, SPECS, PageLayout, codec_of
 from flowkv.kernels.loss import bounds, by_rotation
 from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views
+from flowkv.kvt.tier import CodecTier
 from flowkv.observe.events import Audited, Quarantined
 
 # Distance of a page from the model's computation in its place, and the bound of that distance.
@@ -42,10 +43,20 @@ ROUNDING = {"float64": 1e-6, "float32": 1e-3, "float16": 0.03, "bfloat16": 0.1}
 """Distance that comes from another order of the same additions, by dtype of the page: the same
 forward with other rows beside it, or in other chunks, rounds otherwise in every layer."""
 
+COLD_DRIFT = 0.65
+"""Distance that comes from pages in kvt before a token."""
+
 _NOTHING = 1e-30
 
 
-def compare(store: PageStore, group: int, page: int, computed: int, lossiest: str) -> Verdict:
+def compare(
+    store: PageStore,
+    group: int,
+    page: int,
+    computed: int,
+    lossiest: str,
+    near: torch.Tensor | None = None,
+) -> Verdict:
     """Compare a restored page with a raw one that the model has just computed.
 
     Args:
@@ -54,6 +65,8 @@ def compare(store: PageStore, group: int, page: int, computed: int, lossiest: st
         page: Id of the restored page.
         computed: Id of the computed page.
         lossiest: Codec of the lossiest page that either was computed from.
+        near: The computed page as it comes back from the code of the restored one; None where that
+            came from no such code.
 
     Returns:
         Error and bound where their ratio is greatest; the error is infinite if one of the pages
@@ -67,14 +80,18 @@ def compare(store: PageStore, group: int, page: int, computed: int, lossiest: st
     if stored is None or fresh is None:
         return Verdict(math.inf, rounding)
     worst, ratio = Verdict(0.0, rounding), 0.0
+    drift = COLD_DRIFT if lossiest == FIDELITIES[COLD] else SPECS[lossiest].drift
     for layer, number in enumerate(layers):
         # The drift comes from the pages before, by the lossiest codec among them and their own
         # past: this one was computed when they were raw, or otherwise encoded, and is recomputed as
         # they are now. K and V of the model's first layer depend on their own token only.
-        allowed = rounding + (SPECS[lossiest].drift if number else 0.0)
+        allowed = rounding + (drift if number else 0.0)
         views = zip(_views(stored, forms.raw, layer), _views(fresh, forms.raw, layer), strict=True)
         (k, wanted_k), (v, wanted_v) = views
         lost = _lost(layout, wanted_k, wanted_v)
+        if near is not None:
+            pairs = zip(_views(near, forms.raw, layer), (wanted_k, wanted_v), strict=True)
+            lost = tuple(_cold_loss(one, wanted) for one, wanted in pairs)
         parts = [(k, wanted_k, lost[0])]
         if not layout.latent:  # latent values are a part of the keys
             parts.append((v, wanted_v, lost[1]))
@@ -98,6 +115,17 @@ def _distances(
         bound = lost / norm + allowed
         at = int((error / bound).argmax())  # a NaN, if there is one
         yield Verdict(float(error.view(-1)[at]), float(bound.view(-1)[at]))
+
+
+def _cold_loss(near: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the loss that kvt may have: twice the greatest of a page, at most its tokens' size.
+
+    No less than that of the same token.
+    """
+    own = (near - wanted).norm(dim=-1)
+    most = own.amax(-1, keepdim=True) * 2  # the other was rounded apart
+    size = wanted.norm(dim=-1).square().mean(-1, keepdim=True).sqrt()
+    return torch.maximum(torch.minimum(most, size), own)
 
 
 def _lost(layout: PageLayout, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -168,7 +196,7 @@ class Audit:
             for group, blocks in enumerate(seq.blocks):
                 block = blocks[self.page] if computed and self.page < len(blocks) else None
                 key, samples = seq.key(group, self.page), planner.store.samples
-                if block is None or block.gone or COLD in (block.fidelity, self.twin.fidelity):
+                if block is None or block.gone:
                     samples.skip(key)
                 elif tier := samples.take(key):
                     self._compare(group, block, tier)
@@ -179,8 +207,13 @@ class Audit:
             int(planner.tables.pages[group][line.row, number]) for line in (seq, self.twin)
         )
         past = max(block.fidelity, self.twin.fidelity) if number else 0
-        store = planner.store
-        verdict = compare(store, group, page, computed, CODECS[past])
+        store, near = planner.store, None
+        if block.fidelity == COLD:
+            near = self._rounded(group, block.key, computed)
+            if near is None:
+                store.samples.skipped += 1
+                return
+        verdict = compare(store, group, page, computed, FIDELITIES[past], near)
         store.samples.judged(verdict)
         told = Audited(
             tier=tier,
@@ -194,6 +227,17 @@ class Audit:
         if not verdict.sound:
             self.sound = False
             self._condemn(group, tier, verdict)
+
+    def _rounded(self, group: int, key: bytes, computed: int) -> torch.Tensor | None:
+        """Return the computed page as it comes back from a coded one's code; None without."""
+        store = self._planner.store
+        fresh = _raw(store.pool(group), store.forms[group], computed)
+        tier = next((one for one in store.stack.tiers if isinstance(one, CodecTier)), None)
+        if fresh is None or tier is None:
+            return None
+        body = memoryview(bytearray(fresh.cpu().numpy()))
+        near = tier.bases.rounded(key, body, self.page)
+        return None if near is None else torch.frombuffer(near, dtype=torch.uint8).to(fresh.device)
 
     def _condemn(self, group: int, tier: str, verdict: Verdict) -> None:
         """Quarantine a page, and all pages that may have been computed from it."""

@@ -11,24 +11,43 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowkv.compiled.machine_code import kept
 from flowkv.core.geometry import PageLayout
 from flowkv.kvt.entropy import CLASSES, SYMBOLS, SymbolTables, count, deviation_class
 
 MOST_DIMS, HEAD_DIMS = 1152, 256
 """Most elements of a chunk, and most of them within one layer: an element of a page takes as many
 multiplications as its chunk has axes."""
-LEAST_DEVIATION = 0.25
-"""Axes with a smaller standard deviation, in steps, are left out."""
-COARSE_DEVIATION = 4.0
+LEAST_DEVIATION = 0.35
+"""Axes with a smaller standard deviation, in steps, are left out: a finer step for the others saves
+more for the same bits."""
+COARSE_DEVIATION = 12.0
 """Axes with a larger one are multiplied as float32: their coefficients would multiply the rounding
-of bfloat16."""
+of bytes, and may not fit one."""
+
+
+def _multiplies_bytes() -> bool:
+    """Return whether products of bytes are exact: oneDNN may be held to an older CPU."""
+    ones = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
+    try:
+        return bool((torch._int_mm(ones, ones) == 64 * 127**2).all())
+    except (AttributeError, RuntimeError):  # of an older torch
+        return False
+
+
+_MOST_STEP = 1e18
+_EXACT_BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)() and _multiplies_bytes()
+"""Whether products of bytes are exact and fast: other CPUs add up pairs of them in 16 bits."""
+_SHORT = (
+    torch.bfloat16 if getattr(torch.cpu, "_is_avx512_bf16_supported", bool)() else torch.float32
+)
 _RIDGE = 0.05  # of F's mean eigenvalue, added: few gradients leave directions unseen
 _MULTIPLE = 8  # of axes: some devices multiply bytes in blocks of 8
 
@@ -115,12 +134,60 @@ class KeyTurns:
             out[own] = self.turns[number].moved(keys[own], cos, -sin if back else sin)
         return out
 
+    def finish(
+        self, parts: Sequence[torch.Tensor], scale: Floats, out: torch.Tensor, first: int, at: Any
+    ) -> None:
+        """Write elements of a chunk, of keys in their rotation.
+
+        Args:
+            parts: What `BasisChunk.synthesise` returned.
+            scale: Units of its second part.
+            out: Memory of some layers, float32 `[layers, heads, tokens, dim]`.
+            first: First of these layers within the chunk.
+            at: First of them within the group, and position of the first token; None for values.
+        """
+        which = np.full(len(out), -1)
+        if at is not None:
+            which = np.array(self.of_layer[at[0] : at[0] + len(out)])
+        arrays = [one.numpy() for one in (*parts, out)]
+        for number in {*which.tolist()}:
+            angles, place = (_STILL, _STILL), (first, False, 0)
+            if number >= 0:
+                cos, sin = self._angles(number, at[1], out.shape[2])
+                angles, place = (cos.numpy(), sin.numpy()), (first, *self.turns[number][1:])
+            _finish(*arrays, scale, which == number, angles, place)
+
     def _angles(self, number: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         known, asked = getattr(self._memory, "angles", None), (number, start, count)
         if known is None or known[0] != asked:
             cos, sin = self.turns[number].angles(np.arange(start, start + count))
             known = self._memory.angles = asked, cos[:, 0], sin[:, 0]
         return known[1], known[2]
+
+
+_STILL = np.zeros((1, 0), np.float32)
+
+
+@kept(nogil=True)
+def _finish(base, sums, out, scale, own, angles, place):  # type: ignore[no-untyped-def]
+    (layers, heads, tokens, dim), (cos, sin) = out.shape, angles
+    (first, interleaved, start), half = place, cos.shape[1]
+    one, two = (2, 1) if interleaved else (1, half)
+    for layer in range(layers):
+        if not own[layer]:
+            continue
+        for head in range(heads):
+            at = ((first + layer) * heads + head) * dim
+            units = scale[at : at + dim]
+            for token in range(tokens):
+                x, y = base[token, at : at + dim], sums[token, at : at + dim]
+                row = out[layer, head, token]
+                for n in range(dim):
+                    row[n] = x[n] + units[n] * np.float32(y[n])
+                for n in range(half):
+                    u, v = row[start + one * n], row[start + one * n + two]
+                    row[start + one * n] = u * cos[token, n] - v * sin[token, n]
+                    row[start + one * n + two] = v * cos[token, n] + u * sin[token, n]
 
 
 def _alike(one: KeyTurn, other: KeyTurn) -> bool:
@@ -171,6 +238,7 @@ class _StoredChunk(msgspec.Struct, frozen=True):
     coarse: bytes
     fine: bytes
     classes: bytes
+    scale: bytes = b""
 
 
 class _StoredBasis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +260,8 @@ class BasisChunk:
     Args:
         mean: `[n]`, added to what is stored.
         coarse: `[coarse axes, n]`, elements of one step along each of the first axes.
-        fine: bfloat16 `[other axes, n]`, elements of one step along the others.
+        fine: i8 `[other axes, n]`, elements of one step along the others, in units of `scale`.
+        scale: `[n]`.
         metric: `[layers, heads, dim, dim]`, price of errors.
         classes: u8 `[axes]`, classes of the coefficients.
         step: Step of the quantiser.
@@ -206,27 +275,42 @@ class BasisChunk:
         self,
         mean: Floats,
         coarse: Floats,
-        fine: torch.Tensor,
+        fine: NDArray[np.int8],
+        scale: Floats,
         metric: Floats,
         classes: NDArray[np.uint8],
         step: float,
     ) -> None:
         self.mean, self.metric, self.classes = torch.from_numpy(mean), metric, classes
         self.axes, self.coarse_axes = len(classes), len(coarse)
-        self.coarse, self.fine = torch.from_numpy(coarse), fine
-        whole = np.concatenate([coarse, fine.float().numpy()])
+        self.coarse, self.fine, self.scale = torch.from_numpy(coarse), torch.from_numpy(fine), scale
+        whole = np.concatenate([coarse, fine * scale])
         apart = whole.reshape(self.axes, *metric.shape[:-1])
         priced = np.einsum("alhd,lhde->alhe", apart, metric).reshape(self.axes, -1)
-        self.analysis = torch.from_numpy(np.ascontiguousarray(priced.T) / np.float32(step**2))
+        priced /= np.float32(step**2)
+        priced = 2 * priced - (priced @ whole.T) @ priced  # axes that are rounded are oblique
+        analysis = torch.from_numpy(np.ascontiguousarray(priced.T))
+        self._analysis = analysis[:, : len(coarse)], analysis[:, len(coarse) :].to(_SHORT)
 
     def quantise(self, x: torch.Tensor) -> torch.Tensor:
         """Return coefficients `[tokens, axes]` of elements `[tokens, n]`, as floats."""
-        return ((x - self.mean) @ self.analysis).round_()
+        x = x - self.mean
+        out = x.new_empty(len(x), self.axes)
+        out[:, : self.coarse_axes] = x @ self._analysis[0]
+        out[:, self.coarse_axes :] = x.to(_SHORT) @ self._analysis[1]
+        return out.round_()
 
-    def synthesise(self, q: torch.Tensor) -> torch.Tensor:
-        """Return the elements `[tokens, n]` of coefficients i16 `[tokens, axes]`."""
-        out = torch.addmm(self.mean, q[:, : self.coarse_axes].float(), self.coarse)
-        return out.add_(q[:, self.coarse_axes :].to(self.fine.dtype) @ self.fine)
+    def synthesise(self, coarse: torch.Tensor, fine: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return two parts of the elements `[tokens, n]`: floats, and i32 in units of `scale`.
+
+        Args:
+            coarse: Coefficients of the first axes, float32 `[tokens, axes]`.
+            fine: Those of the others, i8.
+        """
+        base = torch.addmm(self.mean, coarse, self.coarse)
+        if _EXACT_BYTES and fine.shape[1]:
+            return base, torch._int_mm(fine, self.fine)
+        return base, (fine.float() @ self.fine.float()).int()  # whole numbers below 2**24, the same
 
 
 class Basis:
@@ -256,7 +340,7 @@ class Basis:
     def pack(self) -> bytes:
         """Return the bytes that `unpack` reads."""
         stored = _StoredBasis(
-            1,
+            2,
             self.layout,
             self.step,
             [(turn.inv_freq.tobytes(), turn.interleaved, turn.start) for turn in self.turns.turns],
@@ -268,8 +352,9 @@ class Basis:
                     chunk.mean.numpy().tobytes(),
                     chunk.metric.tobytes(),
                     chunk.coarse.numpy().tobytes(),
-                    chunk.fine.view(torch.int16).numpy().tobytes(),
+                    chunk.fine.numpy().tobytes(),
                     chunk.classes.tobytes(),
+                    chunk.scale.tobytes(),
                 )
                 for chunk in self.chunks
             ],
@@ -289,7 +374,8 @@ class Basis:
         except msgspec.MsgspecError as error:
             raise ValueError(f"no basis: {error}") from None
         places = list(chunk_places(layout))
-        if stored.version != 1 or stored.layout != layout.fingerprint():
+        known = stored.version in (1, 2) and 0 < stored.step < _MOST_STEP
+        if not known or stored.layout != layout.fingerprint():
             raise ValueError("a basis of another version or of other pages")
         if len(stored.chunks) != len(places) or len(stored.turn_of) != layout.layers:
             raise ValueError("a basis with other chunks")
@@ -297,26 +383,36 @@ class Basis:
         for place, one in zip(places, stored.chunks, strict=True):
             shape = shape_of(place, layout)
             n = shape[0] * shape[1] * shape[2]
+            if stored.version == 1:  # all axes as floats
+                old = (np.frombuffer(one.fine, np.uint16).astype(np.uint32) << 16).tobytes()
+                one = msgspec.structs.replace(
+                    one, coarse=one.coarse + old, fine=b"", scale=bytes(4 * n)
+                )
             parts = (
                 np.frombuffer(one.mean, np.float32).copy(),
                 np.frombuffer(one.coarse, np.float32).reshape(-1, n).copy(),
-                torch.from_numpy(np.frombuffer(one.fine, np.int16).copy())
-                .view(torch.bfloat16)
-                .reshape(-1, n),
+                np.frombuffer(one.fine, np.int8).reshape(-1, n).copy(),
+                np.frombuffer(one.scale, np.float32).copy(),
                 np.frombuffer(one.metric, np.float32).reshape(*shape, shape[2]).copy(),
                 np.frombuffer(one.classes, np.uint8).copy(),
             )
-            lengths = len(parts[0]), len(parts[4]), len(parts[1]) + len(parts[2])
-            if lengths != (n, one.axes, one.axes):
+            lengths = *(len(parts[at]) for at in (0, 3, 5)), len(parts[1]) + len(parts[2])
+            if lengths != (n, n, one.axes, one.axes) or one.axes > n:
                 raise ValueError("a basis with chunks of other sizes")
-            if one.axes and int(parts[4].max()) >= CLASSES:
+            if one.axes and int(parts[5].max()) >= CLASSES:
                 raise ValueError("a basis with unknown classes")
+            if not all(np.isfinite(part).all() for part in parts):
+                raise ValueError("a basis with numbers that are not finite")
             chunks.append(BasisChunk(*parts, stored.step))
         turns = [
             KeyTurn(np.frombuffer(raw, np.float64), interleaved, start)
             for raw, interleaved, start in stored.turns
         ]
-        if not all(-1 <= turn < len(turns) for turn in stored.turn_of):
+        for turn in turns:
+            beyond = not 0 <= turn.start <= layout.head_dim - 2 * len(turn.inv_freq)
+            if beyond or not np.isfinite(turn.inv_freq).all():
+                raise ValueError("a basis with rotations beyond a key, or by no angle")
+        if not all(-1 <= number < len(turns) for number in stored.turn_of):
             raise ValueError("a basis with unknown rotations")
         shares = np.frombuffer(stored.frequencies, np.uint16).reshape(CLASSES, SYMBOLS).copy()
         tables, rotation = SymbolTables(shares), KeyTurns(turns, stored.turn_of)
@@ -389,10 +485,12 @@ class ChunkStatistics:
         axes = max(int((deviations > LEAST_DEVIATION * step).sum()), 1) - coarse
         axes = min(coarse + -(-axes // _MULTIPLE) * _MULTIPLE, len(deviations))
         whole = (synthesis[:axes] * step).astype(np.float32)
+        scale = np.abs(whole[coarse:]).max(0, initial=1e-30) / np.float32(127)
         return BasisChunk(
             mean.astype(np.float32),
             whole[:coarse],
-            torch.from_numpy(whole[coarse:]).to(torch.bfloat16),
+            np.rint(whole[coarse:] / scale).astype(np.int8),
+            scale,
             metric.astype(np.float32),
             deviation_class(deviations[:axes] / step),
             step,

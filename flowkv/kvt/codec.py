@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from flowkv.core.geometry import PageLayout
-from flowkv.kvt.basis import Basis, BasisChunk, chunk_places, digest, shape_of
+from flowkv.kvt.basis import Basis, chunk_places, digest, shape_of
 from flowkv.kvt.entropy import CodedSymbols
 
 MAGIC = b"KVT1"
@@ -85,8 +85,6 @@ class PageCoder:
         """Return the coded page; None if it holds values that are not finite, or is no smaller."""
         views, start = self.views(body), page_no * self.layout.page_size
         sides = self.basis.turns.apply(views[0].float(), start, back=True), views[1].float()
-        if not all(bool(torch.isfinite(side).all()) for side in sides):
-            return None
         heads, parts = list[bytes](), list[bytes]()
         for place, chunk in zip(self.places, self.basis.chunks, strict=True):
             x = place.elements(sides)
@@ -142,32 +140,27 @@ class PageCoder:
                 np.frombuffer(data[start : start + 2 * words], np.uint16),
                 np.frombuffer(data[start + 2 * words :][: 2 * literals], np.int16),
             )
-            x = self._restored(chunk, coded)
-            if x is None:
+            page = self.layout.page_size
+            coarse = np.empty((page, chunk.coarse_axes), np.float32)
+            fine = np.empty((page, chunk.axes - chunk.coarse_axes), np.int8)
+            if not self.basis.tables.decode(coded, chunk.classes, coarse.T, fine.T):
                 return False
+            x = chunk.synthesise(torch.from_numpy(coarse), torch.from_numpy(fine))
             if tokens:
                 at = start + 2 * (words + literals)
                 index = np.frombuffer(data[at : at + tokens], np.uint8).astype(np.int64)
-                if int(index.max()) >= self.layout.page_size:
+                if int(index.max()) >= page:
                     return False
-                kept = np.frombuffer(data[at + tokens : end], np.int16).copy()
-                x[torch.from_numpy(index)] = (
-                    torch.from_numpy(kept).view(self._short).view(-1, n).float()
-                )
-            x = x.view(self.layout.page_size, *shape).permute(1, 2, 0, 3)
-            side = x[here.start - place.layers.start : here.stop - place.layers.start]
-            if not place.side:
-                side = self.basis.turns.apply(side, head.page_no * self.layout.page_size, here)
+                kept = torch.from_numpy(np.frombuffer(data[at + tokens : end], np.int16).copy())
+                rows = torch.from_numpy(index)
+                x[0][rows], x[1][rows] = kept.view(self._short).view(-1, n).float(), 0
+            side = x[0].new_empty((len(here), shape[1], page, shape[2]))
+            where = None if place.side else (here.start, head.page_no * page)
+            self.basis.turns.finish(x, chunk.scale, side, here.start - place.layers.start, where)
             if self._dtype is torch.float16:  # what is near its end may come back beyond it
-                side = side.clamp(-65504.0, 65504.0)
+                side = side.clamp_(-65504.0, 65504.0)
             views[place.side][here.start - first : here.stop - first, place.heads].copy_(side)
         return end == len(data)
-
-    def _restored(self, chunk: BasisChunk, coded: CodedSymbols) -> torch.Tensor | None:
-        q = np.empty((chunk.axes, self.layout.page_size), np.int16)
-        if not self.basis.tables.decode(coded, chunk.classes, q):
-            return None
-        return chunk.synthesise(torch.from_numpy(q).T.contiguous())
 
     def views(self, body: memoryview, layers: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[layers, heads, tokens, dim]` of a page, or of some layers."""

@@ -51,6 +51,9 @@ RECENT_BYTES = 32 << 20
 """Coded pages that are remembered: layers of one page are often loaded one after the other."""
 EARLIER = 3
 """Earlier bases of each layer group that stay, so that their pages stay readable."""
+MOST_AUDITED = 0.02
+"""Largest divergence of a basis whose pages are audited: at larger ones sound pages differ from
+computed ones by as much as their size."""
 MOST_DECODED = 1 << 14
 """Decoded pages that are known as such."""
 _POLL_S, _BASIS_S, _AGAIN_S = 0.5, 30.0, 60.0
@@ -106,7 +109,7 @@ class PageBases:
         self.current = dict[int, PageCoder]()
         self._counts: Counter[str] = Counter()
         self.recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
-        self.decoded = dict[bytes, None]()
+        self.decoded = dict[bytes, bytes]()
 
     def add(self, coder: PageCoder) -> PageCoder:
         """Return the coder of a basis: the one that is known, if any."""
@@ -116,6 +119,24 @@ class PageBases:
     def coder(self, name: bytes) -> PageCoder | None:
         """Return the coder of a basis by its name, if it is known."""
         return self._known.get(name)
+
+    def rounded(self, key: bytes, body: memoryview, page_no: int) -> bytearray | None:
+        """Return a raw page as it comes back from the code of another one.
+
+        None if that one has no code, or a coarser one than audits know a bound for.
+
+        Args:
+            key: Key of the other page.
+            body: The raw page, writable.
+            page_no: Number of the page in its prompt.
+        """
+        own, out = self.coder(self.decoded.get(key, b"")), bytearray(len(body))
+        if own is None or own.basis.measured.get("kl", 0.0) > MOST_AUDITED:
+            return None
+        if (data := own.encode(body, page_no)) is None:
+            return None
+        sound = own.decode(memoryview(data), memoryview(out), 0, own.layout.layers)
+        return out if sound else None
 
     def count(self, **more: int) -> None:
         """Count pages and bytes that were coded or decoded."""
@@ -140,11 +161,11 @@ class PageBases:
         if key in self.recent:
             self._recent_bytes -= len(self.recent.pop(key)[0])
 
-    def note_decoded(self, key: bytes, n_bytes: int) -> None:
+    def note_decoded(self, key: bytes, n_bytes: int, basis: bytes) -> None:
         """Record that a page was decoded: coded once more, it would lose more."""
         with self._lock:
             self._counts["decoded_bytes"] += n_bytes
-            self.decoded[key] = None
+            self.decoded[key] = basis
             if len(self.decoded) > MOST_DECODED:
                 del self.decoded[next(iter(self.decoded))]
 
@@ -678,7 +699,7 @@ class CodecTier:
             elif coder.decode(memoryview(data), item.target.cast("B")[:n_bytes], item.first, count):
                 answer = one.answer(Outcome.HIT)
                 answer = answer._replace(n_bytes=n_bytes, info=_as_raw(info, form))
-                self.bases.note_decoded(item.key, n_bytes)
+                self.bases.note_decoded(item.key, n_bytes, coder.name)
             else:
                 answer = answer._replace(reason="digest")
         # Never readable again, and in the way of a new one.

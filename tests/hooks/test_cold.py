@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.inside import (
     ConfigError,
+    PageCoder,
     StateError,
     TokenError,
     calibrate,
@@ -155,8 +155,11 @@ def test_erased_prompts_are_gone(tmp_path: Path) -> None:
         assert reused(kv) == 0
 
 
-def test_coded_pages_are_not_audited(tmp_path: Path) -> None:
-    model = models.causal("llama")
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_coded_pages_are_audited(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.causal(kind)
     with cold(model, tmp_path) as kv:
         learn(kv)
         answer(model)
@@ -165,7 +168,20 @@ def test_coded_pages_are_not_audited(tmp_path: Path) -> None:
         answer(model)
         assert reused(kv) > 0
         said = kv.stats()["audit"]
-        assert said["skipped"] > 0 and said["audited"] == said["mismatches"] == 0
+        assert said["audited"] > 0 and said["mismatches"] == 0 and said["worst"] < 0.9
+    decode = PageCoder.decode
+
+    def decoded(one: Any, data: Any, target: memoryview, first: int, layers: int) -> bool:
+        """Give the page with its tokens in the wrong places."""
+        found = decode(one, data, target, first, layers)
+        for view in one.views(target, layers):
+            view.copy_(view.roll(1, 2))
+        return found
+
+    monkeypatch.setattr(PageCoder, "decode", decoded)
+    with cold(model, tmp_path, audit=1.0) as kv, pytest.warns(UserWarning, match="audit"):
+        answer(model)
+        assert kv.stats()["audit"]["mismatches"] > 0
 
 
 def test_coded_pages_of_another_geometry_are_passed_over(tmp_path: Path) -> None:
@@ -295,13 +311,15 @@ def test_bounds_without_sense_are_refused(tmp_path: Path) -> None:
                 kv.calibrate(text(3000), kl=bound)
 
 
-def test_text_of_one_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [[7] * 3000, text(100) * 30], ids=["token", "passage"])
+def test_texts_that_repeat_themselves_are_refused(tmp_path: Path, given: list[int]) -> None:
     model = models.causal("llama")
     with cold(model, tmp_path) as kv:
-        found = kv.calibrate([7] * 3000, kl=0.01)
-        assert all(map(math.isfinite, found.values())) and found["kept"] and found["bits"] < 1
+        with pytest.raises(ConfigError, match=r"repeats itself: \d+ of 2922 .*each passage once"):
+            kv.calibrate(given, kl=0.01)
+        assert kv.stats()["cold"]["groups"] == 0
         answer(model)
-        assert kv.flush(60) and kv.stats()["cold"]["pages"] >= 12
+        assert kv.flush(60) and not kv.stats()["cold"].get("pages")
 
 
 def test_calibration_within_inference_mode(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -161,15 +162,15 @@ def test_every_element_is_in_one_chunk() -> None:
 
 
 SOURCE = Source(layout())
-CODER = learner(SOURCE).coder(1e-3, {"kl": 0.25})
+CODER = learner(SOURCE).coder(3e-3, {"kl": 0.25})  # axes of both kinds
 DATA = CODER.data
 BODY = page(CODER, SOURCE, 4)
-CODED = CODER.encode(memoryview(BODY), 4)
+CODED = CODER.encode(memoryview(BODY), 4) or b""
 
 
 @given(at=st.integers(0, 1 << 20), bit=st.integers(0, 7), cut=st.integers(0, 64), data=st.data())
 def test_damaged_pages_raise_nothing(at: int, bit: int, cut: int, data: Any) -> None:
-    assert CODED is not None
+    assert CODED
     spoilt = bytearray(CODED)
     spoilt[at % len(spoilt)] ^= 1 << bit
     spoilt = spoilt[: len(spoilt) - cut] if data.draw(st.booleans()) else spoilt
@@ -198,7 +199,7 @@ def test_cut_bases_are_refused(at: int) -> None:
 @given(at=PLACES, bit=st.integers(0, 7))
 def test_damaged_bases_have_another_name(at: int, bit: int) -> None:
     """Their pages are never taken for those of the sound one, nor the other way round."""
-    assert CODED is not None
+    assert CODED
     spoilt = bytearray(DATA)
     spoilt[at] ^= 1 << bit
     with np.errstate(all="ignore"):
@@ -215,11 +216,15 @@ def changed(**fields: Any) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.decode(DATA) | fields)
 
 
-@pytest.mark.parametrize("name", ["axes", "mean", "metric", "coarse", "fine", "classes", "class"])
+@pytest.mark.parametrize(
+    "name", ["axes", "mean", "metric", "coarse", "fine", "scale", "classes", "class", "not finite"]
+)
 def test_bases_with_a_wrong_chunk_are_refused(name: str) -> None:
     first, *others = msgspec.msgpack.decode(DATA)["chunks"]
     if name == "axes":
         first[name] += 8
+    elif name == "not finite":
+        first["mean"] = np.full(len(first["mean"]) // 4, np.nan, np.float32).tobytes()
     elif name == "class":
         first["classes"] = bytes([CLASSES]) * first["axes"]
     else:
@@ -232,12 +237,24 @@ def test_bases_with_a_wrong_chunk_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"version": 2}, "version"),
+        ({"version": 3}, "version"),
         ({"layout": bytes(16)}, "other pages"),
         ({"chunks": []}, "other chunks"),
         ({"turn_of": [0, 0]}, "other chunks"),
         ({"turn_of": [0, 0, 1]}, "rotations"),
         ({"turn_of": [0, 0, -2]}, "rotations"),
+        *(
+            ({"turns": [(np.ones(half).tobytes(), False, start)]}, "beyond a key")
+            for half, start in (
+                (CODER.layout.head_dim // 2 + 1, 0),
+                (CODER.layout.head_dim // 2, 1),
+                (1, -1),
+                (1, 2**63 - 5),
+                (10**5, 0),
+            )
+        ),
+        ({"turns": [(np.full(1, np.nan).tobytes(), False, 0)]}, "no angle"),
+        *(({"step": step}, "version") for step in (0.0, -1.0, math.nan, math.inf, 1e200)),
         ({"frequencies": bytes(2 * CLASSES * SYMBOLS)}, "not complete"),
         ({"more": 1}, "no basis"),
     ],
@@ -255,6 +272,30 @@ def test_bases_of_other_pages_are_refused() -> None:
 def test_pages_of_another_basis_are_refused() -> None:
     other = learner(Source(layout(), seed=9)).coder(1e-3, {})
     out = bytearray(len(BODY))
-    assert CODED is not None
+    assert CODED
     assert not other.decode(memoryview(CODED), memoryview(out), 0, other.layout.layers)
     assert not any(out)
+
+
+def test_bases_of_the_first_version_open() -> None:
+    """Their axes are bfloat16; their pages come back as they did, up to rounding."""
+    chunks = msgspec.msgpack.decode(DATA)["chunks"]
+    for one in chunks:
+        scale = torch.frombuffer(bytearray(one.pop("scale")), dtype=torch.float32)
+        fine = torch.frombuffer(bytearray(one["fine"]), dtype=torch.int8).view(-1, len(scale))
+        assert len(fine)
+        one["fine"] = (fine * scale).bfloat16().view(torch.int16).numpy().tobytes()
+    old = PageCoder(CODER.layout, changed(version=1, chunks=chunks))
+    data = old.encode(memoryview(BODY), 4)
+    assert data is not None
+    for side in (0, 1):
+        assert far(old, decoded(old, data), BODY, side) < 1.05 * far(
+            CODER, decoded(CODER, CODED), BODY, side
+        )
+
+
+def test_products_of_bytes_are_those_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = decoded(CODER, CODED)
+    for exact in (True, False):
+        monkeypatch.setattr(kvt_basis, "_EXACT_BYTES", exact)
+        assert decoded(CODER, CODED) == wanted

@@ -46,6 +46,10 @@ def test_round_trip(rows: int, tokens: int, seed: int, wild: bool) -> None:
     coded, back = table.encode(q, classes), np.empty_like(q)
     assert table.decode(coded, classes, back)
     assert (back == q).all()
+    few, fits = rows // 3, bool((abs(q[rows // 3 :].astype(int)) < 128).all())
+    wide, small = np.zeros((tokens, few), np.float32), np.zeros((tokens, rows - few), np.int8)
+    found = table.decode(coded, classes, wide.T, small.T)
+    assert not fits or (found and np.array_equal(np.hstack([wide, small]).T, q))
     for other in (
         CodedSymbols(coded.words[:-1], coded.literals),
         CodedSymbols(coded.words, np.append(coded.literals, np.int16(1))),

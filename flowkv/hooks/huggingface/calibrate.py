@@ -32,6 +32,9 @@ from flowkv.kvt.tier import PageBases
 MOST_WINDOWS, FEW_WINDOWS, LEAST_WINDOWS = 16, 6, 4
 LONGEST, SHORTEST = 1024, 256
 """Tokens of a window; shorter ones than the longest where the text has fewer than six of those."""
+LEAST_DISTINCT = 0.5
+"""Least share of different runs of four tokens: what is learned from repetition holds for nothing
+else."""
 _SHARE = 4  # a window's last quarter is predicted
 _LEAST_PREDICTED = 8
 _JUDGED = 3  # every third window is judged, and not learned from
@@ -91,7 +94,7 @@ class Calibrator:
         """Learn bases from token ids or texts, and use them if they keep to a divergence.
 
         Raises:
-            ConfigError: There are too few tokens, or pages cannot be coded.
+            ConfigError: There are too few tokens, or they repeat; or pages cannot be coded.
         """
         self._refuse(bases)
         ids = _ids(self._model, tokens)
@@ -102,7 +105,16 @@ class Calibrator:
                 f"Give {LEAST_WINDOWS * self.window} or more, of the kind that the cache will hold",
             )
         starts = np.linspace(0, len(ids) - self.window, count).astype(np.int64)
-        windows = [torch.from_numpy(ids[start : start + self.window]) for start in starts]
+        cut = np.stack([ids[start : start + self.window] for start in starts])
+        runs = np.lib.stride_tricks.sliding_window_view(cut, 4, 1).reshape(-1, 4)
+        distinct = len(np.unique(runs, axis=0))
+        if distinct < LEAST_DISTINCT * len(runs):
+            raise ConfigError(
+                f"the text repeats itself: {distinct} of {len(runs)} runs of four tokens differ,"
+                " and what is learned from them holds for no other text",
+                "Give a text of the kind that the cache will hold, each passage once",
+            )
+        windows = [*torch.from_numpy(cut)]
         with self._door.aside(), quiet(self._model):
             return self._learn(windows, bases, bound)
 
