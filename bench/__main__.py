@@ -8,6 +8,7 @@ import bench.blend
 import bench.cold
 import bench.embedding
 import bench.engines.command
+import bench.longtasks
 import bench.mass
 import bench.memo
 import bench.overflow
@@ -38,6 +39,7 @@ def parser() -> Parser:
     bench.memo.add_verbs(verb)
     bench.blend.add_verbs(verb)
     bench.cold.add_verbs(verb)
+    bench.longtasks.add_verbs(verb)
     bench.mass.add_verbs(verb)
     bench.sparsify.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):

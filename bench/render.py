@@ -582,6 +582,12 @@ def cold(results: Results) -> str:
 
 
 @block
+def longtasks(results: Results) -> str:
+    found = results.get("longtasks_cpu", {}).get("tables", [])
+    return "\n\n".join(table(head, rows) for head, rows in found) or NOT_YET
+
+
+@block
 def quality(results: Results) -> str:
     report = results.get("quality_cpu", {})
     alike: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
