@@ -368,7 +368,8 @@ def test_an_interrupted_run_leaves_the_engine_in_order(nano: Nano, kv: KV, where
 
 
 def test_pages_that_others_hold_are_waited_for(nano: Nano) -> None:
-    with make_kv(pages=8, max_rows=4) as kv, Engine(nano, kv, max_rows=2) as engine:
+    kv = make_kv(pages=8, max_rows=4)
+    with kv, Engine(nano, kv, max_rows=2, patience_s=90.0) as engine:
         hog = kv.open([1] * 60)
         for step in kv.prefill([hog]):
             nano(step.tokens, step.positions)
