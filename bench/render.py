@@ -39,6 +39,7 @@ PAGES = [
     DOCS / "benchmarks.md",
     *sorted((DOCS / "benchmarks").glob("*.md")),
     DOCS / "guides" / "cold.md",
+    DOCS / "guides" / "huggingface.md",
     DOCS / "index.md",
     ROOT / "README.md",
 ]
@@ -585,6 +586,46 @@ def cold(results: Results) -> str:
 def longtasks(results: Results) -> str:
     found = results.get("longtasks_cpu", {}).get("tables", [])
     return "\n\n".join(table(head, rows) for head, rows in found) or NOT_YET
+
+
+_WAYS = "pages", "pages and dense", "dense", "native"
+_PROMPTS = dict(causal="text", seq2seq="text, encoded", image="text with images", audio="audio")
+_REASONS = {
+    "does not continue": "goes on from its cache in another way than it answers in one pass",
+    "no layer keeps": "has no keys or values to page",
+    "put no keys": "has no keys or values to page",
+    "more than keys": "keeps more than keys and values",
+    "during a forward": "changes itself in each forward",
+    "same answers through pages": "has layers that attend to an image only",
+    "other windows": "masks other tokens than its cache keeps",
+    "cache of its own": "has a cache of its own",
+    "no past_key_values": "has a cache of its own",
+}
+
+
+@block
+def architectures(results: Results) -> str:
+    found = results.get("architectures", {}).get("rows", [])
+    if not found:
+        return NOT_YET.capitalize() + "."
+    head = ["architectures of", "all", "not built small", "other tokens", "with media", *_WAYS]
+    lines = []
+    for kind, words in _PROMPTS.items():
+        rows = [row for row in found if row[0] == kind]
+        sames = [row[6] for row in rows]
+        ways = [str(sum(row[2] == way for row in rows)) for way in _WAYS]
+        media = sum(bool(row[5]) for row in rows)
+        counts = [str(n) for n in (len(rows), sames.count(None), sames.count(False), media)]
+        lines.append([words, *counts, *ways])
+    native: dict[str, list[str]] = {}
+    for _, name, way, why, *_ in found:
+        if way == "native":
+            reason = next((words for part, words in _REASONS.items() if part in why), why)
+            native.setdefault(reason, []).append(name)
+    dense = sorted({row[1] for row in found if row[2] == "dense"})
+    notes = [f"- {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in native.items()]
+    listed = "\n".join(["Left to their own caches, as the model:", "", *notes])
+    return "\n\n".join([table(head, lines), listed, f"Dense: {', '.join(dense)}."])
 
 
 @block

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import GenerationMixin
 
-from tests.hooks import models
+from tests.hooks import matrix, models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import INDEXERS, place_layers, read_layer
 
 
 @pytest.mark.parametrize("name", models.CAUSAL)
@@ -66,6 +69,29 @@ def test_a_hybrid_state_survives_a_restart(tmp_path) -> None:
     with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
         assert_same(generate(model, input_ids=longer), second)
         assert reused(kv) == 89
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param("seq2seq", "t5gemma", id="its width is the encoder's"),
+        pytest.param("audio", "cohere_asr", id="the encoder's mask", marks=pytest.mark.thorough),
+        pytest.param("image", "minicpmv4_6", id="logits of all", marks=pytest.mark.thorough),
+    ],
+)
+def test_known_prompts_are_reused(kind: str, name: str) -> None:
+    if name not in matrix.KINDS[kind]:
+        pytest.skip("not in this release of transformers")
+    outcome = matrix.judge(kind, name)
+    assert outcome.same and outcome.reused > 200
+
+
+def test_indexers_may_have_the_shape_of_latents_without_values() -> None:
+    keys = torch.zeros(1, 1, 1, 16)
+    layer = SimpleNamespace(keys=keys, values=keys[..., :0], indexer_keys=keys[:, 0])
+    specs = [read_layer("full_attention", {})] * 2
+    plan = place_layers(specs, [layer] * 2, 16, in_pages=True)
+    assert plan.geometry.groups[0].layers == (0, 1, INDEXERS, INDEXERS + 1)
 
 
 def test_speech_model() -> None:

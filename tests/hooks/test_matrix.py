@@ -1,4 +1,4 @@
-"""Every causal architecture of the installed transformers, tiny and random: `pytest -m matrix`.
+"""Every generating architecture of the installed transformers, tiny and random: `pytest -m matrix`.
 
 What cannot be built small is skipped with its reason. Takes some minutes on two cores.
 """
@@ -11,90 +11,29 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
+from tests.hooks.matrix import KINDS, alone, judge
 from tests.inside import Identity, door_of
-
-LAYERS = 4
-SIZES: dict[int, str] = {
-    2: """num_key_value_heads num_query_groups num_experts_per_tok moe_topk moe_k
-        linear_num_key_heads num_experts_per_token""",
-    LAYERS: """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers
-        num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
-        num_local_experts num_experts n_routed_experts moe_num_experts linear_num_value_heads
-        mamba_num_heads mamba_n_heads conv_kernel""",
-    8: "mamba_dt_rank time_step_rank index_topk",
-    16: """head_dim rotary_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank
-        mamba_d_state ssm_state_size state_size linear_key_head_dim linear_value_head_dim
-        mamba_head_dim index_head_dim index_n_heads query_pre_attn_scalar
-        hidden_size_per_layer_input dim_head""",
-    24: "sliding_window attention_window attention_window_size local_attention_size window_size",
-    32: "q_lora_rank moe_intermediate_size shared_expert_intermediate_size mamba_d_head",
-    64: "hidden_size n_embd d_model word_embed_proj_dim lru_width",
-    128: """intermediate_size n_inner ffn_dim d_ff decoder_ffn_dim encoder_ffn_dim mamba_d_ssm""",
-    256: "vocab_size vocab_size_per_layer_input",
-    1024: "max_position_embeddings n_positions",
-}
-ONES = "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups"
 
 
 def tiny(name: str) -> torch.nn.Module:
-    """A model of this type with a few thousand parameters a layer."""
-    plain = CONFIG_MAPPING[name]()
-    text = plain.get_text_config(decoder=True)
-    known = text.to_dict()
-    fields: dict[str, Any] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None)
-    for value, names in SIZES.items():
-        fields |= {field: value for field in names.split()}
-    fields |= dict.fromkeys(ONES.split(), 1)
-    fields = {
-        field: value
-        for field, value in fields.items()
-        if known.get(field) is not None and not isinstance(known[field], (dict, list))
-    }
-    if "kv_lora_rank" in known:
-        fields["num_key_value_heads"] = LAYERS
-    for field in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"):
-        listed = known.get(field)
-        if isinstance(listed, list) and len(listed) > LAYERS:
-            kinds = list(dict.fromkeys(map(str, listed)))
-            spread = [next(x for x in listed if str(x) == kinds[i % len(kinds)]) for i in range(4)]
-            fields[field] = spread
-    config = type(text)(**fields)
-    if hasattr(config, "is_decoder"):
-        config.is_decoder = True
-    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in cls(config).parameters())
-    if size > 2e7:
-        raise ValueError(f"{size:,} parameters are left")
-    torch.manual_seed(0)
-    return models.sharpen(cls(config))
+    """Return a causal model of this type with a few thousand parameters a layer."""
+    return alone("causal", name)[0]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_gives_its_own_tokens(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            model, prompt = tiny(name), models.prompt(70)
-            first = generate(model, input_ids=prompt)
-            longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
-            second = generate(model, input_ids=longer)
-        except Exception as error:  # it needs a configuration of its own, or cannot run alone
-            pytest.skip(f"cannot be built small: {type(error).__name__}: {str(error)[:80]}")
-        with attached(model):
-            for ids, theirs in ((prompt, first), (longer, second)):
-                assert torch.equal(generate(model, input_ids=ids).sequences, theirs.sequences)
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k in KINDS for n in sorted(KINDS[k])])
+def test_gives_its_own_tokens(kind: str, name: str) -> None:
+    outcome = judge(kind, name)
+    if outcome.same is None:
+        pytest.skip(outcome.why)
+    assert outcome.same
 
 
 NAMES = """

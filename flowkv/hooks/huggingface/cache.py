@@ -268,7 +268,7 @@ def place_layers(
     try:
         found = tuple(
             LayerGroup(
-                layers=tuple(indices),
+                layers=tuple(sorted(indices)),
                 kv_heads=heads,
                 head_dim=dim,
                 value_dim=dim_v,

@@ -149,7 +149,8 @@ class ForwardHook:
             # Wrappers that forward missing attributes to the model, as PEFT's, must not find one.
             model.__dict__["__deepcopy__"] = self._copy_model
         model.__dict__["compile"] = self._compile
-        if self.names.encoder and getattr(type(model), "_prefill", self) is PREFILL:
+        whole = self.names.encoder or "logits_to_keep" not in self.names.parameters
+        if whole and getattr(type(model), "_prefill", self) is PREFILL:
             model.__dict__.setdefault("_prefill", self._prefill)
         if self._capturable and "forward" not in model.__dict__:
             model.__dict__["forward"] = _answering(model.forward, self.names.cache)

@@ -47,6 +47,14 @@ Alike = Literal["alike", "by place", "mixed"]
 row depends on the others."""
 
 
+class EncoderOutput(BaseModelOutput):
+    """Output of an encoder, in which fields of models' own outputs are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class Probe(NamedTuple):
     """Findings of a short forward.
 
@@ -319,11 +327,12 @@ def encoder_inputs(model: Any, names: Names, rows: int) -> dict[str, Any]:
     """Return an encoder output as argument of an encoder-decoder's decoder, {} for other models."""
     if not names.encoder:
         return {}
-    width = getattr(model.config, "d_model", None) or model.config.hidden_size
+    config = getattr(model.get_encoder(), "config", model.config).get_text_config()
+    width = getattr(config, "d_model", None) or config.hidden_size
     weight = model.get_input_embeddings().weight
     ramp = torch.linspace(-1, 1, 4 * width, device=execution_device(model)).view(1, 4, width)
     hidden = ramp.expand(rows, -1, -1).to(weight.dtype)
-    return {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+    return {"encoder_outputs": EncoderOutput(last_hidden_state=hidden)}
 
 
 def ordinary_tokens(model: Any, names: Names, count: int) -> torch.Tensor:
