@@ -22,7 +22,12 @@ from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
-from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache
+from flowkv.hooks.huggingface.cache import (
+    BY_COLUMN,
+    ModelPlan,
+    PagedCache,
+    configured_layers,
+)
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
@@ -413,6 +418,8 @@ class ForwardHook:
             return "its past_key_values were filled without FlowKV"
         model = self.model
         if not self.plan.matches(cache.layers, model.config):
+            if configured_layers(model.config) < self.plan.count:
+                return "it is a draft that exits early, with fewer layers than the model"
             return "its past_key_values have other layers than the model"
         return ""
 
@@ -440,8 +447,9 @@ class ForwardHook:
             warn(
                 self.kv,
                 "hidden states",
-                "FlowKV computes prompts whose hidden states are wanted from their first token: "
-                "the result is the same, nothing is reused. Leave output_hidden_states out.",
+                "FlowKV computes prompts whose hidden states are wanted from their first token, "
+                "as drafts from them need (MTP, DFlash, Gemma 4's assistant): the result is the "
+                "same, nothing is reused. Without such drafts, leave output_hidden_states out.",
             )
         try:
             most = call.columns - max(call.keep, self._asked) if call.skippable else 0
