@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from . import models
 from .compare import assert_same, attached, generate, reused
 
 thorough = pytest.mark.thorough
+PAST = "cache" if hasattr(CausalLMOutputWithPast(), "cache") else "past_key_values"
 ORIGINAL, LONGEST = 64, 256
 FACTORS = dict(short_factor=[1.0] * 8, long_factor=[8.0] * 8)
 BASE = models.GROUPED | dict(num_hidden_layers=2)
@@ -137,7 +140,7 @@ def test_large_positions_at_padding_switch_every_row(name: str) -> None:
 
     def answer(served: Any, **given: Any) -> torch.Tensor:
         cache = DynamicCache(config=served.config)
-        found: torch.Tensor = served(**given, past_key_values=cache, logits_to_keep=1).logits
+        found: torch.Tensor = served(**given, **{PAST: cache}, logits_to_keep=1).logits
         return found
 
     given = [batch | dict(position_ids=far), dict(input_ids=ids), batch | dict(position_ids=far)]
@@ -148,3 +151,77 @@ def test_large_positions_at_padding_switch_every_row(name: str) -> None:
         assert reused(kv) == 0
         answer(model, input_ids=ids)
         assert reused(kv) == 49
+
+
+def hybrid() -> Any:
+    """Recurrent layers, whose states are kept where a forward ends."""
+    torch.manual_seed(0)
+    config = models.causal("falcon_h1").config
+    config.max_position_embeddings, config.rope_parameters = LONGEST, rope("longrope")
+    return models.sharpen(transformers.FalconH1ForCausalLM(config))
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
+@pytest.mark.parametrize("way", ["states", "overflow", "overflow-dynamic", "audit"])
+def test_a_long_prompt_is_not_computed_in_short_parts(way: str) -> None:
+    """A part of it, run by itself, would be encoded as the short text that it is."""
+    make = hybrid if way == "states" else partial(build, way.partition("-")[2] or "longrope")
+    options: dict[str, Any] = dict(audit=1.0) if way == "audit" else {}
+    if way.startswith("overflow"):
+        options = dict(overflow=True, gpu="48KiB", host="64MiB")
+    for length in (72, 100):
+        model, plain, ids = make(), make(), models.prompt(length)
+        with attached(model, **options):
+            for _ in range(2):  # with dynamic NTK the second is encoded as the first has ended
+                want = generate(plain, 6, input_ids=ids)
+                assert_same(generate(model, 6, input_ids=ids), want, 1e-3)
+
+
+def test_long_prompts_reuse_each_other(tmp_path: Path) -> None:
+    """Keys of long texts are alike, whatever their length; none of them is that of a short one."""
+    text, plain = models.prompt(130), build("longrope")
+    lengths, known = (100, 50, 130, 66, 65, 64, 50, 100), list[list[int]]()
+    wanted = [generate(plain, 8, input_ids=text[:, :length]) for length in lengths]
+    for _ in range(2):
+        model = build("longrope")
+        with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+            known.append([])
+            for length, want in zip(lengths, wanted, strict=True):
+                before = reused(kv)
+                assert_same(generate(model, 8, input_ids=text[:, :length]), want)
+                known[-1].append(reused(kv) - before)
+    assert known[0] == [0, 0, 100, 65, 64, 0, 49, 99]
+    assert all(n >= 48 for n in known[1][:5]) and known[1][5] == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["cut", "rows"])
+def test_a_long_text_that_becomes_short_names_no_page(way: str) -> None:
+    """What is computed behind a cut, or without the longest row, is encoded as in a short text."""
+    model, plain, pair = build("longrope"), build("longrope"), rows(40, 100)
+    more = models.prompt(40, seed=6)
+    ids = torch.cat([pair["input_ids"][:1, 60:], more, more], 1)
+    want = generate(plain, 4, input_ids=ids)
+    with attached(model) as kv:
+        cache = DynamicCache(config=model.config)
+        given = dict(input_ids=pair["input_ids"][1:]) if way == "cut" else dict(pair)
+        if way == "rows":
+            given["position_ids"] = (pair["attention_mask"].cumsum(1) - 1).clamp_min(0)
+        model(**given, **{PAST: cache}, logits_to_keep=1, use_cache=True)
+        if way == "cut":
+            cache.crop(-60)
+        else:
+            cache.batch_select_indices(torch.tensor([0]))
+        mask = torch.ones(1, cache.get_seq_length() + 20, dtype=torch.long)
+        mask[0, : cache.get_seq_length() - 40] = 0
+        where = torch.arange(40, 60)[None]
+        model(
+            more[:, :20],
+            logits_to_keep=1,
+            attention_mask=mask,
+            position_ids=where,
+            **{PAST: cache},
+        )
+        del cache
+        assert_same(generate(model, 4, input_ids=ids), want)
+        assert reused(kv) >= 32, "what was computed as a long text is reused"
