@@ -61,9 +61,6 @@ class Identity:
     """
 
     def __init__(self, model: Any, name: str = "", revision: str = "") -> None:
-        self.switch, self.twofold = _switch(getattr(model, "config", None))
-        # Encodings that depend on length rewrite buffers of this name in every forward.
-        self._passing = "inv_freq" if self.switch is not None else ""
         self._name, self._revision, self._first_weights = name, revision, ""
         self._moving, self._moved = "", set[str]()
         self._offloaded: dict[Any, tuple[Any, str]] = {}
@@ -96,7 +93,10 @@ class Identity:
             self._weights.forget()
         self._steps, self._handles = _STEPS[0], RemovableHandle.next_id
         was = self.foreign if hasattr(self, "_walk") else ""
-        self._walk = walk = Walk(model, self._passing, self._offloaded)
+        self.switch, self.twofold = _switch(getattr(model, "config", None))
+        # Encodings that depend on length rewrite buffers of this name in every forward.
+        passing = "inv_freq" if self.switch is not None else ""
+        self._walk = walk = Walk(model, passing, self._offloaded)
         self.suspect = bool(walk.own or walk.foreign)
         self.draws = walk.training or self.suspect
         self.plain = not (self.draws or walk.compiled or self.switch is not None or _helped(model))

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import modeling_layers
 from transformers.generation import candidate_generator
 
@@ -211,6 +214,54 @@ def test_the_warning_names_the_draft_that_exits_early() -> None:
         for _ in range(2):
             generate(model, 4, input_ids=ids, assistant_early_exit=2)
     assert len(warned) == 1
+
+
+# ---- a draft with other tokens than its target
+
+
+class Sorted(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A tokenizer of single letters, whose vocabulary has one order in each run."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(sorted(super().get_vocab().items()))
+
+
+def letters(*, turned: bool) -> Any:
+    names = sorted(ByteLevel.alphabet(), reverse=turned)
+    names += ["ab", "cd", "ef", "gh"] if turned else []
+    inner = Tokenizer(BPE({name: i for i, name in enumerate(names)}, []))
+    inner.pre_tokenizer, inner.decoder = ByteLevel(), decoders.ByteLevel()
+    return Sorted(tokenizer_object=inner)
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*changed and cannot be served")
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_draft_with_other_tokens(sampled: bool) -> None:
+    """To sample, transformers prunes the draft's head and maps the ids of its later forwards."""
+    ids = models.prompt(40).repeat(1, 2)
+    settings = models.GROUPED | dict(vocab_size=260, num_hidden_layers=2)
+
+    def answers(kvs: list[Any], *, attach: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        draft: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+        draft, found = models.sharpen(draft), []
+        tokenizers = dict(tokenizer=letters(turned=False), assistant_tokenizer=letters(turned=True))
+        with ExitStack() as stack:
+            model = models.causal("llama")
+            kvs += [stack.enter_context(attached(one)) for one in (model, draft) if attach]
+            for _ in range(3):
+                torch.manual_seed(5)
+                given = dict(input_ids=ids, assistant_model=draft, do_sample=sampled, **tokenizers)
+                found.append(generate(model, NEW, **given).sequences)
+                known.append([reused(kv) for kv in kvs])
+        return found
+
+    known, kvs = list[list[int]](), list[Any]()
+    wanted = answers([], attach=False)
+    known.clear()
+    assert all(map(torch.equal, answers(kvs, attach=True), wanted))
+    assert [each[0] for each in known] == [0, 79, 158]
+    assert (known[-1][1] == 0) is sampled, "ids that are mapped name no page"
 
 
 # ---- drafts from the target's hidden states: their prompts are computed with the target's

@@ -225,3 +225,16 @@ def test_a_long_text_that_becomes_short_names_no_page(way: str) -> None:
         del cache
         assert_same(generate(model, 4, input_ids=ids), want)
         assert reused(kv) >= 32, "what was computed as a long text is reused"
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
+def test_an_original_length_that_is_set_later() -> None:
+    model, plain, text = build("longrope"), build("longrope"), models.prompt(80)
+    with attached(model) as kv:
+        for original in (ORIGINAL, 32):
+            for one in (model, plain):
+                one.config.rope_parameters["original_max_position_embeddings"] = original
+            for length in (24, 50, 80, 50, 24):
+                want = generate(plain, 4, input_ids=text[:, :length])
+                assert_same(generate(model, 4, input_ids=text[:, :length]), want)
+        assert reused(kv) > 0

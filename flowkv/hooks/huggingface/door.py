@@ -632,13 +632,13 @@ class ForwardHook:
 
         None if length changes nothing; empty if the positions of the call may be of any size.
         """
-        switch, shifts = self.identity.switch, None if call is None else call.shifts(pads)
-        if switch is None or (shifts is not None and shifts.any()):
-            return None if switch is None else range(0)
-        longer = self.identity.twofold and not self.identity.suspect
-        if longer and call is not None and call.columns - min(pads) > switch:
-            return range(switch + 1, sys.maxsize)
-        return range(switch)
+        switch, twofold = self.identity.switch, self.identity.twofold
+        if switch is None or call is None:
+            return None if switch is None else range(switch)
+        if (shifts := call.shifts(pads)) is not None and shifts.any():
+            return range(0)
+        longer = twofold and not self.identity.suspect and call.columns - min(pads) > switch
+        return range(switch + 1, sys.maxsize) if longer else range(switch)
 
     def _by_length(self, call: ForwardCall, pads: Items[int]) -> bool:
         """Return whether a part of a text would be encoded otherwise alone, as it is shorter."""
