@@ -463,7 +463,8 @@ def _reason(
     at = pages * size
     for shared, block in store.index.beginnings.near(seq.place(pages), tokens[at : at + size]):
         if shared == size and block.key != seq.key(0, pages):
-            return "the same tokens are known beside another image or encoder input", at
+            known = "the same tokens are known beside another image, encoder input or encoding"
+            return known, at
         if block.tokens is not None and shared < len(block.tokens):
             return f"token {at + shared} differs from the nearest known prompt", at + shared
     if pages == 0 and (others := _others(restorer, seq)):

@@ -53,6 +53,7 @@ class Identity:
     Attributes:
         namespace: The model's name, for the keys of pages.
         switch: Length from which positions are encoded otherwise; None without such a length.
+        twofold: All longer texts are encoded alike, and all shorter ones.
         suspect: Code takes part that is neither torch's nor transformers'.
         draws: A forward may draw random numbers: a module trains, or foreign code takes part.
         plain: Each forward does the same work on the same memory: no module trains, no foreign code
@@ -60,9 +61,6 @@ class Identity:
     """
 
     def __init__(self, model: Any, name: str = "", revision: str = "") -> None:
-        self.switch = _switch(getattr(model, "config", None))
-        # Encodings that depend on length rewrite buffers of this name in every forward.
-        self._passing = "inv_freq" if self.switch is not None else ""
         self._name, self._revision, self._first_weights = name, revision, ""
         self._moving, self._moved = "", set[str]()
         self._offloaded: dict[Any, tuple[Any, str]] = {}
@@ -95,7 +93,10 @@ class Identity:
             self._weights.forget()
         self._steps, self._handles = _STEPS[0], RemovableHandle.next_id
         was = self.foreign if hasattr(self, "_walk") else ""
-        self._walk = walk = Walk(model, self._passing, self._offloaded)
+        self.switch, self.twofold = _switch(getattr(model, "config", None))
+        # Encodings that depend on length rewrite buffers of this name in every forward.
+        passing = "inv_freq" if self.switch is not None else ""
+        self._walk = walk = Walk(model, passing, self._offloaded)
         self.suspect = bool(walk.own or walk.foreign)
         self.draws = walk.training or self.suspect
         self.plain = not (self.draws or walk.compiled or self.switch is not None or _helped(model))
@@ -320,21 +321,28 @@ def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
     return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
 
-def _switch(config: Any) -> int | None:
-    """Return the length from which positions are encoded otherwise; None without such a length."""
+def _switch(config: Any) -> tuple[int | None, bool]:
+    """Return the length from which positions are encoded otherwise, and whether all longer alike.
+
+    None without such a length.
+    """
     if not hasattr(config, "get_text_config"):  # no model of transformers
-        return None
+        return None, False
     text = config.get_text_config(decoder=True)
     rope: Any = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(rope, dict):
-        return None
+        return None, False
     trained = getattr(text, "max_position_embeddings", None)
-    lengths = []
+    kinds, lengths = set[str](), []
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = part.get("rope_type", part.get("type"))
         if isinstance(kind, str) and any(name in kind for name in _ROPE_BY_LENGTH):
+            kinds.add(kind)
             lengths.append(part.get("original_max_position_embeddings") or trained or 1)
-    return min(int(n) for n in (*lengths, trained or lengths[0])) if lengths else None
+    if not lengths:
+        return None, False
+    first = min(int(n) for n in (*lengths, trained or lengths[0]))
+    return first, kinds == {"longrope"} and max(lengths) == first
 
 
 # `Proof` proves pages by reading weights again: a little in every call, more while nothing runs.

@@ -764,22 +764,6 @@ class TestInputs:
             assert type(getattr(out, PAST)) is DynamicCache
             assert torch.equal(answer(model, ids), theirs)
 
-    @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-    def test_positions_that_depend_on_length(self, kind: str) -> None:
-        rope: dict[str, Any] = dict(rope_type=kind, rope_theta=10000.0, factor=4.0)
-        if kind == "longrope":
-            rope |= dict(short_factor=[1.0] * 8, long_factor=[8.0] * 8)
-            rope |= dict(original_max_position_embeddings=64)
-        longest = 64 if kind == "dynamic" else 256
-        settings = models.GROUPED | dict(max_position_embeddings=longest, rope_parameters=rope)
-        model = models.sharpen(transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)))
-        prompts = [models.prompt(n) for n in (40, 100, 40, 50, 100)]
-        theirs = [answer(model, ids) for ids in prompts]
-        with attached(model) as kv:
-            ours = [answer(model, ids) for ids in prompts]
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-            assert reused(kv) == 32 + 32, "the short ones only"
-
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("part", ["forward", "layers"])
     def test_compiled_parts_keep_the_native_cache(self, model: Any, part: str) -> None:

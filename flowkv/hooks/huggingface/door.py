@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -20,10 +21,16 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
+from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
-from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, usual
+from flowkv.hooks.huggingface.cache import (
+    BY_COLUMN,
+    ModelPlan,
+    PagedCache,
+    configured_layers,
+)
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
@@ -65,6 +72,8 @@ _PATIENCE_S = 10.0
 _MIXED = "the rows of a batch depend on each other"
 COMPILED = "compiles it whole, and a compiled forward calls no hooks"
 _PADDING = "its mask is more than left padding"
+_LONG = Salt(0, digest_of("encoded as a long text"))
+"""Salt of texts in which every token is encoded otherwise than in a short one."""
 
 
 class ForwardHook:
@@ -414,6 +423,8 @@ class ForwardHook:
             return "its past_key_values were filled without FlowKV"
         model = self.model
         if not self.plan.matches(cache.layers, model.config):
+            if configured_layers(model.config) < self.plan.count:
+                return "it is a draft that exits early, with fewer layers than the model"
             return "its past_key_values have other layers than the model"
         return ""
 
@@ -441,15 +452,17 @@ class ForwardHook:
             warn(
                 self.kv,
                 "hidden states",
-                "FlowKV computes prompts whose hidden states are wanted from their first token: "
-                "the result is the same, nothing is reused. Leave output_hidden_states out.",
+                "FlowKV computes prompts whose hidden states are wanted from their first token, "
+                "as drafts from them need (MTP, DFlash, Gemma 4's assistant): the result is the "
+                "same, nothing is reused. Without such drafts, leave output_hidden_states out.",
             )
         try:
             most = call.columns - max(call.keep, self._asked) if call.skippable else 0
             shifts = call.shifts(pads)
             shifted = shifts is not None and bool(shifts.any())  # as positions of M-RoPE are
+            entire = shifted or self._by_length(call, pads)
             # All known pages are loaded first if rows or spans cannot be computed by themselves.
-            waits = shifted or self.blending is not None or not self._divides(call)
+            waits = entire or self.blending is not None or not self._divides(call)
             found, fill = self._admit(call, pads, ReuseLimits(most, wait=waits))
             with closed_on_error(found.seqs):
                 restoring = Restoring(self.kv, found.seqs, pads, call.types)
@@ -463,7 +476,7 @@ class ForwardHook:
                 found, blended = self._blended(found, call, nested, most)
                 if not restoring:
                     found = self._stopped(found, call, most)
-                if self._overflows and most and not shifted:
+                if self._overflows and most and not entire:
                     found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
@@ -475,7 +488,7 @@ class ForwardHook:
         if blended:
             paged.rows.disable_publishing()
         self._watch(paged)
-        paged.audits = nested if self.kv.config.audit and not shifted else None
+        paged.audits = nested if self.kv.config.audit and not entire else None
         base = self._arrived(paged, call)
         if base == found.base:  # no page that was being loaded was lost
             paged.rows.noted = call.columns  # the sequences were opened with these ids
@@ -544,7 +557,8 @@ class ForwardHook:
         stop = most - most % self.kv.page_size
         if not self.plan.stateful or found.base or stop <= 0 or call.modal or self.identity.suspect:
             return found
-        if any(call.pads() or ()) or not self._divides(call):
+        pads = call.pads() or []
+        if any(pads) or not self._divides(call) or self._by_length(call, pads):
             return found
         rows = self.rows(found.seqs, [0] * call.rows, 0)
         rows.noted = stop  # the sequences were opened with these ids
@@ -598,10 +612,14 @@ class ForwardHook:
     ) -> tuple[AdmittedRows, Fill]:
         """Open the rows of a call with their known prefixes, within the limits and the pools."""
         self._save_states()
-        switch, most = self.identity.switch, max(limits.most, 0)
         prompts, fill = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
-        if switch is not None and call.columns >= switch:
+        lengths, most = self._lengths(call, pads), max(limits.most, 0)
+        if lengths is not None and call.columns not in lengths:
             most = 0
+        elif self._by_length(call, pads):
+            limits = limits._replace(wait=True)
+            for prompt in prompts:
+                prompt.salts.insert(0, _LONG)
         if not self._holds(sum(len(prompt.tokens) for prompt in prompts)):
             if self._overflows:
                 limits = limits._replace(wait=True)  # pages that do not fit are not loaded at all
@@ -609,6 +627,24 @@ class ForwardHook:
                 most = 0  # nothing is loaded for a prompt that will not fit
         limits = limits._replace(most=most, stateful=self.plan.stateful, fill=fill)
         return admit(self.kv, prompts, limits), fill
+
+    def _lengths(self, call: ForwardCall | None = None, pads: Items[int] = ()) -> range | None:
+        """Return the lengths at which positions are encoded as in a call, or as in short texts.
+
+        None if length changes nothing; empty if the positions of the call may be of any size.
+        """
+        switch, twofold = self.identity.switch, self.identity.twofold
+        if switch is None or call is None:
+            return None if switch is None else range(switch)
+        if (shifts := call.shifts(pads)) is not None and shifts.any():
+            return range(0)
+        longer = twofold and not self.identity.suspect and call.columns - min(pads) > switch
+        return range(switch + 1, sys.maxsize) if longer else range(switch)
+
+    def _by_length(self, call: ForwardCall, pads: Items[int]) -> bool:
+        """Return whether a part of a text would be encoded otherwise alone, as it is shorter."""
+        lengths = self._lengths(call, pads)
+        return lengths is not None and (lengths.start > 0 or call.columns not in lengths)
 
     @property
     def _overflows(self) -> bool:
@@ -665,7 +701,7 @@ class ForwardHook:
         """Create the rows of a new cache; they are published only while the model is unchanged."""
         layers = len(self.plan.placed) + len(self.plan.indexers)
         rows = Rows(self.kv, seqs, pads, base, layers=layers, trusted=self.trusted)
-        rows.switch = self.identity.switch
+        rows.lengths = self._lengths()
         rows.thinning = self.sparsifier and Thinning(self.sparsifier)
         return rows
 
@@ -679,6 +715,7 @@ class ForwardHook:
     ) -> PagedCache:
         """Make a paged cache over opened rows, in place of a native cache if one is given."""
         rows = self.rows(found.seqs, pads, found.base)
+        rows.lengths = self._lengths(call, pads)
         if restoring is None:
             restoring = Restoring(self.kv, rows.seqs, pads, call.types)
         rows.by_column = call.positions is None and any(pads)

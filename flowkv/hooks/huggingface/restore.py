@@ -24,7 +24,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.hooks.huggingface.cache import PagedCache, readable
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Prompt
-from flowkv.hooks.huggingface.rows import apart, close_all, closed_on_error
+from flowkv.hooks.huggingface.rows import apart, close_all, closed_on_error, same_encoding
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
 # `admit` opens one sequence per row of a batch so that all rows begin at the same column.
@@ -619,7 +619,7 @@ def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
     if rows.blind or not rows.usual(call.columns, call.positions) or not rows.trusted(rows):
         return call.given
     end = rows.base + call.columns
-    if rows.switch is not None and end >= rows.switch:
+    if not same_encoding(rows, end):
         return call.given
     try:
         asked = 0 if rows.thinning is None else rows.thinning.policy.queries

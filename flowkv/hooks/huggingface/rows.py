@@ -81,7 +81,7 @@ class Rows:
         by_column: Positions count columns, padding included: the model was given none.
         prefilling: Every forward so far was as long as a page.
         noted: Columns with ids from forwards; pages behind them are not published.
-        switch: Length from which positions are encoded differently, or None.
+        lengths: Lengths of a text at which positions are encoded as in these rows; None for any.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
         lost: Columns that failed to load, and that the caller still counts on.
@@ -102,7 +102,7 @@ class Rows:
     # Slots instead of a dictionary stop walks through the attributes of a cache here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step wants_weights blind
-        by_column prefilling uneven switch restoring lost pads shifts most_pad views
+        by_column prefilling uneven lengths restoring lost pads shifts most_pad views
         _last taken thinning noted _index _notes _agrees _one _left _known _next_full
         __weakref__""".split()
     )
@@ -124,7 +124,7 @@ class Rows:
         self.step: Step | None = None
         self.wants_weights = self.blind = self.by_column = self.taken = False
         self.prefilling, self.uneven = True, False
-        self.switch: int | None = None
+        self.lengths: range | None = None
         self.restoring: Any = None
         self.thinning: Any = None
         self.lost = 0
@@ -174,7 +174,7 @@ class Rows:
         if self.step is not None:
             self.abandon()
         total = self.base + new
-        if self.switch is not None and total >= self.switch:
+        if not same_encoding(self, total):
             self.disable_publishing()
         if self.base >= self.most_pad and not self.uneven:
             counts, ragged = self._one if new == 1 else self._one * new, False
@@ -538,6 +538,14 @@ class Rows:
                 "the FlowKV cache behind these past_key_values is closed",
                 "Start a new generation without them",
             )
+
+
+def same_encoding(rows: Rows, total: int) -> bool:
+    """Return whether positions are still encoded as before once rows have `total` columns."""
+    if rows.lengths is None:
+        return True
+    longest = total - int(rows.pads.min(initial=total))
+    return total in rows.lengths and longest in rows.lengths
 
 
 # The first forward of `generate`, and the part of the prompt that it passes again.
