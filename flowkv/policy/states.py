@@ -30,11 +30,11 @@ class SavedState(NamedTuple):
 
     Attributes:
         tokens: Tokens that it follows.
-        shared: Whether known prompts part right behind it.
+        branches: Ways that known prompts go on right behind it.
     """
 
     tokens: int
-    shared: bool = False
+    branches: int = 1
 
 
 class PlacementConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,14 +47,18 @@ class PlacementConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_
         replaces: Earlier states of a conversation that a new one replaces: none, all but those
             where prompts part ("newest"), or all of these that are closer to the next one than it
             is to the end ("spaced").
-        least_tokens: Least tokens that a state saves beside the one before it. A stop is one more
-            forward, which takes about as long as this many tokens: the time to read the weights.
+        branches: Ways that prompts go on from where a state is not replaced. A conversation parts
+            in two where its answer comes back shortened, or is asked for again.
+        least_tokens: Least tokens between a state and the one before it, half as many where they
+            have been computed before and so are likely to come again. A stop is a forward more,
+            which takes about as long as some hundred tokens: the time to read the weights.
     """
 
     every_tokens: Annotated[int, Meta(ge=0)] = 0
     ends: bool = True
     junctions: bool = True
     replaces: Literal["", "newest", "spaced"] = ""
+    branches: Annotated[int, Meta(ge=2)] = 2
     least_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
@@ -65,7 +69,7 @@ STATE_RULES: Mapping[str, PlacementConfig] = MappingProxyType(
         "junctions": PlacementConfig(ends=False),
         "tail": PlacementConfig(),
         "newest": PlacementConfig(replaces="newest"),
-        "auto": PlacementConfig(replaces="spaced", least_tokens=512),
+        "auto": PlacementConfig(replaces="spaced", branches=3, least_tokens=512),
     }
 )
 """Options of the rules by name."""
@@ -106,8 +110,8 @@ class StatePlacement:
         if config.every_tokens:
             every = -(-config.every_tokens // page) * page
             found.update(range((base // every + 1) * every, last + 1, every))
-        if config.junctions and base + least <= known < last:
-            found.add(known)
+        if config.junctions and base + max(config.least_tokens // 2, page) <= min(known, last):
+            found.add(min(known, last))
         at = max(found, default=base)
         if config.ends and last > at and (last - at >= least or not at):
             found.add(last)
@@ -118,7 +122,7 @@ class StatePlacement:
     ) -> list[int]:
         """Return which states of a prompt are of little use beside the newest one.
 
-        States where prompts part stay, as other prompts begin there.
+        States where many prompts part stay, as other prompts begin there.
 
         Args:
             saved: All states of the prompt, by ascending tokens; the last one is the newest.
@@ -132,8 +136,9 @@ class StatePlacement:
             return []
         newest = deeper = saved[-1].tokens
         found = []
-        for tokens, shared in reversed(saved[:-1]):
+        for tokens, branches in reversed(saved[:-1]):
             wide = deeper - tokens >= max(state_tokens, newest - deeper, 1)
+            shared = branches >= self.config.branches
             if shared or tokens == placed or (wide and self.config.replaces == "spaced"):
                 deeper = tokens
             else:

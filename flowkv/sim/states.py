@@ -99,7 +99,7 @@ class ReplayedStates:
             self._here.move_to_end(block)
         if stops:
             marks = np.flatnonzero(self._saved[chain]).tolist()
-            saved = [SavedState((m + 1) * size, bool(self._children[chain[m]] > 1)) for m in marks]
+            saved = [SavedState((m + 1) * size, int(self._children[chain[m]])) for m in marks]
             for tokens in placement.replaced(saved, state_tokens=self._state_tokens):
                 self._drop(int(chain[tokens // size - 1]))
         if placement.config.ends and len(chain):

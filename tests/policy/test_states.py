@@ -44,23 +44,31 @@ def test_stops_of_each_rule(rule, first, parts, goes_on):
     assert placed.stops(3005, 2992, 3500, page=PAGE) == goes_on, "495 tokens are no further stop"
 
 
+def test_a_prompt_that_comes_again_is_worth_a_state():
+    placed = StatePlacement()
+    assert placed.stops(592, 592, 900, page=PAGE) == []
+    assert placed.stops(592, 896, 900, page=PAGE) == [896]
+    assert placed.stops(592, 832, 900, page=PAGE) == []
+
+
 @given(
     rules,
-    st.lists(st.tuples(st.integers(1, 100_000), st.booleans()), min_size=1, max_size=30),
+    st.lists(st.tuples(st.integers(1, 100_000), st.integers(0, 4)), min_size=1, max_size=30),
     st.integers(0, 40),
     st.floats(0, 5000),
 )
-def test_what_stays_is_shared_or_new_or_spaced(rule, states, placed, state_tokens):
+def test_what_stays_is_a_junction_or_new_or_spaced(rule, states, placed, state_tokens):
     saved = [SavedState(*one) for one in sorted(dict(states).items())]
     own = saved[min(placed, len(saved) - 1)].tokens
     gone = StatePlacement(rule).replaced(saved, own, state_tokens=state_tokens)
     stays = [one for one in saved if one.tokens not in gone]
     assert set(gone) <= {one.tokens for one in saved}
     assert saved[-1] in stays and own not in gone
-    assert all(one in stays for one in saved if one.shared)
+    many = STATE_RULES[rule].branches
+    assert all(one in stays for one in saved if one.branches >= many)
     if not STATE_RULES[rule].replaces:
         assert not gone
-    free = [one.tokens for one in stays[:-1] if not one.shared and one.tokens != own]
+    free = [one.tokens for one in stays[:-1] if one.branches < many and one.tokens != own]
     if rule == "newest":
         assert not free
     if rule == "auto":

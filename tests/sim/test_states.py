@@ -31,7 +31,7 @@ def plain_hits(trace, placement):
         states.update(chain[: stop // size] for stop in stops)
         if stops:
             mine = [n for n in range(len(chain)) if prefixes[n] in states]
-            saved = [SavedState((n + 1) * size, below(prefixes[n]) > 1) for n in mine]
+            saved = [SavedState((n + 1) * size, below(prefixes[n])) for n in mine]
             cost = model.state_bytes / model.token_bytes()
             for gone in placement.replaced(saved, state_tokens=cost):
                 states.discard(chain[: gone // size])

@@ -869,7 +869,7 @@ class Recurrent:
         self._saved = rows.base
         for row, (seq, pad) in enumerate(rows.padded):
             if not rows.blind and not pad and not seq.closed and rows.trusted(rows):
-                rows.kv.save_state(seq, self.state_of(row))
+                rows.kv.save_state(seq, self.state_of(row), replaces=True)
 
     def state_of(self, row: int) -> dict[str, Any]:
         """Return the state of a row."""
