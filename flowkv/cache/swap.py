@@ -428,7 +428,7 @@ class Snapshots:
         known = min(self.restorer.match(seq, end // size) for seq in seqs) * size
         found = self.placement.stops(base, known, end, page=size)
         for seq in seqs:
-            seq.placed = max(found, default=base)
+            seq.stops, seq.placed = found, max(found, default=base)
         return found
 
     def replace_older(self, seq: Sequence) -> None:

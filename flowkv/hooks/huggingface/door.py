@@ -545,6 +545,8 @@ class ForwardHook:
             return found
         if any(call.pads() or ()) or not self._divides(call) or self.kv.private:
             return found
+        if self.identity.switch is not None and call.columns >= self.identity.switch:
+            return found  # its first tokens alone would be encoded differently
         with self.kv.lock:
             stops = self.kv.snapshots.plan_stops(found.seqs, found.base, most)
         if not stops or not restoring.end_complete():
@@ -561,7 +563,6 @@ class ForwardHook:
                 rows.plan(stop - rows.base)
                 with self.aside(), torch.no_grad():
                     self.model(**part | {self.names.cache: cache})
-                cache.recurrent.save()
             states: list[Mapping[str, Any]] = [
                 cache.recurrent.state_of(row) for row in range(call.rows)
             ]
