@@ -435,7 +435,7 @@ class Snapshots:
         """Forget earlier states of a sequence's text that the newest one replaces.
 
         These are also states behind other answers to its prompts, which the text has left. States
-        with a lease stay: their user asked for them.
+        with a lease, or of pinned prompts, stay: their user asked for them.
         """
         known = dict(self._candidates(seq, seq.length)[::-1])
         if seq.length not in known:
@@ -452,8 +452,12 @@ class Snapshots:
                 block.answer = None
         if placed is not None and placed is not newest:
             placed.answer = newest
-        kept = [block for block in old if block.lease or block.kept or block.gone]
-        self.store.forget(*[block for block in old if block not in kept])
+        self.store.forget(*[block for block in old if not self._asked_for(block)])
+
+    def _asked_for(self, block: Block) -> bool:
+        """Return whether a state has a lease, is in use, or ends within a pinned prompt."""
+        above = self.store.index.find(block.parent)
+        return bool(block.lease or block.kept or block.gone or (above and above.pinned))
 
     def _branches(self, block: Block) -> int:
         """Return the ways that known prompts go on right behind a state."""

@@ -347,6 +347,15 @@ def test_a_state_replaces_earlier_ones_of_its_text() -> None:
     assert check(kv, [*TEXT[:59], 7, 7]) == 50
 
 
+def test_the_state_of_a_pinned_prompt_stays() -> None:
+    kv = make_kv(pages=80)
+    kv.snapshots.placement = StatePlacement("newest")
+    converse(kv, TEXT[:24], [8, 16, 24])
+    assert kv.pin(TEXT[:24]) == 24
+    converse(kv, TEXT[:48], [40, 48])
+    assert lengths(kv, TEXT[:48]) == [24, 48]
+
+
 def test_a_state_stays_where_prompts_part() -> None:
     kv = make_kv(pages=120)
     kv.snapshots.placement = StatePlacement("newest", least_tokens=16)

@@ -552,7 +552,7 @@ class ForwardHook:
         if not stops or not restoring.end_complete():
             return found
         if any(seq.length != found.base for seq in found.seqs):  # a page was lost meanwhile
-            return found._replace(base=0, states=None)
+            return found._replace(base=0, states=None)  # `uneven` rows leave out what is there
         rows = self.rows(found.seqs, [0] * call.rows, found.base)
         rows.noted = stops[-1]  # the sequences were opened with these ids
         cache = PagedCache(rows, self.plan, self, owns=False)

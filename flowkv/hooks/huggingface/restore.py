@@ -539,7 +539,6 @@ class Restoring:
         if not self.complete():
             return False
         self.finish(ok=True)
-        self._coming.clear()
         apart(self._kv, self._seqs)
         return True
 
