@@ -437,6 +437,9 @@ class Snapshots:
         These are also states behind other answers to its prompts, which the text has left. States
         with a lease, or of pinned prompts, stay: their user asked for them.
         """
+        for page, block in enumerate(seq.blocks[0] if seq.prompted else ()):
+            if block is not None:
+                block.made = page >= seq.prompted // self.planner.page_size
         known = dict(self._candidates(seq, seq.length)[::-1])
         if seq.length not in known:
             return
@@ -447,7 +450,7 @@ class Snapshots:
         old = [known[n] for n in self.placement.replaced(saved, seq.placed, state_tokens=ratio)]
         for (_, branches), block in zip(saved, known.values(), strict=True):
             left = block.answer is not None and block.answer not in known.values()
-            if block.answer is not None and left and branches < self.placement.config.branches:
+            if block.answer is not None and left and branches < 2:
                 old.append(block.answer)
                 block.answer = None
         if placed is not None and placed is not newest:
@@ -462,7 +465,7 @@ class Snapshots:
     def _branches(self, block: Block) -> int:
         """Return the ways that known prompts go on right behind a state."""
         below = () if block.tail else self.store.index.children(block.parent)
-        return sum(one.kind == "page" for one in below)
+        return sum(one.kind == "page" and not one.made for one in below)
 
     def save(self, seq: Sequence, values: Mapping[str, Any]) -> bool:
         """Store `values` as the state after exactly `seq.length` tokens; return whether it did."""

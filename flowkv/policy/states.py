@@ -47,8 +47,6 @@ class PlacementConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_
         replaces: Earlier states of a conversation that a new one replaces: none, all but those
             where prompts part ("newest"), or all of these that are closer to the next one than it
             is to the end ("spaced").
-        branches: Ways that prompts go on from where a state is not replaced. A conversation parts
-            in two where its answer comes back shortened, or is asked for again.
         least_tokens: Least tokens between a state and the one before it, half as many where they
             have been computed before and so are likely to come again. A stop is a forward more,
             which takes about as long as some hundred tokens: the time to read the weights.
@@ -58,7 +56,6 @@ class PlacementConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_
     ends: bool = True
     junctions: bool = True
     replaces: Literal["", "newest", "spaced"] = ""
-    branches: Annotated[int, Meta(ge=2)] = 2
     least_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
@@ -69,7 +66,7 @@ STATE_RULES: Mapping[str, PlacementConfig] = MappingProxyType(
         "junctions": PlacementConfig(ends=False),
         "tail": PlacementConfig(),
         "newest": PlacementConfig(replaces="newest"),
-        "auto": PlacementConfig(replaces="spaced", branches=3, least_tokens=512),
+        "auto": PlacementConfig(replaces="spaced", least_tokens=512),
     }
 )
 """Options of the rules by name."""
@@ -122,7 +119,7 @@ class StatePlacement:
     ) -> list[int]:
         """Return which states of a prompt are of little use beside the newest one.
 
-        States where many prompts part stay, as other prompts begin there.
+        States where prompts part stay, as other prompts begin there.
 
         Args:
             saved: All states of the prompt, by ascending tokens; the last one is the newest.
@@ -138,8 +135,7 @@ class StatePlacement:
         found = []
         for tokens, branches in reversed(saved[:-1]):
             wide = deeper - tokens >= max(state_tokens, newest - deeper, 1)
-            shared = branches >= self.config.branches
-            if shared or tokens == placed or (wide and self.config.replaces == "spaced"):
+            if branches > 1 or tokens == placed or (wide and self.config.replaces == "spaced"):
                 deeper = tokens
             else:
                 found.append(tokens)
