@@ -18,6 +18,7 @@ import bench.real
 import bench.restore.command
 import bench.serve.command
 import bench.sparsify
+import bench.states
 import bench.weights
 from flowkv.cli.arguments import Parser, adder
 from flowkv.cli.command import run
@@ -42,6 +43,7 @@ def parser() -> Parser:
     bench.longtasks.add_verbs(verb)
     bench.mass.add_verbs(verb)
     bench.sparsify.add_verbs(verb)
+    bench.states.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)
     return made

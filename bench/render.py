@@ -743,6 +743,35 @@ def policy(results: Results) -> str:
 
 
 @block
+def states(results: Results) -> str:
+    """Hits and bytes of recurrent states by rule, for each trace, and of the default by model."""
+    rows = results.get("states_cpu", {}).get("rows", [])
+    parts = []
+    for trace in dict.fromkeys(row["trace"] for row in rows):
+        own = [row for row in rows if row["trace"] == trace and row["model"] == "qwen3-next"]
+        rooms = list(dict.fromkeys(row["room"] for row in own))
+        heads = ["any bytes" if not room else f"at most {room:.0%}" for room in rooms]
+        cells = {(row["rule"], row["room"]): _state_cell(row) for row in own}
+        rules = dict.fromkeys(row["rule"] for row in own)
+        lines = [[rule, *(cells[rule, room] for room in rooms)] for rule in rules]
+        title = f"### {trace}: {own[0]['requests']:,} requests, Qwen3-Next"
+        parts.append(f"{title}\n\n{table(['rule', *heads], lines)}")
+    by_model: dict[str, list[str]] = {}
+    for row in rows:
+        if row["rule"] == "auto" and not row["room"]:
+            by_model.setdefault(row["model"], []).append(_state_cell(row))
+    if not parts:
+        return NOT_YET.capitalize() + "."
+    head = ["`auto`, any bytes", *dict.fromkeys(row["trace"] for row in rows)]
+    parts.append(table(head, ([name, *cells] for name, cells in by_model.items())))
+    return "\n\n".join(parts)
+
+
+def _state_cell(row: dict[str, Any]) -> str:
+    return f"{row['of_attention']:.2%} at {row['bytes']:.2%}, {row['stops']:.2f}"
+
+
+@block
 def restore(results: Results) -> str:
     report = results.get("restore_cpu", {})
     rows = msgspec.convert(report.get("rows", []), list[Row])

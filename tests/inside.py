@@ -353,6 +353,7 @@ if TYPE_CHECKING:
     from flowkv.policy.restore.costs import LoadGate, Rates
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling import WaitingLine, Worth
+    from flowkv.policy.states import STATE_RULES, SavedState, StatePlacement
     from flowkv.policy.tenants import Quota, Tenants
     from flowkv.policy.warming import (
         _COMPILED,

@@ -33,7 +33,7 @@ MODEL_NAME = re.compile(
     re.IGNORECASE,
 )
 MAY_NAME_MODELS = ("hooks", "data", "demo", "demo.py")
-SHAPES_OF_MODELS = {"sim/restore.py"}  # a table of what published models cost
+SHAPES_OF_MODELS = {"sim/hardware.py", "sim/restore.py"}  # tables of what published models cost
 
 UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "pd.read_pickle"}

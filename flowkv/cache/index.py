@@ -174,6 +174,8 @@ class Block:
         lease: Retention class for the policies, see `policy.Lease`.
         n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
         tail: Tokens of a state behind its parent page.
+        answer: Latest state behind an answer to the prompt that a state ends, if any.
+        made: Whether a page holds tokens of an answer that came back in no prompt, as far as known.
         sealable: False once a codec could not hold its page.
         tokens: Ids that it covers, where this process knows them; for `KV.explain`, `KV.forget`.
         tenant: Tenant salt.
@@ -201,6 +203,8 @@ class Block:
     lease: str | Lease = ""
     n_bytes: int = 0
     tail: int = 0
+    answer: Block | None = None
+    made: bool = False
     sealable: bool = True
     tokens: NDArray[np.uint32] | None = None
     tenant: bytes = b""

@@ -734,6 +734,7 @@ class KV:
         """Return an empty sequence with the tenant, model and salts of another one."""
         twin = self._sequence(Planner.of(seq), None, seq.salts)
         twin.tenant, twin.namespace, twin.chains = seq.tenant, seq.namespace, seq.chains
+        twin.placed = seq.placed
         return twin
 
     def _lineless(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
@@ -1041,18 +1042,23 @@ class KV:
             seq.publishable &= seq.tenant != realm.tenant
         return erasure.forget_realm(self._bound().store, realm)
 
-    def save_state(self, seq: Sequence, values: dict[str, Any]) -> bool:
+    def save_state(self, seq: Sequence, values: dict[str, Any], *, replaces: bool = False) -> bool:
         """Save the state of recurrent layers after exactly `seq.length` tokens.
 
         Args:
             seq: The sequence; its tokens must be known.
             values: Named tensors, numbers, text and lists of them.
+            replaces: Whether earlier states of the text that are of little use beside this one are
+                forgotten, see `flowkv.policy.states`.
 
         Returns:
             Whether it is kept.
         """
         with self.lock:
-            return self._may_publish(seq) and self.snapshots.save(seq, values)
+            kept = self._may_publish(seq) and self.snapshots.save(seq, values)
+            if kept and replaces:
+                self.snapshots.replace_older(seq)
+            return kept
 
     def keep(
         self, name: str, tensors: Mapping[str, torch.Tensor], *, tenant: str | None = None

@@ -227,6 +227,8 @@ class Sequence:
         salts: Inputs beside the tokens that K and V depend on.
         reused: Tokens that were cached when it was opened.
         state: Snapshot restored with the prefix, for hybrid models; None otherwise.
+        placed: Tokens of the last state before the end of its prompt; 0 for none.
+        stops: Lengths at which its prompt's computation stops for a state, ascending.
         restoration: Restore of the cached prefix while it loads, else None. Other modules get it
             from `RestoreJob.of`.
         vouched: Length up to which the model was known to be as named when it had computed that.
@@ -253,7 +255,8 @@ class Sequence:
         # For policies: the number of its request, -1 without one, and the options of the request.
         self.request, self.arrived_ns, self.prompted, self.care = -1, 0, 0, NO_CARE
         self.stop = UNKNOWN_STOP
-        self.reused = 0
+        self.reused = self.placed = 0
+        self.stops: list[int] = []
         self._close, self.planner = close, planner
         self._tokens, self._known = np.zeros(64, np.uint32), 0
         # Per group: the block of each page, None while the page is private to this sequence.
@@ -313,6 +316,11 @@ class Sequence:
     def known(self) -> int:
         """Number of token ids known so far."""
         return self._known
+
+    def until_stop(self) -> int:
+        """Return the tokens up to the next of `stops`; the largest number if there is none."""
+        length = self.length if self.stops else 0
+        return next((stop - length for stop in self.stops if stop > length), sys.maxsize)
 
     def note(self, tokens: Items[int] | NDArray[np.generic]) -> None:
         """Append token ids that follow the known ones.

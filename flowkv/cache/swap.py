@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from flowkv.core.files import MALFORMED, sensible
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.core.keys import within
 from flowkv.observe.events import Hit
+from flowkv.policy.states import SavedState, StatePlacement
 
 # Device memory of sequences, counted in pages: free, held, and what closing a sequence frees.
 
@@ -399,12 +401,71 @@ class Snapshots:
 
     Args:
         restorer: Finds and attaches the pages.
+
+    Attributes:
+        placement: Rule of where states are saved, and which earlier ones they replace.
     """
 
     def __init__(self, restorer: PrefixMatcher) -> None:
         self.restorer, self.store, self.planner = restorer, restorer.store, restorer.planner
+        self.placement = StatePlacement()
 
     # ---- keeping
+
+    def plan_stops(self, seqs: Items[Sequence], base: int, end: int) -> list[int]:
+        """Return where to save states while prompts are computed from their token `base` on.
+
+        Args:
+            seqs: Sequences that run together; they hold `base` tokens each.
+            base: Tokens that a state was restored for; 0 for none.
+            end: Last token that may be stopped at.
+
+        Returns:
+            Lengths, ascending. The last one, or `base`, stays beside the state behind the answer,
+            for another answer to the same prompt.
+        """
+        size = self.planner.page_size
+        known = min(self.restorer.match(seq, end // size) for seq in seqs) * size
+        found = self.placement.stops(base, known, end, page=size)
+        for seq in seqs:
+            seq.stops, seq.placed = found, max(found, default=base)
+        return found
+
+    def replace_older(self, seq: Sequence) -> None:
+        """Forget earlier states of a sequence's text that the newest one replaces.
+
+        These are also states behind other answers to its prompts, which the text has left. States
+        with a lease, or of pinned prompts, stay: their user asked for them.
+        """
+        for page, block in enumerate(seq.blocks[0] if seq.prompted else ()):
+            if block is not None:
+                block.made = page >= seq.prompted // self.planner.page_size
+        known = dict(self._candidates(seq, seq.length)[::-1])
+        if seq.length not in known:
+            return
+        saved = [SavedState(length, self._branches(block)) for length, block in known.items()]
+        token_bytes = sum(one.likely_bytes for one in self.store.forms) / self.planner.page_size
+        newest, placed = known[seq.length], known.get(seq.placed)
+        ratio = newest.n_bytes / token_bytes
+        old = [known[n] for n in self.placement.replaced(saved, seq.placed, state_tokens=ratio)]
+        for (_, branches), block in zip(saved, known.values(), strict=True):
+            left = block.answer is not None and block.answer not in known.values()
+            if block.answer is not None and left and branches < 2:
+                old.append(block.answer)
+                block.answer = None
+        if placed is not None and placed is not newest:
+            placed.answer = newest
+        self.store.forget(*[block for block in old if not self._asked_for(block)])
+
+    def _asked_for(self, block: Block) -> bool:
+        """Return whether a state has a lease, is in use, or ends within a pinned prompt."""
+        above = self.store.index.find(block.parent)
+        return bool(block.lease or block.kept or block.gone or (above and above.pinned))
+
+    def _branches(self, block: Block) -> int:
+        """Return the ways that known prompts go on right behind a state."""
+        below = () if block.tail else self.store.index.children(block.parent)
+        return sum(one.kind == "page" and not one.made for one in below)
 
     def save(self, seq: Sequence, values: Mapping[str, Any]) -> bool:
         """Store `values` as the state after exactly `seq.length` tokens; return whether it did."""

@@ -64,8 +64,10 @@ def _add_replays(verb: AddVerb) -> None:
         parser.add_argument("--codec", default="raw", help=about)
         about = "adds times and prices: h100, h200, b200, mi300x or laptop"
         parser.add_argument("--hardware", help=about)
-        about = "1b, 8b (the default) or 70b; for these"
+        about = "1b, 8b (the default), 70b or a hybrid of flowkv.sim.hardware; for these"
         parser.add_argument("--model", default="8b", help=about)
+        about = "where a hybrid saves its states: auto, newest, tail, ends, junctions or interval"
+        parser.option("--states", "RULE", about)
         parser.option("--jobs", "N", "replays at a time; default 1", type=count, default=1)
         parser.option("--html", "FILE", "write a report with curves", type=Path)
 
@@ -135,6 +137,8 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         title = f"{trace.name}: {len(trace):,} requests, {len(trace.blocks):,} blocks asked for,"
         title += f" {trace.unique:,} different"
         screen.table(_COLUMNS, list(map(_replays_cells, own)), title=title)
+        if "states" in own[0].extra:
+            screen.table(_STATES, list(map(_states_cells, own)), title="States of recurrent layers")
         if "hardware" in own[0].extra:
             title = f"Times and prices on {own[0].extra['hardware']}, a model of both"
             screen.table(*_priced(own), title=title)
@@ -201,7 +205,9 @@ def _results(
 
     shares = {size: share_of(size) for size in given.sizes}
     hardware = given.hardware or ("h100" if named else None)  # tiers are compared by times
-    common: dict[str, Any] = {"hardware": hardware, "model": given.model}
+    common: dict[str, Any] = {
+        "hardware": hardware, "model": given.model, "states": given.states
+    }  # fmt: skip
     if tiers:
         common |= {"tiers": tiers, "codec": given.codec}
     words = {"hints": given.hints is not None, "queue": given.queue > 0, "prefetch": given.prefetch}
@@ -247,6 +253,21 @@ def _replays_cells(result: Result) -> list[str]:
         "-" if traffic is None else f"{traffic:.3f}x",
         _or_dash(result.prefetch_precision, ".0%"),
         f"{result.blocks_per_s / 1e6:.1f}",
+    ]
+
+
+_STATES = ["policy", "size", "states", "hits of attention's", "their bytes", "stops a request"]
+
+
+def _states_cells(result: Result) -> list[str]:
+    whole, extra = float(result.extra["attention_hit_ratio"] or 0.0), result.extra
+    return [
+        result.policy,
+        f"{100 * result.size:.4g}%",
+        f"{extra['states']}",
+        _or_dash(result.prefix_hit_ratio / whole if whole else None, ".2%"),
+        f"{extra['states_share']:.2%}",
+        f"{extra['stops_per_request']:.2f}",
     ]
 
 

@@ -617,7 +617,11 @@ class Loop:
             shares += self.keeper.coming.parts(coming, left, alone=not shares, now_s=now_s)
         most = self.keeper.chunk(len(shares))
         # Rows that have made all of their tokens only wait for the last one to be read.
-        return [(live, min(count, most)) for live, count in shares if live.made < live.limit]
+        return [
+            (live, min(count, most, live.open_row.seq.until_stop()))
+            for live, count in shares
+            if live.made < live.limit
+        ]
 
     def _relieve(self, short: CapacityError) -> bool:
         """Make room for rows that cannot grow; return False if there is no row to preempt."""

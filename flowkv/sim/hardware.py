@@ -37,6 +37,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         kv_heads: Key/value heads.
         head_dim: Elements of a head.
         bytes_per_number: Bytes of a stored element of a key or value.
+        recurrent_layers: Further layers, with a state in place of attention.
+        state_bytes: Bytes of the states of one prefix; 0 for models without.
     """
 
     parameters: Positive = 8.0e9
@@ -45,10 +47,16 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int = 8
     head_dim: int = 128
     bytes_per_number: Positive = 2.0
+    recurrent_layers: int = 0
+    state_bytes: float = 0.0
 
     def token_bytes(self) -> float:
         """Return the bytes of keys and values of one token."""
         return 2.0 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
+
+    def whole_token_bytes(self) -> float:
+        """Return the bytes of keys and values of one token if all layers had attention."""
+        return self.token_bytes() * (self.layers + self.recurrent_layers) / self.layers
 
     def prefill_flops(self, first: NDArray[np.float64], tokens: float) -> NDArray[np.float64]:
         """Return the operations to compute `tokens` tokens that follow `first` others.
@@ -62,15 +70,38 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def _state_bytes(numbers: int, channels: int) -> float:
+    """Return the bytes of one layer's state: fp32 numbers, and 4 columns of a bf16 convolution."""
+    return 4.0 * numbers + 4 * 2.0 * channels
+
+
 MODELS = MappingProxyType(
     {
         "8b": Shape(),
         "70b": Shape(parameters=70.6e9, layers=80, heads=64),
         "1b": Shape(parameters=1.24e9, layers=16, head_dim=64),
+        # One latent of 576 numbers per token and layer.
+        "kimi-linear": Shape(
+            parameters=3e9, layers=7, kv_heads=1, head_dim=288, recurrent_layers=20,
+            state_bytes=20 * _state_bytes(32 * 128 * 128, 3 * 32 * 128),
+        ),
+        "qwen3-next": Shape(
+            parameters=3e9, layers=12, heads=16, kv_heads=2, head_dim=256, recurrent_layers=36,
+            state_bytes=36 * _state_bytes(32 * 128 * 128, 8192),
+        ),
+        # Attention and a state in every layer.
+        "falcon-h1-7b": Shape(
+            parameters=7.6e9, layers=44, heads=12, kv_heads=2,
+            state_bytes=44 * _state_bytes(24 * 128 * 256, 3072 + 2 * 256),
+        ),
+        "jamba": Shape(
+            parameters=12e9, layers=4, recurrent_layers=28,
+            state_bytes=28 * _state_bytes(8192 * 16, 8192),
+        ),
     }
-)
-"""Shapes of common dense models with grouped-query attention, in bf16; from their public
-configuration files."""
+)  # fmt: skip
+"""Shapes of common models in bf16, from their public configuration files: dense ones with
+grouped-query attention, and hybrids."""
 
 
 class ModelledPlace(NamedTuple):

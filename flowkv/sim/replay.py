@@ -29,10 +29,12 @@ from flowkv.policy.base import NEVER_NS, Learner, Policy, Slots, Visit
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.order.compiled import Array, kernel
 from flowkv.policy.prefetch import Prefetcher
+from flowkv.policy.states import StatePlacement
 from flowkv.residency import Ledger, Place
 from flowkv.residency import Meta as About
 from flowkv.sim.character import lru_hits
 from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Hardware, Shape, block_costs
+from flowkv.sim.states import ReplayedStates
 from flowkv.sim.trace import Trace, TraceHints, hints_of, wide
 
 # One place that a trace is replayed through: policy, hints, queue and prefetches in their order.
@@ -88,9 +90,10 @@ class OnePlace:
         queue_ns: Time that each request is queued before it runs.
         prefetcher: Prefetcher of the place, if any.
         costs_ns: i8 [U], time to recompute each block.
+        states: States of a hybrid model, which limit what hits are of use.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of one place belong together
         self,
         trace: Trace,
         policy: Policy,
@@ -101,10 +104,11 @@ class OnePlace:
         queue_ns: int = 0,
         prefetcher: Prefetcher | None = None,
         costs_ns: NDArray[np.int64] | None = None,
+        states: ReplayedStates | None = None,
     ) -> None:
         self.trace, self.policy, self.capacity_bytes = trace, policy, capacity
         self.hints, self.sigma, self.queue_ns = hints, sigma, queue_ns
-        self.prefetcher, self.costs_ns = prefetcher, costs_ns
+        self.prefetcher, self.costs_ns, self.states = prefetcher, costs_ns, states
         self.here = np.zeros(trace.unique, np.bool_)
         self.seen = np.zeros(trace.unique, np.bool_)
         self.prefetched_unused = np.zeros(trace.unique, np.bool_)  # prefetched, not requested yet
@@ -171,7 +175,8 @@ class OnePlace:
         hits = len(chain) if held.all() else int(held.argmin())
         new = chain[~held]
         again = int(np.count_nonzero(self.seen[new]))
-        course.hits[r], course.held[r], course.loaded[r] = hits, len(chain) - len(new), again
+        used = hits if self.states is None else self.states.usable(r, chain, hits)
+        course.hits[r], course.held[r], course.loaded[r] = used, len(chain) - len(new), again
         self.owners[new[~self.seen[new]]] = trace.tenants[r]
         self.seen[new] = True
         self._asked(now, r, chain, hits, again)
@@ -190,6 +195,9 @@ class OnePlace:
         surplus = self.used - self.capacity_bytes
         victims = policy.evict(now, surplus) if surplus > 0 else None
         course.policy_ns[r] += perf_counter_ns() - start
+        if self.states is not None:
+            self.states.count_children(new)
+            self.states.save_states(r, chain, used, hits, self.used)
         if victims is not None:
             self._left(now, victims)
         if self.prefetcher is not None:
@@ -234,6 +242,8 @@ class OnePlace:
                 self.policy.insert(now, fetch.slots, self.trace.parents[fetch.slots], **said)
                 self.here[fetch.slots] = self.prefetched_unused[fetch.slots] = True
                 self.used += len(fetch.slots)
+                if self.states is not None:
+                    self.states.count_children(fetch.slots)
                 self.course.prefetched += len(fetch.slots)
             self.prefetcher.landed(now, fetch.slots)
 
@@ -258,6 +268,8 @@ class OnePlace:
     def _gone(self, slots: Slots) -> None:
         self.here[slots] = self.prefetched_unused[slots] = False
         self.used -= len(slots)
+        if self.states is not None:
+            self.states.drop_behind(slots)
 
 
 # Bounds for comparison: leaf-first LRU and Belady, once per trace and size.
@@ -733,6 +745,9 @@ class ReplaySettings(TypedDict, total=False):
         codec: Codec of the blocks of the first place: raw, kv8 or kv4; as with `tiers`.
         hardware: A name of `HARDWARE`, which gives times and prices; "h100" with `tiers`.
         model: A name of `MODELS`; "8b" by default.
+        states: A rule of `flowkv.policy.states.STATE_RULES` for a hybrid model, whose hits end at
+            the last state; or a mapping of `rule`, its options, and `room`, the most bytes of
+            states (see `flowkv.sim.states.ReplayedStates`). Without `tiers`.
         seed: Seed of the errors of hints.
         progress: Called now and then with the finished and all requests.
     """
@@ -747,6 +762,7 @@ class ReplaySettings(TypedDict, total=False):
     codec: str
     hardware: str | None
     model: str
+    states: str | Options | None
     seed: int
     progress: Progress | None
 
@@ -783,18 +799,24 @@ def replay(
     capacity = pages_of(trace, pages, size)
     if settings.get("tiers") or settings.get("codec", "raw") != "raw":
         return _tiered(trace, policy, capacity, settings)
-    if policy == "opt" and not _beyond(settings) and not settings.get("options"):
+    plain = not _beyond(settings) and not settings.get("states")
+    if policy == "opt" and plain and not settings.get("options"):
         return _told(trace, _optimum(trace, capacity), settings)
-    mine = make(trace, policy, settings)
+    mine, states = make(trace, policy, settings), _states(trace, settings)
     name = policy if isinstance(policy, str) else mine.name
     name += "".join(f"+{word}" for word in _beyond(settings))
-    place = _place(trace, mine, capacity, settings)
+    place = _place(trace, mine, capacity, settings, states)
     start = perf_counter()
     course = place.replay(settings.get("progress"))
     seconds = perf_counter() - start
     digest = f"{mine.digest():016x}"
     result = judge(trace, course, policy=name, pages=capacity, seconds=seconds, digest=digest)
-    return _told(trace, result, settings)
+    result = _told(trace, result, settings)
+    if states is None:
+        return result
+    # The bounds are those of attention alone.
+    extra = result.extra | states.figures()
+    return msgspec.structs.replace(result, closure=None, first_closure=None, extra=extra)
 
 
 def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
@@ -823,7 +845,32 @@ def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
     return made
 
 
-def _place(trace: Trace, policy: Policy, capacity: int, settings: ReplaySettings) -> OnePlace:
+def _states(trace: Trace, settings: ReplaySettings) -> ReplayedStates | None:
+    """Return the states of a hybrid model, if a rule for them is given.
+
+    Raises:
+        ConfigError: The rule or an option is unknown, or the model has attention alone.
+    """
+    wish = settings.get("states")
+    if wish is None:
+        return None
+    told = {"rule": wish} if isinstance(wish, str) else dict(wish)
+    room, (_, model) = told.pop("room", 0.0), _machine(settings)
+    if not isinstance(room, int | float) or not 0.0 <= room < math.inf:
+        raise ConfigError(f"room={room!r} is no share", "Use 0 (no limit) or more")
+    if not model.state_bytes:
+        hybrids = ", ".join(name for name, shape in MODELS.items() if shape.state_bytes)
+        raise ConfigError("the model keeps no states", f"With states, use model={hybrids}")
+    return ReplayedStates(trace, StatePlacement(**told), model, float(room))
+
+
+def _place(
+    trace: Trace,
+    policy: Policy,
+    capacity: int,
+    settings: ReplaySettings,
+    states: ReplayedStates | None,
+) -> OnePlace:
     sigma = settings.get("hints")
     wish = settings.get("prefetch", False)
     told: Any = {"learned": wish} if isinstance(wish, str) else wish
@@ -843,14 +890,16 @@ def _place(trace: Trace, policy: Policy, capacity: int, settings: ReplaySettings
         queue_ns=round(queue_s * 1e9),
         prefetcher=Prefetcher(capacity, **told) if on and capacity else None,
         costs_ns=(costs_s * 1e9).astype(np.int64) if settings.get("costs") else None,
+        states=states,
     )
 
 
 def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings) -> Result:
     """Replay through several places; the result covers all of them."""
-    if _beyond(settings) or not isinstance(policy, str):
+    if _beyond(settings) or not isinstance(policy, str) or settings.get("states"):
         raise ConfigError(
-            "with tiers there are no hints, queue, prefetch or warm start, and policies have names",
+            "with tiers there are no hints, queue, prefetch, warm start or states, and policies"
+            " have names",
             "Leave those out, or the tiers",
         )
     hardware, model = _machine(settings)

@@ -27,7 +27,7 @@ from tests.cache.toy import (
     published,
     simple,
 )
-from tests.inside import Faults, HostTier, Late, encode_state
+from tests.inside import Faults, HostTier, Late, StatePlacement, encode_state
 from tests.inside import kv_plan as plan
 
 TEXT = list(range(60))
@@ -316,3 +316,97 @@ def test_what_cannot_be_kept_says_so() -> None:
     silent = opened(kv, TEXT[:12])
     kv.invalidate()
     assert not save(kv, silent)
+
+
+def lengths(kv: KV, tokens: list[int], **options: Any) -> list[int]:
+    """Tokens of the known states within a text."""
+    with kv.open(tokens, reuse=False, **options) as seq:
+        return [block.depth * PAGE + block.tail for block in kv.snapshots.known_states(seq)][::-1]
+
+
+def converse(kv: KV, tokens: list[int], turns: list[int], **options: Any) -> None:
+    """Computes a text to each of some lengths, keeping states in place of earlier ones."""
+    seq = kv.open(tokens, **options)
+    for end in turns:
+        advance(kv, [seq], [tokens[seq.length : end]])
+        values = state_of(seq.tokens[: seq.length].tolist())
+        assert kv.save_state(seq, values, replaces=True)
+    seq.close()
+
+
+def test_a_state_replaces_earlier_ones_of_its_text() -> None:
+    kv = make_kv(pages=80)
+    kv.snapshots.placement = StatePlacement("newest")
+    converse(kv, TEXT[:40], [8, 17, 24, 33, 40])
+    assert lengths(kv, TEXT[:40]) == [40]
+    converse(kv, TEXT[:20], [8, 20], tenant="bob")
+    assert lengths(kv, TEXT[:40]) == [40], "others' states are others'"
+    converse(kv, TEXT[:50], [40, 50], lease="turn_end")
+    converse(kv, TEXT[:60], [60])
+    assert lengths(kv, TEXT[:60]) == [50, 60], "a lease was asked for"
+    assert check(kv, [*TEXT[:59], 7, 7]) == 50
+
+
+def test_the_state_of_a_pinned_prompt_stays() -> None:
+    kv = make_kv(pages=80)
+    kv.snapshots.placement = StatePlacement("newest")
+    converse(kv, TEXT[:24], [8, 16, 24])
+    assert kv.pin(TEXT[:24]) == 24
+    converse(kv, TEXT[:48], [40, 48])
+    assert lengths(kv, TEXT[:48]) == [24, 48]
+
+
+def test_a_state_stays_where_prompts_part() -> None:
+    kv = make_kv(pages=120)
+    kv.snapshots.placement = StatePlacement("newest", least_tokens=16)
+    converse(kv, TEXT[:32], [16, 32])
+    assert lengths(kv, TEXT[:32]) == [32]
+    other = [*TEXT[:16], *range(99, 131)]
+    with kv.open(other, state=True) as seq:
+        assert seq.length == 0
+        assert kv.snapshots.plan_stops([seq], 0, 47) == [16, 40] and seq.placed == 40
+    converse(kv, other, [16, 40, 48])
+    assert lengths(kv, other) == [16, 48]
+    assert check(kv, [*TEXT[:16], 5, 5, 5]) == 16
+
+
+def test_the_state_behind_an_answer_that_was_left_is_forgotten() -> None:
+    kv = make_kv(pages=120)
+    seq = kv.open(TEXT[:16])
+    seq.placed = 16
+    for end in (16, 29):  # the prompt and its answer
+        advance(kv, [seq], [TEXT[seq.length : end]])
+        assert kv.save_state(seq, state_of(TEXT[:end]), replaces=True)
+    seq.close()
+    assert lengths(kv, TEXT[:40]) == [16, 29]
+    shortened = [*TEXT[:16], *range(200, 230)]
+    assert check(kv, shortened) == 16
+    converse(kv, shortened, [46])
+    assert lengths(kv, TEXT[:40]) == [16] and lengths(kv, shortened) == [16, 46]
+
+
+@pytest.mark.parametrize("what", ["bodies", "frames", "lost", "flipped"])
+def test_a_state_of_another_prompt_or_length_is_never_served(what: str) -> None:
+    """Whatever happened to the frames of states, a state fits its tokens or there is none."""
+    memory = MemoryTier()
+    kv = make_kv(simple(), tiers=[memory], pages=80)
+    talk(kv, TEXT[:16])
+    talk(kv, TEXT[:24])
+    talk(kv, [9] * 16)
+    kv.flush()
+    frames = memory.frames
+    keys = [key for key, (header, _) in frames.items() if header.info.kind == "state"]
+    assert len(keys) == 3
+    for key, other in zip(keys, [*keys[1:], keys[0]], strict=True):
+        (header, body), (strange, foreign) = frames[key], frames[other]
+        if what == "bodies":
+            frames[key] = header, foreign
+        elif what == "frames":
+            frames[key] = strange, foreign
+        elif what == "flipped":
+            frames[key] = header, body[:40] + bytes([body[40] ^ 1]) + body[41:]
+        else:
+            del frames[key]
+            break
+    for text in (TEXT, [9] * 30):
+        assert check(kv, text) in ((0, 16, 24) if what == "lost" else (0,))

@@ -143,6 +143,27 @@ def test_rows_together_or_apart(name: str) -> None:
         assert not kv._open
 
 
+@pytest.mark.parametrize("name", [pytest.param("qwen3_next", marks=pytest.mark.thorough), "lfm2"])
+@pytest.mark.parametrize("budget", [70, 2048])
+def test_chunks_of_prompts_end_where_states_are_worth_saving(name: str, budget: int) -> None:
+    """Where two prompts part, and behind the last page of the first, whatever the budget."""
+    model = models.causal(name)
+    shared = models.prompt(300)[0].tolist()
+    prompts = [shared + models.prompt(100, seed=n)[0].tolist() for n in (2, 3, 4)]
+    wanted = [alone(model, prompt) for prompt in prompts]
+    with (
+        flowkv.attach(model, gpu="64MiB", page_size=16) as kv,
+        Engine(model, kv, token_budget=budget) as engine,
+    ):
+        known = []
+        for prompt, want in zip([*prompts, prompts[0]], [*wanted, wanted[0]], strict=True):
+            (done,) = engine.run([prompt], max_new_tokens=NEW)
+            assert done.tokens == want
+            known.append(done.reused_tokens)
+        assert known[0] == 0 and known[1:] == ([0, 288, 384] if budget > 400 else known[1:])
+        assert known[2] >= 256 and known[3] >= 256
+
+
 @pytest.mark.usefixtures("behind")
 @pytest.mark.parametrize(
     "options",

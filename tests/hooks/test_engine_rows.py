@@ -62,7 +62,7 @@ def test_a_row_whose_states_cannot_be_kept_leaves_nothing(monkeypatch: pytest.Mo
     with attached(model) as kv:
         row = opened(model, kv)
         assert isinstance(row, ApartRow)
-        monkeypatch.setattr(kv, "save_state", lambda *_: 1 / 0)
+        monkeypatch.setattr(kv, "save_state", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             row.close()
         assert left(kv) == (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import DynamicCache
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import StatePlacement
+from tests.inside import rows_Rows as Rows
 
 REFUSED = {"jamba": "does not continue from a cache as it answers in one pass"}
 """Whose own code goes on from a state otherwise than in one pass."""
@@ -139,3 +142,100 @@ def test_a_cache_that_left_its_pages_is_in_no_ones_way() -> None:
         held.layers[0].keys = held.layers[0].keys * 2
         assert_same(generate(model, 3, input_ids=models.prompt(20, seed=3)), want, 1e-5)
         assert held.get_seq_length() == 20
+
+
+def states_of(kv: flowkv.KV) -> list[Any]:
+    return [block for block in kv.planner.store.index if block.kind == "state"]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Columns of each forward, in order."""
+    found, plan = list[int](), Rows.plan
+
+    def planned(rows: Rows, new: int) -> Any:
+        found.append(new)
+        return plan(rows, new)
+
+    monkeypatch.setattr(Rows, "plan", planned)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=thorough) for name in ("qwen3_5", "falcon_h1")] + ["lfm2"]
+)
+def test_a_state_is_saved_where_prompts_part(
+    name: str, tmp_path: Path, computed: list[int]
+) -> None:
+    """The first prompt parts from nothing, the second stops there, the others go on from there."""
+    model, twin, shared = models.causal(name), models.causal(name), models.prompt(600)
+    prompts = [torch.cat([shared, models.prompt(300, seed=n)], 1) for n in (2, 3, 4, 5)]
+    pair = torch.cat([torch.cat([shared, models.prompt(300, seed=n)], 1) for n in (6, 7)])
+    wanted = [generate(twin, 2, input_ids=ids) for ids in (*prompts, pair)]
+    with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+        for ids, want, first in zip(prompts[:3], wanted, (896, 592, 308), strict=False):
+            computed.clear()
+            assert_same(generate(model, 2, input_ids=ids), want, 1e-4)
+            assert computed[0] == first
+            assert sum(computed) + (592 if first == 308 else 0) == 901, "no token twice"
+        computed.clear()
+        assert_same(generate(model, 2, input_ids=prompts[2]), wanted[2], 1e-4)
+        assert computed == [304, 4, 1], "seen before, its end is worth a stop"
+        kv.flush()
+        computed.clear()
+        assert_same(generate(model, 2, input_ids=prompts[2]), wanted[2], 1e-4)
+        assert computed == [4, 1]
+    with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:  # pages and states from the disk
+        for ids, want in zip((prompts[3], pair), wanted[3:], strict=True):
+            computed.clear()
+            assert_same(generate(model, 2, input_ids=ids), want, 1e-4)
+            assert computed == [308, 1]
+        assert reused(kv) == 3 * 592
+
+
+def test_a_prompt_stops_behind_pages_that_load(tmp_path: Path, computed: list[int]) -> None:
+    """Its state and pages come from a disk, and it parts from known text further on."""
+    model, twin = models.causal("lfm2"), models.causal("lfm2")
+    base, middle = models.prompt(320), models.prompt(320, seed=2)
+    texts = [base, torch.cat([base, middle, models.prompt(40, seed=3)], 1)]
+    texts.append(torch.cat([base, middle, models.prompt(60, seed=4)], 1))
+    wanted = [generate(twin, 2, input_ids=ids) for ids in texts]
+    for ids, want in zip(texts, wanted, strict=True):
+        with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+            computed.clear()
+            assert_same(generate(model, 2, input_ids=ids), want, 1e-4)
+            assert reused(kv) == (0 if ids is base else 304)
+    assert computed == [336, 60, 1], "304 come from the disk, then to where the two part"
+
+
+def test_a_conversation_keeps_few_states_and_finds_them(computed: list[int]) -> None:
+    """Answers come back shortened, as thoughts are left out; now and then a turn is taken back."""
+    model, twin, talk = models.causal("lfm2"), models.causal("lfm2"), [5] * 40
+    with attached(model) as kv:
+        kv.snapshots.placement = StatePlacement("auto", least_tokens=32)
+        for turn in range(12):
+            talk = talk[:-30] if turn in (5, 9) else talk
+            talk += models.prompt(60, seed=turn)[0].tolist()
+            ids, before = torch.tensor([talk]), reused(kv)
+            want = generate(twin, 6, input_ids=ids)
+            assert_same(generate(model, 6, input_ids=ids), want, 1e-4)
+            if turn not in (0, 5, 9):
+                assert len(talk) - (reused(kv) - before) <= 60 + 3 + 16, "all but what is new"
+            talk += want.sequences[0, -3:].tolist()
+        assert len(states_of(kv)) <= 10
+        state_bytes = sum(block.n_bytes for block in states_of(kv))
+    assert state_bytes < 12 * 8192 and sum(computed) < 12 * (60 + 16 + 16 + 6) + 200
+
+
+def test_rows_stop_where_all_of_them_part(computed: list[int]) -> None:
+    model, twin, shared = models.causal("lfm2"), models.causal("lfm2"), models.prompt(300)
+    first = torch.cat([shared, models.prompt(100, seed=9)], 1)
+    pair = torch.cat([torch.cat([shared, models.prompt(100, seed=n)], 1) for n in (2, 3)])
+    with attached(model) as kv:
+        generate(model, 2, input_ids=first)
+        computed.clear()
+        assert_same(generate(model, 2, input_ids=pair), generate(twin, 2, input_ids=pair), 1e-4)
+        assert computed == [288, 112, 1]
+        computed.clear()
+        assert_same(generate(model, 2, input_ids=pair), generate(twin, 2, input_ids=pair), 1e-4)
+        assert computed == [112, 1] and reused(kv) == 2 * 288

@@ -869,7 +869,7 @@ class Recurrent:
         self._saved = rows.base
         for row, (seq, pad) in enumerate(rows.padded):
             if not rows.blind and not pad and not seq.closed and rows.trusted(rows):
-                rows.kv.save_state(seq, self.state_of(row))
+                rows.kv.save_state(seq, self.state_of(row), replaces=True)
 
     def state_of(self, row: int) -> dict[str, Any]:
         """Return the state of a row."""
@@ -1099,7 +1099,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         close()
 
     def finish(self) -> None:
-        """Commit a finished forward of the model, and save recurrent states at intervals.
+        """Commit a finished forward of the model, and save recurrent states at stops and intervals.
 
         Raises:
             StateError: Layers that the forward left out failed to load; the cache is as before it.
@@ -1116,7 +1116,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             raise
         if self.recurrent.layers:
             self.recurrent.mark()
-            self.recurrent.save(SNAPSHOT_PAGES * self.rows.kv.page_size)
+            stops = any(self.rows.base in seq.stops for seq in self.rows.seqs)
+            self.recurrent.save(1 if stops else SNAPSHOT_PAGES * self.rows.kv.page_size)
 
     def _skip(self) -> None:
         """Record which layers a forward skipped, and publish no further pages."""

@@ -474,8 +474,7 @@ class ForwardHook:
                 if restoring:
                     found = restoring.restore(found, nested)
                 found, blended = self._blended(found, call, nested, most)
-                if not restoring:
-                    found = self._stopped(found, call, most)
+                found = self._placed(found, call, most, restoring)
                 if self._overflows and most and not entire:
                     found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
@@ -548,32 +547,43 @@ class ForwardHook:
             return found, False
         return self.blending.apply(found, nested, call.pads(), most)  # type: ignore[no-any-return]
 
-    def _stopped(self, found: AdmittedRows, call: ForwardCall, most: int) -> AdmittedRows:
-        """Compute the rows of a model with states to their last whole page, and keep the states.
+    def _placed(
+        self, found: AdmittedRows, call: ForwardCall, most: int, restoring: Restoring
+    ) -> AdmittedRows:
+        """Compute rows of a model with states up to the points where states are worth saving.
 
-        A state is available only where a forward ends. Without this stop, a repeated prompt would
-        find no state but the one behind its answer.
+        A state is available only where a forward ends. Without these stops, a prompt that parts
+        from a known one would find no state but the one behind that one's answer.
         """
-        stop = most - most % self.kv.page_size
-        if not self.plan.stateful or found.base or stop <= 0 or call.modal or self.identity.suspect:
+        if not self.plan.stateful or most <= found.base or call.modal or self.identity.suspect:
+            return found
+        if self.kv.private:
             return found
         pads = call.pads() or []
         if any(pads) or not self._divides(call) or self._by_length(call, pads):
             return found
-        rows = self.rows(found.seqs, [0] * call.rows, 0)
-        rows.noted = stop  # the sequences were opened with these ids
+        with self.kv.lock:
+            stops = self.kv.snapshots.plan_stops(found.seqs, found.base, most)
+        if not stops or not restoring.end_complete():
+            return found
+        if any(seq.length != found.base for seq in found.seqs):  # a page was lost meanwhile
+            return found._replace(base=0, states=None)  # `uneven` rows leave out what is there
+        rows = self.rows(found.seqs, [0] * call.rows, found.base)
+        rows.noted = stops[-1]  # the sequences were opened with these ids
         cache = PagedCache(rows, self.plan, self, owns=False)
+        cache.load_states(found.states)
         try:
-            rows.plan(stop)
-            with self.aside(), torch.no_grad():
-                self.model(**call.head(stop) | {self.names.cache: cache})
-            cache.recurrent.save()
+            for stop in stops:
+                part = ForwardCall(self.names, call.head(stop)).skip(rows.base)
+                rows.plan(stop - rows.base)
+                with self.aside(), torch.no_grad():
+                    self.model(**part | {self.names.cache: cache})
             states: list[Mapping[str, Any]] = [
                 cache.recurrent.state_of(row) for row in range(call.rows)
             ]
         finally:
             rows.abandon()  # does nothing after a success
-        return found._replace(base=stop, states=states)
+        return found._replace(base=stops[-1], states=states)
 
     def _pass(
         self, cache: Any, given: dict[str, Any], problem: str, code: str = ""

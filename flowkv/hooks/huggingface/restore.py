@@ -534,6 +534,14 @@ class Restoring:
         finally:
             abort(self._kv, discard(self._kv, [twin]))
 
+    def end_complete(self) -> bool:
+        """Wait until all pages are loaded or computed; end all restorations if they are."""
+        if not self.complete():
+            return False
+        self.finish(ok=True)
+        apart(self._kv, self._seqs)
+        return True
+
     def finish(self, *, ok: bool) -> None:
         """End all restorations after the forward, which was committed (`ok`) or not."""
         for one in self._coming:

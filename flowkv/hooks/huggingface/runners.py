@@ -118,6 +118,10 @@ class PaddedRunner:
         with closed_on_error(found.seqs):
             cache = self._cache(found.seqs, found.seqs[0].length)
             cache.load_states(found.states)
+            switch = door.identity.switch
+            if stateful and not kv.private and (switch is None or len(tokens) < switch):
+                with kv.lock:
+                    kv.snapshots.plan_stops(found.seqs, found.seqs[0].length, most)
         return ApartRow(kv, cache)
 
     def step(self, rows: Items[Any], tokens: Items[Any]) -> torch.Tensor:
