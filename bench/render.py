@@ -584,8 +584,15 @@ def cold(results: Results) -> str:
 
 @block
 def longtasks(results: Results) -> str:
-    found = results.get("longtasks_cpu", {}).get("tables", [])
-    return "\n\n".join(table(head, rows) for head, rows in found) or NOT_YET
+    found, hidden = results.get("longtasks_cpu", {}).get("tables", []), ("context", "tokens")
+    shown = [[i for i, name in enumerate(head) if name not in hidden] for head, _ in found]
+    return (
+        "\n\n".join(
+            table([head[i] for i in cells], ([row[i] for i in cells] for row in rows))
+            for (head, rows), cells in zip(found, shown, strict=True)
+        )
+        or NOT_YET
+    )
 
 
 _WAYS = "pages", "pages and dense", "dense", "native"
