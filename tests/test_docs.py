@@ -230,6 +230,12 @@ def test_promises_of_security_are_proven() -> None:
         assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
 
 
+def test_failures_of_others_are_held_by_tests_that_exist() -> None:
+    named = re.findall(r"`(test_\w+)`", (DOCS / "explain" / "failures.md").read_text())
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 10 and not [one for one in named if f"def {one}(" not in tests]
+
+
 def test_collector_sees_blocks() -> None:
     text = (
         "a\n\n```python\nx = 1\n```\n\n"
