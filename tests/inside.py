@@ -164,6 +164,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
     from flowkv.hooks.huggingface.cache import PagedCache, PagedLayer, place_layers, read_layer
+    from flowkv.hooks.huggingface.cache_control import cache_control, without_hints
     from flowkv.hooks.huggingface.door import ForwardHook
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids
     from flowkv.hooks.huggingface.packing import PackedLayer
