@@ -12,7 +12,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -145,7 +145,11 @@ class _Manager(utils.GenerateManager):
 
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
-        self._pool, self._parts = ThreadPoolExecutor(_THREADS), parts
+        self._parts, pool = parts, ThreadPoolExecutor(_THREADS)
+        self.submit = pool.submit
+        self.async_submit = lambda *given, **named: asyncio.wrap_future(
+            pool.submit(*given, **named)
+        )
 
     def generate_streaming(self, model: Any, *given: Any, **named: Any) -> Any:
         return super().generate_streaming(_Generation(self._parts, model), *given, **named)
@@ -153,12 +157,6 @@ class _Manager(utils.GenerateManager):
     async def generate_non_streaming(self, model: Any, *given: Any, **named: Any) -> Any:
         model = _Generation(self._parts, model)
         return await super().generate_non_streaming(model, *given, **named)
-
-    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._pool.submit(fn, *args, **kwargs)
-
-    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
 
 class _State(utils.GenerationState):
