@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import GenerationConfig
 from transformers.utils.import_utils import is_serve_available
 
+import flowkv
 from flowkv import cli
+from tests.hooks import test_images as images
 from tests.hooks.chat import tiny_chat
+from tests.hooks.compare import attached
+from tests.inside import CacheControl, serve
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="the packages of `transformers serve` are not installed"
@@ -230,6 +237,20 @@ def test_draws_and_stops_are_those_of_the_plain_server(servers: tuple[Server, Se
         assert content(ours.chat(*chat, **more)) == content(plain.chat(*chat, **more))
 
 
+def test_end_tokens_stay_away_as_benchmarks_ask(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    ends = json.dumps({"eos_token_id": ord("e"), "max_new_tokens": 12, "do_sample": False})
+    chat = [turn(SYSTEM, "system"), turn("# ends"), turn("def push(s", "assistant")]
+    for more, wanted in (
+        ({}, range(1, 9)),
+        ({"ignore_eos": True}, [12]),
+        ({"min_tokens": 9}, range(9, 13)),
+    ):
+        answer = ours.chat(*chat, generation_config=ends, max_tokens=12, **more)
+        assert answer["usage"]["completion_tokens"] in wanted, (more, answer)
+        assert "e" not in content(answer)[: min(wanted)][:-1]
+
+
 def test_options_that_the_engine_lacks_go_through_generate(
     servers: tuple[Server, Server],
 ) -> None:
@@ -307,6 +328,27 @@ def test_a_restart_restores_from_the_store(tmp_path: Path) -> None:
     assert (cached(answers[0]), cached(answers[1]) > len(SYSTEM)) == (0, True)
 
 
+def test_images_are_answered_without_the_engine_and_within_their_tenant() -> None:
+    model, twin = images.made("qwen2_vl"), images.made("qwen2_vl")
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    before, behind = images.text(30, 1), images.text(20, 2)
+    talks = [images.asked(before, picture, behind) for picture in (images.CAT, images.DOG)]
+    talks.append(images.asked(torch.cat([before, behind], 1)))
+    wanted = [twin.generate(**talk, generation_config=config) for talk in talks]
+    assert not torch.equal(wanted[0], wanted[1])
+    with attached(model) as kv, flowkv.Engine(model, kv) as engine:
+        parts, reused = (engine, threading.Lock(), lambda *_: CacheControl()), []
+        for key in ("a", "a", "b"):
+            for talk, want in zip(talks, wanted, strict=True):
+                call = serve.HttpCall(key)
+                serve._CALL.set(call)
+                given = {**talk, "generation_config": config, "tokenizer": None}
+                generation = serve._Generation(parts, model)
+                assert torch.equal(generation.generate(**given), want)
+                reused.append(call.reused > 0)
+    assert reused == [*[False] * 3, *[True] * 3, *[False] * 3]
+
+
 @pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])
 def test_other_caches_are_refused(
     tmp_path: Path, option: str, capfd: pytest.CaptureFixture[str]
@@ -319,9 +361,7 @@ def test_other_caches_are_refused(
 def test_another_shape_of_the_server_is_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers.cli import serve
-
-    monkeypatch.setattr(serve.Serve, "__init__", lambda self: None)
+    monkeypatch.setattr(serve.entry.Serve, "__init__", lambda self: None)
     assert cli.main(["serve", "nowhere"]) == 2
     assert "has another shape" in capfd.readouterr().err
     assert os.environ.get("FLOWKV_CONFIG") is None

@@ -39,6 +39,9 @@ from flowkv.observe.events import Hinted
 _SERVED = "/v1/chat/completions /v1/completions /v1/responses /v1/models /health".split()
 """Routes that keep tenants apart. Others run the attached model for no tenant, or replace it."""
 
+_FIELDS = "cache_control ignore_eos min_tokens".split()
+"""Fields of a request, of other servers, that are read here: transformers refuses them."""
+
 _THREADS = 256
 
 
@@ -111,7 +114,10 @@ class _Generation:
         """Return `[1, S]`, prompt and new tokens; arguments are those of the model's `generate`."""
         call, (engine, alone, read) = self._call, self._parts
         options = {name: given.pop(name) for name in ("generation_config", "tokenizer")}
-        ids, limit = given["input_ids"], options["generation_config"].max_new_tokens
+        ids, config = given["input_ids"], options["generation_config"]
+        limit = config.max_new_tokens
+        if least := limit if call.body.get("ignore_eos") else call.body.get("min_tokens"):
+            config.min_new_tokens = int(least)
         call.hints = read(call.body, options["tokenizer"], ids[0].tolist())
         care: dict[str, Any] = {"tenant": call.tenant, "retain": call.hints.retain}
         try:
@@ -225,10 +231,10 @@ def _read_call(authorization: str, body: bytes) -> tuple[HttpCall, bytes]:
     messages, hint = asked.get("messages"), asked.get("cache_control")
     if hint and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
         messages[-1].setdefault("cache_control", hint)
-    call, plain = HttpCall(tenant, asked), {k: v for k, v in asked.items() if k != "cache_control"}
+    plain = {name: value for name, value in asked.items() if name not in _FIELDS}
     if isinstance(asked.get("tools"), list):
         plain["tools"] = without_hints(asked["tools"])
-    return call, body if plain == asked else json.dumps(plain).encode()
+    return HttpCall(tenant, asked), body if plain == asked else json.dumps(plain).encode()
 
 
 def _completing(call: HttpCall, send: Any) -> Any:
