@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import flowkv
 from flowkv.data import tiny_path
 from tests.hooks.chat import LATEST, PLAIN, STRICT, byte_tokenizer
+from tests.hooks.test_attach import PAST
 from tests.inside import cache_control, without_hints
 
 SHORT, LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
@@ -123,7 +124,7 @@ def test_a_retained_prefix_outlives_newer_pages() -> None:
         ids = torch.tensor([list(text.encode())])
         hints = cache_control(told, tokenizer, ids[0].tolist())
         cache = kv.cache(input_ids=ids, retain=hints.retain)
-        model.generate(ids, past_key_values=cache, max_new_tokens=1, pad_token_id=0)
+        model.generate(ids, **{PAST: cache}, max_new_tokens=1, pad_token_id=0)
         return int(cache.reused)
 
     reused = []

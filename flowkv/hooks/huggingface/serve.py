@@ -34,6 +34,7 @@ from flowkv.core.errors import (
     UnsupportedModelError,
 )
 from flowkv.hooks.huggingface.cache_control import CacheControl, cache_control, without_hints
+from flowkv.hooks.huggingface.inputs import Names
 from flowkv.observe.events import Hinted
 
 _SERVED = "/v1/chat/completions /v1/completions /v1/responses /v1/models /health".split()
@@ -129,7 +130,7 @@ class _Generation:
             with alone:  # images, beams, ...: as without an engine
                 cache = engine.kv.cache(**given, **care)
                 call.record_reuse(engine.kv, getattr(cache, "reused", 0))
-                given |= {"past_key_values": cache, "streamer": streamer}
+                given |= {Names(self._model).cache: cache, "streamer": streamer}
                 return self._model.generate(**given, **options)
         call.take_answer(answer)
         try:
