@@ -37,6 +37,15 @@ pytestmark = pytest.mark.skipif(
 SYSTEM = "import os\nimport sys\n\n\nclass Stack:\n    def push(self, item):\n" * 6
 OPTIONS = ["--dtype", "float32", "--device", "cpu"]
 OURS = "from flowkv.cli import main; raise SystemExit(main())"
+LOADING = f"""
+import flowkv.cache.restore, flowkv.policy.restore
+from tests.cache.fakes import Halves
+flowkv.cache.restore.make_restore_policy = lambda _: Halves(0.0)
+for asked in ("worth", "pays_to_store"):
+    setattr(flowkv.policy.restore.LoadGate, asked, lambda *_: True)
+{OURS}
+"""
+"""As `OURS`; pages are stored and loaded, however slow the disk: see `all_is_loaded`."""
 THEIRS = "from transformers.cli.transformers import app; app()"
 
 
@@ -320,7 +329,7 @@ def test_a_restart_restores_from_the_store(tmp_path: Path) -> None:
     words = ["serve", "--store", str(tmp_path / "kv"), "--gpu", "64MiB", model, *OPTIONS]
     chat, answers = [turn(SYSTEM, "system"), turn("# later")], []
     for how in (signal.SIGTERM, signal.SIGINT):
-        with served(OURS, words, tmp_path / "log") as server:
+        with served(LOADING, words, tmp_path / "log") as server:
             answers.append(server.wait().chat(*chat, key="kept"))
             server.stop(how)
             assert "Traceback" not in server.log.read_text()
