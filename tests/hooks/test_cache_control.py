@@ -20,7 +20,10 @@ SHORT, LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 HINTS = [None, SHORT, {"type": "ephemeral", "ttl": "5m"}, LONG]
 TIMES = {"5m": 300.0, "1h": 3600.0}
 TOKENIZERS = {template: byte_tokenizer(template) for template in (PLAIN, STRICT, LATEST)}
-TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "description": "d", "parameters": {}},
+}
 
 
 def found_in(
@@ -61,7 +64,8 @@ def test_a_span_ends_behind_the_text_of_its_message(
         assert seconds == max(TIMES[hint.get("ttl", "5m")] for _, hint in kept[number:])
 
 
-def test_parts_and_tools_are_places_too() -> None:
+@pytest.mark.parametrize("within", [False, True])
+def test_parts_and_tools_are_places_too(within: bool) -> None:
     parts = [
         {"type": "text", "text": "one", "cache_control": LONG},
         {"type": "text", "text": "two"},
@@ -77,10 +81,12 @@ def test_parts_and_tools_are_places_too() -> None:
         ]
 
     tokenizer = TOKENIZERS[PLAIN]
-    tools = [{**TOOL, "cache_control": SHORT}, TOOL]
+    inside = {**TOOL, "function": {**TOOL["function"], "cache_control": SHORT}}
+    tools = [inside if within else {**TOOL, "cache_control": SHORT}, TOOL]
     whole = tokenizer.apply_chat_template(
         joined(without_hints(messages)), tools=without_hints(tools), tokenize=False
     )
+    assert "cache_control" not in whole
     hints = cache_control(messages, tokenizer, list(whole.encode()), tools=tools, prepare=joined)
     ends = [whole[: span.stop] for span in hints.retain]
     assert hints.dropped == 0

@@ -107,7 +107,16 @@ def _without(value: Any) -> Any:
     plain = {name: each for name, each in value.items() if name != _KEY}
     if isinstance(plain.get("content"), list):
         plain["content"] = without_hints(plain["content"])
+    if "function" in plain:
+        plain["function"] = _without(plain["function"])
     return plain
+
+
+def _hint(value: Any) -> Any:
+    """Return the `cache_control` of a message, part or tool, or of a tool's function; or None."""
+    if not isinstance(value, Mapping):
+        return None
+    return value.get(_KEY) or _hint(value.get("function"))
 
 
 class _Place(NamedTuple):
@@ -128,9 +137,9 @@ def _breakpoints(messages: Sequence[Any], tools: Sequence[Any]) -> Iterator[_Pla
     """Yield the breakpoints in the order of the prompt, tools first."""
     for message, values in enumerate([tools, *(each.get("content") for each in messages)], -1):
         for part, value in enumerate(values if isinstance(values, list) else ()):
-            if isinstance(value, Mapping) and value.get(_KEY):
-                yield _Place(_seconds(value[_KEY]), message, part)
-        if message >= 0 and (hint := messages[message].get(_KEY)):
+            if hint := _hint(value):
+                yield _Place(_seconds(hint), message, part)
+        if message >= 0 and (hint := _hint(messages[message])):
             yield _Place(_seconds(hint), message, -1)
 
 
