@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -25,6 +26,7 @@ from transformers.utils.import_utils import is_serve_available
 
 import flowkv
 from flowkv import cli
+from flowkv.core.errors import CapacityError, ConfigError
 from tests.hooks import test_images as images
 from tests.hooks.chat import tiny_chat
 from tests.hooks.compare import attached
@@ -198,6 +200,34 @@ def test_keys_share_nothing(servers: tuple[Server, Server]) -> None:
     ]
 
 
+def test_credentials_of_any_form_are_tenants(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    body = {"messages": [turn("private " * 40)], "max_tokens": 2, "temperature": 0}
+
+    def reused(*pairs: tuple[str, str]) -> bool:
+        link = http.client.HTTPConnection("localhost", ours.port, timeout=120)
+        link.putrequest("POST", "/v1/chat/completions")
+        text = json.dumps(body).encode()
+        length = ("content-length", str(len(text)))
+        for pair in (("content-type", "application/json"), length, *pairs):
+            link.putheader(*pair)
+        link.endheaders(text)
+        found = cached(json.loads(link.getresponse().read())) > 0
+        link.close()
+        return found
+
+    asks = "authorization"
+    forms: list[list[tuple[str, str]]] = [
+        *([], [(asks, "Bearer one")], [(asks, "Basic one")], [(asks, "two")], [(asks, "Bearerx")]),
+        *([("x-api-key", "three")], [("api-key", "four")], [(asks, "Bearer\tfive")]),
+        [(asks, "Bearer one"), (asks, "Bearer six")],
+        [(asks, "Bearer one"), ("x-api-key", "seven")],
+    ]
+    assert [reused(*form) for form in forms * 2] == [False] * len(forms) + [True] * len(forms)
+    for same in ([(asks, "bearer  one ")], [("x-api-key", "one")], [(asks, "Bearer")]):
+        assert reused(*same)
+
+
 def test_requests_run_beside_each_other(servers: tuple[Server, Server]) -> None:
     ours, plain = servers
     chats = [[turn(SYSTEM, "system"), turn(f"def number_{n}():")] for n in range(8)]
@@ -275,6 +305,14 @@ def test_options_that_the_engine_lacks_go_through_generate(
     wait_for(lambda: ours.metric("open_sequences") == 0)
 
 
+def test_a_refused_request_holds_no_pages(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    for number in range(4):
+        body = {"messages": [turn(f"refused {number}")], "stop": ""}
+        assert ours.send("POST", "/v1/chat/completions", body)[0] == 500
+        assert ours.metric("open_sequences") == 0
+
+
 def test_breakpoints_are_counted_in_usage_and_metrics(servers: tuple[Server, Server]) -> None:
     ours, plain = servers
     hint = {"type": "ephemeral", "ttl": "1h"}
@@ -308,7 +346,9 @@ def test_routes_that_mix_tenants_are_refused(servers: tuple[Server, Server], pat
     assert "keeps tenants apart" in json.loads(text)["error"]
 
 
-@pytest.mark.parametrize("body", ["", "{", "[]", '{"messages": 3}', '{"cache_control": 1}'])
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", "[" * 200_000, '{"messages": 3}', '{"cache_control": 1}']
+)
 def test_odd_bodies_are_answered_as_by_the_plain_server(
     servers: tuple[Server, Server], body: str
 ) -> None:
@@ -356,6 +396,41 @@ def test_images_are_answered_without_the_engine_and_within_their_tenant() -> Non
                 assert torch.equal(generation.generate(**given), want)
                 reused.append(call.reused > 0)
     assert reused == [*[False] * 3, *[True] * 3, *[False] * 3]
+
+
+def test_a_client_that_leaves_ends_what_the_engine_lacks() -> None:
+    model = images.made("qwen2_vl")
+    config = GenerationConfig(max_new_tokens=40, do_sample=False, pad_token_id=0, num_beams=2)
+    talk = images.asked(images.text(30, 1))
+    with attached(model) as kv, flowkv.Engine(model, kv) as engine:
+        serve._CALL.set(call := serve.HttpCall())
+        generation = serve._Generation((engine, threading.Lock(), lambda *_: CacheControl()), model)
+        call.call_off()
+        made = generation.generate(**talk, generation_config=config, tokenizer=None)
+        assert made.shape[1] <= talk["input_ids"].shape[1] + 1
+        assert kv.metrics.prometheus().count("flowkv_open_sequences 0") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(CapacityError("no room", "Wait"), 503), (ConfigError("odd", "Mend"), 400)],
+)
+def test_refusals_name_cause_and_remedy(error: flowkv.FlowKVError, status: int) -> None:
+    sent = list[Any]()
+
+    async def app(*_: Any) -> None:
+        raise error
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(serve._Middleware(app, None)(scope, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+    assert json.loads(sent[1]["body"]) == {"error": str(error)}
 
 
 @pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])

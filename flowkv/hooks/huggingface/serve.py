@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from flowkv.cache.kv import KV
 from flowkv.core.errors import (
     CapacityError,
     ConfigError,
+    FlowKVError,
     MissingDependencyError,
     UnsupportedModelError,
 )
@@ -43,6 +45,9 @@ _SERVED = "/v1/chat/completions /v1/completions /v1/responses /v1/models /health
 _FIELDS = "cache_control ignore_eos min_tokens".split()
 """Fields of a request, of other servers, that are read here: transformers refuses them."""
 
+_CREDENTIALS = "authorization x-api-key api-key".split()
+"""Headers with an API key, of clients of several vendors."""
+
 _THREADS = 256
 
 
@@ -55,25 +60,21 @@ class HttpCall:
         reused: Tokens of the prompt that were not computed.
         created: Tokens before the last breakpoint that it added to the cache.
         hints: Breakpoints of the prompt.
+        gone: The client is gone.
+        answer: The engine's answer, if it has the request.
     """
 
     def __init__(self, tenant: str | None = None, body: dict[str, Any] | None = None) -> None:
         self.tenant, self.body = tenant, body or {}
         self.reused, self.created, self.hints = 0, 0, CacheControl()
-        self._answer: Any = None
-        self._off = False
-
-    def take_answer(self, answer: Any) -> None:
-        """Take the engine's answer; cancel it if the client is gone already."""
-        self._answer = answer
-        if self._off:
-            answer.cancel()
+        self.gone = False
+        self.answer: Any = None
 
     def call_off(self) -> None:
         """Cancel the request: its client is gone."""
-        self._off = True
-        if self._answer is not None:
-            self._answer.cancel()
+        self.gone = True
+        if self.answer is not None:
+            self.answer.cancel()
 
     def record_reuse(self, kv: KV, reused: int) -> None:
         """Record reused tokens, and count the hints."""
@@ -131,9 +132,15 @@ class _Generation:
                 cache = engine.kv.cache(**given, **care)
                 call.record_reuse(engine.kv, getattr(cache, "reused", 0))
                 given |= {Names(self._model).cache: cache, "streamer": streamer}
-                return self._model.generate(**given, **options)
-        call.take_answer(answer)
+                given["stopping_criteria"] = [lambda *_, **__: call.gone]
+                try:
+                    return self._model.generate(**given, **options)
+                finally:  # an error would hold the cache; one that became native has no pages
+                    getattr(cache, "close", int)()
+        call.answer = answer
         try:
+            if call.gone:
+                answer.cancel()
             if streamer is not None:
                 streamer.put(ids)
                 for token in answer:
@@ -152,11 +159,8 @@ class _Manager(utils.GenerateManager):
 
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
-        self._parts, pool = parts, ThreadPoolExecutor(_THREADS)
-        self.submit = pool.submit
-        self.async_submit = lambda *given, **named: asyncio.wrap_future(
-            pool.submit(*given, **named)
-        )
+        self._parts, self.submit = parts, (submit := ThreadPoolExecutor(_THREADS).submit)
+        self.async_submit = lambda *given, **named: asyncio.wrap_future(submit(*given, **named))
 
     def generate_streaming(self, model: Any, *given: Any, **named: Any) -> Any:
         return super().generate_streaming(_Generation(self._parts, model), *given, **named)
@@ -199,7 +203,7 @@ class _Middleware:
             told = {"error": f"{path} is not served with FlowKV, which keeps tenants apart"}
             return await JSONResponse(told, 404)(scope, receive, send)
         request = Request(scope, receive)
-        call, body = _read_call(request.headers.get("authorization", ""), await request.body())
+        call, body = _read_call(_tenant(request.headers), await request.body())
         unread = [{"type": "http.request", "body": body}]
 
         async def replay() -> Any:
@@ -214,18 +218,25 @@ class _Middleware:
         watching = asyncio.ensure_future(watch())
         try:
             await self._app(scope, replay, _completing(call, send))
+        except FlowKVError as error:  # before the answer began: streams write theirs
+            status = 400 if isinstance(error, ValueError) else 503
+            await JSONResponse({"error": str(error)}, status)(scope, receive, send)
         finally:
             watching.cancel()
 
 
-def _read_call(authorization: str, body: bytes) -> tuple[HttpCall, bytes]:
+def _tenant(headers: Any) -> str | None:
+    """Return a name for the credentials of a request, of any form; None without any."""
+    told = (value for name in _CREDENTIALS for value in headers.getlist(name))
+    keys = (re.sub(r"(?i)^bearer(\s+|$)", "", value).strip() for value in told)
+    secret = "\n".join(dict.fromkeys(filter(None, keys)))
+    return hashlib.sha256(secret.encode()).hexdigest()[:32] if secret else None  # for reports
+
+
+def _read_call(tenant: str | None, body: bytes) -> tuple[HttpCall, bytes]:
     """Return the `HttpCall` of a request, and the body that the server gets, without hints."""
-    kind, _, key = authorization.partition(" ")
-    secret = key.strip() if kind.lower() == "bearer" else ""
-    name = hashlib.sha256(secret.encode()).hexdigest()[:32]  # names get into reports
-    tenant = name if secret else None
     asked: Any = None
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         asked = json.loads(body)
     if not isinstance(asked, dict):
         return HttpCall(tenant), body
