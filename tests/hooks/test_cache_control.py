@@ -87,7 +87,7 @@ def test_parts_and_tools_are_places_too(within: bool) -> None:
         joined(without_hints(messages)), tools=without_hints(tools), tokenize=False
     )
     assert "cache_control" not in whole
-    hints = cache_control(messages, tokenizer, list(whole.encode()), tools=tools, prepare=joined)
+    hints = cache_control(messages, tokenizer, list(whole.encode()), joined, tools=tools)
     ends = [whole[: span.stop] for span in hints.retain]
     assert hints.dropped == 0
     assert ends[0].count("tool {") == 2 and ends[0].count("look") == 1  # up to the second tool

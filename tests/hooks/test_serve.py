@@ -339,6 +339,13 @@ def test_breakpoints_are_counted_in_usage_and_metrics(servers: tuple[Server, Ser
     assert ours.metric("hinted_dropped_total") == 1
 
 
+def test_a_template_may_have_variables_of_any_name(servers: tuple[Server, Server]) -> None:
+    names = dict.fromkeys(("tokenizer", "ids", "prepare"), 1)
+    hint = {"type": "ephemeral"}
+    answer = servers[0].chat(turn("named " * 30), chat_template_kwargs=names, cache_control=hint)
+    assert "cache_read_input_tokens" in answer["usage"]
+
+
 @pytest.mark.parametrize("path", ["/reset", "/load_model", "/v1/systemone", "/docs"])
 def test_routes_that_mix_tenants_are_refused(servers: tuple[Server, Server], path: str) -> None:
     status, text = servers[0].send("POST", path, {"model": "other"})
@@ -375,6 +382,18 @@ def test_a_restart_restores_from_the_store(tmp_path: Path) -> None:
             assert "Traceback" not in server.log.read_text()
     assert content(answers[0]) == content(answers[1])
     assert (cached(answers[0]), cached(answers[1]) > len(SYSTEM)) == (0, True)
+
+
+def test_a_failed_engine_is_reported_with_its_cause(tmp_path: Path) -> None:
+    lost = "import flowkv.engine.engine as e\ndef turn(self): raise RuntimeError('device lost')\n"
+    words = ["serve", "--gpu", "64MiB", str(tiny_chat(tmp_path / "tiny")), *OPTIONS]
+    with served(f"{lost}e.Loop.turn = turn\n{OURS}", words, tmp_path / "log") as server:
+        body = {"messages": [turn("hello")]}
+        server.wait()
+        for _ in range(2):
+            status, text = server.send("POST", "/v1/chat/completions", body)
+            assert (status, "device lost" in json.loads(text)["error"]) == (503, True)
+        assert server.send("GET", "/health")[0] == 503
 
 
 def test_images_are_answered_without_the_engine_and_within_their_tenant() -> None:

@@ -43,9 +43,10 @@ def cache_control(
     messages: Sequence[Message],
     tokenizer: Any,
     ids: Sequence[int],
+    prepare: Callable[[list[Any]], list[Any]] = list,
+    /,
     *,
     tools: Sequence[Any] | None = None,
-    prepare: Callable[[list[Any]], list[Any]] = list,
     **template: Any,
 ) -> CacheControl:
     """Find the tokens before each breakpoint of a chat.
@@ -59,8 +60,8 @@ def cache_control(
         messages: The messages, as the client sent them.
         tokenizer: The tokenizer, with a chat template.
         ids: Token ids of the rendered chat; breakpoints are dropped if it renders to others.
-        tools: Tools, as the client sent them.
         prepare: Turns messages into those that the template takes.
+        tools: Tools, as the client sent them.
         **template: Further arguments of `apply_chat_template`, such as `add_generation_prompt`.
     """
     tools = tools or []

@@ -12,9 +12,9 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -48,8 +48,6 @@ _FIELDS = "cache_control ignore_eos min_tokens".split()
 _CREDENTIALS = "authorization x-api-key api-key".split()
 """Headers with an API key, of clients of several vendors."""
 
-_THREADS = 256
-
 
 class HttpCall:
     """One HTTP request.
@@ -58,16 +56,16 @@ class HttpCall:
         tenant: Name of its tenant; None without an API key.
         body: Its JSON body, hints included.
         reused: Tokens of the prompt that were not computed.
-        created: Tokens before the last breakpoint that it added to the cache.
         hints: Breakpoints of the prompt.
+        hinted: What its usage says of them.
         gone: The client is gone.
         answer: The engine's answer, if it has the request.
     """
 
     def __init__(self, tenant: str | None = None, body: dict[str, Any] | None = None) -> None:
         self.tenant, self.body = tenant, body or {}
-        self.reused, self.created, self.hints = 0, 0, CacheControl()
-        self.gone = False
+        self.reused, self.gone, self.hints = 0, False, CacheControl()
+        self.hinted: dict[str, int] = {}
         self.answer: Any = None
 
     def call_off(self) -> None:
@@ -81,9 +79,9 @@ class HttpCall:
         self.reused, hinted = reused, self.hints.tokens
         if self.hints.retain or self.hints.dropped:
             whole = 0 if kv.private else hinted - hinted % kv.page_size
-            self.created, read = max(0, whole - reused), min(reused, hinted)
-            told = {"read_tokens": read, "created_tokens": self.created}
-            kv.bus.emit(Hinted(dropped=self.hints.dropped, **told))
+            made, read = max(0, whole - reused), min(reused, hinted)
+            kv.bus.emit(Hinted(read_tokens=read, created_tokens=made, dropped=self.hints.dropped))
+            self.hinted = {"cache_read_input_tokens": read, "cache_creation_input_tokens": made}
 
     def fill_usage(self, found: Any) -> None:
         """Write reused tokens into the usage of an answer or event, if it has one."""
@@ -91,10 +89,7 @@ class HttpCall:
         if not isinstance(usage := found.get("usage"), dict):
             return
         name = "prompt_tokens_details" if "prompt_tokens" in usage else "input_tokens_details"
-        usage[name] = {**(usage.get(name) or {}), "cached_tokens": self.reused}
-        if self.hints.retain or self.hints.dropped:
-            usage["cache_read_input_tokens"] = min(self.reused, self.hints.tokens)
-            usage["cache_creation_input_tokens"] = self.created
+        usage |= {name: {**(usage.get(name) or {}), "cached_tokens": self.reused}, **self.hinted}
 
 
 _Parts = tuple[Any, threading.Lock, Callable[..., CacheControl]]
@@ -158,31 +153,14 @@ class _Manager(utils.GenerateManager):
     """Manager of generations on as many threads as there are requests."""
 
     def __init__(self, parts: _Parts) -> None:
-        super().__init__()
-        self._parts, self.submit = parts, (submit := ThreadPoolExecutor(_THREADS).submit)
+        self._parts, self.submit = parts, (submit := ThreadPoolExecutor(256).submit)
         self.async_submit = lambda *given, **named: asyncio.wrap_future(submit(*given, **named))
 
     def generate_streaming(self, model: Any, *given: Any, **named: Any) -> Any:
         return super().generate_streaming(_Generation(self._parts, model), *given, **named)
 
-    async def generate_non_streaming(self, model: Any, *given: Any, **named: Any) -> Any:
-        model = _Generation(self._parts, model)
-        return await super().generate_non_streaming(model, *given, **named)
-
-
-class _State(utils.GenerationState):
-    """The server's managers: one for all requests."""
-
-    def __init__(self, **given: Any) -> None:
-        for name in ("continuous_batching", "compile"):
-            if given.get(name):
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option} has a cache of its own", f"Leave {option} out")
-        super().__init__(**given)
-        self.manager: _Manager | None = None
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        return self.manager
+    def generate_non_streaming(self, model: Any, *given: Any, **named: Any) -> Any:
+        return super().generate_non_streaming(_Generation(self._parts, model), *given, **named)
 
 
 class _Middleware:
@@ -297,8 +275,8 @@ def _reader(handler: utils.BaseHandler, modality: Any) -> Callable[..., CacheCon
             messages,
             getattr(processor, "tokenizer", processor),
             ids,
+            partial(handler.get_processor_inputs_from_messages, modality=modality),
             tools=body.get("tools"),
-            prepare=partial(handler.get_processor_inputs_from_messages, modality=modality),
             **{**template, "add_generation_prompt": True},
         )
 
@@ -319,8 +297,10 @@ def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None
     """
     if not is_serve_available():
         raise MissingDependencyError("flowkv serve", "serve")
-    local = entry.Serve.__init__.__code__
-    if not {"build_server", "GenerationState"} <= {*local.co_varnames, *local.co_cellvars}:
+    for option in {"--continuous-batching", "--compile"}.intersection(options):
+        raise ConfigError(f"{option} has a cache of its own", f"Leave {option} out")
+    code = entry.Serve.__init__.__code__
+    if "build_server" not in code.co_varnames + code.co_cellvars:
         raise ConfigError(
             f"`transformers serve` of transformers {transformers.__version__} has another shape",
             "Use a release from 5.17 to 5.24",
@@ -329,27 +309,20 @@ def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None
     def build(*given: Any, **named: Any) -> Any:
         app, parts = make(*given, **named), [*given, *named.values()]
         (models,) = (part for part in parts if isinstance(part, ModelManager))
-        (state,) = (part for part in parts if isinstance(part, _State))
+        (state,) = (part for part in parts if isinstance(part, utils.GenerationState))
         handler = next(part for part in parts if isinstance(part, utils.BaseHandler))
         (timed,) = models.loaded_models.values()
         modality = models.get_model_modality(timed.model, processor=timed.processor)
         engine = start(timed.model)
-        state.manager = _Manager((engine, threading.Lock(), _reader(handler, modality)))
+        manager = _Manager((engine, threading.Lock(), _reader(handler, modality)))
+        state.get_manager = lambda *_, **__: manager
+        state.is_cb_alive = lambda: not engine.closed  # which /health asks
         engine.kv.metrics.follow_steps(engine.kv.bus)
         app.add_middleware(_Middleware, kv=engine.kv)
         return app
 
-    make = server.build_server
-    with _replaced(server, build_server=build), _replaced(utils, GenerationState=_State):
-        commands(["serve", model, *options])
-
-
-@contextmanager
-def _replaced(module: Any, **names: Any) -> Iterator[None]:
-    """Replace names of a module within the block."""
-    held = {name: getattr(module, name) for name in names}
-    vars(module).update(names)
+    make, server.build_server = server.build_server, build
     try:
-        yield
+        commands(["serve", model, *options])
     finally:
-        vars(module).update(held)
+        server.build_server = make
