@@ -435,9 +435,10 @@ def test_a_client_that_leaves_ends_what_the_engine_lacks() -> None:
     [(CapacityError("no room", "Wait"), 503), (ConfigError("odd", "Mend"), 400)],
 )
 def test_refusals_name_cause_and_remedy(error: flowkv.FlowKVError, status: int) -> None:
-    sent = list[Any]()
+    sent, calls = list[Any](), list[Any]()
 
     async def app(*_: Any) -> None:
+        calls.append(serve._CALL.get())
         raise error
 
     async def receive() -> Any:
@@ -450,6 +451,7 @@ def test_refusals_name_cause_and_remedy(error: flowkv.FlowKVError, status: int) 
     asyncio.run(serve._Middleware(app, None)(scope, receive, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == status
     assert json.loads(sent[1]["body"]) == {"error": str(error)}
+    assert calls[0].gone
 
 
 @pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])

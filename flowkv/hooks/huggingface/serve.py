@@ -201,6 +201,7 @@ class _Middleware:
             await JSONResponse({"error": str(error)}, status)(scope, receive, send)
         finally:
             watching.cancel()
+            call.call_off()  # if the server itself ends it
 
 
 def _tenant(headers: Any) -> str | None:
