@@ -26,11 +26,10 @@ from transformers.utils.import_utils import is_serve_available
 
 import flowkv
 from flowkv import cli
-from flowkv.core.errors import CapacityError, ConfigError
 from tests.hooks import test_images as images
 from tests.hooks.chat import tiny_chat
 from tests.hooks.compare import attached
-from tests.inside import CacheControl, serve
+from tests.inside import CacheControl, errors, serve
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="the packages of `transformers serve` are not installed"
@@ -432,7 +431,7 @@ def test_a_client_that_leaves_ends_what_the_engine_lacks() -> None:
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(CapacityError("no room", "Wait"), 503), (ConfigError("odd", "Mend"), 400)],
+    [(errors.CapacityError("no room", "Wait"), 503), (errors.ConfigError("odd", "Mend"), 400)],
 )
 def test_refusals_name_cause_and_remedy(error: flowkv.FlowKVError, status: int) -> None:
     sent, calls = list[Any](), list[Any]()

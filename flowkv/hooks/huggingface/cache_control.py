@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from flowkv.cache.sequence import Retain
 
-Message = Mapping[str, Any]
-
 PRIORITY = 80
 """Priority of the retained pages."""
 
@@ -40,7 +38,7 @@ class CacheControl(NamedTuple):
 
 
 def cache_control(
-    messages: Sequence[Message],
+    messages: Sequence[Any],
     tokenizer: Any,
     ids: Sequence[int],
     prepare: Callable[[list[Any]], list[Any]] = list,

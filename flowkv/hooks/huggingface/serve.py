@@ -28,13 +28,7 @@ from transformers.cli.transformers import app as commands
 from transformers.utils.import_utils import is_serve_available
 
 from flowkv.cache.kv import KV
-from flowkv.core.errors import (
-    CapacityError,
-    ConfigError,
-    FlowKVError,
-    MissingDependencyError,
-    UnsupportedModelError,
-)
+from flowkv.core import errors
 from flowkv.hooks.huggingface.cache_control import CacheControl, cache_control, without_hints
 from flowkv.hooks.huggingface.inputs import Names
 from flowkv.observe.events import Hinted
@@ -119,10 +113,10 @@ class _Generation:
         care: dict[str, Any] = {"tenant": call.tenant, "retain": call.hints.retain}
         try:
             if given.keys() - {"input_ids", "attention_mask"}:
-                raise UnsupportedModelError("the prompt is more than tokens", "Use generate")
+                raise errors.UnsupportedModelError("the prompt is more than tokens", "Use generate")
             more = {"options": options, "seed": call.body.get("seed"), **care}
             answer = engine.submit(ids[0], max_new_tokens=limit, **more)
-        except (CapacityError, ConfigError, UnsupportedModelError):
+        except (errors.CapacityError, errors.ConfigError, errors.UnsupportedModelError):
             with alone:  # images, beams, ...: as without an engine
                 cache = engine.kv.cache(**given, **care)
                 call.record_reuse(engine.kv, getattr(cache, "reused", 0))
@@ -196,7 +190,7 @@ class _Middleware:
         watching = asyncio.ensure_future(watch())
         try:
             await self._app(scope, replay, _completing(call, send))
-        except FlowKVError as error:  # before the answer began: streams write theirs
+        except errors.FlowKVError as error:  # before the answer began: streams write theirs
             status = 400 if isinstance(error, ValueError) else 503
             await JSONResponse({"error": str(error)}, status)(scope, receive, send)
         finally:
@@ -267,19 +261,15 @@ def _completed(call: HttpCall, text: bytes) -> bytes:
 
 def _reader(handler: utils.BaseHandler, modality: Any) -> Callable[..., CacheControl]:
     """Return a function that reads the breakpoints out of a body, as the handler renders it."""
+    prepare = partial(handler.get_processor_inputs_from_messages, modality=modality)
 
     def read(body: dict[str, Any], processor: Any, ids: list[int]) -> CacheControl:
         if not isinstance(messages := body.get("messages"), list):
             return CacheControl()
         template = {**handler.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
-        return cache_control(
-            messages,
-            getattr(processor, "tokenizer", processor),
-            ids,
-            partial(handler.get_processor_inputs_from_messages, modality=modality),
-            tools=body.get("tools"),
-            **{**template, "add_generation_prompt": True},
-        )
+        template |= {"add_generation_prompt": True, "tools": body.get("tools")}
+        tokenizer = getattr(processor, "tokenizer", processor)
+        return cache_control(messages, tokenizer, ids, prepare, **template)
 
     return read
 
@@ -297,12 +287,12 @@ def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None
         MissingDependencyError: Packages of the server are missing.
     """
     if not is_serve_available():
-        raise MissingDependencyError("flowkv serve", "serve")
+        raise errors.MissingDependencyError("flowkv serve", "serve")
     for option in {"--continuous-batching", "--compile"}.intersection(options):
-        raise ConfigError(f"{option} has a cache of its own", f"Leave {option} out")
+        raise errors.ConfigError(f"{option} has a cache of its own", f"Leave {option} out")
     code = entry.Serve.__init__.__code__
     if "build_server" not in code.co_varnames + code.co_cellvars:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"`transformers serve` of transformers {transformers.__version__} has another shape",
             "Use a release from 5.17 to 5.24",
         )
