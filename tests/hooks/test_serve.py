@@ -289,6 +289,12 @@ def test_end_tokens_stay_away_as_benchmarks_ask(servers: tuple[Server, Server]) 
         assert "e" not in content(answer)[: min(wanted)][:-1]
 
 
+def test_a_least_number_of_tokens_is_a_number(servers: tuple[Server, Server]) -> None:
+    body = {"messages": [turn("# least")], "min_tokens": "x"}
+    status, text = servers[0].send("POST", "/v1/chat/completions", body)
+    assert (status, "min_tokens='x'" in text) == (400, True)
+
+
 def test_options_that_the_engine_lacks_go_through_generate(
     servers: tuple[Server, Server],
 ) -> None:

@@ -72,8 +72,8 @@ class HttpCall:
         """Record reused tokens, and count the hints."""
         self.reused, hinted = reused, self.hints.tokens
         if self.hints.retain or self.hints.dropped:
-            whole = 0 if kv.private else hinted - hinted % kv.page_size
-            made, read = max(0, whole - reused), min(reused, hinted)
+            pages = 0 if kv.private else hinted - hinted % kv.page_size
+            made, read = max(0, pages - reused), min(reused, hinted)
             kv.bus.emit(Hinted(read_tokens=read, created_tokens=made, dropped=self.hints.dropped))
             self.hinted = {"cache_read_input_tokens": read, "cache_creation_input_tokens": made}
 
@@ -108,7 +108,9 @@ class _Generation:
         ids, config = given["input_ids"], options["generation_config"]
         limit = config.max_new_tokens
         if least := limit if call.body.get("ignore_eos") else call.body.get("min_tokens"):
-            config.min_new_tokens = int(least)
+            if not isinstance(least, int):
+                raise errors.ConfigError(f"min_tokens={least!r}", "Use a whole number")
+            config.min_new_tokens = least
         call.hints = read(call.body, options["tokenizer"], ids[0].tolist())
         care: dict[str, Any] = {"tenant": call.tenant, "retain": call.hints.retain}
         try:
