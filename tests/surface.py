@@ -37,7 +37,9 @@ NAMED = """
     flowkv.connect.vllm.FlowKVCachePolicy flowkv.connect.vllm.FlowKVTier
     flowkv.engine.runner.Runner flowkv.engine.sampling.Sampler flowkv.hooks.blend.Blender
     flowkv.hooks.blend.KeyTurn
-    flowkv.hooks.embedding.write_table flowkv.observe.otel.Bridge
+    flowkv.hooks.embedding.write_table flowkv.hooks.huggingface.cache_control.CacheControl
+    flowkv.hooks.huggingface.cache_control.cache_control
+    flowkv.hooks.huggingface.cache_control.without_hints flowkv.observe.otel.Bridge
     flowkv.observe.prometheus.Exporter flowkv.observe.timeline.Serving
     flowkv.observe.timeline.Timelines flowkv.policy.by_score.ByScore
     flowkv.policy.order.leaf.LeafOrder flowkv.policy.prefetch.markov.Markov

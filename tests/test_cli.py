@@ -72,7 +72,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"flowkv {flowkv.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["demo", "generate", "inspect", "scrub", "doctor"])
+@pytest.mark.parametrize("verb", ["demo", "generate", "serve", "inspect", "scrub", "doctor"])
 def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         cli.main([verb, "--help"])

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 import flowkv
-from flowkv.cli import demo, doctor, generate, sim, stores
+from flowkv.cli import demo, doctor, generate, serve, sim, stores
 from flowkv.cli.arguments import Misused, Parser, adder
 from flowkv.core.errors import FlowKVError
 from flowkv.demo.run import DemoFailed
@@ -119,7 +119,10 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"flowkv {flowkv.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for add in (demo.add_verb, generate.add_verb, stores.add_verbs, doctor.add_verb):
-        add(adder(verbs))
+    verb = adder(verbs)
+    for module in (demo, generate, serve):
+        module.add_verb(verb)
+    stores.add_verbs(verb)
+    doctor.add_verb(verb)
     sim.add_verbs(verbs)
     return parser

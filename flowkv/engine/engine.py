@@ -1046,6 +1046,11 @@ class Engine:
         # Submitted requests are still computed when the engine itself is no longer referenced.
         weakref.finalize(self, _retire, self._loop).atexit = False
 
+    @property
+    def closed(self) -> bool:
+        """Return whether it refuses further requests: it was closed, or failed."""
+        return self._inbox.closed
+
     # ---- requests
 
     def submit(self, prompt: Tokens | Request, **fields: Any) -> Answer:

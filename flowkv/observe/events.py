@@ -104,6 +104,14 @@ class RestoreEnded(Event, frozen=True, kw_only=True):
     tenant: str = ""
 
 
+class Hinted(Event, frozen=True, kw_only=True):
+    """A request with `cache_control` was served: its tokens before the last breakpoint."""
+
+    read_tokens: int
+    created_tokens: int
+    dropped: int
+
+
 class Audited(Event, frozen=True, kw_only=True):
     """A restored page was recomputed and compared; `error` over `bound` is a mismatch."""
 

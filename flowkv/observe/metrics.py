@@ -103,6 +103,10 @@ hit_tokens_total | c | tier | Hit.tokens | Prompt tokens found
 hit_bytes_total | c | tier | Hit.n_bytes | Bytes found; 0 on the device
 misses_total | c | | Miss | Prompts with a part found nowhere
 miss_tokens_total | c | | Miss.tokens | Prompt tokens found nowhere
+hinted_requests_total | c | | Hinted | Requests with `cache_control`
+hinted_read_tokens_total | c | | Hinted.read_tokens | Tokens before their last breakpoints, reused
+hinted_created_tokens_total | c | | Hinted.created_tokens | Such tokens that joined the cache
+hinted_dropped_total | c | | Hinted.dropped | Breakpoints of no effect
 restores_total | c | tier | Restored | Loads of prefixes
 restored_tokens_total | c | tier | Restored.tokens | Loaded tokens of prefixes
 restored_bytes_total | c | tier | Restored.n_bytes | Loaded bytes of prefixes

@@ -1,0 +1,321 @@
+"""`transformers serve` with an engine in place of its calls of `generate`.
+
+Its command, server, handlers and streams stay. A manager of generations, which handlers call,
+submits tokens to the engine; a middleware reads tenant and hints of an HTTP request, and writes
+reused tokens into the `usage` of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from transformers.cli import serve as entry
+from transformers.cli.serving import server, utils
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.transformers import app as commands
+from transformers.utils.import_utils import is_serve_available
+
+from flowkv.cache.kv import KV
+from flowkv.core import errors
+from flowkv.hooks.huggingface.cache_control import CacheControl, cache_control, without_hints
+from flowkv.hooks.huggingface.inputs import Names
+from flowkv.observe.events import Hinted
+
+_SERVED = "/v1/chat/completions /v1/completions /v1/responses /v1/models /health".split()
+"""Routes that keep tenants apart. Others run the attached model for no tenant, or replace it."""
+
+_FIELDS = "cache_control ignore_eos min_tokens".split()
+"""Fields of a request, of other servers, that are read here: transformers refuses them."""
+
+_CREDENTIALS = "authorization x-api-key api-key".split()
+"""Headers with an API key, of clients of several vendors."""
+
+
+class HttpCall:
+    """One HTTP request.
+
+    Attributes:
+        tenant: Name of its tenant; None without an API key.
+        body: Its JSON body, hints included.
+        reused: Tokens of the prompt that were not computed.
+        hints: Breakpoints of the prompt.
+        hinted: What its usage says of them.
+        gone: The client is gone.
+        answer: The engine's answer, if it has the request.
+    """
+
+    def __init__(self, tenant: str | None = None, body: dict[str, Any] | None = None) -> None:
+        self.tenant, self.body = tenant, body or {}
+        self.reused, self.gone, self.hints = 0, False, CacheControl()
+        self.hinted: dict[str, int] = {}
+        self.answer: Any = None
+
+    def call_off(self) -> None:
+        """Cancel the request: its client is gone."""
+        self.gone = True
+        if self.answer is not None:
+            self.answer.cancel()
+
+    def record_reuse(self, kv: KV, reused: int) -> None:
+        """Record reused tokens, and count the hints."""
+        self.reused, hinted = reused, self.hints.tokens
+        if self.hints.retain or self.hints.dropped:
+            pages = 0 if kv.private else hinted - hinted % kv.page_size
+            made, read = max(0, pages - reused), min(reused, hinted)
+            kv.bus.emit(Hinted(read_tokens=read, created_tokens=made, dropped=self.hints.dropped))
+            self.hinted = {"cache_read_input_tokens": read, "cache_creation_input_tokens": made}
+
+    def fill_usage(self, found: Any) -> None:
+        """Write reused tokens into the usage of an answer or event, if it has one."""
+        found = found.get("response") or found if isinstance(found, dict) else {}
+        if not isinstance(usage := found.get("usage"), dict):
+            return
+        name = "prompt_tokens_details" if "prompt_tokens" in usage else "input_tokens_details"
+        usage |= {name: {**(usage.get(name) or {}), "cached_tokens": self.reused}, **self.hinted}
+
+
+_Parts = tuple[Any, threading.Lock, Callable[..., CacheControl]]
+"""The engine, the lock of calls of the model's own `generate`, and the reader of breakpoints."""
+
+_CALL = ContextVar("flowkv_call", default=HttpCall())  # noqa: B039 - replaced for each request
+
+
+class _Generation:
+    """A model as the manager calls it for one request: `generate` goes to the engine."""
+
+    def __init__(self, parts: _Parts, model: Any) -> None:
+        self._parts, self._model, self._call = parts, model, _CALL.get()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, streamer: Any = None, **given: Any) -> torch.Tensor:
+        """Return `[1, S]`, prompt and new tokens; arguments are those of the model's `generate`."""
+        call, (engine, alone, read) = self._call, self._parts
+        options = {name: given.pop(name) for name in ("generation_config", "tokenizer")}
+        ids, config = given["input_ids"], options["generation_config"]
+        limit = config.max_new_tokens
+        if least := limit if call.body.get("ignore_eos") else call.body.get("min_tokens"):
+            if not isinstance(least, int):
+                raise errors.ConfigError(f"min_tokens={least!r}", "Use a whole number")
+            config.min_new_tokens = least
+        call.hints = read(call.body, options["tokenizer"], ids[0].tolist())
+        care: dict[str, Any] = {"tenant": call.tenant, "retain": call.hints.retain}
+        try:
+            if given.keys() - {"input_ids", "attention_mask"}:
+                raise errors.UnsupportedModelError("the prompt is more than tokens", "Use generate")
+            more = {"options": options, "seed": call.body.get("seed"), **care}
+            answer = engine.submit(ids[0], max_new_tokens=limit, **more)
+        except (errors.CapacityError, errors.ConfigError, errors.UnsupportedModelError):
+            with alone:  # images, beams, ...: as without an engine
+                cache = engine.kv.cache(**given, **care)
+                call.record_reuse(engine.kv, getattr(cache, "reused", 0))
+                given |= {Names(self._model).cache: cache, "streamer": streamer}
+                given["stopping_criteria"] = [lambda *_, **__: call.gone]
+                try:
+                    return self._model.generate(**given, **options)
+                finally:  # an error would hold the cache; one that became native has no pages
+                    getattr(cache, "close", int)()
+        call.answer = answer
+        try:
+            if call.gone:
+                answer.cancel()
+            if streamer is not None:
+                streamer.put(ids)
+                for token in answer:
+                    streamer.put(torch.tensor([token]))
+            done = answer.result()
+            call.record_reuse(engine.kv, done.reused_tokens)
+            if streamer is not None:
+                streamer.end()
+        finally:
+            answer.cancel()  # a streamer raises once its client is gone
+        return torch.cat([ids, ids.new_tensor([done.tokens])], dim=1)
+
+
+class _Manager(utils.GenerateManager):
+    """Manager of generations on as many threads as there are requests."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts, self.submit = parts, (submit := ThreadPoolExecutor(256).submit)
+        self.async_submit = lambda *given, **named: asyncio.wrap_future(submit(*given, **named))
+
+    def generate_streaming(self, model: Any, *given: Any, **named: Any) -> Any:
+        return super().generate_streaming(_Generation(self._parts, model), *given, **named)
+
+    def generate_non_streaming(self, model: Any, *given: Any, **named: Any) -> Any:
+        return super().generate_non_streaming(_Generation(self._parts, model), *given, **named)
+
+
+class _Middleware:
+    """ASGI middleware: gives requests their `HttpCall`, and their answers the reused tokens."""
+
+    def __init__(self, app: Any, kv: KV) -> None:
+        self._app, self._kv = app, kv
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse, PlainTextResponse
+
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if (path := scope["path"]) == "/metrics":
+            return await PlainTextResponse(self._kv.metrics.prometheus())(scope, receive, send)
+        if path not in _SERVED:
+            told = {"error": f"{path} is not served with FlowKV, which keeps tenants apart"}
+            return await JSONResponse(told, 404)(scope, receive, send)
+        request = Request(scope, receive)
+        call, body = _read_call(_tenant(request.headers), await request.body())
+        unread = [{"type": "http.request", "body": body}]
+
+        async def replay() -> Any:
+            return unread.pop() if unread else await receive()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            call.call_off()
+
+        _CALL.set(call)
+        watching = asyncio.ensure_future(watch())
+        try:
+            await self._app(scope, replay, _completing(call, send))
+        except errors.FlowKVError as error:  # before the answer began: streams write theirs
+            status = 400 if isinstance(error, ValueError) else 503
+            await JSONResponse({"error": str(error)}, status)(scope, receive, send)
+        finally:
+            watching.cancel()
+            call.call_off()  # if the server itself ends it
+
+
+def _tenant(headers: Any) -> str | None:
+    """Return a name for the credentials of a request, of any form; None without any."""
+    told = (value for name in _CREDENTIALS for value in headers.getlist(name))
+    keys = (re.sub(r"(?i)^bearer(\s+|$)", "", value).strip() for value in told)
+    secret = "\n".join(dict.fromkeys(filter(None, keys)))
+    return hashlib.sha256(secret.encode()).hexdigest()[:32] if secret else None  # for reports
+
+
+def _read_call(tenant: str | None, body: bytes) -> tuple[HttpCall, bytes]:
+    """Return the `HttpCall` of a request, and the body that the server gets, without hints."""
+    asked: Any = None
+    with suppress(ValueError, RecursionError):
+        asked = json.loads(body)
+    if not isinstance(asked, dict):
+        return HttpCall(tenant), body
+    messages, hint = asked.get("messages"), asked.get("cache_control")
+    if hint and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        messages[-1].setdefault("cache_control", hint)
+    plain = {name: value for name, value in asked.items() if name not in _FIELDS}
+    if isinstance(asked.get("tools"), list):
+        plain["tools"] = without_hints(asked["tools"])
+    return HttpCall(tenant, asked), body if plain == asked else json.dumps(plain).encode()
+
+
+def _completing(call: HttpCall, send: Any) -> Any:
+    """Return a `send` that completes the usage in an answer, whole or streamed."""
+    start, parts = list[Any](), list[bytes]()
+
+    async def complete(message: Any) -> None:
+        body = message.get("body", b"")
+        if message["type"] == "http.response.start":
+            if b"application/json" in dict(message["headers"]).get(b"content-type", b""):
+                return start.append(message)  # its length changes
+        elif start:
+            parts.append(body)
+            if message.get("more_body"):
+                return None
+            body, first = _completed(call, b"".join(parts)), start.pop()
+            kept = [pair for pair in first["headers"] if pair[0] != b"content-length"]
+            length = b"content-length", str(len(body)).encode()
+            await send({**first, "headers": [*kept, length]})
+            message = {"type": message["type"], "body": body}
+        elif b'"usage"' in body:
+            lines = [_completed(call, line) for line in body.split(b"\n")]
+            message = {**message, "body": b"\n".join(lines)}
+        return await send(message)
+
+    return complete
+
+
+def _completed(call: HttpCall, text: bytes) -> bytes:
+    """Return JSON, or a line of an event stream, with the usage completed."""
+    start = b"data: " if text.startswith(b"data: ") else b""
+    if b'"usage"' in text:
+        with suppress(ValueError):
+            found = json.loads(text.removeprefix(start))
+            call.fill_usage(found)
+            return start + json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()
+    return text
+
+
+def _reader(handler: utils.BaseHandler, modality: Any) -> Callable[..., CacheControl]:
+    """Return a function that reads the breakpoints out of a body, as the handler renders it."""
+    prepare = partial(handler.get_processor_inputs_from_messages, modality=modality)
+
+    def read(body: dict[str, Any], processor: Any, ids: list[int]) -> CacheControl:
+        if not isinstance(messages := body.get("messages"), list):
+            return CacheControl()
+        template = {**handler.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
+        template |= {"add_generation_prompt": True, "tools": body.get("tools")}
+        tokenizer = getattr(processor, "tokenizer", processor)
+        return cache_control(messages, tokenizer, ids, prepare, **template)
+
+    return read
+
+
+def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None:
+    """Run `transformers serve`, until it is stopped.
+
+    Args:
+        model: Folder or id of the model, which is loaded at once.
+        options: Further words of the command.
+        start: Attaches the loaded model, and makes a `flowkv.Engine`.
+
+    Raises:
+        ConfigError: An option is wrong, or this release of transformers has another server.
+        MissingDependencyError: Packages of the server are missing.
+    """
+    if not is_serve_available():
+        raise errors.MissingDependencyError("flowkv serve", "serve")
+    for option in {"--continuous-batching", "--compile"}.intersection(options):
+        raise errors.ConfigError(f"{option} has a cache of its own", f"Leave {option} out")
+    code = entry.Serve.__init__.__code__
+    if "build_server" not in code.co_varnames + code.co_cellvars:
+        raise errors.ConfigError(
+            f"`transformers serve` of transformers {transformers.__version__} has another shape",
+            "Use a release from 5.17 to 5.24",
+        )
+
+    def build(*given: Any, **named: Any) -> Any:
+        app, parts = make(*given, **named), [*given, *named.values()]
+        (models,) = (part for part in parts if isinstance(part, ModelManager))
+        (state,) = (part for part in parts if isinstance(part, utils.GenerationState))
+        handler = next(part for part in parts if isinstance(part, utils.BaseHandler))
+        (timed,) = models.loaded_models.values()
+        modality = models.get_model_modality(timed.model, processor=timed.processor)
+        engine = start(timed.model)
+        manager = _Manager((engine, threading.Lock(), _reader(handler, modality)))
+        state.get_manager = lambda *_, **__: manager
+        state.is_cb_alive = lambda: not engine.closed  # which /health asks
+        engine.kv.metrics.follow_steps(engine.kv.bus)
+        app.add_middleware(_Middleware, kv=engine.kv)
+        return app
+
+    make, server.build_server = server.build_server, build
+    try:
+        commands(["serve", model, *options])
+    finally:
+        server.build_server = make

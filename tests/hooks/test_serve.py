@@ -1,0 +1,477 @@
+"""`flowkv serve`, as a client over HTTP sees it, beside `transformers serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.utils.import_utils import is_serve_available
+
+import flowkv
+from flowkv import cli
+from tests.hooks import test_images as images
+from tests.hooks.chat import tiny_chat
+from tests.hooks.compare import attached
+from tests.inside import CacheControl, errors, serve
+
+pytestmark = pytest.mark.skipif(
+    not is_serve_available(), reason="the packages of `transformers serve` are not installed"
+)
+
+SYSTEM = "import os\nimport sys\n\n\nclass Stack:\n    def push(self, item):\n" * 6
+OPTIONS = ["--dtype", "float32", "--device", "cpu"]
+OURS = "from flowkv.cli import main; raise SystemExit(main())"
+LOADING = f"""
+import flowkv.cache.restore, flowkv.policy.restore
+from tests.cache.fakes import Halves
+flowkv.cache.restore.make_restore_policy = lambda _: Halves(0.0)
+for asked in ("worth", "pays_to_store"):
+    setattr(flowkv.policy.restore.LoadGate, asked, lambda *_: True)
+{OURS}
+"""
+"""As `OURS`; pages are stored and loaded, however slow the disk: see `all_is_loaded`."""
+THEIRS = "from transformers.cli.transformers import app; app()"
+
+
+class Server:
+    """A server on a port of its own."""
+
+    def __init__(self, program: str, words: list[str], log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            self.port = probe.getsockname()[1]
+        self.log = log
+        words = [sys.executable, "-c", program, *words, "--port", str(self.port)]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(words, stdout=out, stderr=out)
+
+    def wait(self) -> Server:
+        end = time.monotonic() + 200
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                assert self.send("GET", "/health")[0] == 200
+                return self
+            except OSError:
+                time.sleep(0.2)
+        raise AssertionError(self.log.read_text()[-4000:])
+
+    def connect(self, method: str, path: str, body: Any = None, key: str = "") -> Any:
+        link = http.client.HTTPConnection("localhost", self.port, timeout=120)
+        headers = {"content-type": "application/json"}
+        headers |= {"authorization": f"Bearer {key}"} if key else {}
+        link.request(method, path, None if body is None else json.dumps(body), headers)
+        return link
+
+    def send(self, method: str, path: str, body: Any = None, key: str = "") -> tuple[int, str]:
+        link = self.connect(method, path, body, key)
+        answer = link.getresponse()
+        text = answer.read().decode()
+        link.close()
+        return answer.status, text
+
+    def chat(self, *messages: Any, key: str = "", **more: Any) -> Any:
+        body = {"messages": list(messages), "max_tokens": 12, "temperature": 0, **more}
+        status, text = self.send("POST", "/v1/chat/completions", body, key)
+        assert status == 200, text
+        return events(text) if more.get("stream") else json.loads(text)
+
+    def metric(self, name: str) -> float:
+        found = re.findall(
+            rf"^flowkv_{name}(?:{{[^}}]*}})? (\S+)$", self.send("GET", "/metrics")[1], re.M
+        )
+        return sum(map(float, found))
+
+    def stop(self, how: int = signal.SIGTERM) -> None:
+        self.process.send_signal(how)
+        self.process.wait(60)
+
+
+@contextmanager
+def served(program: str, words: list[str], log: Path) -> Iterator[Server]:
+    server = Server(program, words, log)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """FlowKV's server, and the plain one."""
+    root = tmp_path_factory.mktemp("serve")
+    model = str(tiny_chat(root / "tiny"))
+    ours = ["serve", "--store", f"{root / 'kv'}:256MiB", "--gpu", "64MiB", model, *OPTIONS]
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(served(OURS, ours, root / "ours.log")),
+            stack.enter_context(served(THEIRS, ["serve", model, *OPTIONS], root / "theirs.log")),
+        ]
+        yield both[0].wait(), both[1].wait()
+
+
+def turn(content: str, role: str = "user", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def events(text: str) -> list[Any]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.strip()]
+
+
+def cached(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def content(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def streamed(found: list[Any]) -> str:
+    deltas = (e["choices"][0]["delta"].get("content") or "" for e in found)
+    return "".join(deltas)
+
+
+def test_answers_are_those_of_the_plain_server(servers: tuple[Server, Server]) -> None:
+    ours, plain = servers
+    for number in range(3):
+        chat = [turn(SYSTEM, "system"), turn(f"# question {number}")]
+        wanted, first, again = plain.chat(*chat), ours.chat(*chat), ours.chat(*chat)
+        assert content(first) == content(again) == content(wanted)
+        usage = {k: v for k, v in again["usage"].items() if k != "prompt_tokens_details"}
+        assert usage == {k: v for k, v in wanted["usage"].items() if k in usage}
+        assert cached(again) == wanted["usage"]["prompt_tokens"] - 1
+        assert cached(first) == 0 if number == 0 else cached(first) >= len(SYSTEM)
+        stream = ours.chat(*chat, stream=True)
+        assert streamed(stream) == content(wanted)
+        assert cached(stream[-1]) == cached(again)
+        assert [e for e in stream[:-1] if "usage" in e] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "details"),
+    [
+        ("/v1/completions", {"prompt": SYSTEM, "max_tokens": 8}, "prompt_tokens_details"),
+        ("/v1/responses", {"input": SYSTEM, "max_output_tokens": 8}, "input_tokens_details"),
+    ],
+)
+def test_other_endpoints_say_what_was_cached(
+    servers: tuple[Server, Server], path: str, body: Any, details: str, stream: bool
+) -> None:
+    ours, plain = servers
+    body = {**body, "temperature": 0, "stream": stream}
+    told = []
+    for server in (plain, ours, ours):
+        status, text = server.send("POST", path, body, key="others")
+        assert status == 200, text
+        last = events(text)[-1] if stream else json.loads(text)
+        last = last.get("response", last)
+        told.append((last.get("output") and last["output"][0]["content"], last["usage"]))
+    assert told[0][0] == told[1][0] == told[2][0]
+    usage = told[2][1]
+    total = usage.get("prompt_tokens") or usage["input_tokens"]
+    assert usage[details]["cached_tokens"] == total - 1
+
+
+def test_keys_share_nothing(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    chat = [turn("secret " * 40), turn("answer", "assistant"), turn("and?")]
+    assert [cached(ours.chat(*chat, key=key)) > 0 for key in ("a", "b", "", "a", "b", "")] == [
+        *(False, False, False),
+        *(True, True, True),
+    ]
+
+
+def test_credentials_of_any_form_are_tenants(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    body = {"messages": [turn("private " * 40)], "max_tokens": 2, "temperature": 0}
+
+    def reused(*pairs: tuple[str, str]) -> bool:
+        link = http.client.HTTPConnection("localhost", ours.port, timeout=120)
+        link.putrequest("POST", "/v1/chat/completions")
+        text = json.dumps(body).encode()
+        length = ("content-length", str(len(text)))
+        for pair in (("content-type", "application/json"), length, *pairs):
+            link.putheader(*pair)
+        link.endheaders(text)
+        found = cached(json.loads(link.getresponse().read())) > 0
+        link.close()
+        return found
+
+    asks = "authorization"
+    forms: list[list[tuple[str, str]]] = [
+        *([], [(asks, "Bearer one")], [(asks, "Basic one")], [(asks, "two")], [(asks, "Bearerx")]),
+        *([("x-api-key", "three")], [("api-key", "four")], [(asks, "Bearer\tfive")]),
+        [(asks, "Bearer one"), (asks, "Bearer six")],
+        [(asks, "Bearer one"), ("x-api-key", "seven")],
+    ]
+    assert [reused(*form) for form in forms * 2] == [False] * len(forms) + [True] * len(forms)
+    for same in ([(asks, "bearer  one ")], [("x-api-key", "one")], [(asks, "Bearer")]):
+        assert reused(*same)
+
+
+def test_requests_run_beside_each_other(servers: tuple[Server, Server]) -> None:
+    ours, plain = servers
+    chats = [[turn(SYSTEM, "system"), turn(f"def number_{n}():")] for n in range(8)]
+    wanted = [content(plain.chat(*chat, max_tokens=40)) for chat in chats]
+    steps = ours.metric("engine_steps_total")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda chat: content(ours.chat(*chat, max_tokens=40)), chats))
+    assert found == wanted
+    assert ours.metric("engine_steps_total") - steps < 8 * 40
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_pages(servers: tuple[Server, Server], stream: bool) -> None:
+    ours, _ = servers
+    gone = ours.metric("finished_total")
+    body = {"messages": [turn("go on")], "max_tokens": 3000, "temperature": 0, "stream": stream}
+    link = ours.connect("POST", "/v1/chat/completions", body)
+    wait_for(lambda: ours.metric("open_sequences") == 1)
+    if stream:
+        assert link.getresponse().read(20)
+    link.sock.close() if link.sock else link.close()
+    link.close()
+    wait_for(lambda: ours.metric("open_sequences") == 0)
+    assert ours.metric("finished_total") == gone + 1
+    assert 'finished_total{reason="cancelled"}' in ours.send("GET", "/metrics")[1]
+
+
+def wait_for(condition: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_draws_and_stops_are_those_of_the_plain_server(servers: tuple[Server, Server]) -> None:
+    ours, plain = servers
+    chat = [turn(SYSTEM, "system"), turn("# drawn")]
+    for more in (
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 1.5, "top_p": 0.8, "seed": 6, "frequency_penalty": 0.1},
+        {"stop": ["e"]},
+        {"logit_bias": {str(ord("x")): 50.0}},
+    ):
+        config = {"generation_config": json.dumps({"do_sample": True, "max_new_tokens": 12})}
+        more |= config if "seed" in more else {}
+        assert content(ours.chat(*chat, **more)) == content(plain.chat(*chat, **more))
+
+
+def test_end_tokens_stay_away_as_benchmarks_ask(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    ends = json.dumps({"eos_token_id": ord("e"), "max_new_tokens": 12, "do_sample": False})
+    chat = [turn(SYSTEM, "system"), turn("# ends"), turn("def push(s", "assistant")]
+    for more, wanted in (
+        ({}, range(1, 9)),
+        ({"ignore_eos": True}, [12]),
+        ({"min_tokens": 9}, range(9, 13)),
+    ):
+        answer = ours.chat(*chat, generation_config=ends, max_tokens=12, **more)
+        assert answer["usage"]["completion_tokens"] in wanted, (more, answer)
+        assert "e" not in content(answer)[: min(wanted)][:-1]
+
+
+def test_a_least_number_of_tokens_is_a_number(servers: tuple[Server, Server]) -> None:
+    body = {"messages": [turn("# least")], "min_tokens": "x"}
+    status, text = servers[0].send("POST", "/v1/chat/completions", body)
+    assert (status, "min_tokens='x'" in text) == (400, True)
+
+
+def test_options_that_the_engine_lacks_go_through_generate(
+    servers: tuple[Server, Server],
+) -> None:
+    ours, plain = servers
+    beams = json.dumps({"num_beams": 2, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0})
+    chat = [turn(SYSTEM, "system"), turn("# beams")]
+    wanted = content(plain.chat(*chat, generation_config=beams))
+    steps = ours.metric("engine_steps_total")
+    answers = [ours.chat(*chat, generation_config=beams, key="beams") for _ in range(2)]
+    assert [content(answer) for answer in answers] == [wanted, wanted]
+    assert cached(answers[0]) == 0 < cached(answers[1])
+    assert ours.metric("engine_steps_total") == steps
+    wait_for(lambda: ours.metric("open_sequences") == 0)
+
+
+def test_a_refused_request_holds_no_pages(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    for number in range(4):
+        body = {"messages": [turn(f"refused {number}")], "stop": ""}
+        assert ours.send("POST", "/v1/chat/completions", body)[0] == 500
+        assert ours.metric("open_sequences") == 0
+
+
+def test_breakpoints_are_counted_in_usage_and_metrics(servers: tuple[Server, Server]) -> None:
+    ours, plain = servers
+    hint = {"type": "ephemeral", "ttl": "1h"}
+    parts = [{"type": "text", "text": SYSTEM, "cache_control": hint}]
+    chat = [turn(parts, "system"), turn("# hinted")]  # type: ignore[arg-type]
+    wanted = plain.chat(turn(SYSTEM, "system"), turn("# hinted"))
+    first, again = (ours.chat(*chat, key="hints")["usage"] for _ in range(2))
+    created = first["cache_creation_input_tokens"]
+    assert 0 < len(SYSTEM) - created < 128  # whole pages before the breakpoint
+    assert first["cache_read_input_tokens"] == again["cache_creation_input_tokens"] == 0
+    assert again["cache_read_input_tokens"] >= len(SYSTEM)
+    assert first["prompt_tokens"] == wanted["usage"]["prompt_tokens"]
+    assert ours.metric("hinted_created_tokens_total") == created
+    assert ours.metric("hinted_read_tokens_total") == again["cache_read_input_tokens"]
+    other = {"type": "ephemeral", "ttl": "1d"}
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+    body = {"tools": [{**tool, "cache_control": other}], "cache_control": hint}
+    usage = ours.chat(turn("with a tool " * 30), key="hints", **body)["usage"]
+    assert (
+        usage["prompt_tokens"]
+        == (plain.chat(turn("with a tool " * 30), tools=[tool])["usage"]["prompt_tokens"])
+    )
+    assert usage["cache_creation_input_tokens"] >= 256
+    assert ours.metric("hinted_dropped_total") == 1
+
+
+def test_a_template_may_have_variables_of_any_name(servers: tuple[Server, Server]) -> None:
+    names = dict.fromkeys(("tokenizer", "ids", "prepare"), 1)
+    hint = {"type": "ephemeral"}
+    answer = servers[0].chat(turn("named " * 30), chat_template_kwargs=names, cache_control=hint)
+    assert "cache_read_input_tokens" in answer["usage"]
+
+
+@pytest.mark.parametrize("path", ["/reset", "/load_model", "/v1/systemone", "/docs"])
+def test_routes_that_mix_tenants_are_refused(servers: tuple[Server, Server], path: str) -> None:
+    status, text = servers[0].send("POST", path, {"model": "other"})
+    assert status == 404
+    assert "keeps tenants apart" in json.loads(text)["error"]
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", "[" * 200_000, '{"messages": 3}', '{"cache_control": 1}']
+)
+def test_odd_bodies_are_answered_as_by_the_plain_server(
+    servers: tuple[Server, Server], body: str
+) -> None:
+    told = []
+    for server in servers:
+        link = http.client.HTTPConnection("localhost", server.port, timeout=60)
+        link.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        told.append(link.getresponse().status)
+        link.close()
+    if "cache_control" in body:
+        assert told[0] >= 400
+    else:
+        assert told[0] == told[1] >= 400
+
+
+def test_a_restart_restores_from_the_store(tmp_path: Path) -> None:
+    model = str(tiny_chat(tmp_path / "tiny"))
+    words = ["serve", "--store", str(tmp_path / "kv"), "--gpu", "64MiB", model, *OPTIONS]
+    chat, answers = [turn(SYSTEM, "system"), turn("# later")], []
+    for how in (signal.SIGTERM, signal.SIGINT):
+        with served(LOADING, words, tmp_path / "log") as server:
+            answers.append(server.wait().chat(*chat, key="kept"))
+            server.stop(how)
+            assert "Traceback" not in server.log.read_text()
+    assert content(answers[0]) == content(answers[1])
+    assert (cached(answers[0]), cached(answers[1]) > len(SYSTEM)) == (0, True)
+
+
+def test_a_failed_engine_is_reported_with_its_cause(tmp_path: Path) -> None:
+    lost = "import flowkv.engine.engine as e\ndef turn(self): raise RuntimeError('device lost')\n"
+    words = ["serve", "--gpu", "64MiB", str(tiny_chat(tmp_path / "tiny")), *OPTIONS]
+    with served(f"{lost}e.Loop.turn = turn\n{OURS}", words, tmp_path / "log") as server:
+        body = {"messages": [turn("hello")]}
+        server.wait()
+        for _ in range(2):
+            status, text = server.send("POST", "/v1/chat/completions", body)
+            assert (status, "device lost" in json.loads(text)["error"]) == (503, True)
+        assert server.send("GET", "/health")[0] == 503
+
+
+def test_images_are_answered_without_the_engine_and_within_their_tenant() -> None:
+    model, twin = images.made("qwen2_vl"), images.made("qwen2_vl")
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    before, behind = images.text(30, 1), images.text(20, 2)
+    talks = [images.asked(before, picture, behind) for picture in (images.CAT, images.DOG)]
+    talks.append(images.asked(torch.cat([before, behind], 1)))
+    wanted = [twin.generate(**talk, generation_config=config) for talk in talks]
+    assert not torch.equal(wanted[0], wanted[1])
+    with attached(model) as kv, flowkv.Engine(model, kv) as engine:
+        parts, reused = (engine, threading.Lock(), lambda *_: CacheControl()), []
+        for key in ("a", "a", "b"):
+            for talk, want in zip(talks, wanted, strict=True):
+                call = serve.HttpCall(key)
+                serve._CALL.set(call)
+                given = {**talk, "generation_config": config, "tokenizer": None}
+                generation = serve._Generation(parts, model)
+                assert torch.equal(generation.generate(**given), want)
+                reused.append(call.reused > 0)
+    assert reused == [*[False] * 3, *[True] * 3, *[False] * 3]
+
+
+def test_a_client_that_leaves_ends_what_the_engine_lacks() -> None:
+    model = images.made("qwen2_vl")
+    config = GenerationConfig(max_new_tokens=40, do_sample=False, pad_token_id=0, num_beams=2)
+    talk = images.asked(images.text(30, 1))
+    with attached(model) as kv, flowkv.Engine(model, kv) as engine:
+        serve._CALL.set(call := serve.HttpCall())
+        generation = serve._Generation((engine, threading.Lock(), lambda *_: CacheControl()), model)
+        call.call_off()
+        made = generation.generate(**talk, generation_config=config, tokenizer=None)
+        assert made.shape[1] <= talk["input_ids"].shape[1] + 1
+        assert kv.metrics.prometheus().count("flowkv_open_sequences 0") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(errors.CapacityError("no room", "Wait"), 503), (errors.ConfigError("odd", "Mend"), 400)],
+)
+def test_refusals_name_cause_and_remedy(error: flowkv.FlowKVError, status: int) -> None:
+    sent, calls = list[Any](), list[Any]()
+
+    async def app(*_: Any) -> None:
+        calls.append(serve._CALL.get())
+        raise error
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(serve._Middleware(app, None)(scope, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+    assert json.loads(sent[1]["body"]) == {"error": str(error)}
+    assert calls[0].gone
+
+
+@pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])
+def test_other_caches_are_refused(
+    tmp_path: Path, option: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_chat(tmp_path / "tiny"))
+    assert cli.main(["serve", model, option]) == 2
+    assert f"{option} has a cache of its own" in capfd.readouterr().err
+
+
+def test_another_shape_of_the_server_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve.entry.Serve, "__init__", lambda self: None)
+    assert cli.main(["serve", "nowhere"]) == 2
+    assert "has another shape" in capfd.readouterr().err
+    assert os.environ.get("FLOWKV_CONFIG") is None
