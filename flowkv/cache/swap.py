@@ -405,11 +405,12 @@ class Snapshots:
 
     Attributes:
         placement: Rule of where states are saved, and which earlier ones they replace.
+        stored: Whether a tier stored the last state; otherwise no prompt stops for one.
     """
 
     def __init__(self, restorer: PrefixMatcher) -> None:
         self.restorer, self.store, self.planner = restorer, restorer.store, restorer.planner
-        self.placement = StatePlacement()
+        self.placement, self.stored = StatePlacement(), True
 
     # ---- keeping
 
@@ -427,7 +428,7 @@ class Snapshots:
         """
         size = self.planner.page_size
         known = min(self.restorer.match(seq, end // size) for seq in seqs) * size
-        found = self.placement.stops(base, known, end, page=size)
+        found = self.placement.stops(base, known, end, page=size) if self.stored else []
         for seq in seqs:
             seq.stops, seq.placed = found, max(found, default=base)
         return found
@@ -503,10 +504,11 @@ class Snapshots:
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
         info = frame_infos([block], LAYOUT, block.tail, GRANULE_BYTES)[0]
-        if not (saved := self.store.writes.store_state(block, info, body)):
+        self.stored = self.store.writes.store_state(block, info, body)
+        if not self.stored:
             self.store.stack.miss_out(self.store.stack.admission.lasting())
         self.store.writes.drain()
-        return saved
+        return self.stored
 
     def _key(self, seq: Sequence, pages: int, length: int) -> bytes:
         first = pages * self.planner.page_size
