@@ -459,8 +459,7 @@ class Snapshots:
             end = length + len(asked)
             passed = begun <= length and end < seq.prompted and branches < 2
             if passed and key not in keys and seq.tokens[length:end].tolist() == asked:
-                left = self.store.index.find(key)
-                old += [] if left is None else [left]
+                old += filter(None, [self.store.index.find(key)])
         if placed is not None and placed is not newest:
             placed.answer = newest.key, seq.tokens[seq.placed : seq.prompted].tolist()
         self.store.forget(*[block for block in old if not self._asked_for(block)])
