@@ -174,8 +174,9 @@ class Block:
         lease: Retention class for the policies, see `policy.Lease`.
         n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
         tail: Tokens of a state behind its parent page.
-        answer: Latest state behind an answer to the prompt that a state ends, if any.
-        made: Whether a page holds tokens of an answer that came back in no prompt, as far as known.
+        answer: Key of the latest state behind an answer to a prompt that a state is the last one
+            of, and the prompt's tokens behind it.
+        made: Last tokens of a page that are of an answer, not of a prompt, as far as known.
         sealable: False once a codec could not hold its page.
         tokens: Ids that it covers, where this process knows them; for `KV.explain`, `KV.forget`.
         tenant: Tenant salt.
@@ -203,8 +204,8 @@ class Block:
     lease: str | Lease = ""
     n_bytes: int = 0
     tail: int = 0
-    answer: Block | None = None
-    made: bool = False
+    answer: tuple[bytes, Sequence[int]] = b"", ()
+    made: int = 0
     sealable: bool = True
     tokens: NDArray[np.uint32] | None = None
     tenant: bytes = b""

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -404,11 +405,12 @@ class Snapshots:
 
     Attributes:
         placement: Rule of where states are saved, and which earlier ones they replace.
+        stored: Whether a tier stored the last state; otherwise no prompt stops for one.
     """
 
     def __init__(self, restorer: PrefixMatcher) -> None:
         self.restorer, self.store, self.planner = restorer, restorer.store, restorer.planner
-        self.placement = StatePlacement()
+        self.placement, self.stored = StatePlacement(), True
 
     # ---- keeping
 
@@ -426,7 +428,7 @@ class Snapshots:
         """
         size = self.planner.page_size
         known = min(self.restorer.match(seq, end // size) for seq in seqs) * size
-        found = self.placement.stops(base, known, end, page=size)
+        found = self.placement.stops(base, known, end, page=size) if self.stored else []
         for seq in seqs:
             seq.stops, seq.placed = found, max(found, default=base)
         return found
@@ -434,27 +436,32 @@ class Snapshots:
     def replace_older(self, seq: Sequence) -> None:
         """Forget earlier states of a sequence's text that the newest one replaces.
 
-        These are also states behind other answers to its prompts, which the text has left. States
-        with a lease, or of pinned prompts, stay: their user asked for them.
+        These are also states behind other answers to its earlier prompts, which the text has left,
+        unless it has an answer of its own there. States with a lease, or of pinned prompts, stay:
+        their user asked for them.
         """
+        size = self.planner.page_size
         for page, block in enumerate(seq.blocks[0] if seq.prompted else ()):
             if block is not None:
-                block.made = page >= seq.prompted // self.planner.page_size
+                block.made = min(max((page + 1) * size - seq.prompted, 0), size)
         known = dict(self._candidates(seq, seq.length)[::-1])
         if seq.length not in known:
             return
         saved = [SavedState(length, self._branches(block)) for length, block in known.items()]
-        token_bytes = sum(one.likely_bytes for one in self.store.forms) / self.planner.page_size
+        token_bytes = sum(one.likely_bytes for one in self.store.forms) / size
         newest, placed = known[seq.length], known.get(seq.placed)
         ratio = newest.n_bytes / token_bytes
         old = [known[n] for n in self.placement.replaced(saved, seq.placed, state_tokens=ratio)]
-        for (_, branches), block in zip(saved, known.values(), strict=True):
-            left = block.answer is not None and block.answer not in known.values()
-            if block.answer is not None and left and branches < 2:
-                old.append(block.answer)
-                block.answer = None
+        keys = {block.key for block in known.values()}
+        begun = max((n for n in known if n < seq.prompted and n not in seq.stops), default=0)
+        for (length, branches), block in zip(saved, known.values(), strict=True):
+            key, asked = block.answer
+            end = length + len(asked)
+            passed = begun <= length and end < seq.prompted and branches < 2
+            if passed and key not in keys and seq.tokens[length:end].tolist() == asked:
+                old += filter(None, [self.store.index.find(key)])
         if placed is not None and placed is not newest:
-            placed.answer = newest
+            placed.answer = newest.key, seq.tokens[seq.placed : seq.prompted].tolist()
         self.store.forget(*[block for block in old if not self._asked_for(block)])
 
     def _asked_for(self, block: Block) -> bool:
@@ -465,7 +472,10 @@ class Snapshots:
     def _branches(self, block: Block) -> int:
         """Return the ways that known prompts go on right behind a state."""
         below = () if block.tail else self.store.index.children(block.parent)
-        return sum(one.kind == "page" and not one.made for one in below)
+        pages = [(one, self.planner.page_size - one.made) for one in below if one.kind == "page"]
+        ways = [b.key if b.tokens is None else b.tokens[:n].tobytes() for b, n in pages if n]
+        ways.sort()  # right before those that go on likewise
+        return sum(not after.startswith(way) for way, after in pairwise([*ways, b""]))
 
     def save(self, seq: Sequence, values: Mapping[str, Any]) -> bool:
         """Store `values` as the state after exactly `seq.length` tokens; return whether it did."""
@@ -493,10 +503,11 @@ class Snapshots:
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
         info = frame_infos([block], LAYOUT, block.tail, GRANULE_BYTES)[0]
-        if not (saved := self.store.writes.store_state(block, info, body)):
+        self.stored = self.store.writes.store_state(block, info, body)
+        if not self.stored:
             self.store.stack.miss_out(self.store.stack.admission.lasting())
         self.store.writes.drain()
-        return saved
+        return self.stored
 
     def _key(self, seq: Sequence, pages: int, length: int) -> bytes:
         first = pages * self.planner.page_size

@@ -385,6 +385,36 @@ def test_the_state_behind_an_answer_that_was_left_is_forgotten() -> None:
     assert lengths(kv, TEXT[:40]) == [16] and lengths(kv, shortened) == [16, 46]
 
 
+def test_an_answer_to_another_question_is_not_left() -> None:
+    """Two users share a long beginning; each goes on from the state behind the own answer."""
+    kv = make_kv(pages=160)
+
+    def turn(text: list[int], prompted: int, placed: int) -> None:
+        seq = kv.open(text[:prompted])
+        seq.placed, seq.stops = placed, [placed]
+        for end in (placed, len(text)):
+            if seq.length < end:
+                advance(kv, [seq], [text[seq.length : end]])
+            assert kv.save_state(seq, state_of(text[: seq.length]), replaces=True)
+        seq.close()
+
+    one, two = ([*TEXT[:16], *range(n, n + 13)] for n in (100, 130))
+    turn(one, 19, 16)
+    turn(two, 19, 16)
+    assert check(kv, [*one, 1, 2]) == 29 and check(kv, [*two, 1, 2]) == 29
+    three = [*one[:19], *range(160, 170)]
+    turn(three, 19, 16)  # another answer to the same question
+    assert check(kv, [*one, 1, 2]) == 29 and check(kv, [*three, 1, 2]) == 29
+    turn(one, 19, 16)  # again, as the latest
+    more = [*three, *range(170, 190)]
+    turn(more, 35, 32)  # the beginning is still of use to `one` and `two`
+    assert check(kv, [*TEXT[:16], 1, 2]) == 16
+    assert check(kv, [*one, 1, 2]) == 29 and check(kv, [*more, 1, 2]) == 49
+    short = [*one[:19], *range(220, 250)]
+    turn(short, 40, 40)  # the answer comes back as another one
+    assert check(kv, [*two, 1, 2]) == 29 and check(kv, [*short, 1, 2]) == 49
+
+
 @pytest.mark.parametrize("what", ["bodies", "frames", "lost", "flipped"])
 def test_a_state_of_another_prompt_or_length_is_never_served(what: str) -> None:
     """Whatever happened to the frames of states, a state fits its tokens or there is none."""

@@ -227,6 +227,18 @@ def test_a_conversation_keeps_few_states_and_finds_them(computed: list[int]) -> 
     assert state_bytes < 12 * 8192 and sum(computed) < 12 * (60 + 16 + 16 + 6) + 200
 
 
+@pytest.mark.filterwarnings("ignore:host can store no page")
+def test_no_prompt_stops_for_states_that_no_tier_stores(computed: list[int]) -> None:
+    model, twin = models.causal("lfm2"), models.causal("lfm2")
+    with attached(model, host="4KiB") as kv:
+        for seed, (length, forwards) in enumerate(((300, 3), (300, 2), (40, 2))):
+            computed.clear()
+            ids = models.prompt(length, seed=seed)
+            assert_same(generate(model, 2, input_ids=ids), generate(twin, 2, input_ids=ids), 1e-4)
+            assert len(computed) == forwards, "only the first finds out"
+        assert not states_of(kv)
+
+
 def test_rows_stop_where_all_of_them_part(computed: list[int]) -> None:
     model, twin, shared = models.causal("lfm2"), models.causal("lfm2"), models.prompt(300)
     first = torch.cat([shared, models.prompt(100, seed=9)], 1)
