@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import transformers
 
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+"""Whether transformers is older than the releases that are tested whole."""
 SMALL = dict(
     vocab_size=256,
     hidden_size=64,

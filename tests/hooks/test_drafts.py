@@ -57,6 +57,15 @@ def gpt_neox() -> torch.nn.Module:
     return models.sharpen(transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**settings)))
 
 
+def reuse(name: str, lives: list[list[list[int]]]) -> tuple[list[int], list[list[int]]]:
+    """Return the tokens reused by the first prompt, and by those that are known when asked.
+
+    Later turns replace the recurrent states of earlier ones, which are not asked for again.
+    """
+    asked = 3 if name in models.RECURRENT else 5
+    return lives[0][0], [*lives[0][1:asked], *lives[1][:asked]]
+
+
 def target(name: str) -> Any:
     return gpt_neox() if name == "gpt_neox" else models.causal(name)
 
@@ -131,6 +140,7 @@ def check(
             for ids, (tokens, rounds) in zip(prompts, wanted, strict=True):
                 before = [reused(kv) for kv in opened]
                 answer, drafts = ask(subject, ids)
+                assert all(kv.flush(60) for kv in opened)  # a state on its way down is a miss
                 assert torch.equal(answer, tokens)
                 assert drafts == rounds, "the draft went on from something else"
                 known[-1].append([reused(kv) - n for kv, n in zip(opened, before, strict=True)])
@@ -147,8 +157,7 @@ def accepted(proposals: Proposals) -> Iterator[tuple[int, int]]:
 
 DRAFTED = ["llama", "gemma3", "deepseek_v3", "gpt_neox", "lfm2", *models.INDEXED[1:2]]
 KINDS = [
-    pytest.param(name, marks=[] if name in ("llama", "gemma3", "lfm2") else thorough)
-    for name in DRAFTED
+    pytest.param(name, marks=[] if name in ("llama", "lfm2") else thorough) for name in DRAFTED
 ]
 WHO = {"both": (0, 1), "the target": (0,), "the draft": (1,)}
 
@@ -176,9 +185,9 @@ def test_a_model_drafts(
     lives = check(with_a_model(name), WHO[who], proposals, tmp_path, **how)
     rounds = list(accepted(proposals))
     assert sum(kept for kept, _ in rounds) > 0, "nothing is accepted: no test"
-    (cold, *warm), restarted = lives
+    cold, known = reuse(name, lives)
     assert not any(cold)
-    assert all(n >= 64 for each in (*warm, *restarted) for n in each), "both prompts are reused"
+    assert all(n >= 64 for each in known for n in each), "both prompts are reused"
 
 
 OWN: dict[str, dict[str, Any]] = {
@@ -200,12 +209,14 @@ def test_a_target_drafts_for_itself(
         model = target(name)
         return Subject(model, dict(OWN[way]), (model,))
 
+    if name in models.RECURRENT and way == "early" and models.OLD:
+        pytest.skip("this release cannot crop layers that have seen no token")
     if (name, way) == ("gpt_neox", "early"):
         pytest.skip("its class cannot exit early")
     how: dict[str, Any] = dict(do_sample=True, top_k=20) if sampled else {}
-    (cold, *warm), restarted = check(make, (0,), proposals, tmp_path, **how)
+    cold, known = reuse(name, check(make, (0,), proposals, tmp_path, **how))
     assert cold == [0]
-    assert all(n >= 64 for each in (*warm, *restarted) for n in each)
+    assert all(n >= 64 for each in known for n in each)
 
 
 def test_the_warning_names_the_draft_that_exits_early() -> None:

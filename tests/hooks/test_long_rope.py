@@ -132,6 +132,8 @@ def test_prompts_around_the_original_length(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["longrope", "dynamic", "gemma3-longrope"])
 def test_large_positions_at_padding_switch_every_row(name: str) -> None:
     """Nothing attends to padding, but the largest position of a batch chooses the frequencies."""
+    if name == "gemma3-longrope" and models.OLD:
+        pytest.skip("this release cannot encode long texts in layers of several kinds")
     model, plain = build(name), build(name)
     batch = rows(40, 50)
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)

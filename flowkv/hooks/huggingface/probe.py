@@ -48,11 +48,9 @@ row depends on the others."""
 
 
 class EncoderOutput(BaseModelOutput):
-    """Output of an encoder, in which fields of models' own outputs are None."""
+    """Output of an encoder, with what models' own outputs have beside it."""
 
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    router_logits = attention_mask = None
 
 
 class Probe(NamedTuple):

@@ -174,7 +174,7 @@ class Rows:
         if self.step is not None:
             self.abandon()
         total = self.base + new
-        if not same_encoding(self, total):
+        if self.lengths is not None and not same_encoding(self, total):
             self.disable_publishing()
         if self.base >= self.most_pad and not self.uneven:
             counts, ragged = self._one if new == 1 else self._one * new, False
