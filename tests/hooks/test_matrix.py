@@ -21,6 +21,9 @@ from tests.hooks.compare import attached, generate, reused
 from tests.hooks.matrix import KINDS, alone, judge
 from tests.inside import Identity, door_of
 
+RECORDED = Path(__file__).parents[2] / "bench" / "results" / "architectures.json"
+"""Outcomes of the release in docs/guides/huggingface.md."""
+
 
 def tiny(name: str) -> torch.nn.Module:
     """Return a causal model of this type with a few thousand parameters a layer."""
@@ -34,6 +37,8 @@ def test_gives_its_own_tokens(kind: str, name: str) -> None:
     if outcome.same is None:
         pytest.skip(outcome.why)
     assert outcome.same
+    served = {tuple(row[:2]) for row in json.loads(RECORDED.read_text())["rows"] if row[4]}
+    assert outcome.reused or (kind, name) not in served, "it was served before"
 
 
 NAMES = """

@@ -24,12 +24,7 @@ from flowkv.core.errors import CapacityError, FlowKVError, StateError, Unsupport
 from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
-from flowkv.hooks.huggingface.cache import (
-    BY_COLUMN,
-    ModelPlan,
-    PagedCache,
-    configured_layers,
-)
+from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
@@ -557,10 +552,8 @@ class ForwardHook:
         """
         if not self.plan.stateful or most <= found.base or call.modal or self.identity.suspect:
             return found
-        if self.kv.private:
-            return found
         pads = call.pads() or []
-        if any(pads) or not self._divides(call) or self._by_length(call, pads):
+        if self.kv.private or any(pads) or not self._divides(call) or self._by_length(call, pads):
             return found
         with self.kv.lock:
             stops = self.kv.snapshots.plan_stops(found.seqs, found.base, most)

@@ -174,8 +174,8 @@ class _Middleware:
         if (path := scope["path"]) == "/metrics":
             return await PlainTextResponse(self._kv.metrics.prometheus())(scope, receive, send)
         if path not in _SERVED:
-            told = {"error": f"{path} is not served with FlowKV, which keeps tenants apart"}
-            return await JSONResponse(told, 404)(scope, receive, send)
+            use = f"{path}: FlowKV keeps tenants apart. Use {', '.join(_SERVED)} or /metrics"
+            return await JSONResponse({"error": use}, 404)(scope, receive, send)
         request = Request(scope, receive)
         call, body = _read_call(_tenant(request.headers), await request.body())
         unread = [{"type": "http.request", "body": body}]
