@@ -364,7 +364,7 @@ class Planner:
             CapacityError: The pages do not fit.
         """
         with self.guard:
-            if self.pending and self.store.allocator.lacking(counts):
+            if self.pending.work and self.store.allocator.lacking(counts):
                 self.publish_pending()  # closed sequences hold their pages until then
             self.store.allocator.require(counts)
             self.compactor.make_room(counts)
@@ -779,7 +779,7 @@ class Planner:
                 _finish(step.rows, step.after, self.tables.lengths, self.tables.state)
                 if self._leaving:
                     self._let_leave()
-            if self.pending:
+            if self.pending.work:
                 self.pending.end_step()
             if self._timers:
                 self._read_timers()

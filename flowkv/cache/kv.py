@@ -596,7 +596,7 @@ class KV:
 
     def _prove(self, end_s: float = inf) -> bool:
         planner = self.planner
-        if planner is not None and planner.pending and not (self.closed or self.inherited):
+        if planner is not None and planner.pending.work and not (self.closed or self.inherited):
             planner.publish_pending()  # its pages are proven together with the others
         return self.closed or all([callback(end_s) is not False for callback in self._proofs])
 

@@ -89,16 +89,16 @@ class Pending:
 
     Args:
         store: Holds the pages.
+
+    Attributes:
+        work: The queue: step, answer, pages and work of each entry; empty in most steps.
     """
 
     def __init__(self, store: PageStore) -> None:
         self._store, self._steps = store, 0
-        self._work: deque[tuple[int, Later, Items[tuple[int, int]], Callable[[bool], None]]] = (
+        self.work: deque[tuple[int, Later, Items[tuple[int, int]], Callable[[bool], None]]] = (
             deque()
         )
-
-    def __len__(self) -> int:
-        return len(self._work)
 
     def defer(
         self, answer: Later, pages: Items[tuple[int, int]], work: Callable[[bool], None]
@@ -110,29 +110,29 @@ class Pending:
             pages: (group, page) that neither move nor become free until then.
             work: Called with whether it was deferred.
         """
-        if not self._work and answer.ready:
+        if not self.work and answer.ready:
             work(False)
             return
         for group, page in pages:
             self._store.pool(group).lend(page)
-        self._work.append((self._steps, answer, pages, work))
+        self.work.append((self._steps, answer, pages, work))
 
     def end_step(self) -> None:
         """Do the work that was added before the step that ends."""
-        while self._work and self._work[0][0] < self._steps:
+        while self.work and self.work[0][0] < self._steps:
             self._do()
         self._steps += 1
 
     def run_all(self) -> bool:
         """Do all queued work, and any that it adds; return whether there was any."""
-        settled = bool(self._work)
-        while self._work:
+        settled = bool(self.work)
+        while self.work:
             self._do()
         return settled
 
     def _do(self) -> None:
-        self._work[0][1].result()
-        _, _, pages, work = self._work.popleft()
+        self.work[0][1].result()
+        _, _, pages, work = self.work.popleft()
         for group, page in pages:
             self._store.pool(group).give_back(page)
         work(True)

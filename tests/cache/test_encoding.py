@@ -172,7 +172,7 @@ def told(story: list[tuple[str, int]], device: LateDevice) -> LateDevice:
         for seq in seqs:
             seq.close()
         kv.planner.publish_pending()
-    assert not kv.planner.pending
+    assert not kv.planner.pending.work
     kv.close()
     return device
 

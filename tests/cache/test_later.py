@@ -99,8 +99,8 @@ def test_the_step_at_which_a_page_is_encoded_is_no_matter_of_time(options: Any) 
 def test_what_is_left_is_published_before_the_next_prompt_looks() -> None:
     kv = make_kv()
     opened(kv, TEXT).close()
-    assert kv.planner.pending, "it closed while the device was asked"
-    assert kv.open(TEXT).length >= 3 * PAGE and not kv.planner.pending
+    assert kv.planner.pending.work, "it closed while the device was asked"
+    assert kv.open(TEXT).length >= 3 * PAGE and not kv.planner.pending.work
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN")
