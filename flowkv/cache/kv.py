@@ -312,6 +312,7 @@ class KV:
         self._lost = 0  # lost pages that `flush` has reported
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
+        self._long: Callable[[], tuple[int, Salt] | None] = lambda: None
         self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
         self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0}
         self.graphed.update(eager="", prompts="")
@@ -820,16 +821,29 @@ class KV:
             Planner.of(seq).publish(seq, exact=True)
 
     @contextmanager
-    def _probe(self, tokens: Tokens, tenant: str | None, salts: Items[Salt]) -> Iterator[Sequence]:
+    def _probe(
+        self, tokens: Tokens, tenant: str | None, salts: Items[Salt], *, other: bool = False
+    ) -> Iterator[Sequence]:
+        """Look up a prompt, or with `other` the same tokens in texts of the other encoding."""
         interrupts.cover()
         self.lock.run_deferred()
         with self.lock:
             planner = self._agreed()
             planner.store.writes.drain()
             planner.look_ahead()
-            seq = self._lineless(planner, tenant, salts)
-            seq.note(as_tokens(plain(tokens)))
+            ids = as_tokens(plain(tokens))
+            seq = self._lineless(planner, tenant, self._salted(ids, salts, other=other))
+            seq.note(ids)
             yield seq
+
+    def _salted(
+        self, ids: NDArray[np.uint32], salts: Items[Salt], *, other: bool = False
+    ) -> Items[Salt]:
+        """Return the salts of a prompt with that of long texts, where a model encodes them so."""
+        switch = self._long()
+        if switch is None or (len(ids) > switch[0]) == other or switch[1] in salts:
+            return salts
+        return [switch[1], *salts]
 
     def explain(
         self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()
@@ -855,9 +869,10 @@ class KV:
             CapacityError: Too many sequences are open.
         """
         with self.lock:
-            seq = self._sequence(self._agreed(), tenant, salts)
+            ids = as_tokens(plain(tokens))
+            seq = self._sequence(self._agreed(), tenant, self._salted(ids, salts))
             try:
-                seq.note(as_tokens(plain(tokens)))
+                seq.note(ids)
                 return self.restorer.restore(seq, len(seq.tokens))
             finally:
                 self._close(seq)
@@ -997,7 +1012,11 @@ class KV:
                     others = sum(forget(name) for forget in self._forgets)
                 return found + others
             try:
-                return erasure.forget_prompt(store, seq) + self._unlearns(tokens, tenant)
+                found = erasure.forget_prompt(store, seq) + self._unlearns(tokens, tenant)
+                if self._long() is not None:  # shorter and longer texts may begin so, too
+                    with self._probe(tokens, tenant, salts, other=True) as twin:
+                        found += erasure.forget_prompt(store, twin)
+                return found
             finally:
                 for open_seq in self._open.values():
                     known = min(open_seq.known, seq.known)  # may be less than a page
@@ -1725,6 +1744,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     forget: Callable[[str], int] | None = None,
     learn: Callable[[Items[Tokens], str | None], int] | None = None,
     unlearn: Callable[[Tokens, str | None], int] | None = None,
+    long: Callable[[], tuple[int, Salt] | None] | None = None,
     calibrate: Callable[[Any, PageBases, float], dict[str, float]] | None = None,
 ) -> None:
     """Register callbacks of the code that attaches a cache to a model.
@@ -1740,6 +1760,8 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
         forget: Erases data kept beside the pages of a tenant, and counts it.
         learn: Called by `KV.learn`.
         unlearn: Erases a document, if a prompt to be erased is one, and counts it.
+        long: Returns the length beyond which the model encodes all tokens of a text otherwise, and
+            the salt of such texts; None if it does not.
         calibrate: Called by `KV.calibrate`.
     """
     kv._model = model or kv._model
@@ -1748,6 +1770,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     kv._detach += [detach] if detach else []
     kv._closings += [close] if close else []
     kv._forgets += [forget] if forget else []
+    kv._long = long or kv._long
     kv._calibrates = calibrate or kv._calibrates
     kv._learns, kv._unlearns = learn or kv._learns, unlearn or kv._unlearns
 

@@ -196,6 +196,23 @@ def test_long_prompts_reuse_each_other(tmp_path: Path) -> None:
     assert all(n >= 48 for n in known[1][:5]) and known[1][5] == 0
 
 
+def test_lists_of_tokens_name_texts_as_long_as_they_are(tmp_path: Path) -> None:
+    """Long texts are found and erased; with a short one, those that it begins."""
+    text, disk = models.prompt(130), f"{tmp_path}/kv:64MiB"
+    long, short = text[0, :100].tolist(), text[0, :40].tolist()
+    for erased, left in ((long, short), (short, None)):
+        model = build("longrope")
+        with attached(model, disk=disk) as kv:
+            for ids in (long, short):
+                generate(model, 8, input_ids=torch.tensor([ids]))
+            assert kv.explain(long).known >= 96 and kv.explain(short).known >= 32
+            assert kv.warm(long) >= 96 and kv.pin(long) >= 96 and kv.pin(long, pinned=False)
+            assert kv.forget(erased) > 0
+            for ids in (long, short):
+                found = kv.explain(ids).known
+                assert (found >= 32) == (ids is left), (len(ids), found)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["cut", "rows"])
 def test_a_long_text_that_becomes_short_names_no_page(way: str) -> None:
