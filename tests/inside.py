@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from flowkv.compiled.digest import compile_digest
     from flowkv.compiled.machine_code import directory, kept, kept_callback
     from flowkv.compiled.parts import PART
+    from flowkv.connect.door import Announced, Holds, Jobs, Lookup
     from flowkv.connect.identity import fingerprint
     from flowkv.core import digest as core_digest
     from flowkv.core import errors, interrupts, progress

@@ -1,172 +1,43 @@
 """KV events: blocks that a cache has stored and removed, as engines publish them over ZeroMQ.
 
-A message has three parts: a topic, a number that counts up (u64, big-endian), and msgpack of a
-batch, `[time, [event, ...], rank]`. Events are maps with a "type" (vLLM 0.32,
-`vllm/distributed/kv_events.py`) or arrays that begin with it (earlier vLLM, SGLang, Dynamo); both
-are read, maps are written. A publisher may replay missed messages: a socket that is sent a number
-answers with all messages from that number on that it still has, and ends with -1.
+Messages are those of `flowkv.connect.wire`. A publisher may replay missed messages: a socket that
+is sent a number answers with all messages from that number on that it still has, and ends with -1.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import hashlib
-import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from msgspec import Meta
-
+from flowkv.connect.event_trace import ANSWERING_S, CHUNK_S, Recorder
+from flowkv.connect.wire import (
+    DEVICE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Hash,
+    KVEvent,
+    decode,
+    encode,
+)
 from flowkv.core.errors import ConfigError, MissingDependencyError
-from flowkv.core.files import MALFORMED
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.observe.events import Closing
-from flowkv.observe.recording import MOST_BLOCK_TOKENS, Writer
 
 if TYPE_CHECKING:
     from flowkv.cache.index import Block
     from flowkv.cache.kv import KV
 
 __all__ = [
-    "ANSWERING_S",
-    "CHUNK_S",
-    "DEVICE",
-    "AllBlocksCleared",
-    "BlockRemoved",
-    "BlockStored",
-    "EventBatch",
-    "EventPublisher",
-    "EventSubscription",
-    "Hash",
-    "KVEvent",
-    "Recorder",
-    "decode",
+    "ANSWERING_S", "CHUNK_S", "DEVICE", "AllBlocksCleared", "BlockRemoved", "BlockStored",
+    "EventBatch", "EventPublisher", "EventSubscription", "Hash", "KVEvent", "Recorder", "decode",
     "encode",
 ]  # fmt: skip
-
-Hash: TypeAlias = bytes | int
-"""An engine's name of a block and all above it; a publisher uses one of the two types."""
-
-TokenId: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-
-DEVICE = "GPU"
-"""The medium of blocks that attention reads, whatever the device is."""
-
-
-class BlockStored(msgspec.Struct, tag=True, gc=False):
-    """Blocks of one chain, root to leaf, were stored.
-
-    Attributes:
-        block_hashes: Their names.
-        parent_block_hash: The block above the first; None if that is a root.
-        token_ids: Tokens of all blocks.
-        block_size: Tokens of each block.
-        lora_id: No longer used.
-        medium: Medium of the blocks: `DEVICE`, "CPU", "STORAGE"; None if unknown.
-        lora_name: Adapter.
-        extra_keys: Further identity of each block beside its tokens: adapter, images, salt.
-        group_idx: Layer group.
-        kv_cache_spec_kind: Kind of attention of the group.
-        kv_cache_spec_sliding_window: Its window in tokens.
-        session_id: Conversation that the blocks were stored for.
-    """
-
-    block_hashes: list[Hash]
-    parent_block_hash: Hash | None
-    token_ids: list[TokenId]
-    block_size: Annotated[int, Meta(ge=1, lt=MOST_BLOCK_TOKENS)]
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    session_id: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag=True, gc=False):
-    """Blocks were removed; see `BlockStored`."""
-
-    block_hashes: list[Hash]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """All blocks were removed."""
-
-
-KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_KINDS: dict[str, type[KVEvent]] = {
-    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
-}
-
-
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Events of one moment, in their order.
-
-    Attributes:
-        ts: Seconds since 1970.
-        events: `KVEvent`s.
-        rank: Number of the engine's data-parallel replica.
-    """
-
-    ts: float
-    events: list[Any]
-    rank: int | None = None
-
-
-MOST_S = 2.0**32
-"""Upper bound of times (year 2106), so that nanoseconds fit into a recording."""
-
-
-def encode(batch: EventBatch) -> bytes:
-    """Return a batch as the third part of a message."""
-    return msgspec.msgpack.encode(batch)
-
-
-def decode(payload: bytes) -> EventBatch:
-    """Return the batch in a message; events of unknown kinds are left out.
-
-    Raises:
-        ConfigError: The payload is no batch of events.
-    """
-    try:
-        batch = msgspec.msgpack.decode(payload, type=EventBatch)
-        batch.events = [event for raw in batch.events if (event := _event(raw)) is not None]
-        if not 0 <= batch.ts < MOST_S:  # refuses NaN, too
-            raise ValueError(f"its time is {batch.ts}")
-    except (*MALFORMED, TypeError) as error:
-        raise ConfigError(
-            f"these are no KV events ({error})",
-            "Subscribe to what vLLM, SGLang, Dynamo or FlowKV publish",
-        ) from None
-    return batch
-
-
-def _event(raw: Any) -> KVEvent | None:
-    if isinstance(raw, dict):
-        kind, said = _KINDS.get(raw.pop("type", "")), raw
-    else:
-        name, *values = raw
-        kind = _KINDS.get(name)
-        said = dict(zip(kind.__struct_fields__ if kind else (), values, strict=False))
-    event = None if kind is None else msgspec.convert(said, kind)
-    if isinstance(event, BlockStored):
-        keys = [key for keys in event.extra_keys or () for key in keys or ()]
-        parts = [part for key in keys if isinstance(key, list) for part in key]
-        if any(isinstance(part, dict) for part in keys) or any(
-            isinstance(part, list | dict) for part in parts
-        ):
-            raise ValueError("keys within keys within keys")
-    return event
-
 
 # Subscriptions.
 
@@ -226,19 +97,15 @@ class EventSubscription(Closing):
         self._context.destroy(linger=0)
 
     def _take(self, number: int, payload: bytes) -> Iterator[EventBatch]:
-        batch = self._read(payload)
-        due, self._next = self._next, number + 1
-        if due is None and self._replay:
-            due = 0  # request messages from before the subscription
-        if due is not None and number > due:
-            missed = self._ask(due, number)
-            yield from (self._read(missed[n]) for n in sorted(missed))
-            lost = number - due - len(missed)
-        else:
-            lost = 0
-        if lost and due:
-            self.lost += lost
-        if lost or (due is not None and number < due):  # lost messages, or a publisher restart
+        batch, due = self._read(payload), self._next
+        if due is None:  # request messages from before the subscription
+            due = 0 if self._replay else number
+        self._next, missed = number + 1, self._ask(due, number)
+        yield from (self._read(missed[n]) for n in sorted(missed))
+        lost = number - due - len(missed)
+        if due:
+            self.lost += max(0, lost)
+        if lost:  # below 0 after a restart of the publisher
             batch.events.insert(0, AllBlocksCleared())
         yield batch
 
@@ -253,7 +120,7 @@ class EventSubscription(Closing):
     def _ask(self, first: int, last: int) -> dict[int, bytes]:
         """Request messages from `first` to before `last`; return those the publisher still has."""
         found: dict[int, bytes] = {}
-        if not self._replay:
+        if not self._replay or first >= last:
             return found
         end_s = time.monotonic() + self._patience_s
         with self._context.socket(self._zmq.DEALER) as socket:
@@ -365,8 +232,7 @@ class EventPublisher(Closing):
         if block.kind != "page" or block.tokens is None:
             return
         if len(self._queue) >= MOST_QUEUED:  # too many: clear the receivers, and go on from here
-            self._queue.clear()
-            self._queue.append(None)
+            self._queue = collections.deque([None])
         self._queue.append((block, there))
         if not self._wake.is_set():
             self._wake.set()
@@ -397,163 +263,30 @@ class EventPublisher(Closing):
     def _events(self) -> list[KVEvent]:
         """Return the next events; consecutive pages are merged into one event."""
         events: list[KVEvent] = []
-        with contextlib.suppress(IndexError):
-            while len(events) < MOST_EVENTS:
-                said = self._queue.popleft()
-                if said is None:
-                    events.append(AllBlocksCleared())
-                elif not events or not _extended(events[-1], *said):
-                    events.append(self._event(*said))
+        while (queue := self._queue) and len(events) < MOST_EVENTS:
+            if (said := queue.popleft()) is None:
+                events.append(AllBlocksCleared())
+            else:
+                self._add(events, *said)
         return events
 
-    def _event(self, block: Block, there: bool) -> KVEvent:
-        keys: list[Hash] = [block.key]
-        group = block.group
+    def _add(self, events: list[KVEvent], block: Block, there: bool) -> None:
+        """Add a block to the last event, if both are alike, else as an event of its own."""
+        event, group = events[-1] if events else None, block.group
+        root, tokens = block.parent == ROOT, [] if block.tokens is None else block.tokens.tolist()
+        if isinstance(event, AllBlocksCleared) or (event and event.group_idx != group):
+            event = None
         if not there:
-            return BlockRemoved(keys, group_idx=group)
-        root, tokens = block.parent == ROOT, _tokens(block)
-        whose = block.tenant if root and block.tenant != self._usual else b""
-        event = BlockStored(keys, None if root else block.parent, tokens, len(tokens))
-        event.extra_keys, event.group_idx = [(whose.hex(),)] if whose else None, group
-        return event
-
-
-def _extended(event: KVEvent, block: Block, there: bool) -> bool:
-    """Add a block to the event before, if both are alike; return whether they are."""
-    if getattr(event, "group_idx", None) != block.group:
-        return False
-    if there and isinstance(event, BlockStored) and event.block_hashes[-1] == block.parent:
-        event.token_ids += _tokens(block)
-        if event.extra_keys is not None:
-            event.extra_keys.append(None)
-    elif there or not isinstance(event, BlockRemoved):
-        return False
-    event.block_hashes.append(block.key)
-    return True
-
-
-def _tokens(block: Block) -> list[int]:
-    return [] if block.tokens is None else block.tokens.tolist()
-
-
-# Recordings made of events, for the simulator.
-
-ANSWERING_S, CHUNK_S = 30.0, 2.0
-MOST_KNOWN = 1 << 20
-MOST_TOKENS = (1 << 31) - 1
-"""Most tokens of a prompt or an answer in a recording."""
-
-
-class _Request:
-    """Request that may not be over."""
-
-    __slots__ = ("answered", "began_s", "chain", "last_s", "session")
-
-    def __init__(self, began_s: float, chain: list[bytes], session: str) -> None:
-        self.began_s = self.last_s = began_s
-        self.chain, self.session, self.answered = chain, session, 0
-
-
-class Recorder(Closing):
-    """Writer of a recording of an engine's requests, from the events of its device blocks.
-
-    Events name no requests, so these are inferred from chains of blocks: a request is its new
-    blocks and all those above them. More blocks right below its last, within `CHUNK_S`, are the
-    next chunk of its prompt; a single one, within `ANSWERING_S`, is a block of its answer. Requests
-    without any new block, and tokens that fill no block, are not visible.
-
-    Args:
-        path: A new file; an old one is replaced. `flowkv.sim.read_trace` reads it.
-
-    Attributes:
-        requests: Requests written so far.
-
-    Raises:
-        OSError: The file cannot be written; any call may.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self.requests = Path(path), 0
-        self._writer: Writer | None = None
-        self._above: dict[bytes, bytes | None] = {}
-        self._open: dict[bytes, _Request] = {}  # by their last block; the longest idle one first
-        self._now_s, self._group = 0.0, 0
-        self.path.touch()
-
-    def feed(self, batches: Iterable[EventBatch]) -> None:
-        """Apply the next events, and write requests that are over."""
-        for batch in batches:
-            self._now_s = max(self._now_s, batch.ts)
-            for event in batch.events:
-                if (
-                    isinstance(event, BlockStored)
-                    and event.block_hashes
-                    and event.medium in (None, DEVICE)
-                    and (event.group_idx or 0) == self._group
-                ):
-                    self._stored(event)
-            while self._open:
-                first = next(iter(self._open.values()))
-                if self._now_s - first.last_s <= ANSWERING_S:
-                    break
-                self._write(self._open.pop(first.chain[-1]))
-
-    def close(self) -> None:
-        """Write the remaining requests and close the file; a second call does nothing."""
-        while self._open:
-            self._write(self._open.pop(next(iter(self._open))))
-        if self._writer is not None:
-            self._writer.close()
-
-    def _stored(self, event: BlockStored) -> None:
-        if self._writer is None:
-            self._writer = Writer(self.path, block_tokens=event.block_size)
-        if event.block_size != self._writer.block_tokens:
-            return
-        parent = None if event.parent_block_hash is None else _name(event.parent_block_hash)
-        names, above = [*map(_name, event.block_hashes)], parent
-        for name in names:
-            self._above.pop(name, None)  # reinserted, so that the oldest block goes first
-            self._above[name], above = above, name
-        while len(self._above) > MOST_KNOWN:
-            del self._above[next(iter(self._above))]
-        one = self._open.get(parent) if parent is not None else None
-        if one is not None:
-            waited_s, single = self._now_s - one.last_s, len(names) == 1
-            if waited_s <= (ANSWERING_S if single else 0.0 if one.answered else CHUNK_S):
-                del self._open[one.chain[-1]]
-                one.answered += single
-            else:
-                one = None
-        if one is None:
-            one = _Request(self._now_s, self._chain(parent), event.session_id or "")
-        one.chain += names
-        one.last_s = self._now_s
-        if (other := self._open.pop(names[-1], None)) is not None:
-            self._write(other)
-        self._open[names[-1]] = one
-
-    def _chain(self, name: bytes | None) -> list[bytes]:
-        found: dict[bytes, None] = {}
-        while name is not None and name not in found:
-            found[name] = None
-            name = self._above.get(name)
-        return [*reversed(found)]
-
-    def _write(self, request: _Request) -> None:
-        assert self._writer is not None
-        size, prompt = self._writer.block_tokens, len(request.chain) - request.answered
-        self._writer.request(
-            round(request.began_s * 1e9),
-            b"".join(request.chain),
-            input_tokens=min(prompt * size, MOST_TOKENS),
-            output_tokens=min(request.answered * size, MOST_TOKENS),
-            session=request.session.encode(),
-        )
-        self.requests += 1
-
-
-def _name(block: Hash) -> bytes:
-    """Return 16 bytes for a block's hash."""
-    raw = (block & (1 << 64) - 1).to_bytes(8, "little") if isinstance(block, int) else block
-    return hashlib.blake2b(raw, digest_size=16).digest()
+            if not isinstance(event, BlockRemoved):
+                events.append(event := BlockRemoved([], group_idx=group))
+        elif isinstance(event, BlockStored) and event.block_hashes[-1] == block.parent:
+            event.token_ids += tokens
+            if event.extra_keys is not None:
+                event.extra_keys.append(None)
+        else:
+            event = BlockStored([], None if root else block.parent, tokens, len(tokens))
+            if root and block.tenant != self._usual:
+                event.extra_keys = [(block.tenant.hex(),)]
+            event.group_idx = group
+            events.append(event)
+        event.block_hashes.append(block.key)

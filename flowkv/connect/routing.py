@@ -59,32 +59,21 @@ class ReplicaRates(NamedTuple):
 _USUAL = ReplicaRates()
 
 
-class _Queue:
-    """Queue of a replica, which computes one request after the other."""
+class _Queue(dict[int, float]):
+    """Work of a replica in seconds, by request; the replica computes one after the other."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._numbers = clock, itertools.count()
-        self._left_s: dict[int, float] = {}
-        self._at_s = clock()
-
-    def begin(self, work_s: float) -> int:
-        self.left_s()
-        number = next(self._numbers)
-        self._left_s[number] = work_s
-        return number
-
-    def end(self, number: int) -> None:
-        self.left_s()
-        del self._left_s[number]
+        super().__init__()
+        self._clock, self._at_s = clock, clock()
 
     def left_s(self) -> float:
-        """Return the time until all requests are computed."""
+        """Subtract the work done since the last call; return the time until all is done."""
         now_s = self._clock()
         done_s, self._at_s = now_s - self._at_s, now_s
-        for number, left_s in self._left_s.items():
-            self._left_s[number] = max(0.0, left_s - done_s)
+        for number, left_s in self.items():
+            self[number] = max(0.0, left_s - done_s)
             done_s = max(0.0, done_s - left_s)
-        return sum(self._left_s.values())
+        return sum(self.values())
 
 
 class Router:
@@ -112,7 +101,7 @@ class Router:
         self._holders: dict[bytes, set[Replica]] = {}
         # By replica: its name of a block -> our name, and the media that store the block.
         self._names: dict[Replica, dict[Hash, tuple[bytes, set[str]]]] = {}
-        self._queues: dict[Replica, _Queue] = {}
+        self._queues, self._numbers = dict[Replica, _Queue](), itertools.count()
         self._sizes: dict[int, None] = {}
         for replica in replicas:
             self.add(replica)
@@ -146,7 +135,7 @@ class Router:
                 elif isinstance(event, BlockStored):
                     self._stored(replica, event)
                 elif isinstance(event, BlockRemoved):
-                    self._removed(replica, event)
+                    self._removed(replica, event.block_hashes, event.medium or "")
 
     def known(self, tokens: ArrayLike, salt: str = "") -> dict[Replica, int]:
         """Return how many tokens of a prompt, from its beginning, each replica has.
@@ -218,13 +207,14 @@ class Router:
             chosen = self.choose(tokens, salt) if replica is None else replica
             if chosen not in self._queues:
                 raise ConfigError(f"there is no replica {chosen!r}", "Add it first")
-            queue, work = self._queues[chosen], self.scores(tokens, salt)[chosen].computed
-            number = queue.begin(work / self.rates.compute)
+            queue, number = self._queues[chosen], next(self._numbers)
+            queue[number] = self.scores(tokens, salt)[chosen].computed / self.rates.compute
         try:
             yield chosen
         finally:
             with self._lock:
-                queue.end(number)
+                queue.left_s()
+                del queue[number]
 
     def _score(self, replica: Replica, total: int, known: int, shared: int) -> Score:
         rates = self.rates
@@ -233,8 +223,6 @@ class Router:
         computed = max(1, total - known - more)  # at least the last token
         seconds = (queued + computed) / rates.compute + (more / rates.fetch if more else 0.0)
         return Score(seconds, known, more, computed, queued)
-
-    # ---- events
 
     def _stored(self, replica: Replica, event: BlockStored) -> None:
         size, names = event.block_size, self._names.setdefault(replica, {})
@@ -254,24 +242,22 @@ class Router:
             names.setdefault(block, (above, set()))[1].add(event.medium or "")
             self._holders.setdefault(above, set()).add(replica)
 
-    def _removed(self, replica: Replica, event: BlockRemoved) -> None:
+    def _removed(self, replica: Replica, blocks: Iterable[Hash], medium: str | None) -> None:
+        """Remove blocks from a medium, or from all for None."""
         names = self._names.get(replica, {})
-        for block in event.block_hashes:
+        for block in blocks:
             name, media = names.get(block, (b"", set()))
-            media.discard(event.medium or "")
+            media -= media if medium is None else {medium}
             if name and not media:
                 del names[block]
-                self._leave(name, replica)
+                holders = self._holders.get(name, set())  # two of its blocks may have one name
+                holders.discard(replica)
+                if not holders:
+                    self._holders.pop(name, None)
 
     def _clear(self, replica: Replica) -> None:
-        for name, _ in self._names.pop(replica, {}).values():
-            self._leave(name, replica)
-
-    def _leave(self, name: bytes, replica: Replica) -> None:
-        holders = self._holders.get(name, set())
-        holders.discard(replica)
-        if not holders:
-            self._holders.pop(name, None)
+        self._removed(replica, list(self._names.get(replica, ())), None)
+        self._names.pop(replica, None)
 
 
 def _chain(ids: NDArray[np.int64], size: int, salt: str) -> Iterator[bytes]:

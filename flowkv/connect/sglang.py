@@ -7,21 +7,20 @@ module imports SGLang and torch.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from flowkv.connect import door
 from flowkv.connect.identity import fingerprint, identify
+from flowkv.connect.sglang_pool import HostPool, bytes_of
 from flowkv.core.errors import ConfigError, experimental
 from flowkv.core.keys import ROOT
-from flowkv.residency.keeper import Caller, open_keeper
-from flowkv.tiers.base import FrameInfo, Load, Store
+from flowkv.residency.keeper import open_keeper
+from flowkv.tiers.base import Load, Store
 
 TESTED = "0.5"
 """The version of SGLang that this connector was tested with."""
@@ -42,14 +41,8 @@ except ImportError as error:
 experimental(__name__, "SGLang changes the interfaces below it with its own releases")
 
 _log = logging.getLogger("flowkv")
-_MOST_RUNS = 4  # memory runs of a page; with more, a copy costs less than the frames
 _ASK_AGAIN_S = 0.002
-_SHAPE = (
-    "dtype layout page_size logical_page_size layer_num start_layer end_layer head_num head_dim "
-    "v_head_dim kv_lora_rank qk_rope_head_dim kv_cache_dim storage_format_tag size_per_token "
-    "num_mamba_layers temporal_state_shape temporal_dtype conv_state_shapes conv_dtype"
-).split()
-"""Attributes of host pools that describe the bytes of a page, as far as a pool has them."""
+_Move = Callable[[HostPool, list[str], torch.Tensor], list[bool]]
 _USES = (
     "model_path revision speculative_draft_model_path speculative_draft_model_revision "
     "dtype quantization quantization_param_path kv_cache_dtype json_model_override_args model_impl "
@@ -61,78 +54,6 @@ _USES = (
 door.check_version("SGLang", "storage", sglang_version, TESTED)
 
 
-class _Pool:
-    """Pages of one of SGLang's host pools, in place in its memory or as copies.
-
-    Attributes:
-        name: SGLang's name of the pool, such as "kv" or "mamba".
-        namespace: Namespace of its frames.
-        layout: Fingerprint of a page's layout.
-        page_size: Tokens of a page.
-        sizes: Bytes of each run of a page, which is a frame; a copy is a single run.
-    """
-
-    def __init__(self, pool: Any, name: str, *, in_place: bool) -> None:
-        self.pool, self.name = pool, name
-        self.page_size = int(getattr(pool, "page_size", 1) or 1)
-        self.sizes = self._runs() if in_place else ()
-        self.in_place = bool(self.sizes)
-        if not self.in_place:
-            page = pool.get_dummy_flat_data_page()
-            self.sizes, self._dtype = (page.nbytes,), page.dtype
-        self.namespace, self.layout = ROOT, bytes(16)
-
-    def _runs(self) -> tuple[int, ...]:
-        """Return the bytes of a page's runs in memory; empty if there are too many."""
-        try:
-            _, sizes = self.pool.get_page_buffer_meta(torch.arange(self.page_size))
-        except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError):
-            return ()
-        return tuple(map(int, sizes)) if 0 < len(sizes) <= _MOST_RUNS else ()
-
-    def said(self) -> dict[str, str]:
-        """Return all properties that the bytes of a page depend on."""
-        shape = {of: str(getattr(self.pool, of)) for of in _SHAPE if hasattr(self.pool, of)}
-        return {**shape, "pool": type(self.pool).__qualname__, "runs": str(self.sizes)}
-
-    def runs(self, indices: torch.Tensor) -> list[memoryview]:
-        """Return the runs of pages, for reading."""
-        if self.in_place:
-            return self._in_place(indices)
-        first = indices[:: self.page_size].tolist()
-        return [_bytes(self.pool.get_data_page(at).contiguous()) for at in first]
-
-    def filled(
-        self, indices: torch.Tensor, fill: Callable[[list[memoryview]], list[bool]]
-    ) -> list[bool]:
-        """Fill pages by `fill`, and put copies into the pool; return which pages were filled."""
-        if self.in_place:
-            return self.whole(fill(self._in_place(indices)))
-        first = indices[:: self.page_size].tolist()
-        copies = torch.empty((len(first), *self.sizes), dtype=torch.uint8)
-        good = fill([_bytes(copy) for copy in copies])
-        for at, copy, there in zip(first, copies, good, strict=True):
-            if there:
-                self.pool.set_from_flat_data_page(at, copy.view(self._dtype))
-        return good
-
-    def _in_place(self, indices: torch.Tensor) -> list[memoryview]:
-        pointers, sizes = self.pool.get_page_buffer_meta(indices)
-        runs = ((ctypes.c_char * n).from_address(p) for p, n in zip(pointers, sizes, strict=True))
-        return [memoryview(run).cast("B") for run in runs]
-
-    def whole(self, runs: Sequence[bool]) -> list[bool]:
-        """Return for each page whether all of its runs are true."""
-        n = len(self.sizes)
-        return [all(runs[i : i + n]) for i in range(0, len(runs), n)]
-
-    def frame_names(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the names of the frames of pages, run by run."""
-        said = [self.namespace + key.encode() for key in keys]
-        runs = [bytes([run]) for run in range(len(self.sizes))]
-        return [hashlib.sha256(page + run).digest() for page in said for run in runs]
-
-
 def _uses() -> dict[str, str]:
     """Return SGLang's server arguments that define the model; empty outside a server."""
     try:
@@ -141,10 +62,6 @@ def _uses() -> dict[str, str]:
         return {}
     said = {name: getattr(args, name, None) for name in _USES}
     return {name: str(value) for name, value in said.items() if value is not None}
-
-
-def _bytes(page: torch.Tensor) -> memoryview:
-    return page.view(torch.uint8).numpy().reshape(-1).data
 
 
 class FlowKVStorage(HiCacheStorage):
@@ -187,22 +104,20 @@ class FlowKVStorage(HiCacheStorage):
         self._of = storage_config
         self._rank = storage_config.tp_rank, storage_config.tp_size
         self.keeper = open_keeper(*self._places(said.places), **said.options)
-        self._looker = self.keeper.caller()
-        self._held = door.Holds(self._looker)  # until as many loads
-        self._pools: dict[str, _Pool] = {}
+        self._held = door.Holds(self.keeper.caller())  # until as many loads
+        self._pools: dict[str, HostPool] = {}
 
     def _places(self, asked: Sequence[str]) -> list[str]:
-        of = self._of
-        on_disk = any(place.startswith("disk:") for place in asked)
-        if on_disk and of.is_mla_model and of.tp_size > 1:
+        of, disks = self._of, [place for place in asked if place.startswith("disk:")]
+        if disks and of.is_mla_model and of.tp_size > 1:
             raise ConfigError(
                 "a directory serves one rank, but all ranks load pages that SGLang stores from one",
                 'Use a place that all ranks reach: "redis://...", "s3://..."',
             )
         ranks = (of.tp_rank, of.pp_rank, of.attn_cp_rank, of.dp_rank)
         alone = of.tp_size * of.pp_size * of.attn_cp_size == 1 and not of.dp_rank
-        for place in asked:
-            if place.startswith("disk:") and "{rank}" not in place and not alone:
+        for place in disks:
+            if "{rank}" not in place and not alone:
                 raise ConfigError(
                     f"{place!r} is one directory for several ranks, but only one can write there",
                     "Give each rank a directory of its own: disk:/nvme/kv-{rank}:200GiB",
@@ -224,7 +139,7 @@ class FlowKVStorage(HiCacheStorage):
 
     def _register(self, host_pool: Any, name: str) -> None:
         of, revision = self._of, self._settings.revision
-        pool = _Pool(host_pool, name, in_place=self._in_place)
+        pool = HostPool(host_pool, name, in_place=self._in_place)
         if "uint8" in str(getattr(host_pool, "dtype", "")) and not (self._uses or revision):
             raise ConfigError(
                 "the cache has uint8 elements, and SGLang does not report their encoding",
@@ -244,7 +159,7 @@ class FlowKVStorage(HiCacheStorage):
         pool.namespace, pool.layout = identify(self._model, said, self._weights, revision)
         self._pools[name] = pool
 
-    def _pool(self, name: Any = PoolName.KV) -> _Pool:
+    def _pool(self, name: Any = PoolName.KV) -> HostPool:
         try:
             return self._pools[str(name)]
         except KeyError:
@@ -283,9 +198,8 @@ class FlowKVStorage(HiCacheStorage):
             there = self._there(pool, keys[:n_pages])
             # which pages will be loaded is unknown
             self._held.release_frames(pool.frame_names(keys[:n_pages]))
-            window = n_pages
-            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                window = max(1, len(transfer.keys or ()))
+            trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+            window = max(1, len(transfer.keys or ())) if trailing else n_pages
             ends = [n for n in range(1, n_pages + 1) if all(there[max(0, n - window) : n])]
             if ends:
                 found[transfer.name] = ends[-1]
@@ -294,18 +208,12 @@ class FlowKVStorage(HiCacheStorage):
         self._held.release_frames(self._pool().frame_names(keys[n_usable:n_pages]))
         return PoolTransferResult(n_usable, found, sorted(restorable))
 
-    def _there(self, pool: _Pool, keys: Sequence[str]) -> list[bool]:
-        names = pool.frame_names(keys)
-        until_s = time.monotonic() + self._settings.lookup_deadline_s
-        known = {name: self._looker.lookup([name], name)[0] for name in names}
-        while None in known.values() and time.monotonic() <= until_s:
+    def _there(self, pool: HostPool, keys: Sequence[str]) -> list[bool]:
+        limit_s = self._settings.lookup_deadline_s
+        lookup = door.Lookup(self._held, pool.frame_names(keys), limit_s)
+        while not lookup.is_over():
             time.sleep(_ASK_AGAIN_S)
-            unknown = [name for name, there in known.items() if there is None]
-            known.update((name, self._looker.lookup([name], name)[0]) for name in unknown)
-        found = [bool(known[name]) for name in names]
-        self._held.hold_frames(names)
-        self._held.release_frames([name for name in names if not known[name]])
-        return pool.whole(found)
+        return pool.whole(lookup.found)
 
     # ---- transfers
 
@@ -330,10 +238,7 @@ class FlowKVStorage(HiCacheStorage):
         """Store pages of several pools; return for each whether it is stored."""
         return self._each(transfers, lambda p, keys, at: self._store(p, keys, p.runs(at)))
 
-    def _each(
-        self, transfers: Sequence[Any],
-        move: Callable[[_Pool, list[str], torch.Tensor], list[bool]],
-    ) -> dict[str, list[bool]]:  # fmt: skip
+    def _each(self, transfers: Iterable[Any], move: _Move) -> dict[str, list[bool]]:
         done = {}
         for transfer in transfers:
             pool, keys = self._pool(transfer.name), transfer.keys or []
@@ -356,7 +261,7 @@ class FlowKVStorage(HiCacheStorage):
         pool = self._flat()
         given = list(target_locations or [None] * len(keys))
         pages = [pool.pool.get_dummy_flat_data_page() if at is None else at for at in given]
-        good = self._filled(pool, keys, [_bytes(page) for page in pages])
+        good = self._filled(pool, keys, [bytes_of(page) for page in pages])
         return [page if there else None for page, there in zip(pages, good, strict=True)]
 
     def set(
@@ -370,12 +275,12 @@ class FlowKVStorage(HiCacheStorage):
         target_sizes: Any = None,
     ) -> bool:  # fmt: skip
         """Store flat pages; return whether all are stored."""
-        pool, bodies = self._flat(), [_bytes(value.contiguous()) for value in values or ()]
+        pool, bodies = self._flat(), [bytes_of(value.contiguous()) for value in values or ()]
         if any((body.nbytes,) != pool.sizes for body in bodies):
             return False
         return all(self._store(pool, keys, bodies))
 
-    def _flat(self) -> _Pool:
+    def _flat(self) -> HostPool:
         if self._pool().in_place:
             raise ConfigError(
                 "flat pages were requested, but pages are stored in the pool's memory layout",
@@ -383,54 +288,44 @@ class FlowKVStorage(HiCacheStorage):
             )
         return self._pool()
 
-    def _load(self, pool: _Pool, keys: list[str], indices: torch.Tensor) -> list[bool]:
+    def _load(self, pool: HostPool, keys: list[str], indices: torch.Tensor) -> list[bool]:
         return pool.filled(indices, lambda runs: self._filled(pool, keys, runs))
 
-    def _filled(self, pool: _Pool, keys: Sequence[str], runs: Sequence[memoryview]) -> list[bool]:
+    def _filled(self, pool: HostPool, keys: list[str], runs: Sequence[memoryview]) -> list[bool]:
         names = pool.frame_names(keys)
         loads = [Load(name, run, pool.layout) for name, run in zip(names, runs, strict=True)]
         try:
-            return self._done(
-                loads, lambda to: to.submit_load(loads, deadline_s=self._settings.load_deadline_s)
-            )
+            return self._served(loads, loads=True, deadline_s=self._settings.load_deadline_s)
         finally:
             self._held.release_frames(names)
 
     def _store(
-        self, pool: _Pool, keys: Sequence[str], runs: Sequence[memoryview],
-        before: Sequence[str] = (),
-    ) -> list[bool]:  # fmt: skip
-        names, n = pool.frame_names(keys), len(pool.sizes)
-        above = [*(pool.frame_names(before) or [ROOT] * n), *names]  # pages of K and V form a chain
-        stores = [
-            Store(name, self._info(pool, i % n, above[i]), run.toreadonly())
-            for i, (name, run) in enumerate(zip(names, runs, strict=True))
-        ]
-        return pool.whole(self._done(stores, lambda to: to.submit_store(stores)))
+        self, pool: HostPool, keys: list[str], runs: Sequence[memoryview], above: Sequence[str] = ()
+    ) -> list[bool]:
+        names, n, stores = pool.frame_names(keys), len(pool.sizes), list[Store]()
+        parents = [*(pool.frame_names(above) or [ROOT] * n), *names]
+        if pool.name != PoolName.KV:  # pages of K and V alone form a chain
+            parents = [ROOT] * len(parents)
+        for i, (name, parent, run) in enumerate(zip(names, parents, runs, strict=False)):
+            said = pool.layout, parent, pool.namespace, 0, pool.page_size, pool.sizes[i % n], ROOT
+            stores.append(Store(name, door.raw_page(*said, *self._rank), run.toreadonly()))
+        return pool.whole(self._served(stores, loads=False))
 
-    def _info(self, pool: _Pool, run: int, parent: bytes) -> FrameInfo:
-        above, size = parent if pool.name == PoolName.KV else ROOT, pool.sizes[run]
-        said = pool.layout, above, pool.namespace, 0, pool.page_size, size, ROOT
-        return door.raw_page(*said, *self._rank)
-
-    def _done(self, items: Sequence[Any], start: Callable[[Caller], int]) -> list[bool]:
+    def _served(self, items: Sequence[Any], *, loads: bool, **how: float) -> list[bool]:
         """Run a job, and return for each item whether it was served."""
-        job = door.Transfer(0, items, loads=False)
         if not items or not self.keeper.open:
             return [False] * len(items)
-        caller = self.keeper.caller()
-        start(caller)
-        while job.left:
-            for answer in caller.poll(0.5):
-                job.answered(answer)
+        jobs = door.Jobs(self.keeper.caller())  # so that each thread gets its own answers
+        job = jobs.start_job(items, items, 0, loads=loads, **how)
+        while jobs:
+            jobs.finished(0.5)
         return [at in job.sizes for at in range(len(items))]
-
-    # ---- the rest
 
     def clear(self) -> None:
         """Delete every page of this model, rank and configuration."""
         mine = {pool.namespace for pool in self._pools.values()}
-        self._looker.delete([e.key for e in self._looker.scan() if e.info.namespace in mine])
+        caller = self._held.caller
+        caller.delete([e.key for e in caller.scan() if e.info.namespace in mine])
 
     def close(self) -> None:
         """End all transfers and close the places. Safe to call again."""
