@@ -176,9 +176,11 @@ class FlowKVStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many leading pages are stored; these are held until they are loaded."""
-        there = self._there(self._pool(), keys)
+        pool = self._pool()
+        lookup = self._look_up(pool, keys)
+        there = pool.whole(lookup.found)
         n = there.index(False) if False in there else len(there)
-        self._held.release_frames(self._pool().frame_names(keys[n:]))
+        lookup.release(n * len(pool.sizes))
         return n
 
     def batch_exists_v2(
@@ -195,9 +197,9 @@ class FlowKVStorage(HiCacheStorage):
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not restorable:
                 continue
             pool = self._pool(transfer.name)
-            there = self._there(pool, keys[:n_pages])
-            # which pages will be loaded is unknown
-            self._held.release_frames(pool.frame_names(keys[:n_pages]))
+            lookup = self._look_up(pool, keys[:n_pages])
+            there = pool.whole(lookup.found)
+            lookup.release()  # which pages will be loaded is unknown
             trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
             window = max(1, len(transfer.keys or ())) if trailing else n_pages
             ends = [n for n in range(1, n_pages + 1) if all(there[max(0, n - window) : n])]
@@ -208,12 +210,12 @@ class FlowKVStorage(HiCacheStorage):
         self._held.release_frames(self._pool().frame_names(keys[n_usable:n_pages]))
         return PoolTransferResult(n_usable, found, sorted(restorable))
 
-    def _there(self, pool: HostPool, keys: Sequence[str]) -> list[bool]:
+    def _look_up(self, pool: HostPool, keys: Sequence[str]) -> door.Lookup:
         limit_s = self._settings.lookup_deadline_s
         lookup = door.Lookup(self._held, pool.frame_names(keys), limit_s)
         while not lookup.is_over():
             time.sleep(_ASK_AGAIN_S)
-        return pool.whole(lookup.found)
+        return lookup
 
     # ---- transfers
 

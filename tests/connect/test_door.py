@@ -65,6 +65,17 @@ def test_a_found_frame_is_held_until_it_was_released_as_often(
         assert not keeper._holds
 
 
+def test_a_look_up_releases_its_own_holds_alone(keeper: Keeper) -> None:
+    """Another look-up of a frame that is absent yet may be under way."""
+    holds = Holds(keeper.caller())
+    stored(holds.caller, range(2))
+    holds.hold_frames(NAMES[1:4])
+    lookup = Lookup(holds, NAMES, 1.0)
+    assert lookup.is_over() and lookup.found == [True, True, False, False]
+    lookup.release(1)
+    assert {name: count for name, (count, _) in holds.items()} == dict.fromkeys(NAMES, 1)
+
+
 def test_a_hold_that_is_not_looked_up_again_ends(keeper: Keeper) -> None:
     caller = keeper.caller()
     stored(caller, range(2))
