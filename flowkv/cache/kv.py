@@ -242,6 +242,10 @@ def _no_cache() -> None:
     """Stand for a `KV` in copies and pickles of objects that refer to one: a cache stays put."""
 
 
+BLENDED = "documents", "taken_tokens", "computed_tokens", "declined"
+"""Counts of `stats()["blend"]`; documents and spans count alike."""
+
+
 class KV:
     """A key/value cache: paged, shared, tiered and persistent. Thread-safe.
 
@@ -312,7 +316,8 @@ class KV:
         self._lost = 0  # lost pages that `flush` has reported
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
-        self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
+        self._records: Callable[[Sequence], object] | None = None
+        self.blended: Counter[str] = Counter(dict.fromkeys(BLENDED, 0))
         self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0}
         self.graphed.update(eager="", prompts="")
         self.bases: PageBases | None = None
@@ -769,6 +774,8 @@ class KV:
             swap.discard(Planner.of(seq), seq)
             self._open.pop(id(seq), None)
             if Planner.of(seq) is self.planner:
+                if self._records is not None and seq.request >= 0:
+                    self._records(seq)
                 self.visits.end(seq)
             Planner.of(seq).release(seq)
             if self.config.quotas:
@@ -1725,6 +1732,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     forget: Callable[[str], int] | None = None,
     learn: Callable[[Items[Tokens], str | None], int] | None = None,
     unlearn: Callable[[Tokens, str | None], int] | None = None,
+    record: Callable[[Sequence], object] | None = None,
     calibrate: Callable[[Any, PageBases, float], dict[str, float]] | None = None,
 ) -> None:
     """Register callbacks of the code that attaches a cache to a model.
@@ -1740,6 +1748,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
         forget: Erases data kept beside the pages of a tenant, and counts it.
         learn: Called by `KV.learn`.
         unlearn: Erases a document, if a prompt to be erased is one, and counts it.
+        record: Called with each sequence that ends, before its pages are released.
         calibrate: Called by `KV.calibrate`.
     """
     kv._model = model or kv._model
@@ -1750,6 +1759,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     kv._forgets += [forget] if forget else []
     kv._calibrates = calibrate or kv._calibrates
     kv._learns, kv._unlearns = learn or kv._learns, unlearn or kv._unlearns
+    kv._records = record or kv._records
 
 
 def warn(kv: KV, code: str, message: str) -> None:
