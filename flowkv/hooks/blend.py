@@ -155,12 +155,12 @@ class Gauge:
         self._seen += 1
         return len(self._factors) < self.TRIALS or self._seen % self.EVERY == 0
 
-    def learn(self, far: float, divergence: float) -> None:
+    def take_trial(self, far: float, divergence: float) -> None:
         """Record the divergence, in nats, of a prompt with a deviation."""
         if far > 0:
             self._factors.append(max(divergence, 0.0) / far)
 
-    def check(self, far: float) -> None:
+    def limit(self, far: float) -> None:
         """Raise `TooFar` if a prompt with a deviation is estimated to diverge by too much."""
         if len(self._factors) == self.TRIALS and far * max(self._factors) > self._most:
             raise TooFar
@@ -265,7 +265,7 @@ class Blender:
             near.append(document)
             near.sort(key=len, reverse=True)  # the longest that fits is taken
 
-    def record(self, seq: Sequence) -> None:
+    def remember(self, seq: Sequence) -> None:
         """Take note of a sequence that ends: documents need none."""
 
     def forget(self, owner: str) -> int:
@@ -427,7 +427,7 @@ class Blender:
                     scale = float(old.float().square().sum()) / max(int((~again).sum()), 1)
                     far = float(deviation[~chosen].sum()) / (max(scale, 1e-30) * end)
                     if not trial:
-                        self._gauge.check(far)
+                        self._gauge.limit(far)
                 if again.any():
                     self._run(Rewrite(step, np.flatnonzero(again)))
         except BaseException as error:
@@ -468,7 +468,7 @@ class Blender:
         advance(seq, end - seq.length)
         with self.kv.fork(seq) as twin:
             true = self._logits(twin, behind)
-        self._gauge.learn(far, float((true.exp() * (true - ours)).sum(-1).mean()))
+        self._gauge.take_trial(far, float((true.exp() * (true - ours)).sum(-1).mean()))
 
     def _logits(self, seq: Sequence, tokens: Tokens) -> torch.Tensor:
         """Return the log-probabilities `[n, V]` behind each of the next tokens of a sequence."""

@@ -84,7 +84,9 @@ class History:
             if not self._blocks[value]:
                 del self._blocks[value]
 
-    def find(self, prompt: Tokens, first: int, without: Container[int] = ()) -> Iterator[FoundSpan]:
+    def spans(
+        self, prompt: Tokens, first: int, without: Container[int] = ()
+    ) -> Iterator[FoundSpan]:
         """Yield the spans of a prompt, from token `first` on, that known texts have.
 
         An edited text that begins as the prompt does comes first; then, of the texts that have one
@@ -151,7 +153,7 @@ class EditBlender(Blender):
     def adopt(self, former: Any) -> None:
         """Begin anew: no page of the model before is found."""
 
-    def record(self, seq: Sequence) -> None:
+    def remember(self, seq: Sequence) -> None:
         """Remember the text of a sequence that ends."""
         if seq.length >= LEAST_TOKENS and self._plain(seq):
             tokens = seq.tokens[: seq.length].copy()
@@ -195,7 +197,7 @@ class EditBlender(Blender):
         if not self._plain(seq):
             return []
         with self._lock:
-            places = list(self._histories[seq.owner].find(prompt, seq.length, without))
+            places = list(self._histories[seq.owner].spans(prompt, seq.length, without))
         head = places[0] if places else None
         if head is not None and head.continued:
             # Pages behind exact ones that reach further than the first edit get keys of their own.

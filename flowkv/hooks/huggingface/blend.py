@@ -245,11 +245,11 @@ class Blending:
         if self.private:
             follow(kv, learn=self.learn, unlearn=self.unlearn)
         else:
-            follow(kv, record=self.record, unlearn=self.unlearn, forget=self.forget)
+            follow(kv, record=self.remember, unlearn=self.unlearn, forget=self.forget)
 
-    def record(self, seq: Sequence) -> None:
-        """Remember a text that ends, see `EditBlender.record`."""
-        self._blender.record(seq)
+    def remember(self, seq: Sequence) -> None:
+        """Remember a text that ends, see `EditBlender.remember`."""
+        self._blender.remember(seq)
 
     def forget(self, owner: str) -> int:
         """Forget the texts of a tenant."""
