@@ -79,7 +79,7 @@ class History:
 
     def drop(self, key: int) -> None:
         """Forget a text."""
-        for value in _hashes(self.texts.pop(key).tokens, LEAST_TOKENS):
+        for value in set(_hashes(self.texts.pop(key).tokens, LEAST_TOKENS)):
             self._blocks[value] = [place for place in self._blocks[value] if place[0] != key]
             if not self._blocks[value]:
                 del self._blocks[value]
