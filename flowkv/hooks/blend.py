@@ -162,7 +162,7 @@ class Gauge:
 
     def limit(self, far: float) -> None:
         """Raise `TooFar` if a prompt with a deviation is estimated to diverge by too much."""
-        if len(self._factors) == self.TRIALS and far * max(self._factors) > self._most:
+        if len(self._factors) == self.TRIALS and far * max(tuple(self._factors)) > self._most:
             raise TooFar
 
 
@@ -410,7 +410,7 @@ class Blender:
         again = np.ones(count, np.bool_)
         for place in places:
             again[place.first - start : place.first - start + place.count] = False
-        before, far = (seq.publishable, seq.salts), 0.0
+        before, far = (seq.publishable, seq.salts, seq.fidelity), 0.0
         self.separate(seq, places)
         try:
             with torch.no_grad(), plan(self.kv, [seq], [count]) as step:
@@ -430,15 +430,17 @@ class Blender:
                         self._gauge.limit(far)
                 if again.any():
                     self._run(Rewrite(step, np.flatnonzero(again)))
+                # Before the commit, which publishes pages.
+                lossiest = max(source.fidelity for source in sources.values())
+                seq.fidelity = max(seq.fidelity, lossiest)
         except BaseException as error:
-            seq.publishable = before[0]
+            seq.publishable, seq.fidelity = before[0], before[2]
             seq.replace_salts(before[1])
             if isinstance(error, TooFar):
                 with self.kv.lock:
                     self.kv.blended["declined"] += 1
                 return far
             raise
-        seq.fidelity = max(seq.fidelity, *(source.fidelity for source in sources.values()))
         if not trial:
             with self.kv.lock:
                 self.kv.blended["documents"] += len(places)
