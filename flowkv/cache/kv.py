@@ -1004,7 +1004,11 @@ class KV:
                     others = sum(forget(name) for forget in self._forgets)
                 return found + others
             try:
-                return erasure.forget_prompt(store, seq) + self._unlearns(tokens, tenant)
+                try:
+                    found = erasure.forget_prompt(store, seq)
+                finally:
+                    others = self._unlearns(tokens, tenant)
+                return found + others
             finally:
                 for open_seq in self._open.values():
                     known = min(open_seq.known, seq.known)  # may be less than a page

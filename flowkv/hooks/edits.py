@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowkv.cache.block_table import Planner
+from flowkv.cache.erasure import forget_prompt
 from flowkv.cache.kv import KV, count_tokens
 from flowkv.cache.sequence import Sequence
 from flowkv.core.keys import Salt
@@ -25,9 +27,11 @@ from flowkv.kvt.basis import KeyTurn
 from flowkv.policy.blend import BlendRule
 
 _MOST_TOKENS = 1 << 20
-"""Most token ids remembered; the texts that were used longest ago go first."""
-_TRIED = 8
-"""Most places of a known text that are tried for one window."""
+"""Most token ids remembered, of all tenants; the tenants used longest ago lose texts first."""
+_MOST_TEXTS = 512
+"""Most texts remembered of a tenant."""
+_TRIED, _KEPT = 8, 64
+"""Most places that are tried for one window, and kept of equal blocks."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -55,10 +59,16 @@ def _alike(one: Tokens, other: Tokens) -> int:
 
 
 class History:
-    """Texts of one tenant, whose spans are found at any offset. Not thread-safe."""
+    """Texts of one tenant, whose spans are found at any offset. Not thread-safe.
+
+    Attributes:
+        texts: The texts.
+        size: Number of their token ids.
+    """
 
     def __init__(self) -> None:
         self.texts: dict[int, KnownText] = {}  # by `id`, the latest last
+        self.size = 0  # tokens of all
         self._blocks: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def add(self, text: KnownText) -> None:
@@ -72,14 +82,22 @@ class History:
                 if alike == len(known.tokens):
                     self.drop(key)
         self.texts[id(text)] = text
+        own = Counter[int]()
         for block, value in enumerate(_hashes(text.tokens, LEAST_TOKENS)):
-            self._blocks[value].append((id(text), block * LEAST_TOKENS))
-        while sum(len(known.tokens) for known in self.texts.values()) > _MOST_TOKENS:
+            own[value] += 1
+            if own[value] <= _TRIED:  # the first of repeated blocks: behind them are most tokens
+                places = self._blocks[value]
+                places.append((id(text), block * LEAST_TOKENS))
+                del places[:-_KEPT]
+        self.size += len(text.tokens)
+        while len(self.texts) > _MOST_TEXTS:
             self.drop(next(iter(self.texts)))
 
     def drop(self, key: int) -> None:
         """Forget a text."""
-        for value in set(_hashes(self.texts.pop(key).tokens, LEAST_TOKENS)):
+        tokens = self.texts.pop(key).tokens
+        self.size -= len(tokens)
+        for value in set(_hashes(tokens, LEAST_TOKENS)):
             self._blocks[value] = [place for place in self._blocks[value] if place[0] != key]
             if not self._blocks[value]:
                 del self._blocks[value]
@@ -105,15 +123,15 @@ class History:
         at, values = first, _hashes(prompt[first:], 1)
         end = first + len(values)
         while at < end:
-            if values[at - end] not in self._blocks:
+            if not self._places(values[at - end], without):
                 at += 1
                 continue
             near = range(at, min(at + LEAST_TOKENS, end))
             spans = [
                 span
                 for here in near
-                for span in self._around(prompt, first, here, values[here - end])
-                if id(span.text) not in without
+                for place in self._places(values[here - end], without)
+                for span in self._around(prompt, first, here, *place)
             ]
             best = max(spans, key=lambda span: span.count, default=None)
             if best is None:  # equal hashes of different tokens
@@ -122,14 +140,20 @@ class History:
             yield best
             at = first = best.first + best.count
 
-    def _around(self, prompt: Tokens, first: int, at: int, value: int) -> Iterator[FoundSpan]:
-        """Yield the spans around the window at `at`, one for each place of a text with its hash."""
-        for key, offset in self._blocks.get(value, ())[-_TRIED:]:
-            text = self.texts[key]
-            count = _alike(text.tokens[offset:], prompt[at:])
-            if count >= LEAST_TOKENS:
-                before = _alike(text.tokens[:offset][::-1], prompt[first:at][::-1])
-                yield FoundSpan(at - before, before + count, text, offset - before)
+    def _places(self, value: int, without: Container[int]) -> list[tuple[int, int]]:
+        """Return the places that are tried for a window with a hash."""
+        places = self._blocks.get(value, ())
+        return [place for place in places if place[0] not in without][-_TRIED:]
+
+    def _around(
+        self, prompt: Tokens, first: int, at: int, key: int, offset: int
+    ) -> Iterator[FoundSpan]:
+        """Yield the span around the window at `at` that a place of a text has, if there is one."""
+        text = self.texts[key]
+        count = _alike(text.tokens[offset:], prompt[at:])
+        if count >= LEAST_TOKENS:
+            before = _alike(text.tokens[:offset][::-1], prompt[first:at][::-1])
+            yield FoundSpan(at - before, before + count, text, offset - before)
 
 
 class EditBlender(Blender):
@@ -146,19 +170,28 @@ class EditBlender(Blender):
         max_kl: float | None = None,
     ) -> None:
         super().__init__(kv, forward, turns, lead, rule, compute, max_kl)
-        self._histories: defaultdict[str, History] = defaultdict(History)
+        self._histories: dict[str, History] = {}  # the latest last
         self._lock = threading.Lock()
-        self._mark = hashlib.sha256(f"edited, {rule.name}".encode()).digest()
+        how = f"edited, {rule.name}, {sorted(vars(rule).items())}, {max_kl}"
+        self._mark = hashlib.sha256(how.encode()).digest()
 
     def adopt(self, former: Any) -> None:
         """Begin anew: no page of the model before is found."""
 
     def remember(self, seq: Sequence) -> None:
-        """Remember the text of a sequence that ends."""
-        if seq.length >= LEAST_TOKENS and self._plain(seq):
+        """Remember the text of a sequence that ends, unless it was forgotten meanwhile."""
+        if seq.publishable and seq.length >= LEAST_TOKENS and self._plain(seq):
             tokens = seq.tokens[: seq.length].copy()
             with self._lock:
-                self._histories[seq.owner].add(KnownText(tokens, tuple(seq.salts)))
+                history = self._histories.pop(seq.owner, None) or History()
+                history.add(KnownText(tokens, tuple(seq.salts)))
+                self._histories[seq.owner] = history
+                while sum(one.size for one in self._histories.values()) > _MOST_TOKENS:
+                    owner, first = next(iter(self._histories.items()))
+                    if first.texts:
+                        first.drop(next(iter(first.texts)))
+                    else:
+                        del self._histories[owner]
 
     def _plain(self, seq: Sequence) -> bool:
         """Return whether K and V of a sequence depend on its tokens alone."""
@@ -171,20 +204,44 @@ class EditBlender(Blender):
         return 0
 
     def unlearn(self, tokens: Any, tenant: str | None) -> int:
-        """Forget the texts that begin with these tokens, and erase their edited pages.
+        """Forget the texts that begin so, or that these tokens continue; erase their edited pages.
 
         Returns:
             Number of erased blocks.
         """
-        given = np.asarray(tokens, np.uint32)
-        owner = self.kv.config.tenant if tenant is None else tenant
+        given, erased = np.asarray(tokens, np.uint32), 0
         with self._lock:
-            history = self._histories[owner]
-            gone = [t for t in history.texts.values() if _alike(t.tokens, given) == len(given)]
+            history = self._histories.get(self.kv.config.tenant if tenant is None else tenant)
+            gone = [
+                text
+                for text in (history.texts.values() if history else ())
+                if _alike(text.tokens, given) == min(len(text.tokens), len(given))
+            ]
             for text in gone:
-                history.drop(id(text))
-        salts = {text.salts for text in gone if text.salts}
-        return sum(self.kv.forget(given, tenant=tenant, salts=some) for some in salts)
+                history.drop(id(text))  # type: ignore[union-attr] # it has texts
+        for salts in {text.salts for text in gone if text.salts} | self._marked(given, tenant):
+            with self.kv._probe(given, tenant, salts) as seq:
+                erased += forget_prompt(Planner.of(seq).store, seq)
+        return erased
+
+    def _marked(self, given: Tokens, tenant: str | None) -> set[tuple[Salt, ...]]:
+        """Return the marks under which full pages of a text are cached, also by former processes.
+
+        Texts with several marks in a page are known to the process that computed them only.
+        """
+        size, found, left = self.kv.page_size, set[tuple[Salt, ...]](), [tuple[Salt, ...]()]
+        while left:
+            salts = left.pop()
+            with self.kv._probe(given, tenant, salts) as seq:
+                index, chain = Planner.of(seq).store.index, seq.chains[0]
+                begin = salts[-1].position // size + 1 if salts else 0
+                for page in range(begin, len(given) // size):
+                    above, part = seq.parent_key(0, page), given[page * size : (page + 1) * size]
+                    for at in range(size):
+                        if index.find(chain.page(above, part, [Salt(at, self._mark)])) is not None:
+                            left.append((*salts, Salt(page * size + at, self._mark)))
+            found |= {salts} if salts else set()
+        return found
 
     def reach(self, seq: Sequence, most: int) -> int:
         """Return the tokens of a prompt up to the end of the last span that may be known."""
@@ -197,7 +254,8 @@ class EditBlender(Blender):
         if not self._plain(seq):
             return []
         with self._lock:
-            places = list(self._histories[seq.owner].spans(prompt, seq.length, without))
+            history = self._histories.get(seq.owner)
+            places = list(history.spans(prompt, seq.length, without)) if history else []
         head = places[0] if places else None
         if head is not None and head.continued:
             # Pages behind exact ones that reach further than the first edit get keys of their own.
@@ -211,11 +269,13 @@ class EditBlender(Blender):
     ) -> list[FoundSpan]:
         """Return the spans of a prompt that are cached; open the sequences that hold them."""
         size, without = self.kv.page_size, set[int]()
+        held = list[KnownText]()  # no other text gets the id of one that is forgotten meanwhile
         while places := self._spans(seq, prompt, without):
             found, lost = list[FoundSpan](), len(without)
             for text in {id(place.text): place.text for place in places}.values():
                 stop = max(place.offset + place.count for place in places if place.text is text)
                 ids = text.tokens[: -(-stop // size) * size]
+                held.append(text)
                 if id(text) not in sources or len(sources[id(text)].tokens) < len(ids):
                     if id(text) in sources:
                         sources.pop(id(text)).close()

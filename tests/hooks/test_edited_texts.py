@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv import Salt
+from flowkv.hooks import edits
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.hooks.test_blend import MADE, draw, last
@@ -46,6 +47,11 @@ def editing(model: Any, recompute: Any = "first:0", **options: Any) -> Iterator[
 
 def blended(kv: flowkv.KV) -> dict[str, int]:
     return dict(kv.stats()["blend"])
+
+
+def texts_of(model: Any, kv: flowkv.KV) -> list[KnownText]:
+    history = door_of(model).blending.now()._histories.get(kv.config.tenant, History())
+    return list(history.texts.values())
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -89,8 +95,7 @@ def test_another_edit_of_an_edited_text() -> None:
         for prompt, expected in zip(prompts, exact, strict=True):
             found, far = last(model, prompt), 1e-4 * float(expected.abs().max())
             torch.testing.assert_close(found, expected, rtol=0, atol=far)
-        texts = door_of(model).blending.now()._histories[kv.config.tenant].texts.values()
-        assert sorted(len(text.salts) for text in texts) == [0, 1, 2]
+        assert sorted(len(text.salts) for text in texts_of(model, kv)) == [0, 1, 2]
 
 
 def test_exact_prompts_get_no_edited_page(tmp_path: Path) -> None:
@@ -139,6 +144,79 @@ def test_erased_texts_are_not_found(whole: bool) -> None:
         before = blended(kv)
         torch.testing.assert_close(last(model, prompt), exact, rtol=0, atol=1e-4)
         assert blended(kv) == before
+
+
+@pytest.mark.parametrize("tenant", [False, True])
+def test_texts_that_are_erased_while_open_are_not_remembered(tenant: bool) -> None:
+    model = models.causal("llama")
+    with editing(model) as kv:
+        cache = kv.cache(input_ids=FORMER[None])
+        generate(model, 3, input_ids=FORMER[None], past_key_values=cache)
+        if tenant:
+            kv.forget(tenant=kv.config.tenant)
+        else:
+            kv.forget(FORMER.tolist())
+        cache.close()
+        assert not texts_of(model, kv)
+
+
+def test_whole_answers_are_erased_though_their_last_token_is_not_cached() -> None:
+    model = models.causal("llama")
+    with editing(model) as kv:
+        last(model, FORMER)
+        kept = kv.stats()["blocks"]
+        answer = generate(model, 12, input_ids=EDITS["removed"][None]).sequences[0]
+        assert kv.stats()["blocks"] > kept and len(texts_of(model, kv)) == 2
+        kv.forget(answer.tolist())
+        assert kv.stats()["blocks"] == kept and len(texts_of(model, kv)) == 1
+
+
+def test_edited_pages_of_a_former_process_are_erased_with_their_text(tmp_path: Path) -> None:
+    """The texts are not known any more; twice edited ones are found by both marks."""
+    model, disk = models.causal("llama"), f"{tmp_path}:64MiB"
+    once, twice = EDITS["removed"], torch.cat([SYSTEM, WORDS, RESULT, NEW])
+    with editing(model, disk=disk) as kv:
+        for prompt in (FORMER, once, twice):
+            last(model, prompt)
+        assert len({text.salts for text in texts_of(model, kv)}) == 3
+        assert kv.flush()
+    with editing(model, disk=disk) as kv:
+        assert kv.stats()["blocks"] > len(FORMER) // 16
+        for prompt in (twice, FORMER, once):
+            assert kv.forget(prompt.tolist())
+        assert not kv.stats()["blocks"]
+
+
+def test_tenants_share_the_bound_of_remembered_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.causal("llama")
+    monkeypatch.setattr("flowkv.hooks.edits._MOST_TOKENS", 500)
+    with editing(model) as kv:
+        for tenant in ("alice", "bob", "carol", "bob"):
+            cache = kv.cache(input_ids=WORDS[None].repeat(1, 2), tenant=tenant)
+            generate(model, 2, input_ids=WORDS[None].repeat(1, 2), past_key_values=cache)
+            cache.close()
+            kv.forget(tenant="carol" if tenant == "carol" else "nobody")
+        histories = door_of(model).blending.now()._histories
+        assert list(histories) == ["alice", "bob"]
+        last(model, FORMER)
+        assert kv.config.tenant in histories
+        assert sum(history.size for history in histories.values()) <= 500
+
+
+def test_rules_of_another_share_have_pages_of_their_own(tmp_path: Path) -> None:
+    """Also on a common disk: where all is to be computed again, all is exact."""
+    model, disk = models.causal("llama"), f"{tmp_path}:64MiB"
+    later = torch.cat([EDITS["removed"], NEW])
+    exact = last(model, later)
+    for share, gpu in ((0.0, "64MiB"), (1.0, "768KiB")):
+        with editing(model, share, disk=disk, gpu=gpu) as kv:
+            last(model, FORMER)
+            last(model, EDITS["removed"])
+            for seed in range(20, 27) if share else ():
+                last(model, draw(330, seed))  # evicts the others
+            found = last(model, later)
+            assert kv.flush()
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)
 
 
 def test_texts_whose_pages_were_evicted_are_computed() -> None:
@@ -255,6 +333,26 @@ def test_spans_are_those_of_known_texts(data: st.DataObject) -> None:
     for key in list(history.texts):
         history.drop(key)
     assert not history._blocks and not list(history.spans(prompt, 0))
+
+
+@pytest.mark.parametrize("period", [1, 2, 32])
+def test_repeated_tokens_are_compared_few_times(
+    period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the text has its pages or not; and they are found as one span."""
+    tokens = np.tile(np.arange(period, dtype=np.uint32), 6400 // period)
+    compared, compare, history = list[int](), edits._alike, History()
+    history.add(KnownText(tokens, ()))
+
+    def counted(one: Any, other: Any) -> int:
+        compared.append(min(len(one), len(other)))
+        return compare(one, other)
+
+    monkeypatch.setattr(edits, "_alike", counted)
+    spans = list(history.spans(np.append(np.uint32(99), tokens), 0))
+    assert [(span.first, span.count) for span in spans] == [(1, 6400)]
+    assert not list(history.spans(tokens, 0, {*history.texts}))
+    assert len(compared) < 2000
 
 
 def contains(text: Any, piece: Any) -> bool:
