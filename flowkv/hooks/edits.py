@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,9 +102,7 @@ class History:
             if not self._blocks[value]:
                 del self._blocks[value]
 
-    def spans(
-        self, prompt: Tokens, first: int, without: Container[int] = ()
-    ) -> Iterator[FoundSpan]:
+    def spans(self, prompt: Tokens, first: int) -> Iterator[FoundSpan]:
         """Yield the spans of a prompt, from token `first` on, that known texts have.
 
         An edited text that begins as the prompt does comes first; then, of the texts that have one
@@ -113,9 +111,7 @@ class History:
         begun = {
             alike: text
             for text in self.texts.values()
-            if id(text) not in without
-            and text.salts
-            and (alike := _alike(text.tokens, prompt)) > text.salts[0].position
+            if text.salts and (alike := _alike(text.tokens, prompt)) > text.salts[0].position
         }
         if (longest := max(begun, default=0)) >= first + LEAST_TOKENS:
             yield FoundSpan(first, longest - first, begun[longest], first, continued=True)
@@ -123,14 +119,14 @@ class History:
         at, values = first, _hashes(prompt[first:], 1)
         end = first + len(values)
         while at < end:
-            if not self._places(values[at - end], without):
+            if values[at - end] not in self._blocks:
                 at += 1
                 continue
             near = range(at, min(at + LEAST_TOKENS, end))
             spans = [
                 span
                 for here in near
-                for place in self._places(values[here - end], without)
+                for place in self._blocks.get(values[here - end], ())[-_TRIED:]
                 for span in self._around(prompt, first, here, *place)
             ]
             best = max(spans, key=lambda span: span.count, default=None)
@@ -139,11 +135,6 @@ class History:
                 continue
             yield best
             at = first = best.first + best.count
-
-    def _places(self, value: int, without: Container[int]) -> list[tuple[int, int]]:
-        """Return the places that are tried for a window with a hash."""
-        places = self._blocks.get(value, ())
-        return [place for place in places if place[0] not in without][-_TRIED:]
 
     def _around(
         self, prompt: Tokens, first: int, at: int, key: int, offset: int
@@ -184,7 +175,8 @@ class EditBlender(Blender):
             tokens = seq.tokens[: seq.length].copy()
             with self._lock:
                 history = self._histories.pop(seq.owner, None) or History()
-                history.add(KnownText(tokens, tuple(seq.salts)))
+                salts = tuple(salt for salt in seq.salts if salt.position < len(tokens))
+                history.add(KnownText(tokens, salts))
                 self._histories[seq.owner] = history
                 while sum(one.size for one in self._histories.values()) > _MOST_TOKENS:
                     owner, first = next(iter(self._histories.items()))
@@ -248,14 +240,12 @@ class EditBlender(Blender):
         places = self._spans(seq, seq.tokens[: max(most, 0)])
         return places[-1].first + places[-1].count if places else seq.length
 
-    def _spans(
-        self, seq: Sequence, prompt: Tokens, without: Container[int] = ()
-    ) -> list[FoundSpan]:
+    def _spans(self, seq: Sequence, prompt: Tokens) -> list[FoundSpan]:
         if not self._plain(seq):
             return []
         with self._lock:
             history = self._histories.get(seq.owner)
-            places = list(history.spans(prompt, seq.length, without)) if history else []
+            places = list(history.spans(prompt, seq.length)) if history else []
         head = places[0] if places else None
         if head is not None and head.continued:
             # Pages behind exact ones that reach further than the first edit get keys of their own.
@@ -268,10 +258,10 @@ class EditBlender(Blender):
         self, seq: Sequence, prompt: Tokens, sources: dict[int, Sequence]
     ) -> list[FoundSpan]:
         """Return the spans of a prompt that are cached; open the sequences that hold them."""
-        size, without = self.kv.page_size, set[int]()
+        size = self.kv.page_size
         held = list[KnownText]()  # no other text gets the id of one that is forgotten meanwhile
-        while places := self._spans(seq, prompt, without):
-            found, lost = list[FoundSpan](), len(without)
+        while places := self._spans(seq, prompt):
+            found, lost = list[FoundSpan](), set[int]()
             for text in {id(place.text): place.text for place in places}.values():
                 stop = max(place.offset + place.count for place in places if place.text is text)
                 ids = text.tokens[: -(-stop // size) * size]
@@ -287,9 +277,15 @@ class EditBlender(Blender):
                 if count >= LEAST_TOKENS:
                     found.append(place._replace(count=count))
                 else:
-                    without.add(id(place.text))  # its pages are gone; another text may have them
-            if len(without) == lost:
+                    lost.add(id(place.text))  # its pages are gone; another text may have them
+            if not lost:
                 return found
+            for key in lost:
+                with self._lock:
+                    history = self._histories.get(seq.owner)
+                    if history and key in history.texts:
+                        history.drop(key)
+                sources.pop(key).close()  # which remembers what is left of it
         return []
 
     def separate(self, seq: Sequence, places: list[FoundSpan]) -> None:

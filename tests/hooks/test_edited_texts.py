@@ -225,8 +225,11 @@ def test_texts_whose_pages_were_evicted_are_computed() -> None:
         last(model, FORMER)
         for seed in range(20, 26):
             last(model, draw(330, seed))
+        known = [text for text in texts_of(model, kv) if len(text.tokens) == len(FORMER)]
         found = last(model, prompt)
-        assert not blended(kv)["taken_tokens"]
+        assert not blended(kv)["taken_tokens"] and len(known) == 1
+        left = texts_of(model, kv)
+        assert all(text is not known[0] for text in left), "it is looked for with every prompt"
     torch.testing.assert_close(found, last(model, prompt), rtol=0, atol=1e-4)
 
 
@@ -339,7 +342,7 @@ def test_spans_are_those_of_known_texts(data: st.DataObject) -> None:
 def test_repeated_tokens_are_compared_few_times(
     period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the text has its pages or not; and they are found as one span."""
+    """They are found as one span."""
     tokens = np.tile(np.arange(period, dtype=np.uint32), 6400 // period)
     compared, compare, history = list[int](), edits._alike, History()
     history.add(KnownText(tokens, ()))
@@ -351,7 +354,6 @@ def test_repeated_tokens_are_compared_few_times(
     monkeypatch.setattr(edits, "_alike", counted)
     spans = list(history.spans(np.append(np.uint32(99), tokens), 0))
     assert [(span.first, span.count) for span in spans] == [(1, 6400)]
-    assert not list(history.spans(tokens, 0, {*history.texts}))
     assert len(compared) < 2000
 
 
