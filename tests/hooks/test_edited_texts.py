@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv import Salt
-from flowkv.hooks import edits
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.hooks.test_blend import MADE, draw, last
-from tests.inside import ConfigError, History, KnownText, door_of
+from tests.inside import ConfigError, History, KnownText, door_of, edits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SYSTEM, RESULT, WORDS, LATE, NEW = (
@@ -223,7 +222,7 @@ def test_texts_whose_pages_were_evicted_are_computed() -> None:
     model, prompt = models.causal("llama"), EDITS["removed"]
     with editing(model, gpu="768KiB") as kv:
         last(model, FORMER)
-        for seed in range(20, 26):
+        for seed in range(20, 40):
             last(model, draw(330, seed))
         known = [text for text in texts_of(model, kv) if len(text.tokens) == len(FORMER)]
         found = last(model, prompt)
