@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import bench.blend
 import bench.cold
+import bench.edits
 import bench.embedding
 import bench.engines.command
 import bench.longtasks
@@ -39,6 +40,7 @@ def parser() -> Parser:
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
     bench.blend.add_verbs(verb)
+    bench.edits.add_verbs(verb)
     bench.cold.add_verbs(verb)
     bench.longtasks.add_verbs(verb)
     bench.mass.add_verbs(verb)

@@ -242,6 +242,10 @@ def _no_cache() -> None:
     """Stand for a `KV` in copies and pickles of objects that refer to one: a cache stays put."""
 
 
+BLENDED = "documents", "taken_tokens", "computed_tokens", "declined"
+"""Counts of `stats()["blend"]`; documents and spans count alike."""
+
+
 class KV:
     """A key/value cache: paged, shared, tiered and persistent. Thread-safe.
 
@@ -313,7 +317,8 @@ class KV:
         self._closings: list[Callable[[], None]] = []
         self._forgets: list[Callable[[str], int]] = []
         self._long: Callable[[], tuple[int, Salt] | None] = lambda: None
-        self.blended: Counter[str] = Counter(documents=0, taken_tokens=0, computed_tokens=0)
+        self._records: Callable[[Sequence], object] | None = None
+        self.blended: Counter[str] = Counter(dict.fromkeys(BLENDED, 0))
         self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0}
         self.graphed.update(eager="", prompts="")
         self.bases: PageBases | None = None
@@ -770,6 +775,8 @@ class KV:
             swap.discard(Planner.of(seq), seq)
             self._open.pop(id(seq), None)
             if Planner.of(seq) is self.planner:
+                if self._records is not None and seq.request >= 0:
+                    self._records(seq)
                 self.visits.end(seq)
             Planner.of(seq).release(seq)
             if self.config.quotas:
@@ -1012,11 +1019,14 @@ class KV:
                     others = sum(forget(name) for forget in self._forgets)
                 return found + others
             try:
-                found = erasure.forget_prompt(store, seq) + self._unlearns(tokens, tenant)
-                if self._long() is not None:  # shorter and longer texts may begin so, too
-                    with self._probe(tokens, tenant, salts, other=True) as twin:
-                        found += erasure.forget_prompt(store, twin)
-                return found
+                try:
+                    found = erasure.forget_prompt(store, seq)
+                finally:
+                    others = self._unlearns(tokens, tenant)
+                    if self._long() is not None:  # shorter and longer texts may begin so, too
+                        with self._probe(tokens, tenant, salts, other=True) as twin:
+                            others += erasure.forget_prompt(store, twin)
+                return found + others
             finally:
                 for open_seq in self._open.values():
                     known = min(open_seq.known, seq.known)  # may be less than a page
@@ -1745,6 +1755,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     learn: Callable[[Items[Tokens], str | None], int] | None = None,
     unlearn: Callable[[Tokens, str | None], int] | None = None,
     long: Callable[[], tuple[int, Salt] | None] | None = None,
+    record: Callable[[Sequence], object] | None = None,
     calibrate: Callable[[Any, PageBases, float], dict[str, float]] | None = None,
 ) -> None:
     """Register callbacks of the code that attaches a cache to a model.
@@ -1762,6 +1773,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
         unlearn: Erases a document, if a prompt to be erased is one, and counts it.
         long: Returns the length beyond which the model encodes all tokens of a text otherwise, and
             the salt of such texts; None if it does not.
+        record: Called with each sequence that ends, before its pages are released.
         calibrate: Called by `KV.calibrate`.
     """
     kv._model = model or kv._model
@@ -1773,6 +1785,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     kv._long = long or kv._long
     kv._calibrates = calibrate or kv._calibrates
     kv._learns, kv._unlearns = learn or kv._learns, unlearn or kv._unlearns
+    kv._records = record or kv._records
 
 
 def warn(kv: KV, code: str, message: str) -> None:

@@ -346,6 +346,13 @@ class Sequence:
         for keys, chain in zip(self._keys, self.chains, strict=True):
             del keys[self._known // chain.page_size :]
 
+    def replace_salts(self, salts: Items[Salt]) -> None:
+        """Replace the salts; those of published pages must stay."""
+        changed = [salt.position for salt in {*salts} ^ {*self.salts}]
+        self.salts = sorted(salts, key=lambda salt: (salt.position, salt.digest))
+        for keys, chain in zip(self._keys, self.chains, strict=True):
+            del keys[min(changed, default=self._known) // chain.page_size :]
+
     @property
     def forgotten(self) -> bool:
         """Return whether a page that the sequence holds, or waits for, was forgotten meanwhile."""

@@ -10,6 +10,7 @@ is approximate: the sequence is private from there on.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
@@ -111,12 +112,58 @@ class Rewrite:
         return found  # type: ignore[return-value] # without return_lse it is one tensor
 
 
-class FoundDocument(NamedTuple):
-    """Known document in a prompt: `count` of its tokens, from the prompt's token `first` on."""
+class FoundSpan(NamedTuple):
+    """Tokens of a prompt with cached K and V, computed at other positions or behind other tokens.
+
+    Attributes:
+        first: First token of the prompt.
+        count: Number of tokens.
+        text: The document, or another cached text; sources are kept by its `id`.
+        offset: Position of the first token in the cached sequence; a document's is 1.
+        continued: The cached sequence begins as the prompt does: nothing is computed again.
+    """
 
     first: int
     count: int  # type: ignore[assignment]
-    document: Tokens
+    text: Any
+    offset: int = 1
+    continued: bool = False
+
+
+class TooFar(Exception):
+    """Signal that a prompt would diverge by more than its limit."""
+
+
+class Gauge:
+    """Estimator of a blended prompt's divergence, from the values of the second layer.
+
+    The estimate is proportional to the squared deviation of the values that are kept, over the
+    squared values of the whole prompt. The factor is measured: the first `TRIALS` prompts, and one
+    of `EVERY` later ones, are computed exactly and blended beside that.
+
+    Args:
+        most: Largest divergence in nats.
+    """
+
+    TRIALS, EVERY, TOKENS = 3, 64, 16
+
+    def __init__(self, most: float) -> None:
+        self._most, self._factors, self._seen = most, deque[float](maxlen=self.TRIALS), 0
+
+    def due(self) -> bool:
+        """Return whether the next prompt is a trial; counts it."""
+        self._seen += 1
+        return len(self._factors) < self.TRIALS or self._seen % self.EVERY == 0
+
+    def take_trial(self, far: float, divergence: float) -> None:
+        """Record the divergence, in nats, of a prompt with a deviation."""
+        if far > 0:
+            self._factors.append(max(divergence, 0.0) / far)
+
+    def limit(self, far: float) -> None:
+        """Raise `TooFar` if a prompt with a deviation is estimated to diverge by too much."""
+        if len(self._factors) == self.TRIALS and far * max(tuple(self._factors)) > self._most:
+            raise TooFar
 
 
 Forward = Callable[[Any, torch.Tensor], Any]
@@ -134,6 +181,7 @@ class Blender:
         rule: Chooses the tokens that are computed again.
         compute: Computes a text for a tenant and publishes its pages; default by `KV.prefill` and
             packed forwards.
+        max_kl: Largest estimate of a prompt's divergence, in nats; above it the prompt is computed.
 
     Documents are found by their first `LEAST_TOKENS` tokens, and compared whole.
     """
@@ -146,9 +194,11 @@ class Blender:
         lead: int,
         rule: BlendRule,
         compute: Callable[[Tokens, str | None], object] | None = None,
+        max_kl: float | None = None,
     ) -> None:
         self.kv, self.forward, self.turns, self.lead, self.rule = kv, forward, turns, lead, rule
         self._compute = compute or self._prefill
+        self._gauge = None if max_kl is None else Gauge(max_kl)
         self._known: dict[bytes, list[Tokens]] = {}
 
     def learn(self, documents: Items[Any], tenant: str | None = None) -> int:
@@ -215,7 +265,14 @@ class Blender:
             near.append(document)
             near.sort(key=len, reverse=True)  # the longest that fits is taken
 
-    def adopt(self, former: Blender) -> None:
+    def remember(self, seq: Sequence) -> None:
+        """Take note of a sequence that ends: documents need none."""
+
+    def forget(self, owner: str) -> int:
+        """Forget the texts of a tenant; returns 0, as they are no blocks."""
+        return 0
+
+    def adopt(self, former: Any) -> None:
         """Take over the documents of the blender before this one."""
         self._known = former._known
 
@@ -230,9 +287,7 @@ class Blender:
         whole[1 : 1 + len(document)] = document
         return whole
 
-    def find(
-        self, tokens: Tokens, first: int = 0, without: Container[int] = ()
-    ) -> list[FoundDocument]:
+    def find(self, tokens: Tokens, first: int = 0, without: Container[int] = ()) -> list[FoundSpan]:
         """Find known documents in a prompt from token `first` on, the earliest and longest first.
 
         Args:
@@ -240,7 +295,7 @@ class Blender:
             first: First token of the search.
             without: Documents, by `id`, to leave out.
         """
-        found: list[FoundDocument] = []
+        found: list[FoundSpan] = []
         at, last = first, len(tokens) - LEAST_TOKENS
         raw, width = tokens.tobytes(), tokens.itemsize
         while self._known and at <= last:
@@ -256,7 +311,7 @@ class Blender:
                 at += 1
                 continue
             count = min(len(document), len(tokens) - at)
-            found.append(FoundDocument(at, count, document))
+            found.append(FoundSpan(at, count, document))
             at += count
         return found
 
@@ -287,17 +342,22 @@ class Blender:
             places = self._sources(seq, prompt, sources)
             if not places:
                 return 0
+            advance = advance or self._advance
             exact = places[0].first // size * size - before
             if exact > 0:
-                (advance or self._advance)(seq, exact)
-            return seq.length - before + self._blend(seq, places, sources)
+                advance(seq, exact)
+            if self._gauge is not None and self._gauge.due():
+                self._try(seq, places, sources, advance)
+            else:
+                self._blend(seq, places, sources)
+            return seq.length - before
         finally:
             for source in sources.values():
                 source.close()
 
     def _sources(
         self, seq: Sequence, prompt: Tokens, sources: dict[int, Sequence]
-    ) -> list[FoundDocument]:
+    ) -> list[FoundSpan]:
         """Return the documents of a prompt that are cached whole for its model and tenant.
 
         Args:
@@ -307,7 +367,7 @@ class Blender:
         """
         unknown = set[int]()
         while places := self.find(prompt, seq.length, unknown):
-            for document in {id(place.document): place.document for place in places}.values():
+            for document in {id(place.text): place.text for place in places}.values():
                 if id(document) in sources:
                     continue
                 ids = self._stored(document)
@@ -318,7 +378,7 @@ class Blender:
                     source.close()
                 else:
                     sources[id(document)] = source
-            if all(id(place.document) in sources for place in places):
+            if all(id(place.text) in sources for place in places):
                 return places
         return []
 
@@ -329,34 +389,95 @@ class Blender:
             with self.kv.step([seq], [part]) as step, torch.no_grad():
                 self.forward(step, torch.tensor([len(part) - 1]))
 
+    def separate(self, seq: Sequence, places: list[FoundSpan]) -> None:
+        """Keep the pages from the first span on apart from exact ones: here by not publishing."""
+        seq.publishable = False
+
     def _blend(
-        self, seq: Sequence, places: list[FoundDocument], sources: Mapping[int, Sequence]
-    ) -> int:
+        self,
+        seq: Sequence,
+        places: list[FoundSpan],
+        sources: Mapping[int, Sequence],
+        *,
+        trial: bool = False,
+    ) -> float:
+        """Fill the spans and the tokens between them; return their deviation, see `Gauge`."""
         start, end = seq.length, places[-1].first + places[-1].count
         count, taken = end - start, np.zeros(end - start, np.bool_)
-        for place in places:
+        fresh = [place for place in places if not place.continued]
+        for place in fresh:
             taken[place.first - start : place.first - start + place.count] = True
-        publishable, seq.publishable = seq.publishable, False
+        again = np.ones(count, np.bool_)
+        for place in places:
+            again[place.first - start : place.first - start + place.count] = False
+        before, far = (seq.publishable, seq.salts, seq.fidelity), 0.0
+        self.separate(seq, places)
         try:
             with torch.no_grad(), plan(self.kv, [seq], [count]) as step:
                 step.audits = True  # its time is no measure of computing prompts
                 step.give(seq.tokens[start:end])
                 old = self._put(step, places, sources, start)
-                deviation = self._deviation(step, old, taken) if self.rule.looks else None
-                chosen = self.rule.chosen([place.count for place in places], deviation)
-                again = ~taken
-                again[taken] = chosen
+                deviation = None
+                if fresh and (self.rule.looks or self._gauge is not None):
+                    deviation = self._deviation(step, old, taken)
+                if fresh:
+                    chosen = self.rule.chosen([place.count for place in fresh], deviation)
+                    again[taken] |= chosen
+                if deviation is not None and self._gauge is not None:
+                    scale = float(old.float().square().sum()) / max(int((~again).sum()), 1)
+                    far = float(deviation[~chosen].sum()) / (max(scale, 1e-30) * end)
+                    if not trial:
+                        self._gauge.limit(far)
                 if again.any():
                     self._run(Rewrite(step, np.flatnonzero(again)))
-        except BaseException:
-            seq.publishable = publishable
+                # Before the commit, which publishes pages.
+                lossiest = max(source.fidelity for source in sources.values())
+                seq.fidelity = max(seq.fidelity, lossiest)
+        except BaseException as error:
+            seq.publishable, seq.fidelity = before[0], before[2]
+            seq.replace_salts(before[1])
+            if isinstance(error, TooFar):
+                with self.kv.lock:
+                    self.kv.blended["declined"] += 1
+                return far
             raise
-        seq.fidelity = max(seq.fidelity, *(source.fidelity for source in sources.values()))
-        with self.kv.lock:
-            self.kv.blended["documents"] += len(places)
-            self.kv.blended["taken_tokens"] += int(count - again.sum())
-            self.kv.blended["computed_tokens"] += int(again.sum())
-        return count
+        if not trial:
+            with self.kv.lock:
+                self.kv.blended["documents"] += len(places)
+                self.kv.blended["taken_tokens"] += int(count - again.sum())
+                self.kv.blended["computed_tokens"] += int(again.sum())
+        return far
+
+    def _try(
+        self,
+        seq: Sequence,
+        places: list[FoundSpan],
+        sources: Mapping[int, Sequence],
+        advance: Advance,
+    ) -> None:
+        """Compute a prompt exactly up to its last span, and measure the divergence of blending."""
+        assert self._gauge is not None
+        first, count = places[-1].first, places[-1].count
+        end = min(first + count, len(seq.tokens) - Gauge.TOKENS)
+        if end <= first:
+            return  # too short a prompt to judge by
+        behind = seq.tokens[end : end + Gauge.TOKENS]
+        with self.kv.fork(seq) as twin:
+            twin.publishable = False
+            cut = [*places[:-1], places[-1]._replace(count=end - first)]
+            far = self._blend(twin, cut, sources, trial=True)
+            ours = self._logits(twin, behind)
+        advance(seq, end - seq.length)
+        with self.kv.fork(seq) as twin:
+            true = self._logits(twin, behind)
+        self._gauge.take_trial(far, float((true.exp() * (true - ours)).sum(-1).mean()))
+
+    def _logits(self, seq: Sequence, tokens: Tokens) -> torch.Tensor:
+        """Return the log-probabilities `[n, V]` behind each of the next tokens of a sequence."""
+        seq.publishable = False
+        with self.kv.step([seq], [tokens]) as step, torch.no_grad():
+            found = self.forward(step, torch.arange(len(tokens)))
+        return torch.log_softmax(found.double(), -1)
 
     def _run(self, rewrite: Rewrite) -> None:
         before = CURRENT.set(rewrite)  # type: ignore[arg-type] # has all that models use
@@ -373,28 +494,30 @@ class Blender:
     def _put(
         self,
         step: Step,
-        places: list[FoundDocument],
+        places: list[FoundSpan],
         sources: Mapping[int, Sequence],
         start: int,
     ) -> torch.Tensor:
         """Write rotated K and V of documents; return the second layer's values, else zeros."""
         planner, count = Planner.of(step.seqs[0]), int(step.counts[0])
-        # A document at several places is read once, up to the longest of them.
-        counts = dict.fromkeys(sources, 0)
-        for place in places:
-            counts[id(place.document)] = max(counts[id(place.document)], place.count)
-        lines, widest = list(sources), max(counts.values())
-        reading = Step(planner, list(sources.values()), np.zeros(len(sources), np.int64))
+        # Of each source, the tokens from its first span to the end of its last are read once.
+        firsts, stops = dict[int, int](), dict[int, int]()
+        for _, length, text, offset, _ in places:
+            key = id(text)
+            firsts[key] = min(offset, firsts.get(key, offset))
+            stops[key] = max(offset + length, stops.get(key, 0))
+        lines, widest = list(firsts), max(stops[key] - firsts[key] for key in firsts)
+        reading = Step(planner, [sources[key] for key in lines], np.zeros(len(lines), np.int64))
         # By new token: its place in all tokens read, -1 for none, and how far it moves.
         source, deltas = np.full(count, -1), np.zeros(count, np.int64)
-        for place in places:
-            row, held = lines.index(id(place.document)), counts[id(place.document)]
-            own = slice(place.first - start, place.first - start + place.count)
-            source[own] = (row + 1) * widest - held + np.arange(place.count)
-            deltas[own] = place.first - 1  # in its own sequence the lead is at 0
+        for first, length, text, offset, _ in places:
+            line = (lines.index(id(text)) + 1) * widest - stops[id(text)] + offset
+            own = slice(first - start, first - start + length)
+            source[own] = line + np.arange(length)
+            deltas[own] = first - offset
         at = torch.from_numpy(np.flatnonzero(source >= 0))
         taken, moved = torch.from_numpy(source)[at], deltas[at.numpy()]
-        shown = torch.tensor([1 + counts[line] for line in lines], dtype=torch.int32)
+        shown = torch.tensor([stops[line] for line in lines], dtype=torch.int32)
         angles: dict[int, Any] = {}
         values: torch.Tensor | None = None
         try:
@@ -402,7 +525,7 @@ class Blender:
                 pages = reading.pages(layer)
                 batch = reading.batch(planner.locate(layer)[0])
                 device = batch.table.device
-                batch = batch._replace(lengths=shown.to(device), most_length=1 + widest)
+                batch = batch._replace(lengths=shown.to(device), most_length=max(stops.values()))
                 if id(turn) not in angles:
                     angles[id(turn)] = [x.to(device) for x in turn.angles(moved)]
                 dense = kernels.gather_dense(pages, batch, widest)

@@ -568,4 +568,4 @@ def test_documents_are_found_wherever_they_stand(data: st.DataObject) -> None:
     assert [(place.first, place.count) for place in found] == expected
     for place in found:
         part = prompt[place.first : place.first + place.count]
-        assert np.array_equal(place.document[: place.count], part)
+        assert np.array_equal(place.text[: place.count], part)

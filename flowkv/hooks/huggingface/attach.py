@@ -71,8 +71,9 @@ def attach(
     revision: str = "",
     memo: str | Sequence[str] | None = None,
     sparsify: str | Sparsifier | None = None,
-    reuse: Literal["exact", "blend"] = "exact",
+    reuse: Literal["exact", "blend", "edits"] = "exact",
     recompute: str | float | BlendRule = "values",
+    max_kl: float | None = None,
     **config: Any,
 ) -> KV:
     """Attach a prefix cache to a model. `model.generate(...)` and everything else stay as they are.
@@ -95,9 +96,11 @@ def attach(
             Dropped tokens are lost to the answer: see the guide on dropping tokens.
         reuse: "exact", or, experimental, "blend": documents that were passed to `KV.learn` are
             reused at any position in a prompt. The answer is near the exact one: see the guide
-            on documents.
-        recompute: With "blend", which of their tokens are computed again: a share, as 0.15, or a
+            on documents. Or "edits": spans of earlier prompts and answers of the same tenant are,
+            as in conversations whose tool results were cleared.
+        recompute: With these, which of their tokens are computed again: a share, as 0.15, or a
             rule by name, as "first:16".
+        max_kl: Largest estimated divergence of such a prompt, in nats; above it, it is computed.
         **config: Fields of `flowkv.Config`, `tiers=` and `policy=` as `flowkv.KV` takes them.
 
     Returns:
@@ -119,11 +122,13 @@ def attach(
         experimental("attach(sparsify=)", "it is new, and approximate by nature")
     if reads not in get_args(Reads):
         raise ConfigError(f"reads={reads!r}", 'Pass "auto" or "dense"')
-    if reuse not in ("exact", "blend"):
-        raise ConfigError(f"reuse={reuse!r}", 'Pass "exact", or "blend" for documents')
-    rule = make_blend_rule(recompute) if reuse == "blend" else None
+    if reuse not in ("exact", "blend", "edits"):
+        raise ConfigError(f"reuse={reuse!r}", 'Pass "exact", "blend" (documents) or "edits"')
+    rule = None if reuse == "exact" else make_blend_rule(recompute)
     if rule is not None:
-        experimental('attach(reuse="blend")', "it is new, and approximate by nature")
+        experimental(f'attach(reuse="{reuse}")', "it is new, and approximate by nature")
+    if max_kl is not None and not (rule and max_kl > 0):
+        raise ConfigError(f"max_kl={max_kl}", 'Pass nats above 0, with reuse="blend" or "edits"')
     if config.get("cold"):
         experimental("attach(cold=)", "it is new, and approximate by nature")
     begun_s = time.monotonic()
@@ -142,8 +147,8 @@ def attach(
                 check_thinnable(door, sparsifier, reads)
                 door.sparsifier = sparsifier
             if rule is not None:
-                door.blending = Blending(door, rule)
-                follow(kv, learn=door.blending.learn, unlearn=door.blending.unlearn)
+                door.blending = Blending(door, rule, edits=reuse == "edits", max_kl=max_kl)
+                door.blending.follow(kv)
             if kv.config.cold:
                 follow(kv, calibrate=calibrating(door))
             _hear(model, kv)

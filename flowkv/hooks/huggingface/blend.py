@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.kv import warn
+from flowkv.cache.kv import KV, follow, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.hooks.blend import Advance, Blender
+from flowkv.hooks.edits import EditBlender
 from flowkv.hooks.huggingface.packed import packed_way
 from flowkv.hooks.huggingface.probe import execution_device, native_cache, ordinary_tokens, quiet
 from flowkv.hooks.huggingface.restore import AdmittedRows, Nested, Part
@@ -26,10 +27,12 @@ _TOKENS, _FAR = 8, (1, 37, 301)
 """Tokens of a trial, and the distances by which they are moved."""
 _BY_LENGTH = frozenset(("dynamic", "longrope", "mrope"))
 """Kinds of RoPE in which a key depends on more than its position."""
-_REMEDY = 'Leave reuse="blend" out: exact reuse serves every model that attach does'
+_REMEDY = "Leave reuse= out: exact reuse serves every model that attach does"
 
 
-def make_blender(door: Any, rule: BlendRule) -> Blender:
+def make_blender(
+    door: Any, rule: BlendRule, kind: type[Blender] = Blender, max_kl: float | None = None
+) -> Blender:
     """Make the blender of an attached model's prompts.
 
     Raises:
@@ -44,6 +47,8 @@ def make_blender(door: Any, rule: BlendRule) -> Blender:
         problem = f"layers that are {' or '.join(sorted(kinds) or ['recurrent'])} are not covered"
     elif kv.config.overflow or door.sparsifier is not None:
         problem = "overflow=True and sparsify= keep their own tokens"
+    elif kind is EditBlender and kv.config.audit:
+        problem = "audit= computes pages exactly, and would take edited ones for wrong"
     elif kv.config.max_rows < 4:
         problem = f"max_rows={kv.config.max_rows} leaves no rows for documents beside a prompt"
     forward = None
@@ -54,7 +59,7 @@ def make_blender(door: Any, rule: BlendRule) -> Blender:
     with door.aside(), quiet(model):
         turns = key_turns(model, door, config)
     compute = partial(_compute, weakref.ref(door))
-    return Blender(kv, forward, turns, next(_leads(model, config)), rule, compute)
+    return kind(kv, forward, turns, next(_leads(model, config)), rule, compute, max_kl)
 
 
 def _compute(door: weakref.ref[Any], ids: NDArray[np.uint32], tenant: str | None) -> None:
@@ -76,7 +81,7 @@ def _compute(door: weakref.ref[Any], ids: NDArray[np.uint32], tenant: str | None
 
 def _refused(model: Any, problem: str) -> ConfigError:
     return ConfigError(
-        f'reuse="blend" does not fit this {type(model).__name__}: {problem}', _REMEDY
+        f"approximate reuse does not fit this {type(model).__name__}: {problem}", _REMEDY
     )
 
 
@@ -179,16 +184,29 @@ class Blending:
 
     Args:
         door: The model's door.
-        rule: Which tokens of documents are computed again.
+        rule: Which tokens of documents or spans are computed again.
+        edits: Look for spans of earlier texts instead of documents.
+        max_kl: See `Blender`.
 
     Raises:
         ConfigError: See `make_blender`.
     """
 
-    def __init__(self, door: Any, rule: BlendRule) -> None:
+    def __init__(
+        self, door: Any, rule: BlendRule, *, edits: bool = False, max_kl: float | None = None
+    ) -> None:
         self._held, self._rule = weakref.ref(door), rule
-        self._blender = make_blender(door, rule)
+        self._kind, self._max_kl = EditBlender if edits else Blender, max_kl
+        self._blender = self._make()
         self._name = door.kv.namespace
+
+    def _make(self) -> Blender:
+        return make_blender(self._door, self._rule, self._kind, self._max_kl)
+
+    @property
+    def private(self) -> bool:
+        """Return whether blended sequences publish no pages."""
+        return self._kind is Blender
 
     @property
     def _door(self) -> Any:
@@ -208,7 +226,7 @@ class Blending:
                 'Remove that from the model, or attach it with revision="..."',
             )
         if self._name != door.kv.namespace:
-            fresh = make_blender(door, self._rule)
+            fresh = self._make()
             fresh.adopt(self._blender)
             self._blender, self._name = fresh, door.kv.namespace
         return self._blender
@@ -221,6 +239,21 @@ class Blending:
     def unlearn(self, tokens: Any, tenant: str | None) -> int:
         """Erase a document, see `Blender.unlearn`."""
         return self._blender.unlearn(tokens, tenant)
+
+    def follow(self, kv: KV) -> None:
+        """Register what a cache calls: for documents to learn, or texts that end."""
+        if self.private:
+            follow(kv, learn=self.learn, unlearn=self.unlearn)
+        else:
+            follow(kv, record=self.remember, unlearn=self.unlearn, forget=self.forget)
+
+    def remember(self, seq: Sequence) -> None:
+        """Remember a text that ends, see `EditBlender.remember`."""
+        self._blender.remember(seq)
+
+    def forget(self, owner: str) -> int:
+        """Forget the texts of a tenant."""
+        return self._blender.forget(owner)
 
     def one(self, seq: Sequence, most: int, advance: Advance | None = None) -> bool:
         """Put known documents of a sequence's prompt in place; return whether there were any.

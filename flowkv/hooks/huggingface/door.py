@@ -479,7 +479,7 @@ class ForwardHook:
         paged = self._paged(found, call, pads, restoring, cache)
         further = any(p + seq.length > found.base for p, seq in zip(pads, found.seqs, strict=True))
         paged.rows.uneven |= self._overflows or (self.blending is not None and further)
-        if blended:
+        if blended and self.blending.private:
             paged.rows.disable_publishing()
         self._watch(paged)
         paged.audits = nested if self.kv.config.audit and not entire else None
