@@ -267,7 +267,10 @@ if TYPE_CHECKING:
         Timelines,
         TraceFile,
     )
+    from flowkv.policy import admission as write_admission
     from flowkv.policy import warming as warming_module
+    from flowkv.policy.admission import RULES as WRITE_RULES
+    from flowkv.policy.admission import WriteAdmission
     from flowkv.policy.base import (
         CUT_OFF,
         NEVER_NS,
