@@ -136,7 +136,7 @@ class Admission:
         if rule is None or self.writes_all or self._tiers[number].kind == "host" or not pages:
             return blocks
         self.chosen(pages)
-        admitted = rule.leave(as_slots([block.slot for block in pages]))
+        admitted = rule.depart(as_slots([block.slot for block in pages]))
         declined = {*compress(pages, ~admitted)}
         self._mover.lanes[number].declined += len(declined)
         return [block for block in blocks if block not in declined]

@@ -111,7 +111,7 @@ class WriteAdmission:
         admitted[inside] = good | rows["chosen"] | (rows["uses"] == 0)
         return admitted
 
-    def leave(self, slots: Slots) -> NDArray[np.bool_]:
+    def depart(self, slots: Slots) -> NDArray[np.bool_]:
         """Record that pages leave memory, and return which of them are to be written."""
         admitted = np.ones(len(slots), np.bool_)
         for n in range(len(slots)):  # one by one: batches of any size give the same answers

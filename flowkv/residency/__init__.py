@@ -362,7 +362,7 @@ class Ledger:
                 )
             missing = missing[admitted]
         if self._admission is not None and shelf.lasts and not self._shelves[k - 1].lasts:
-            admitted = self._admission.leave(missing)
+            admitted = self._admission.depart(missing)
             self.declined += len(missing) - int(np.count_nonzero(admitted))
             missing = missing[admitted]
         if not len(missing):

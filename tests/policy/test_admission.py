@@ -106,7 +106,7 @@ def test_decisions_are_those_of_the_plain_account(rule, events):
                 plain.insert(some, parents)
             elif name == "leave":
                 said = mine.admits(as_slots(some[:1])).tolist()
-                answers = mine.leave(as_slots(some)).tolist()
+                answers = mine.depart(as_slots(some)).tolist()
                 assert answers == plain.leave(some) and answers[:1] == said
             else:
                 getattr(mine, name)(as_slots(some))
