@@ -42,7 +42,7 @@ _EXAMPLES = "Write a size like 8GiB, 512MiB, 200GB or 25%"
 LOCAL_KINDS = ("gpu", "host", "disk")
 """Kinds of places on this machine, fastest first; every other kind is the scheme of a URI."""
 _REMOTE = re.compile(
-    r"(redis|rediss|valkey|valkeys|unix|mooncake|s3|gs|az|https?)(?=:/)", re.IGNORECASE
+    r"(redis|rediss|valkey|valkeys|unix|mooncake|nixl|s3|gs|az|https?)(?=:/)", re.IGNORECASE
 )
 
 
