@@ -527,6 +527,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.remote.backend import Listed
     from flowkv.tiers.remote.erasures import AGAIN_S, MOST_ENTRIES, RemoteErasures
     from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier
+    from flowkv.tiers.remote.nixl import Nixl, NixlTier
     from flowkv.tiers.remote.objects import (
         MOST_CATALOGS,
         ObjectBackend,

@@ -132,9 +132,10 @@ class Admission:
 
     def leaving(self, blocks: list[Block], number: int) -> list[Block]:
         """Return the blocks that may leave memory for a tier, by write admission; count others."""
-        rule, pages = self._context.writes, [block for block in blocks if block.kind == "page"]
-        if rule is None or self.writes_all or self._tiers[number].kind == "host" or not pages:
+        rule = self._context.writes
+        if rule is None or self.writes_all or self._tiers[number].kind == "host":
             return blocks
+        pages = [block for block in blocks if block.kind == "page"]
         self.chosen(pages)
         admitted = rule.depart(as_slots([block.slot for block in pages]))
         declined = {*compress(pages, ~admitted)}

@@ -18,7 +18,7 @@ from ..frames import hits, key_of, stored
 
 pytest.importorskip("nixl")
 
-from flowkv.tiers.remote.nixl import Nixl, NixlTier
+from tests.inside import Nixl, NixlTier
 
 BRIEF = RemoteLimits(threads=2, close_s=2.0, open_s=5.0)
 A, B = "a" * 64, "b" * 64
